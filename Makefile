@@ -1,0 +1,47 @@
+# Every target makes its own environment first (.venv, pinned versions, CPU or CUDA by what the
+# machine has); install/setup.sh returns at once when it is up to date.
+PY := .venv/bin/python
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test lint docs doctor bench-floor lock
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
+
+setup:  ## make or update .venv (the others do it by themselves)
+	@install/setup.sh
+
+# One OpenMP thread: two on a busy machine are many times slower than one. No vLLM plugins:
+# an installed torchrl would load its own and change how processes start.
+quickstart test bench-floor: export OMP_NUM_THREADS ?= 1
+quickstart test bench-floor: export VLLM_PLUGINS ?=
+quickstart test bench-floor: export VLLM_NO_USAGE_STATS ?= 1
+# Tests make their own models and data; a hub look-up is a mistake, and fails at once.
+test: export HF_HUB_OFFLINE ?= 1
+
+quickstart: setup  ## train the small model of recipes/sort_digits and show its accuracy rise
+	@$(PY) -m recipes.sort_digits.quickstart
+
+test: setup  ## unit tests, then integration tests with a real vLLM engine
+	$(PY) -m pytest tests/unit
+	$(PY) -m pytest tests/integration
+
+lint: setup  ## ruff and mypy
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+# Not --quiet: it hides warnings from --strict too, and a dead link would pass.
+docs: export NO_MKDOCS_2_WARNING ?= 1
+docs: setup  ## build the documentation into site/, warnings are errors
+	$(PY) -m mkdocs build --strict
+
+doctor: setup  ## versions, engine, devices, threads, and what is wrong with each
+	@$(PY) -m lightning_rl.doctor
+
+bench-floor: setup  ## step time against its floor; the last line is JSON
+	@$(PY) -m benchmarks.floor
+
+lock: setup  ## resolve the pinned versions anew (install/*-constraints.txt)
+	install/lock.sh

@@ -1,0 +1,31 @@
+"""HFExport: the policy as a directory that the rest of the world loads."""
+
+from pathlib import Path
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_rl.hooks import RLCallback
+from lightning_rl.models.policy import Policy
+from lightning_rl.rundir import run_dir
+
+
+class HFExport(RLCallback):
+    """Writes the trained model for ``AutoModelForCausalLM.from_pretrained`` and ``vllm serve``.
+
+    Args:
+        directory: where to; None: ``hf`` in the run directory.
+    """
+
+    def __init__(self, directory: str | None = None) -> None:
+        self.directory = directory
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            target = self.target(trainer)
+            policy = pl_module.policy
+            assert isinstance(policy, Policy)
+            policy.save_pretrained(target)
+
+    def target(self, trainer: Trainer) -> Path:
+        """The directory that is written."""
+        return Path(self.directory) if self.directory else run_dir(trainer) / "hf"

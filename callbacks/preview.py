@@ -1,0 +1,79 @@
+"""PreviewTable: rollouts that a person can read, none of them overwritten."""
+
+import json
+from collections.abc import Sequence
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_rl.errors import ConfigError
+from lightning_rl.hooks import RLCallback
+from lightning_rl.module import PolicyModule
+from lightning_rl.rollout import Rollout
+from lightning_rl.rundir import run_dir
+
+
+class PreviewTable(RLCallback):
+    """Appends some rollouts of each iteration to ``rollouts.jsonl`` in the run directory.
+
+    They are spread evenly over the rewards, from worst to best. TensorBoard gets the same as a
+    table, one per iteration.
+
+    Args:
+        num_rollouts: how many per iteration.
+        every_n_iterations: how often.
+    """
+
+    def __init__(self, num_rollouts: int = 8, every_n_iterations: int = 1) -> None:
+        if num_rollouts < 1 or every_n_iterations < 1:
+            raise ConfigError(
+                f"PreviewTable(num_rollouts={num_rollouts}, every_n_iterations="
+                f"{every_n_iterations}): both must be >= 1"
+            )
+        self.num_rollouts = num_rollouts
+        self.every_n_iterations = every_n_iterations
+
+    def on_collect_end(
+        self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
+    ) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        if pl_module.iteration % self.every_n_iterations or not trainer.is_global_zero:
+            return
+        chosen = spread(rollouts, self.num_rollouts)
+        with (run_dir(trainer) / "rollouts.jsonl").open("a", encoding="utf-8") as lines:
+            for rollout in chosen:
+                record = {"iteration": pl_module.iteration, "id": rollout.id} | rollout.to_dict()
+                lines.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        for logger in trainer.loggers:
+            if hasattr(logger.experiment, "add_text"):
+                logger.experiment.add_text("rollouts", markdown_table(chosen), pl_module.iteration)
+
+
+def spread(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
+    """``count`` rollouts at even ranks of reward, worst first; those without a reward lead."""
+    ranked = sorted(rollouts, key=lambda r: float("-inf") if r.reward is None else r.reward)
+    count = min(count, len(ranked))
+    if count < 2:
+        return ranked[-count:] if count else []
+    return [ranked[i * (len(ranked) - 1) // (count - 1)] for i in range(count)]
+
+
+def markdown_table(rollouts: Sequence[Rollout]) -> str:
+    """One row per rollout: prompt, completion, reward, parts, how it ended."""
+    lines = ["| prompt | completion | reward | parts | end |", "|---|---|---|---|---|"]
+    for r in rollouts:
+        parts = ", ".join(f"{name} {score}" for name, score in r.reward_parts.items())
+        end = r.error or f"{r.status.value}, {r.finish_reason}, {len(r.token_ids)} tokens"
+        cells = (as_text(r.prompt.prompt), as_text(r.completion), r.reward, parts, end)
+        lines.append("| " + " | ".join(_cell(c) for c in cells) + " |")
+    return "\n".join(lines)
+
+
+def as_text(content: str | Sequence[dict[str, object]]) -> str:
+    """Text as it is; chat messages as ``role: content`` lines."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in content)
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", "<br>")

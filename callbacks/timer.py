@@ -1,0 +1,34 @@
+"""StepTimer: where an iteration's time goes."""
+
+import time
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_rl.hooks import RLCallback
+from lightning_rl.module import PolicyModule
+from lightning_rl.stages import STAGES
+
+
+class StepTimer(RLCallback):
+    """Records ``time/generate``, ``reward``, ``logprob``, ``train``, ``sync``, ``eval`` and ``other``.
+
+    In seconds of wall time; they sum to ``time/iteration``. The first iteration's clock starts when
+    training starts, so it holds the first sync and evaluation.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        pl_module.clock.take()
+        self._since = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        parts = pl_module.clock.take()
+        now = time.perf_counter()
+        wall, self._since = now - self._since, now
+        row = {f"time/{stage}": parts[stage] for stage in STAGES}
+        row["time/other"] = wall - sum(parts.values())
+        pl_module.record(row | {"time/iteration": wall})

@@ -1,0 +1,126 @@
+"""WeightSync: the engine always samples from the weights that it says it does."""
+
+import time
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_rl.collect.collector import run_async
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.errors import ConfigError, WeightSyncError
+from lightning_rl.hooks import RLCallback, call_hook
+from lightning_rl.module import PolicyModule
+from lightning_rl.rollout import Prompt
+from lightning_rl.sync.base import WeightTransport
+from lightning_rl.sync.memory import MemoryTransport
+from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule, SyncState
+from lightning_rl.sync.verify import probe_gap
+
+
+class WeightSync(RLCallback):
+    """Pushes the policy's weights to the engine, stamps them with a version, and checks.
+
+    A push happens before training (also before ``validate``, ``test`` and ``rollout``) and whenever
+    the schedule says so. After each, the engine has dropped its prefix cache, and a probe compares
+    the logprobs of engine and trainer on tokens that the engine writes for real prompts.
+
+    Args:
+        transport: how weights travel.
+        schedule: when.
+        max_gap: largest tolerated difference of logprobs in nats; None: the engine's own tolerance
+            (1e-3 in float32, 0.25 in 16-bit formats).
+        probe_prompts: prompts in the probe; 0 switches it off.
+
+    Raises:
+        WeightSyncError: naming the gap, its bound and the token, when the probe fails.
+    """
+
+    def __init__(
+        self,
+        transport: WeightTransport = MemoryTransport(),
+        schedule: SyncSchedule = FixedSchedule(),
+        max_gap: float | None = None,
+        probe_prompts: int = 4,
+    ) -> None:
+        if max_gap is not None and max_gap <= 0:
+            raise ConfigError(f"max_gap={max_gap} must be > 0 nats; null for the engine's tolerance")
+        if probe_prompts < 0:
+            raise ConfigError(f"probe_prompts={probe_prompts} must be >= 0")
+        self.transport = transport
+        self.schedule = schedule
+        self.max_gap = max_gap
+        self.probe_prompts = probe_prompts
+        self._prompts: list[Prompt] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        datamodule = _datamodule(trainer)
+        self.transport.connect(datamodule.engine)
+        self._prompts = datamodule.train_prompts.first(self.probe_prompts)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.transport.close()
+
+    # Not on_fit_start: sharded strategies restore checkpoints after it.
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.sync(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            self.sync(trainer, pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.sync(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.sync(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        state = SyncState(pl_module.iteration, _datamodule(trainer).engine.version)
+        if self.schedule.should_sync(state):
+            self.sync(trainer, pl_module)
+
+    def sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pause, push, verify, resume; then tell the other callbacks."""
+        assert isinstance(pl_module, PolicyModule) and pl_module.policy is not None
+        engine, version = _datamodule(trainer).engine, pl_module.iteration
+        begin = time.perf_counter()
+        with pl_module.clock("sync"):
+            run_async(engine.pause())
+            try:
+                self.transport.push(pl_module.policy.named_weights(), version)
+            finally:
+                run_async(engine.resume())
+            pl_module.record({"sync/seconds": time.perf_counter() - begin, "sync/version": version})
+            if self._prompts:
+                self._verify(trainer, pl_module)
+        call_hook(trainer, "on_weights_synced", version)
+
+    def _verify(self, trainer: Trainer, module: PolicyModule) -> None:
+        datamodule = _datamodule(trainer)
+        bound = self.max_gap or datamodule.engine.logprob_tolerance
+        assert module.policy is not None
+        with trainer.precision_plugin.forward_context():
+            gap = probe_gap(
+                datamodule.engine, module.policy, self._prompts, datamodule.sampling.temperature
+            )
+        module.record({"sync/probe_gap": gap.value})
+        if gap.value > bound:
+            raise WeightSyncError(
+                f"after the sync of version {module.iteration}, engine and trainer disagree by "
+                f"{gap.value:.3g} nats on token {gap.token!r} (trainer {gap.trainer:.4f}, engine "
+                f"{gap.engine:.4f}; max_gap={bound:g}): the engine holds other weights, or a stale "
+                "cache. Set max_gap higher only if both compute in different precision"
+            )
+
+
+def _datamodule(trainer: Trainer) -> RLDataModule:
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(datamodule, RLDataModule):
+        raise ConfigError(
+            f"WeightSync needs an RLDataModule, not {type(datamodule).__name__}; remove the callback "
+            "for supervised training"
+        )
+    return datamodule

@@ -1,0 +1,17 @@
+# Sourced by setup.sh and lock.sh, from the repository root: which build this machine gets, and
+# from where. Sets $backend (cpu or cuda), $torch_source and $extras.
+
+if timeout 20 nvidia-smi >/dev/null 2>&1; then backend=cuda; else backend=cpu; fi
+extras=$backend,dev,docs,recipes
+
+# uv does not read pip's settings; carry over the ones that say where packages come from.
+[ -z "${PIP_INDEX_URL:-}" ] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}
+[ -z "${PIP_EXTRA_INDEX_URL:-}" ] || export UV_INDEX=${UV_INDEX:-$PIP_EXTRA_INDEX_URL}
+[ -z "${PIP_FIND_LINKS:-}" ] || export UV_FIND_LINKS=${UV_FIND_LINKS:-$PIP_FIND_LINKS}
+
+# The CPU build of torch is not on the main index: take it from a local wheel folder that has it,
+# else from PyTorch's own index. On CUDA, vLLM requires the torch it was built for.
+torch_source=()
+if [ $backend = cpu ] && ! compgen -G "${UV_FIND_LINKS:-/nonexistent}/torch-*+cpu*.whl" >/dev/null; then
+    torch_source=(--torch-backend=cpu)
+fi

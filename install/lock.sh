@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Resolves setup.cfg anew and rewrites the two constraints files (make lock). They hold for every
+# supported Python; the CUDA set is resolved here, but runs only where there is a GPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source install/common.sh
+
+lock() { # backend, options...
+    local backend=$1
+    shift
+    .venv/bin/uv pip compile setup.cfg --quiet --universal --python-version 3.11 --no-annotate \
+        --no-header --extra "$backend" --extra dev --extra docs --extra recipes --upgrade \
+        --override "install/$backend-overrides.txt" --output-file "install/$backend-constraints.txt" "$@"
+}
+# Packed attention is checked against this transformers; the CPU engine limits it by itself.
+lock cpu ${torch_source[@]+"${torch_source[@]}"}
+lock cuda --constraint <(echo 'transformers==5.19.*')

@@ -1,0 +1,124 @@
+"""Advantages: which tokens deserve credit. Pure functions first, thin classes over them."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.data.packing import token_rows
+from lightning_rl.dist import global_mean_std
+
+
+def group_means(rewards: Tensor, group: Tensor) -> Tensor:
+    """Mean reward of each rollout's group, shape (R,), for rewards (R,) and group ids (R,)."""
+    _, inverse, counts = group.unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(counts), dtype=rewards.dtype, device=rewards.device)
+    return (sums.index_add(0, inverse, rewards) / counts)[inverse]
+
+
+def group_stds(rewards: Tensor, group: Tensor) -> Tensor:
+    """Unbiased standard deviation of each rollout's group, shape (R,); 0 for a group of one."""
+    centred_squares = (rewards - group_means(rewards, group)) ** 2
+    _, inverse, counts = group.unique(return_inverse=True, return_counts=True)
+    bessel = counts / (counts - 1).clamp(min=1)
+    return (group_means(centred_squares, group) * bessel[inverse]).sqrt()
+
+
+def gae(
+    rewards: Tensor, values: Tensor, row: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over each rollout's own tokens (Schulman et al. 2015).
+
+    ``rewards``, ``values`` and ``row`` (the rollout of each token, ascending) have shape (M,); an
+    episode ends with its last token, so nothing is bootstrapped there. Returns advantages and
+    returns, both (M,): with delta[t] = r[t] + gamma V[t+1] - V[t],
+    A[t] = delta[t] + gamma lam A[t+1] and return[t] = A[t] + V[t].
+    """
+    assert rewards.shape == values.shape == row.shape and rewards.ndim == 1
+    _, inverse, counts = row.unique_consecutive(return_inverse=True, return_counts=True)
+    step = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[inverse]
+    # One row per rollout, padded on the right with zeros: a zero value after the end is exact.
+    shape = (len(counts), int(counts.max()) + 1)
+    grid_r, grid_v = (
+        torch.zeros(shape, dtype=x.dtype, device=x.device).index_put((inverse, step), x)
+        for x in (rewards, values)
+    )
+    delta = grid_r[:, :-1] + gamma * grid_v[:, 1:] - grid_v[:, :-1]
+    advantage = torch.zeros_like(delta)
+    carry = torch.zeros_like(delta[:, 0])
+    for t in reversed(range(delta.shape[1])):
+        carry = delta[:, t] + gamma * lam * carry
+        advantage[:, t] = carry
+    advantages = advantage[inverse, step]
+    return advantages, advantages + values
+
+
+class Advantage(ABC):
+    """Adds ``("tokens", "advantages")``, shape (T,), zero outside of the loss mask, to a batch."""
+
+    needs_values: ClassVar[bool] = False
+    needs_groups: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, batch: TensorDict) -> TensorDict:
+        """Return the batch with advantages (and ``returns``, where there is a critic)."""
+
+
+@dataclass(frozen=True)
+class GRPO(Advantage):
+    """Group-relative advantages, one per rollout (Shao et al. 2024, DeepSeekMath, eq. 20).
+
+    A = (r - mean of its group) / (std of its group + eps). A group of one gets zero.
+
+    Args:
+        normalize_std: divide by the group's standard deviation; False leaves A = r - mean.
+        eps: keeps a group without spread finite (its advantages are zero).
+    """
+
+    normalize_std: bool = True
+    eps: float = 1e-6
+    needs_groups: ClassVar[bool] = True
+
+    def __call__(self, batch: TensorDict) -> TensorDict:
+        rewards_R, group_R = batch["rollouts", "reward"], batch["rollouts", "group"]
+        advantages_R = rewards_R - group_means(rewards_R, group_R)
+        if self.normalize_std:
+            advantages_R = advantages_R / (group_stds(rewards_R, group_R) + self.eps)
+        advantages_T = advantages_R[token_rows(batch)] * batch["tokens", "loss_mask"]
+        batch["tokens", "advantages"] = advantages_T
+        return batch
+
+
+@dataclass(frozen=True)
+class GAE(Advantage):
+    """Generalised advantage estimation with a value head (Schulman et al. 2015; PPO 2017).
+
+    The rollout's reward falls on its last model token. ``gamma`` and ``lam`` are per token.
+
+    Args:
+        whiten: give the batch's advantages mean 0 and standard deviation 1, over all ranks.
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten: bool = True
+    needs_values: ClassVar[bool] = True
+
+    def __call__(self, batch: TensorDict) -> TensorDict:
+        live = batch["tokens", "loss_mask"].nonzero().squeeze(1)
+        row = token_rows(batch)[live]
+        last = torch.ones_like(row, dtype=torch.bool)
+        last[:-1] = row[1:] != row[:-1]
+        values = batch["tokens", "values"][live]
+        rewards = torch.where(last, batch["rollouts", "reward"][row], 0.0)
+        advantages, returns = gae(rewards, values, row, self.gamma, self.lam)
+        if self.whiten:
+            mean, std = global_mean_std(advantages)
+            advantages = (advantages - mean) / (std + 1e-8)
+        empty = torch.zeros_like(batch["tokens", "values"])
+        batch["tokens", "advantages"] = empty.index_put((live,), advantages)
+        batch["tokens", "returns"] = empty.index_put((live,), returns)
+        return batch

@@ -1,0 +1,88 @@
+"""Policy and value losses, per token; how tokens are averaged is :mod:`.aggregation`'s business.
+
+A loss sees the M model tokens of a pack: ``logprobs`` (M,) under the current policy and ``tokens``,
+a TensorDict [M] with ``old_logprobs``, ``rollout_logprobs``, ``advantages``, ``row`` (which rollout a
+token belongs to) and, where computed, ``ref_logprobs``, ``values`` and ``returns``.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.errors import ConfigError
+
+Metrics = dict[str, Tensor]
+"""Per-token tensors (M,), without gradient; the module averages them over all live tokens."""
+
+
+class PolicyLoss(ABC):
+    """Maps current logprobs to a loss per token."""
+
+    @abstractmethod
+    def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
+        """Loss (M,) and per-token metrics."""
+
+
+def ppo_clip(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """Clipped surrogate, -min(w A, clip(w, 1 - low, 1 + high) A) with w = exp(logp - old logp).
+
+    All arguments and both results have shape (M,); the second is where the clip took the gradient
+    away (Schulman et al. 2017, PPO, eq. 7; asymmetric bounds from DAPO, Yu et al. 2025).
+    """
+    assert logprobs.shape == old_logprobs.shape == advantages.shape and logprobs.ndim == 1
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - low, 1 + high) * advantages
+    return -torch.minimum(unclipped, clipped), clipped < unclipped
+
+
+@dataclass(frozen=True)
+class PPOClip(PolicyLoss):
+    """PPO's clipped surrogate; ``clip_high`` above ``clip_low`` is DAPO's clip-higher.
+
+    Raises:
+        ConfigError: for bounds outside of 0 < clip_low < 1, clip_high > 0.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_low < 1 or self.clip_high <= 0:
+            raise ConfigError(
+                f"clip_low={self.clip_low}, clip_high={self.clip_high}: need 0 < clip_low < 1 and "
+                "clip_high > 0; 0.2 and 0.2 are PPO's defaults"
+            )
+
+    def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
+        loss, clipped = ppo_clip(
+            logprobs, tokens["old_logprobs"], tokens["advantages"], self.clip_low, self.clip_high
+        )
+        log_ratio = logprobs.detach() - tokens["old_logprobs"]
+        return loss, {"clip_frac": clipped.float(), "kl_old": log_ratio.expm1() - log_ratio}
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """Half the squared error of the critic, times ``coef``; optionally clipped as in PPO.
+
+    Args:
+        coef: weight beside the policy loss.
+        clip: None, or how far values may move from the rollout's before the larger error counts.
+    """
+
+    coef: float = 0.5
+    clip: float | None = None
+
+    def __call__(self, values: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
+        returns, old = tokens["returns"], tokens["values"]
+        error = (values - returns) ** 2
+        if self.clip is not None:
+            moved = old + (values - old).clamp(-self.clip, self.clip)
+            error = torch.maximum(error, (moved - returns) ** 2)
+        return 0.5 * self.coef * error, {"value_error": (values.detach() - returns) ** 2}

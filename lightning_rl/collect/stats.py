@@ -1,0 +1,43 @@
+"""One iteration's rollouts, in numbers."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from lightning_rl.metrics import summarize
+from lightning_rl.rollout import Rollout, RolloutStatus
+
+
+def rollout_metrics(
+    rollouts: Sequence[Rollout], seconds: float, trainer_version: int
+) -> dict[str, float]:
+    """``reward/*`` and ``rollout/*`` of a collected batch; ``seconds`` is the time to generate it."""
+    graded = [r for r in rollouts if r.status is RolloutStatus.COMPLETED]
+    tokens = sum(len(r.token_ids) for r in rollouts)
+    metrics = {
+        "rollout/tokens_mean": tokens / len(rollouts),
+        "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
+        "rollout/truncated_share": _share(r.finish_reason == "length" for r in rollouts),
+    }
+    for status, count in Counter(r.status for r in rollouts).items():
+        metrics[f"rollout/{status.value}"] = float(count)
+    versions = [v for r in rollouts for v, m in zip(r.versions, r.loss_mask, strict=True) if m]
+    if versions:
+        metrics["rollout/staleness_max"] = float(trainer_version - min(versions))
+    if not graded:
+        return metrics
+    mean, std = summarize([r.reward for r in graded if r.reward is not None])
+    metrics |= {"reward/mean": mean, "reward/std": std}
+    for name in graded[0].reward_parts:
+        part = [s for r in graded if (s := r.reward_parts[name]) is not None]
+        metrics[f"reward/{name}"], metrics[f"reward/{name}_std"] = summarize(part)
+    groups: dict[str, set[float | None]] = defaultdict(set)
+    for rollout in graded:
+        groups[rollout.group_id].add(rollout.reward)
+    # Such groups teach a group-relative method nothing.
+    metrics["reward/zero_spread_share"] = _share(len(g) == 1 for g in groups.values())
+    return metrics
+
+
+def _share(flags: object) -> float:
+    values = list(flags)  # type: ignore[call-overload]
+    return sum(values) / len(values)

@@ -1,0 +1,146 @@
+"""From rollouts to one packed TensorDict, and from that to minibatches and token-budget packs.
+
+A *batch* is a TensorDict with two parts:
+
+- ``batch["tokens"]``, batch size [T]: the full trajectories, one after another without padding.
+  ``input_ids``, ``loss_mask``, ``rollout_logprobs``, ``versions``; later steps add ``old_logprobs``,
+  ``ref_logprobs``, ``values``, ``advantages``, ``returns`` and ``loss_weights``.
+- ``batch["rollouts"]``, batch size [R]: ``length`` and ``prompt_length`` in tokens, ``prefix`` (rows
+  with the same number have the same prompt tokens), ``group``, ``reward``, ``temperature``,
+  ``truncated``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.errors import ConfigError
+from lightning_rl.rollout import Rollout
+
+
+def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
+    """Pack graded rollouts (each with at least one token after its prompt) into a batch, in order."""
+    input_ids: list[int] = []
+    loss_mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    prefixes: dict[tuple[int, ...], int] = {}
+    groups: dict[str, int] = {}
+    rows: list[tuple[int, int, int, int, bool]] = []
+    for rollout in rollouts:
+        prompt = rollout.prompt.token_ids
+        # The first prompt token is predicted by nothing, so a loss mask never covers prompts.
+        input_ids += prompt + rollout.token_ids
+        loss_mask += [False] * len(prompt) + rollout.loss_mask
+        logprobs += [0.0] * len(prompt) + rollout.logprobs
+        versions += [-1] * len(prompt) + rollout.versions
+        rows.append(
+            (
+                len(prompt) + len(rollout.token_ids),
+                len(prompt),
+                prefixes.setdefault(tuple(prompt), len(prefixes)),
+                groups.setdefault(rollout.group_id, len(groups)),
+                rollout.finish_reason == "length",
+            )
+        )
+    length, prompt_length, prefix, group, truncated = zip(*rows, strict=True)
+    rewards = [0.0 if r.reward is None else r.reward for r in rollouts]
+    return TensorDict(
+        {
+            "tokens": TensorDict(
+                {
+                    "input_ids": torch.tensor(input_ids, dtype=torch.long),
+                    "loss_mask": torch.tensor(loss_mask, dtype=torch.bool),
+                    "rollout_logprobs": torch.tensor(logprobs, dtype=torch.float32),
+                    "versions": torch.tensor(versions, dtype=torch.long),
+                },
+                batch_size=[len(input_ids)],
+            ),
+            "rollouts": TensorDict(
+                {
+                    "length": torch.tensor(length, dtype=torch.long),
+                    "prompt_length": torch.tensor(prompt_length, dtype=torch.long),
+                    "prefix": torch.tensor(prefix, dtype=torch.long),
+                    "group": torch.tensor(group, dtype=torch.long),
+                    "truncated": torch.tensor(truncated, dtype=torch.bool),
+                    "reward": torch.tensor(rewards, dtype=torch.float32),
+                    "temperature": torch.tensor(
+                        [r.temperature for r in rollouts], dtype=torch.float32
+                    ),
+                },
+                batch_size=[len(rollouts)],
+            ),
+        },
+        batch_size=[],
+    )
+
+
+def token_rows(batch: TensorDict) -> Tensor:
+    """The rollout each token belongs to, shape (T,)."""
+    length = batch["rollouts", "length"]
+    return torch.repeat_interleave(torch.arange(len(length), device=length.device), length)
+
+
+def select(batch: TensorDict, rows: Tensor) -> TensorDict:
+    """The sub-batch of the given rollouts (indices, shape (r,)), in that order."""
+    length = batch["rollouts", "length"]
+    if len(rows) == len(length) and torch.equal(rows, torch.arange(len(length))):
+        return batch
+    rows = rows.to(length.device)
+    starts = (length.cumsum(0) - length)[rows]
+    lengths = length[rows]
+    ends = lengths.cumsum(0)
+    offsets = torch.repeat_interleave(starts - (ends - lengths), lengths)
+    tokens = torch.arange(len(offsets), device=length.device) + offsets
+    return TensorDict(
+        {"tokens": batch["tokens"][tokens], "rollouts": batch["rollouts"][rows]}, batch_size=[]
+    )
+
+
+def split_minibatches(batch: TensorDict, count: int, generator: torch.Generator) -> list[Tensor]:
+    """Deal whole groups at random into ``count`` minibatches of rollout indices.
+
+    Raises:
+        ConfigError: if there are fewer groups than minibatches.
+    """
+    group = batch["rollouts", "group"].cpu()
+    if count == 1:
+        return [torch.arange(len(group))]
+    groups = group.unique()
+    if len(groups) < count:
+        raise ConfigError(
+            f"minibatches={count} exceeds the {len(groups)} groups of this batch; "
+            "lower minibatches or raise groups_per_iteration"
+        )
+    order = groups[torch.randperm(len(groups), generator=generator)]
+    return [torch.isin(group, part).nonzero().squeeze(1) for part in order.tensor_split(count)]
+
+
+def split_packs(batch: TensorDict, max_tokens: int) -> list[Tensor]:
+    """Cut a batch into packs of at most ``max_tokens`` forward tokens, as rollout indices.
+
+    A shared prompt is counted once per pack. Longer rollouts come first, so that neighbours have
+    like lengths; rollouts with one prompt stay neighbours. A rollout longer than the budget gets a
+    pack of its own.
+    """
+    length = batch["rollouts", "length"].tolist()
+    prompt_length = batch["rollouts", "prompt_length"].tolist()
+    prefix = batch["rollouts", "prefix"].tolist()
+    longest: dict[int, int] = {}
+    for p, n in zip(prefix, length, strict=True):
+        longest[p] = max(longest.get(p, 0), n)
+    order = sorted(range(len(length)), key=lambda i: (-longest[prefix[i]], prefix[i], -length[i]))
+    packs: list[list[int]] = []
+    used, seen = max_tokens, set[int]()
+    for i in order:
+        suffix = length[i] - prompt_length[i]
+        cost = suffix if prefix[i] in seen else length[i]
+        if used + cost > max_tokens:
+            packs.append([])
+            used, seen, cost = 0, set(), length[i]
+        packs[-1].append(i)
+        seen.add(prefix[i])
+        used += cost
+    return [torch.tensor(sorted(pack)) for pack in packs]

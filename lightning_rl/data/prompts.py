@@ -1,0 +1,323 @@
+"""Prompts: rows from files or code, tokenised once, drawn in an order that a checkpoint holds."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.rollout import Message, Prompt
+
+Row = dict[str, Any]
+
+
+class PromptDataset(ABC):
+    """Rows with a prompt each, drawn without end in a seeded order, epoch after epoch.
+
+    A prompt is a string, tokenised as it is, or a list of chat messages, rendered by the tokenizer's
+    own chat template with its generation prompt. All other columns reach the rewards by name.
+
+    Args:
+        prompt_column: where the prompt is.
+        id_column: a unique name per row; None: the row's number.
+        max_prompt_tokens: longer prompts are dropped and counted (``dropped``); never truncated.
+        shuffle: draw each epoch in a new order, fixed by ``seed``; False keeps the rows' order.
+        seed: of the orders.
+    """
+
+    def __init__(
+        self,
+        prompt_column: str = "prompt",
+        id_column: str | None = None,
+        max_prompt_tokens: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.prompt_column = prompt_column
+        self.id_column = id_column
+        self.max_prompt_tokens = max_prompt_tokens
+        self.shuffle = shuffle
+        self.seed = seed
+        self.dropped = 0
+        self._rows: Sequence[tuple[str, Row]] | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._epoch = 0
+        self._cursor = 0
+        self._order: list[int] = []
+        self._dropped_rows: set[int] = set()
+
+    @abstractmethod
+    def read(self) -> Iterable[tuple[str, Any]]:
+        """Yield ``(where, row)``: a place that an error message can name, and a mapping.
+
+        Raises:
+            DataError: naming the place and what was expected there.
+        """
+
+    def load(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Read and check all rows; ``tokenizer`` is what turns them into tokens when drawn."""
+        self._tokenizer = tokenizer
+        if self._rows is not None:
+            return
+        rows = []
+        for where, row in self.read():
+            self._check(where, row)
+            rows.append((where, dict(row)))
+        if not rows:
+            raise DataError(f"{self!r} holds no rows; expected at least one with a prompt")
+        self._rows = rows
+        self._order = self._permutation(self._epoch)
+
+    def __len__(self) -> int:
+        return len(self._loaded())
+
+    def __getitem__(self, index: int) -> Prompt:
+        """Row ``index`` as a prompt, tokenised now."""
+        where, row = self._loaded()[index]
+        columns = dict(row)
+        text = columns.pop(self.prompt_column)
+        prompt_id = str(columns[self.id_column] if self.id_column else index)
+        token_ids = self._tokenize(where, text)
+        return Prompt(id=prompt_id, prompt=text, token_ids=token_ids, columns=columns)
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts that are short enough; goes on into the next epoch.
+
+        Raises:
+            DataError: if a whole epoch holds no prompt that is short enough.
+        """
+        self._loaded()
+        prompts: list[Prompt] = []
+        misses = 0
+        while len(prompts) < count:
+            if self._cursor == len(self._order):
+                self._epoch, self._cursor = self._epoch + 1, 0
+                self._order = self._permutation(self._epoch)
+            index = self._order[self._cursor]
+            self._cursor += 1
+            prompt = self[index]
+            if self.fits(prompt):
+                prompts.append(prompt)
+                misses = 0
+                continue
+            misses += 1
+            self._dropped_rows.add(index)
+            self.dropped = len(self._dropped_rows)
+            if misses >= len(self._order):
+                raise DataError(
+                    f"{self!r}: all {len(self._order)} prompts are longer than "
+                    f"max_prompt_tokens={self.max_prompt_tokens}; raise it"
+                )
+        return prompts
+
+    def first(self, count: int | None = None) -> list[Prompt]:
+        """The first ``count`` rows (all for None) that are short enough, in file order."""
+        prompts = []
+        for index in range(len(self)):
+            if count is not None and len(prompts) == count:
+                break
+            prompt = self[index]
+            if self.fits(prompt):
+                prompts.append(prompt)
+        return prompts
+
+    def fits(self, prompt: Prompt) -> bool:
+        """Whether the prompt is within ``max_prompt_tokens``."""
+        return self.max_prompt_tokens is None or len(prompt.token_ids) <= self.max_prompt_tokens
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, as primitives."""
+        return {
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "seed": self.seed,
+            "dropped_rows": sorted(self._dropped_rows),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken.
+
+        Raises:
+            ConfigError: if the order was made with another seed.
+        """
+        if state["seed"] != self.seed:
+            raise ConfigError(
+                f"the checkpoint's prompts were shuffled with seed={state['seed']}, now it is "
+                f"{self.seed}; set it back to go on where the run stopped"
+            )
+        self._epoch, self._cursor = state["epoch"], state["cursor"]
+        self._dropped_rows = set(state["dropped_rows"])
+        self.dropped = len(self._dropped_rows)
+        if self._rows is not None:
+            self._order = self._permutation(self._epoch)
+
+    def _loaded(self) -> Sequence[tuple[str, Row]]:
+        if self._rows is None:
+            raise ConfigError(f"{self!r} is not loaded yet; call load(tokenizer) first")
+        return self._rows
+
+    def _permutation(self, epoch: int) -> list[int]:
+        count = len(self._loaded())
+        if not self.shuffle:
+            return list(range(count))
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return torch.randperm(count, generator=generator).tolist()
+
+    def _check(self, where: str, row: Any) -> None:
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where}: expected an object with a {self.prompt_column!r}, got {row!r:.80}")
+        if self.prompt_column not in row:
+            raise DataError(
+                f"{where}: no column {self.prompt_column!r} among {sorted(row)}; set prompt_column"
+            )
+        if self.id_column is not None and self.id_column not in row:
+            raise DataError(f"{where}: no column {self.id_column!r} among {sorted(row)}; set id_column")
+        prompt = row[self.prompt_column]
+        if isinstance(prompt, str) and prompt:
+            return
+        if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
+            return
+        raise DataError(
+            f"{where}: {self.prompt_column!r} must be a non-empty string or a list of "
+            f'{{"role": ..., "content": ...}} messages, got {prompt!r:.80}'
+        )
+
+    def _tokenize(self, where: str, prompt: str | list[Message]) -> list[int]:
+        assert self._tokenizer is not None
+        if isinstance(prompt, str):
+            token_ids = self._tokenizer(prompt, add_special_tokens=True)["input_ids"]
+        elif self._tokenizer.chat_template is None:
+            raise DataError(
+                f"{where}: the prompt is a chat, but the tokenizer has no chat template; use plain "
+                "text prompts, or set tokenizer.chat_template and save the tokenizer"
+            )
+        else:
+            text = self._tokenizer.apply_chat_template(
+                prompt, tokenize=False, add_generation_prompt=True
+            )
+            token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not token_ids:
+            raise DataError(f"{where}: the prompt {prompt!r:.80} has no tokens")
+        return list(token_ids)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and "role" in message and "content" in message
+
+
+def _existing(path: str | Path, what: str) -> Path:
+    found = Path(path)
+    if not found.exists():
+        raise DataError(f"{what} {str(path)!r} does not exist (working directory: {Path.cwd().name})")
+    return found
+
+
+class JSONLPrompts(PromptDataset):
+    """One JSON object per line of the file ``path``; blank lines are skipped."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"JSONLPrompts({self.path!r})"
+
+    def read(self) -> Iterable[tuple[str, Any]]:
+        with _existing(self.path, "prompt file").open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                where = f"{self.path}:{number}"
+                try:
+                    yield where, json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise DataError(
+                        f"{where}: expected one JSON object per line, found {error.msg} at column "
+                        f"{error.colno}: {line.strip()!r:.80}"
+                    ) from error
+
+
+class ParquetPrompts(PromptDataset):
+    """The rows of a Parquet file or of a directory of them."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"ParquetPrompts({self.path!r})"
+
+    def read(self) -> Iterable[tuple[str, Any]]:
+        import pyarrow.lib
+        import pyarrow.parquet
+
+        try:
+            table = pyarrow.parquet.read_table(_existing(self.path, "prompt file"))
+        except pyarrow.lib.ArrowException as error:
+            raise DataError(f"{self.path}: not a Parquet file ({error})") from error
+        for number, row in enumerate(table.to_pylist()):
+            yield f"{self.path}: row {number}", row
+
+
+class HFDatasetPrompts(PromptDataset):
+    """A 🤗 ``datasets`` folder, as ``Dataset.save_to_disk`` writes it.
+
+    Args:
+        path: the folder.
+        split: which split of a ``DatasetDict``; None for a plain ``Dataset``.
+    """
+
+    def __init__(self, path: str, split: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.path = path
+        self.split = split
+
+    def __repr__(self) -> str:
+        return f"HFDatasetPrompts({self.path!r}, split={self.split!r})"
+
+    def read(self) -> Iterable[tuple[str, Any]]:
+        import datasets
+
+        try:
+            dataset = datasets.load_from_disk(str(_existing(self.path, "dataset folder")))
+        except FileNotFoundError as error:
+            raise DataError(f"{self.path}: not a folder that save_to_disk wrote") from error
+        if isinstance(dataset, datasets.DatasetDict):
+            if self.split not in dataset:
+                raise DataError(
+                    f"{self.path}: split={self.split!r} is not one of {sorted(dataset)}; set split"
+                )
+            dataset = dataset[self.split]
+        for number, row in enumerate(dataset):
+            yield f"{self.path}: row {number}", row
+
+
+class IterablePrompts(PromptDataset):
+    """Rows from Python: an iterable of mappings, or a callable that returns one.
+
+    Args:
+        rows: the iterable, or in YAML the import path of a callable.
+        arguments: keyword arguments for the callable.
+    """
+
+    def __init__(
+        self,
+        rows: Callable[..., Iterable[Any]] | Iterable[Any],
+        arguments: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.rows = rows
+        self.arguments = arguments or {}
+
+    def __repr__(self) -> str:
+        return f"IterablePrompts({getattr(self.rows, '__name__', type(self.rows).__name__)})"
+
+    def read(self) -> Iterable[tuple[str, Any]]:
+        rows = self.rows(**self.arguments) if callable(self.rows) else self.rows
+        for number, row in enumerate(rows):
+            yield f"{self!r}: row {number}", row

@@ -1,0 +1,253 @@
+"""RLDataModule: prompts, engine and rewards behind Lightning's data interface."""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from tensordict import TensorDict
+
+from lightning_rl.collect.agents import Agent, SingleTurn
+from lightning_rl.collect.collector import Collector, SyncCollector, run_async
+from lightning_rl.collect.stats import rollout_metrics
+from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.engines import default_engine
+from lightning_rl.engines.base import Engine, Sampling
+from lightning_rl.errors import ConfigError
+from lightning_rl.evaluation import evaluation_metrics
+from lightning_rl.hooks import call_hook
+from lightning_rl.loader import RolloutLoader
+from lightning_rl.models.policy import load_tokenizer, save_skeleton
+from lightning_rl.module import PolicyModule
+from lightning_rl.rewards.base import Rewards
+from lightning_rl.rollout import Prompt, Rollout
+
+
+class RLDataModule(LightningDataModule):
+    """Collects graded rollouts, one batch of groups per iteration.
+
+    Args:
+        train_prompts: what to train on.
+        rewards: functions ``f(prompts, completions, **columns) -> list[float]``, plain or async.
+        engine: generates; None: vLLM in process, or transformers where vLLM is not installed.
+        eval_prompts: held-out prompts, for ``Evaluate``, ``validate`` and ``test``.
+        agent: how one rollout comes about.
+        collector: when which rollout is generated.
+        sampling: for training.
+        eval_sampling: for evaluation; None: as ``sampling``. Greedy: ``temperature: 0``.
+        group_size: rollouts per prompt (G).
+        groups_per_iteration: prompts per iteration.
+        iterations_per_epoch: iterations that Lightning counts as one epoch.
+        eval_samples: rollouts per held-out prompt; from 2 on, pass@k is reported too.
+        eval_limit: use only the first held-out prompts; None: all.
+        success_reward: a held-out rollout with at least this reward counts as right.
+        reward_weights: one per reward; None: all 1.
+        max_failed_share: share of an iteration's rollouts whose grading may fail before it stops.
+        seed: from which every request's own seed is derived.
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    def __init__(
+        self,
+        train_prompts: PromptDataset,
+        rewards: list[Callable[..., list[float]]],
+        engine: Engine | None = None,
+        eval_prompts: PromptDataset | None = None,
+        agent: Agent = SingleTurn(),
+        collector: Collector = SyncCollector(),
+        sampling: Sampling = Sampling(),
+        eval_sampling: Sampling | None = None,
+        group_size: int = 8,
+        groups_per_iteration: int = 32,
+        iterations_per_epoch: int = 100,
+        eval_samples: int = 1,
+        eval_limit: int | None = None,
+        success_reward: float = 1.0,
+        reward_weights: list[float] | None = None,
+        max_failed_share: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("group_size", group_size),
+            ("groups_per_iteration", groups_per_iteration),
+            ("iterations_per_epoch", iterations_per_epoch),
+            ("eval_samples", eval_samples),
+        ):
+            if value < 1:
+                raise ConfigError(f"{name}={value} must be >= 1")
+        self.train_prompts = train_prompts
+        self.eval_prompts = eval_prompts
+        self.rewards = Rewards(rewards, reward_weights, max_failed_share)
+        self.engine = engine if engine is not None else default_engine()
+        self.agent = agent
+        self.collector = collector
+        self.sampling = sampling
+        self.eval_sampling = eval_sampling or sampling
+        self.group_size = group_size
+        self.groups_per_iteration = groups_per_iteration
+        self.iterations_per_epoch = iterations_per_epoch
+        self.eval_samples = eval_samples
+        self.eval_limit = eval_limit
+        self.success_reward = success_reward
+        self.seed = seed
+        self._model_dir: tempfile.TemporaryDirectory[str] | None = None
+
+    # ---------------------------------------------------------------- Lightning's hooks
+
+    def setup(self, stage: str) -> None:
+        """Load prompts and start the engine, after Lightning has made its process group."""
+        module = self._module()
+        if module.advantage.needs_groups and self.group_size < 2 and stage == "fit":
+            raise ConfigError(
+                f"group_size={self.group_size} must be >= 2 for {type(module.advantage).__name__}, "
+                "which compares the rollouts of a group; raise it, or use GAE"
+            )
+        if self.groups_per_iteration < module.minibatches and stage == "fit":
+            raise ConfigError(
+                f"minibatches={module.minibatches} exceeds groups_per_iteration="
+                f"{self.groups_per_iteration}; a group is never split over minibatches"
+            )
+        tokenizer = load_tokenizer(module.model)
+        self._decode = tokenizer.batch_decode
+        self.train_prompts.load(tokenizer)
+        if self.eval_prompts is not None:
+            self.eval_prompts.load(tokenizer)
+        if not self.engine.running:
+            self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")
+            save_skeleton(module.model, self._model_dir.name)
+            self.engine.start(Path(self._model_dir.name))
+        self._leave_room(self.train_prompts, self.sampling)
+        if self.eval_prompts is not None:
+            self._leave_room(self.eval_prompts, self.eval_sampling)
+
+    def teardown(self, stage: str) -> None:
+        self.engine.close()
+        if self._model_dir is not None:
+            self._model_dir.cleanup()
+            self._model_dir = None
+
+    def train_dataloader(self) -> RolloutLoader:
+        module = self._module()
+        return RolloutLoader(
+            self.collect, self.train_prompts, self.iterations_per_epoch, lambda: module.iteration
+        )
+
+    def val_dataloader(self) -> Any:
+        # While fitting, the Evaluate callback evaluates: it also does so before training.
+        if self.trainer is not None and self.trainer.state.fn == "fit":
+            return []
+        return _EvaluationLoader(self)
+
+    def test_dataloader(self) -> Any:
+        return _EvaluationLoader(self)
+
+    def predict_dataloader(self) -> Any:
+        """What ``lightning-rl rollout`` runs through: batches of graded rollouts."""
+        return _CollectionLoader(self)
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return batch.to(device) if isinstance(batch, TensorDict) else batch
+
+    # ---------------------------------------------------------------- collecting
+
+    def collect(self, iteration: int) -> list[Rollout]:
+        """Generate and grade one iteration's rollouts, and tell the callbacks."""
+        module, trainer = self._module(), self.trainer
+        assert trainer is not None
+        call_hook(trainer, "on_collect_start")
+        prompts = self.train_prompts.draw(self.groups_per_iteration)
+        begin = time.perf_counter()
+        rollouts = self._generate(prompts, self.group_size, self.sampling, iteration)
+        seconds = time.perf_counter() - begin
+        self._grade(rollouts, self.group_size)
+        module.record(rollout_metrics(rollouts, seconds, module.iteration))
+        if self.train_prompts.dropped:
+            module.record({"data/prompts_dropped": float(self.train_prompts.dropped)})
+        call_hook(trainer, "on_collect_end", rollouts)
+        return rollouts
+
+    def evaluate(self) -> tuple[list[Rollout], dict[str, float]]:
+        """Roll out and grade the held-out prompts, always with the same seeds.
+
+        Raises:
+            ConfigError: without ``eval_prompts``.
+        """
+        if self.eval_prompts is None:
+            raise ConfigError("there is nothing to evaluate on; set data.eval_prompts")
+        with self._module().clock("eval"):
+            prompts = self.eval_prompts.first(self.eval_limit)
+            rollouts = self._generate(prompts, self.eval_samples, self.eval_sampling, -1)
+            self._grade(rollouts, self.eval_samples)
+        return rollouts, evaluation_metrics(rollouts, self.success_reward)
+
+    def _generate(
+        self, prompts: list[Prompt], group_size: int, sampling: Sampling, iteration: int
+    ) -> list[Rollout]:
+        self.engine.require_ready()
+        with self._module().clock("generate"):
+            rollouts = self.collector.collect(
+                prompts, group_size, self.agent, self.engine, sampling, self.seed, iteration
+            )
+        texts = self._decode([r.token_ids for r in rollouts], skip_special_tokens=True)
+        for rollout, text in zip(rollouts, texts, strict=True):
+            # A chat prompt gets a chat completion, as in TRL.
+            chat = not isinstance(rollout.prompt.prompt, str)
+            rollout.completion = [{"role": "assistant", "content": text}] if chat else text
+        return rollouts
+
+    def _grade(self, rollouts: list[Rollout], group_size: int) -> None:
+        groups = [rollouts[i : i + group_size] for i in range(0, len(rollouts), group_size)]
+        with self._module().clock("reward"):
+            run_async(self.rewards.grade(groups))
+
+    def _leave_room(self, prompts: PromptDataset, sampling: Sampling) -> None:
+        """Prompts that would leave no room for max_tokens are dropped like other long ones."""
+        room = self.engine.max_length - sampling.max_tokens
+        if room < 1:
+            raise ConfigError(
+                f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt within the "
+                f"engine's {self.engine.max_length} tokens; lower it or raise engine.max_model_len"
+            )
+        if prompts.max_prompt_tokens is None or prompts.max_prompt_tokens > room:
+            prompts.max_prompt_tokens = room
+
+    def _module(self) -> PolicyModule:
+        module = None if self.trainer is None else self.trainer.lightning_module
+        if not isinstance(module, PolicyModule):
+            raise ConfigError(
+                f"RLDataModule works with a PolicyModule, not {type(module).__name__}; for "
+                "supervised training use SFTDataModule"
+            )
+        return module
+
+
+class _EvaluationLoader:
+    """One batch: the held-out rollouts and their metrics."""
+
+    def __init__(self, datamodule: RLDataModule) -> None:
+        self._datamodule = datamodule
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        yield self._datamodule.evaluate()[1]
+
+
+class _CollectionLoader:
+    """Iterations of collecting without training."""
+
+    def __init__(self, datamodule: RLDataModule) -> None:
+        self._datamodule = datamodule
+
+    def __len__(self) -> int:
+        return self._datamodule.iterations_per_epoch
+
+    def __iter__(self) -> Iterator[list[Rollout]]:
+        for iteration in range(len(self)):
+            yield self._datamodule.collect(iteration)

@@ -1,0 +1,22 @@
+"""Generation engines."""
+
+from importlib.util import find_spec
+
+from lightning_rl.engines.base import Completion, Engine, Sampling, request_seed
+from lightning_rl.engines.transformers import TransformersEngine
+from lightning_rl.engines.vllm_local import VLLMLocal
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "Sampling",
+    "TransformersEngine",
+    "VLLMLocal",
+    "default_engine",
+    "request_seed",
+]
+
+
+def default_engine() -> Engine:
+    """vLLM in process, or plain transformers where vLLM is not installed."""
+    return VLLMLocal() if find_spec("vllm") is not None else TransformersEngine()

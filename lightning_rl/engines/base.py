@@ -1,0 +1,139 @@
+"""What every generation engine does: token ids in, token ids with their logprobs out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+from torch import Tensor
+
+from lightning_rl.errors import ConfigError, EngineError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are sampled.
+
+    Args:
+        max_tokens: new tokens at most.
+        temperature: 0 is greedy.
+        top_p: nucleus mass, in (0, 1].
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        min_tokens: no end token before this many.
+        stop: strings that end a completion (kept in its tokens).
+
+    Raises:
+        ConfigError: for a value out of range.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    stop: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name, ok, bound in (
+            ("max_tokens", self.max_tokens >= 1, ">= 1"),
+            ("temperature", self.temperature >= 0, ">= 0 (0 is greedy)"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "in [0, max_tokens]"),
+        ):
+            if not ok:
+                raise ConfigError(f"sampling.{name}={getattr(self, name)} must be {bound}")
+
+
+@dataclass(slots=True)
+class Completion:
+    """One engine output. ``token_ids`` include the end token if the model wrote it.
+
+    ``logprobs`` are of the distribution that was sampled from (after temperature, top-k, top-p);
+    ``finish_reason`` is ``stop``, ``length`` or ``abort``; ``versions`` holds, per token, the weight
+    version that wrote it.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    versions: list[int]
+
+
+def request_seed(run_seed: int, prompt_id: str, sample_index: int, iteration: int) -> int:
+    """A 63-bit seed of its own for every rollout, so that any one can be generated again."""
+    key = f"{run_seed}/{prompt_id}/{sample_index}/{iteration}".encode()
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+class Engine(ABC):
+    """Generates completions with a copy of the policy's weights.
+
+    ``version`` is the version of the weights it holds, -1 before the first push.
+    """
+
+    version: int = -1
+    dtype: str
+
+    @property
+    def logprob_tolerance(self) -> float:
+        """How far, in nats, its logprobs may be from the trainer's on the same weights."""
+        # Measured: 1e-6 in float32; at most 2e-2 in bfloat16 on short sequences.
+        return 1e-3 if self.dtype == "float32" else 0.25
+
+    @abstractmethod
+    def start(self, model_dir: Path) -> None:
+        """Build the engine from a directory with configuration and tokenizer, without weights."""
+
+    @property
+    @abstractmethod
+    def running(self) -> bool:
+        """True between ``start`` and ``close``."""
+
+    @property
+    @abstractmethod
+    def max_length(self) -> int:
+        """Longest prompt plus completion, in tokens."""
+
+    @abstractmethod
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
+        """Continue ``token_ids``; equal arguments and weights give equal tokens.
+
+        Raises:
+            EngineError: if the engine is closed, holds no weights, or fails.
+        """
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over weights under their Hugging Face names and forget all that old ones cached.
+
+        Raises:
+            WeightSyncError: for a weight that the engine does not know, or misses.
+        """
+
+    async def pause(self) -> None:
+        """Stop between two tokens; requests in flight keep what they have."""
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+
+    def sleep(self) -> None:
+        """Give memory back while the trainer works, where the engine can."""
+
+    def wake(self) -> None:
+        """Undo :meth:`sleep`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; closing twice is fine."""
+
+    def require_ready(self) -> None:
+        """Raise unless the engine runs and holds the trainer's weights."""
+        if not self.running:
+            raise EngineError(f"{type(self).__name__} is not running; call start() first")
+        if self.version < 0:
+            raise EngineError(
+                f"{type(self).__name__} holds no trained weights yet (version {self.version}); add "
+                "the WeightSync callback, or push weights once before collecting"
+            )

@@ -1,0 +1,189 @@
+"""Plain transformers as an engine: the reference for parity tests, and the fallback without vLLM."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from lightning_rl.engines.base import Completion, Engine, Sampling
+from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
+
+
+@dataclass(slots=True)
+class _Request:
+    token_ids: list[int]
+    sampling: Sampling
+    generator: torch.Generator
+    future: asyncio.Future[Completion]
+
+
+class TransformersEngine(Engine):
+    """Samples with a Hugging Face model, batch by batch; slower than vLLM on most loads.
+
+    Args:
+        dtype: of the engine's own copy of the weights.
+        max_batch_size: requests sampled together.
+        device: None: a GPU if there is one.
+    """
+
+    def __init__(
+        self, dtype: str = "float32", max_batch_size: int = 256, device: str | None = None
+    ) -> None:
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"engine dtype={dtype!r} must be float32, bfloat16 or float16")
+        self.dtype = dtype
+        self.max_batch_size = max_batch_size
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._lm: PreTrainedModel | None = None
+        self._waiting: list[_Request] = []
+        self._loop_task: asyncio.Task[None] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._lm is not None
+
+    @property
+    def max_length(self) -> int:
+        assert self._lm is not None
+        return int(self._lm.config.get_text_config().max_position_embeddings)
+
+    def start(self, model_dir: Path) -> None:
+        if self._lm is not None:
+            return
+        config = AutoConfig.from_pretrained(model_dir)
+        with torch.random.fork_rng():  # building must not advance the run's random state
+            lm = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
+        self._lm = lm.to(self.device).eval().requires_grad_(False)
+        self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+
+    def close(self) -> None:
+        self._lm = None
+        self.version = -1
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
+        self.require_ready()
+        if sampling.stop:
+            raise ConfigError(
+                f"sampling.stop={sampling.stop} is not supported by TransformersEngine; use VLLMLocal"
+            )
+        loop = asyncio.get_running_loop()
+        generator = torch.Generator(self.device).manual_seed(seed)
+        request = _Request(list(token_ids), sampling, generator, loop.create_future())
+        self._waiting.append(request)
+        if self._loop_task is None or self._loop_task.done():
+            self._loop_task = loop.create_task(self._serve())
+        return await request.future
+
+    async def _serve(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(0)  # let everyone who is ready join the batch
+            batch = self._waiting[: self.max_batch_size]
+            del self._waiting[: self.max_batch_size]
+            batch = [request for request in batch if not request.future.done()]
+            try:
+                completions = self._sample(batch)
+            except Exception as error:  # must reach those who wait
+                for request in batch:
+                    failure = EngineError(f"transformers failed while generating: {error}")
+                    failure.__cause__ = error
+                    request.future.set_exception(failure)
+                continue
+            for request, completion in zip(batch, completions, strict=True):
+                request.future.set_result(completion)
+
+    @torch.no_grad()
+    def _sample(self, requests: list[_Request]) -> list[Completion]:
+        """Left-pad the prompts, then sample token by token with a key/value cache."""
+        assert self._lm is not None
+        width = max(len(r.token_ids) for r in requests)
+        eos, count = self._tokenizer.eos_token_id, len(requests)
+        ids = torch.full((count, width), eos, device=self.device)
+        mask = torch.zeros((count, width), dtype=torch.long, device=self.device)
+        for row, request in enumerate(requests):
+            ids[row, width - len(request.token_ids) :] = torch.tensor(request.token_ids)
+            mask[row, width - len(request.token_ids) :] = 1
+        tokens: list[list[int]] = [[] for _ in requests]
+        logprobs: list[list[float]] = [[] for _ in requests]
+        reasons: list[str | None] = [None] * count
+        cache = None
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        while None in reasons:
+            output = self._lm(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = output.past_key_values
+            logits = output.logits[:, -1].float()
+            chosen = [eos] * count
+            for row, request in enumerate(requests):
+                if reasons[row] is not None:
+                    continue
+                token, logprob = _draw(logits[row], request, len(tokens[row]), eos)
+                chosen[row] = token
+                tokens[row].append(token)
+                logprobs[row].append(logprob)
+                if token == eos:
+                    reasons[row] = "stop"
+                elif len(tokens[row]) == request.sampling.max_tokens:
+                    reasons[row] = "length"
+            ids = torch.tensor(chosen, device=self.device)[:, None]
+            mask = torch.cat([mask, mask.new_ones((count, 1))], 1)
+            positions = positions[:, -1:] + 1
+        return [
+            Completion(tokens[row], logprobs[row], str(reasons[row]), [self.version] * len(tokens[row]))
+            for row in range(count)
+        ]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if self._lm is None:
+            raise EngineError("TransformersEngine is not running; call start() first")
+        state = dict(weights)
+        own = self._lm.state_dict()
+        if self._lm.config.get_text_config().tie_word_embeddings and "lm_head.weight" not in own:
+            state.pop("lm_head.weight", None)
+        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        if missing or unknown:
+            raise WeightSyncError(
+                f"the push misses {missing[:3]} and brings unknown {unknown[:3]}; is the engine's "
+                "model the trainer's?"
+            )
+        self._lm.load_state_dict(state)
+        self.version = version
+
+
+def _draw(logits: Tensor, request: _Request, length: int, eos: int) -> tuple[int, float]:
+    """One token and its logprob under the distribution it was sampled from; logits (V,)."""
+    sampling = request.sampling
+    if length < sampling.min_tokens:
+        logits = logits.clone()
+        logits[eos] = -torch.inf
+    if sampling.temperature == 0:
+        logprobs = logits.log_softmax(-1)
+        token = int(logits.argmax())
+        return token, float(logprobs[token])
+    logprobs = _filtered(logits / sampling.temperature, sampling).log_softmax(-1)
+    token = int(torch.multinomial(logprobs.exp(), 1, generator=request.generator))
+    return token, float(logprobs[token])
+
+
+def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits with all but the top-k and the top-p nucleus removed."""
+    if sampling.top_k > 0 and sampling.top_k < len(logits):
+        threshold = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        probs = ordered.softmax(-1)
+        # Keep tokens until the mass before them reaches top_p, so always the likeliest one.
+        outside = probs.cumsum(-1) - probs >= sampling.top_p
+        logits = logits.clone()
+        logits[order[outside]] = -torch.inf
+    return logits

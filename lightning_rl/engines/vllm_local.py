@@ -1,0 +1,309 @@
+"""vLLM in the training process: continuous batching over one stepping loop."""
+
+import asyncio
+import logging
+import os
+import random
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_rl.engines.base import Completion, Engine, Sampling
+from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request in flight: who waits for it, and which version wrote its tokens so far."""
+
+    future: asyncio.Future[Completion]
+    versions: list[int] = field(default_factory=list)
+
+
+class VLLMLocal(Engine):
+    """vLLM inside this process, on its device; one per training process.
+
+    Args:
+        dtype: of the engine's weights. ``float32`` makes its logprobs equal the trainer's to 1e-5;
+            ``bfloat16`` is the usual choice on GPUs.
+        max_model_len: longest prompt plus completion in tokens; None: what the model allows.
+        kv_cache_gb: key/value cache in GiB; None: vLLM's own choice from
+            ``gpu_memory_utilization`` (on CPU that would be nearly all memory, so 0.25 there).
+        gpu_memory_utilization: share of the GPU that vLLM may take.
+        max_num_seqs: requests computed together; others wait.
+        enable_prefix_caching: share the key/value cache of equal prompt prefixes.
+        options: further arguments of ``vllm.EngineArgs``, as they are.
+    """
+
+    def __init__(
+        self,
+        dtype: str = "float32",
+        max_model_len: int | None = None,
+        kv_cache_gb: float | None = None,
+        gpu_memory_utilization: float = 0.4,
+        max_num_seqs: int = 256,
+        enable_prefix_caching: bool = True,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        if find_spec("vllm") is None:
+            raise EngineError(
+                "VLLMLocal needs vLLM, which is not installed; `pip install lightning_rl[cpu]` (or "
+                "[cuda]), or use engine: TransformersEngine"
+            )
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"engine dtype={dtype!r} must be float32, bfloat16 or float16")
+        self.dtype = dtype
+        self.max_model_len = max_model_len
+        self.kv_cache_gb = kv_cache_gb
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.max_num_seqs = max_num_seqs
+        self.enable_prefix_caching = enable_prefix_caching
+        self.options = options or {}
+        self._llm: Any = None
+        self._requests: dict[str, _Request] = {}
+        self._next_id = 0
+        self._loop_task: asyncio.Task[None] | None = None
+        self._may_step = asyncio.Event()
+        self._may_step.set()
+
+    # ---------------------------------------------------------------- life
+
+    @property
+    def running(self) -> bool:
+        return self._llm is not None
+
+    @property
+    def max_length(self) -> int:
+        return int(self._llm.vllm_config.model_config.max_model_len)
+
+    def start(self, model_dir: Path) -> None:
+        if self._llm is not None:
+            return
+        on_cpu = not torch.cuda.is_available()
+        if on_cpu and self.dtype == "float16":
+            raise ConfigError("engine dtype='float16' is not for CPUs; use float32 or bfloat16")
+        arguments: dict[str, Any] = {
+            "model": str(model_dir),
+            "dtype": self.dtype,
+            "load_format": "dummy",  # weights come from the trainer, by a push
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "enable_prefix_caching": self.enable_prefix_caching,
+            "logprobs_mode": "processed_logprobs",  # of the distribution really sampled from
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        cache_gb = 0.25 if on_cpu and self.kv_cache_gb is None else self.kv_cache_gb
+        if cache_gb is None:
+            arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
+        else:
+            arguments["kv_cache_memory_bytes"] = int(cache_gb * 2**30)
+        if on_cpu:
+            arguments |= {
+                "enforce_eager": True,
+                # With the default of 128, prompts shorter than that never share a cached prefix.
+                "block_size": 32,
+                # A tied head would keep a packed copy of the old embedding after each push.
+                "hf_overrides": {"tie_word_embeddings": False},
+            }
+        with _contained():
+            from vllm import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+
+            if on_cpu:
+                _skip_rank_compilation()
+            try:
+                self._llm = LLMEngine.from_engine_args(EngineArgs(**(arguments | self.options)))
+            except (ValueError, RuntimeError, TypeError, AssertionError) as error:
+                raise EngineError(f"vLLM did not start: {_last_line(error)}") from error
+        self._detach_process_group()
+
+    def close(self) -> None:
+        if self._llm is None:
+            return
+        for request in self._requests.values():
+            if not request.future.done():
+                request.future.cancel()
+        self._requests.clear()
+        self._llm.engine_core.shutdown()
+        self._llm = None
+        self.version = -1
+
+    def _detach_process_group(self) -> None:
+        """Deleting the engine must not destroy the process group that Lightning trains with."""
+        finalizer = getattr(self._llm.engine_core, "_finalizer", None)
+        if finalizer is not None:
+            finalizer.detach()
+
+    # ---------------------------------------------------------------- generation
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
+        self.require_ready()
+        if len(token_ids) + sampling.max_tokens > self.max_length:
+            raise EngineError(
+                f"prompt of {len(token_ids)} tokens + max_tokens={sampling.max_tokens} exceeds the "
+                f"engine's max_model_len={self.max_length}; raise it, or lower max_prompt_tokens"
+            )
+        loop = asyncio.get_running_loop()
+        request_id = str(self._next_id)
+        self._next_id += 1
+        request = _Request(loop.create_future())
+        internal_id = self._llm.add_request(
+            request_id, {"prompt_token_ids": list(token_ids)}, self._params(sampling, seed)
+        )
+        self._requests[request_id] = request
+        if self._loop_task is None or self._loop_task.done():
+            self._loop_task = loop.create_task(self._step_while_busy())
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            if self._requests.pop(request_id, None) is not None and self._llm is not None:
+                self._llm.abort_request([internal_id], internal=True)
+            raise
+
+    async def pause(self) -> None:
+        self._may_step.clear()
+
+    async def resume(self) -> None:
+        self._may_step.set()
+
+    async def _step_while_busy(self) -> None:
+        """Advance all requests token by token; new ones join between steps."""
+        try:
+            while self._requests:
+                await self._may_step.wait()
+                for output in self._llm.step():
+                    if output.finished:
+                        self._finish(output)
+                await asyncio.sleep(0)  # let finished requests' owners, and new requests, in
+        except Exception as error:  # whatever vLLM raises must reach those who wait
+            requests, self._requests = self._requests, {}
+            for request in requests.values():
+                if not request.future.done():
+                    failure = EngineError(f"vLLM failed while generating: {_last_line(error)}")
+                    failure.__cause__ = error
+                    request.future.set_exception(failure)
+
+    def _finish(self, output: Any) -> None:
+        request = self._requests.pop(output.request_id, None)
+        if request is None or request.future.done():
+            return
+        result = output.outputs[0]
+        tokens = list(result.token_ids)
+        request.versions += [self.version] * (len(tokens) - len(request.versions))
+        request.future.set_result(
+            Completion(
+                token_ids=tokens,
+                logprobs=list(result.logprobs.logprobs),
+                finish_reason=result.finish_reason or "abort",
+                versions=request.versions,
+            )
+        )
+
+    def _params(self, sampling: Sampling, seed: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop=sampling.stop or None,
+            seed=seed,
+            logprobs=0,  # exactly the sampled token's
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    # ---------------------------------------------------------------- weights
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if self._llm is None:
+            raise EngineError("VLLMLocal is not running; call start() first")
+        for request_id, request in self._requests.items():
+            self._stamp(request_id, request)
+        dtype = getattr(torch, self.dtype)
+        items = [(name, weight.to(dtype)) for name, weight in weights]
+        with _contained():
+            self._llm.collective_rpc(_reload, args=(items,))
+        # Keys and values of the old weights would poison every later prompt that shares a prefix.
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise WeightSyncError("vLLM refused to reset its prefix cache after a weight push")
+        self.version = version
+
+    def _stamp(self, request_id: str, request: _Request) -> None:
+        """Note which version wrote the tokens that a request in flight has so far."""
+        state = self._llm.output_processor.request_states
+        internal = self._llm.output_processor.external_req_ids.get(request_id, [request_id])[0]
+        done = len(state[internal].detokenizer.output_token_ids) if internal in state else 0
+        request.versions += [self.version] * (done - len(request.versions))
+
+
+def _reload(worker: Any, items: list[tuple[str, Tensor]]) -> None:
+    """Runs in vLLM's worker: load through the model's own loader, and check that it took all."""
+    model = worker.get_model()
+    load, loaded = model.load_weights, set[str]()
+    # vLLM only warns of missing weights, so listen to what the model's loader says it loaded.
+    model.load_weights = lambda weights: loaded.update(load(weights)) or loaded
+    try:
+        worker.reload_weights(weights_iterator=iter(items))
+    except (KeyError, ValueError, AssertionError) as error:
+        raise WeightSyncError(
+            f"vLLM does not take these weights: {_last_line(error)}; is the engine's model the "
+            "trainer's?"
+        ) from error
+    finally:
+        del model.load_weights
+    missing = sorted({name for name, _ in model.named_parameters()} - loaded)
+    if missing:
+        raise WeightSyncError(
+            f"the push left {len(missing)} of the engine's weights as they were, first "
+            f"{missing[0]!r}; is the engine's model the trainer's?"
+        )
+
+
+def _skip_rank_compilation() -> None:
+    """Replace one function that vLLM compiles for 2-10 s on first use; same result, eager."""
+    import vllm.v1.sample.sampler as sampler
+
+    sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
+
+
+@contextmanager
+def _contained() -> Iterator[None]:
+    """Undo what importing and starting vLLM does to the process around it."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_PLUGINS", "")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    set_threads, threads, hook = torch.set_num_threads, torch.get_num_threads(), sys.excepthook
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_threads
+            torch.set_num_threads(threads)
+            sys.excepthook = hook
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else repr(error)

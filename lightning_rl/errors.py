@@ -1,0 +1,25 @@
+"""The library's errors: each message names the value, the bound it broke and the fix."""
+
+
+class LightningRLError(Exception):
+    """Root of every error raised on purpose by lightning_rl."""
+
+
+class ConfigError(LightningRLError, ValueError):
+    """A setting is impossible, or contradicts another one."""
+
+
+class DataError(LightningRLError, ValueError):
+    """A prompt or rollout file does not hold what it should; names file and line."""
+
+
+class RewardError(LightningRLError):
+    """Too large a share of rollouts could not be graded."""
+
+
+class EngineError(LightningRLError):
+    """The generation engine is missing, broken or not ready."""
+
+
+class WeightSyncError(EngineError):
+    """After a weight sync, engine and trainer do not agree."""

@@ -1,0 +1,39 @@
+"""RLCallback: Lightning's callbacks, with four more hooks."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_rl.rollout import Rollout
+
+
+class RLCallback(Callback):
+    """A Lightning callback that also hears of collection, weight syncs and finished iterations.
+
+    ``self.log`` is not available in these hooks; use ``pl_module.record({...})``.
+    """
+
+    def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called before an iteration's rollouts are generated."""
+
+    def on_collect_end(
+        self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
+    ) -> None:
+        """Called with an iteration's graded rollouts, before they are trained on."""
+
+    def on_weights_synced(
+        self, trainer: Trainer, pl_module: LightningModule, version: int
+    ) -> None:
+        """Called when the engine has taken over the weights of ``version``."""
+
+    def on_iteration_end(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
+    ) -> None:
+        """Called with all that was recorded for an iteration (also for 0: before training)."""
+
+
+def call_hook(trainer: Trainer, hook: str, *arguments: Any) -> None:
+    """Call an :class:`RLCallback` hook on every callback that has it, in order."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RLCallback):
+            getattr(callback, hook)(trainer, trainer.lightning_module, *arguments)

@@ -1,0 +1,158 @@
+"""The policy: a Hugging Face causal LM that scores packed rollouts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lightning_rl.data.packing import token_rows
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.attention import ATTENTION, build_layout
+from lightning_rl.models.heads import ValueHead, token_logprobs
+
+
+@dataclass(slots=True)
+class Scores:
+    """What the policy says of a pack's M loss tokens; ``live`` are their indices in the pack."""
+
+    live: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None
+
+
+class Policy(nn.Module):
+    """A causal LM with a policy head and, if asked for, a value head.
+
+    Args:
+        model: a directory (or hub name) that ``AutoModelForCausalLM.from_pretrained`` loads.
+        value_head: critic on top, for PPO; None without.
+        random_init: take only the configuration of ``model`` and start from random weights.
+        gradient_checkpointing: recompute activations in backward: less memory, about a third
+            more compute.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        value_head: ValueHead | None = None,
+        random_init: bool = False,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.lm = _load_lm(model, random_init)
+        self.tokenizer = load_tokenizer(model)
+        _disable_dropout(self.lm)
+        if gradient_checkpointing:
+            self.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self.value_head = value_head
+        if value_head is not None:
+            value_head.configure(self.lm.base_model)
+
+    def forward(self, pack: TensorDict) -> Scores:
+        """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`)."""
+        layout = build_layout(pack)
+        hidden = self.lm.base_model(
+            input_ids=layout.input_ids[None],
+            position_ids=layout.position_ids[None],
+            use_cache=False,
+            layout=layout,
+        ).last_hidden_state[0]
+        temperature = pack["rollouts", "temperature"][token_rows(pack)[layout.live]]
+        logprobs, entropy = token_logprobs(
+            hidden[layout.predictors],
+            self.lm.get_output_embeddings(),
+            pack["tokens", "input_ids"][layout.live],
+            temperature,
+        )
+        values = None if self.value_head is None else self.value_head(hidden, layout)
+        return Scores(layout.live, logprobs, entropy, values)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The LM's weights under their Hugging Face names, the output head always included."""
+        seen_head = False
+        for name, weight in self.lm.state_dict().items():
+            seen_head = seen_head or name == "lm_head.weight"
+            yield name, weight.detach()
+        if not seen_head:
+            yield "lm_head.weight", self.lm.get_output_embeddings().weight.detach()
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write a directory that transformers and vLLM load."""
+        self.lm.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+
+def save_skeleton(model: str, directory: str | Path) -> None:
+    """Write a model's configuration and tokenizer, but no weights: an engine gets those pushed."""
+    load_tokenizer(model).save_pretrained(directory)
+    AutoConfig.from_pretrained(model).save_pretrained(directory)
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory or hub name.
+
+    Raises:
+        ConfigError: if there is none, or it has no end-of-sequence token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_not_found(model, "tokenizer", error)) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer of model={model!r} has no eos_token, so no completion could end; "
+            "set one and save it again"
+        )
+    return tokenizer
+
+
+def _load_lm(model: str, random_init: bool) -> PreTrainedModel:
+    try:
+        if random_init:
+            config = AutoConfig.from_pretrained(model)
+            lm = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+            lm = lm.float()
+        else:
+            # Master weights in float32; Trainer(precision=...) decides what computes.
+            lm = AutoModelForCausalLM.from_pretrained(
+                model, dtype=torch.float32, attn_implementation=ATTENTION
+            )
+    except (OSError, ValueError) as error:
+        raise ConfigError(_not_found(model, "causal LM", error)) from error
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(lm.config, name, None) not in (None, 1, 1.0):
+            raise ConfigError(
+                f"model={model!r} sets {name}={getattr(lm.config, name)}, which the policy head "
+                "does not compute; use a model without it"
+            )
+    return lm
+
+
+def _not_found(model: str, what: str, error: Exception) -> str:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    hint = (
+        "the directory exists: is config.json complete?"
+        if Path(model).is_dir()
+        else "there is no such directory; check the path or, for a hub name, the network"
+    )
+    return f"model={model!r}: cannot load a {what} ({hint}) [{first_line}]"
+
+
+def _disable_dropout(lm: PreTrainedModel) -> None:
+    """Dropout would make the trainer's logprobs differ from the engine's on the same weights."""
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0

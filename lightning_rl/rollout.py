@@ -1,0 +1,81 @@
+"""The records a run is made of: prompts, and the rollouts sampled from them."""
+
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+Message = dict[str, Any]
+"""One chat message: ``{"role": ..., "content": ...}``."""
+
+
+class RolloutStatus(StrEnum):
+    """Where a rollout is in its life; each status is counted and logged."""
+
+    INIT = "init"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    FAILED = "failed"
+    ARCHIVED = "archived"
+    EXPIRED = "expired"
+    SKIPPED = "skipped"
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """One dataset row, tokenised once.
+
+    ``prompt`` is what the user wrote (text, or chat messages), ``token_ids`` what the model reads,
+    ``columns`` the row's other fields, which rewards receive by name.
+    """
+
+    id: str
+    prompt: str | list[Message]
+    token_ids: list[int]
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One trajectory, at the level of tokens. Text is only ever decoded from it, never encoded.
+
+    The per-token lists cover the completion (everything after the prompt) and have equal length C:
+    ``loss_mask`` is True for tokens the model wrote (False for an environment's), ``logprobs`` are
+    the engine's at the sampling temperature (0.0 where the mask is False) and ``versions`` the
+    weight version that wrote each token (-1 where the mask is False).
+    """
+
+    prompt: Prompt
+    group_id: str
+    sample_index: int
+    seed: int
+    temperature: float
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    completion: str | list[Message] = ""
+    status: RolloutStatus = RolloutStatus.INIT
+    finish_reason: str | None = None
+    reward: float | None = None
+    reward_parts: dict[str, float | None] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def id(self) -> str:
+        """Unique within a run: the group's id and the sample's place in it."""
+        return f"{self.group_id}/{self.sample_index}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Primitives only, so that it survives JSON and ``torch.load(weights_only=True)``."""
+        record = asdict(self)
+        record["status"] = self.status.value
+        return record
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> "Rollout":
+        """Inverse of :meth:`to_dict`."""
+        known = {f.name for f in fields(cls)}
+        values = {key: value for key, value in record.items() if key in known}
+        values["prompt"] = Prompt(**record["prompt"])
+        values["status"] = RolloutStatus(record["status"])
+        return cls(**values)

@@ -1,0 +1,174 @@
+"""Supervised fine-tuning: the warm start before RL, with the same model, packing and head."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from tensordict import TensorDict
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.algos.aggregation import Aggregation, TokenMean
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.hparams import save_primitive_hparams
+from lightning_rl.models.policy import Policy, load_tokenizer
+from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+
+
+class SFTModule(LightningModule):
+    """Maximises the likelihood of given completions; automatic optimisation, plain Lightning.
+
+    Gradient clipping and accumulation are the Trainer's (``gradient_clip_val``, ...).
+
+    Args:
+        model: directory or hub name of the causal LM.
+        aggregation: how token losses are averaged.
+        optimizer: called with the parameters.
+        lr_scheduler: called with the optimizer; stepped once per optimizer step.
+        gradient_checkpointing: recompute activations in backward.
+        random_init: start from random weights instead of those in ``model``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        aggregation: Aggregation = TokenMean(),
+        optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=0.0),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        gradient_checkpointing: bool = False,
+        random_init: bool = False,
+    ) -> None:
+        super().__init__()
+        save_primitive_hparams(self)
+        self.model = model
+        self.aggregation = aggregation
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.gradient_checkpointing = gradient_checkpointing
+        self.random_init = random_init
+        self.policy: Policy | None = None
+
+    def configure_model(self) -> None:
+        """Load the model, once."""
+        if self.policy is None:
+            self.policy = Policy(
+                self.model,
+                random_init=self.random_init,
+                gradient_checkpointing=self.gradient_checkpointing,
+            )
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self.parameters())
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
+        """Cross-entropy of the completion tokens of a packed batch."""
+        loss = self._loss(batch)
+        self.log("sft/loss", loss, prog_bar=True, batch_size=len(batch["rollouts"]))
+        return loss
+
+    def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
+        """The same loss on held-out rows."""
+        self.log("sft/val_loss", self._loss(batch), batch_size=len(batch["rollouts"]))
+
+    def _loss(self, batch: TensorDict) -> Tensor:
+        if self.policy is None:
+            raise ConfigError("the model is not loaded yet; call configure_model() first")
+        scores = self.policy(batch)
+        return -(scores.logprobs * self.aggregation(batch)[scores.live]).sum()
+
+
+class SFTDataModule(LightningDataModule):
+    """Rows with a prompt and a completion, as packed batches.
+
+    Args:
+        train: rows with a completion each.
+        val: held-out rows; None for none.
+        completion_column: where the completion is (a string; the end token is added).
+        batch_size: rows per step.
+        seed: of the order.
+    """
+
+    def __init__(
+        self,
+        train: PromptDataset,
+        val: PromptDataset | None = None,
+        completion_column: str = "completion",
+        batch_size: int = 32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be >= 1")
+        self.train = train
+        self.val = val
+        self.completion_column = completion_column
+        self.batch_size = batch_size
+        self.seed = seed
+
+    def setup(self, stage: str) -> None:
+        module = self.trainer.lightning_module  # type: ignore[union-attr]
+        if not isinstance(module, SFTModule):
+            raise ConfigError(f"SFTDataModule works with an SFTModule, not {type(module).__name__}")
+        self._tokenizer = load_tokenizer(module.model)
+        for dataset in (self.train, self.val):
+            if dataset is not None:
+                dataset.load(self._tokenizer)
+
+    def train_dataloader(self) -> DataLoader[Rollout]:
+        order = torch.Generator().manual_seed(self.seed)
+        return self._loader(self.train, shuffle=True, generator=order)
+
+    def val_dataloader(self) -> Any:
+        return [] if self.val is None else self._loader(self.val)
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return batch.to(device)
+
+    def _loader(self, prompts: PromptDataset, **options: Any) -> DataLoader[Rollout]:
+        rows = [
+            supervised_rollout(prompt, self.completion_column, self._tokenizer)
+            for prompt in prompts.first()
+        ]
+        collate: Callable[[list[Rollout]], TensorDict] = pack_rollouts
+        return DataLoader(rows, self.batch_size, collate_fn=collate, **options)  # type: ignore[arg-type]
+
+
+def supervised_rollout(
+    prompt: Prompt, completion_column: str, tokenizer: PreTrainedTokenizerBase
+) -> Rollout:
+    """A given completion as a rollout that the policy is to imitate, end token included.
+
+    Raises:
+        DataError: if the row has no completion.
+    """
+    text = prompt.columns.get(completion_column)
+    if not isinstance(text, str):
+        raise DataError(
+            f"row {prompt.id}: {completion_column!r} must be a string, got {text!r:.80}; set "
+            "completion_column"
+        )
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return Rollout(
+        prompt=prompt,
+        group_id=prompt.id,
+        sample_index=0,
+        seed=0,
+        temperature=1.0,
+        token_ids=token_ids,
+        loss_mask=[True] * len(token_ids),
+        logprobs=[0.0] * len(token_ids),
+        versions=[-1] * len(token_ids),
+        completion=text,
+        status=RolloutStatus.COMPLETED,
+        finish_reason="stop",
+        reward=0.0,
+    )

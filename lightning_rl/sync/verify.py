@@ -1,0 +1,55 @@
+"""The probe: do engine and trainer agree on a few real tokens?"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_rl.collect.collector import new_rollouts, run_async
+from lightning_rl.collect.agents import SingleTurn
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.engines.base import Engine, Sampling
+from lightning_rl.models.policy import Policy
+from lightning_rl.rollout import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Largest difference of logprobs, and the token where it is."""
+
+    value: float
+    token: str
+    trainer: float
+    engine: float
+
+
+@torch.no_grad()
+def probe_gap(
+    engine: Engine, policy: Policy, prompts: Sequence[Prompt], temperature: float, tokens: int = 2
+) -> Gap:
+    """Let the engine write ``tokens`` tokens per prompt, score them with the policy, and compare.
+
+    Generating (rather than asking for prompt logprobs) goes through the prefix cache, so that a
+    stale one shows up too.
+    """
+    sampling = Sampling(max_tokens=tokens, temperature=temperature)
+    rollouts = new_rollouts(prompts, 1, sampling, seed=0, iteration=-2)
+    agent = SingleTurn()
+
+    async def run() -> None:
+        await asyncio.gather(*(agent.run(rollout, engine, sampling) for rollout in rollouts))
+
+    run_async(run())
+    device = next(policy.parameters()).device
+    batch = pack_rollouts(rollouts).to(device)
+    scores = policy(batch)
+    tokens_M = batch["tokens"][scores.live]
+    gaps = (scores.logprobs - tokens_M["rollout_logprobs"]).abs().nan_to_num(torch.inf)
+    worst = int(gaps.argmax())
+    return Gap(
+        value=float(gaps[worst]),
+        token=policy.tokenizer.decode([int(tokens_M["input_ids"][worst])]),
+        trainer=float(scores.logprobs[worst]),
+        engine=float(tokens_M["rollout_logprobs"][worst]),
+    )
