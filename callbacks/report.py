@@ -26,6 +26,8 @@ class RunReport(RLCallback):
 
     def __init__(self) -> None:
         self.history: list[dict[str, float]] = []
+        # A run can also fail before setup.
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()

@@ -25,7 +25,7 @@ class WeightSync(RLCallback):
     the logprobs of engine and trainer on tokens that the engine writes for real prompts.
 
     Args:
-        transport: how weights travel.
+        transport: how weights travel; None: in memory, to an engine in this process.
         schedule: when.
         max_gap: largest tolerated difference of logprobs in nats; None: the engine's own tolerance
             (1e-3 in float32, 0.25 in 16-bit formats).
@@ -37,7 +37,7 @@ class WeightSync(RLCallback):
 
     def __init__(
         self,
-        transport: WeightTransport = MemoryTransport(),
+        transport: WeightTransport | None = None,
         schedule: SyncSchedule = FixedSchedule(),
         max_gap: float | None = None,
         probe_prompts: int = 4,
@@ -46,7 +46,7 @@ class WeightSync(RLCallback):
             raise ConfigError(f"max_gap={max_gap} must be > 0 nats; null for the engine's tolerance")
         if probe_prompts < 0:
             raise ConfigError(f"probe_prompts={probe_prompts} must be >= 0")
-        self.transport = transport
+        self.transport = transport if transport is not None else MemoryTransport()
         self.schedule = schedule
         self.max_gap = max_gap
         self.probe_prompts = probe_prompts

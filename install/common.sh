@@ -1,7 +1,10 @@
 # Sourced by setup.sh and lock.sh, from the repository root: which build this machine gets, and
 # from where. Sets $backend (cpu or cuda), $torch_source and $extras.
 
-if timeout 20 nvidia-smi >/dev/null 2>&1; then backend=cuda; else backend=cpu; fi
+backend=${LIGHTNING_RL_BACKEND:-}
+if [ -z "$backend" ]; then
+    if timeout 20 nvidia-smi >/dev/null 2>&1; then backend=cuda; else backend=cpu; fi
+fi
 extras=$backend,dev,docs,recipes
 
 # uv does not read pip's settings; carry over the ones that say where packages come from.

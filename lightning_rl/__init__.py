@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from lightning_rl.collect.agents import Agent, SingleTurn
     from lightning_rl.collect.collector import Collector, SyncCollector
+    from lightning_rl.collect.pipeline import RolloutPipeline
     from lightning_rl.data.packing import pack_rollouts
     from lightning_rl.data.prompts import (
         HFDatasetPrompts,
@@ -72,6 +73,7 @@ _PLACES = {
     ),
     "collect.agents": ("Agent", "SingleTurn"),
     "collect.collector": ("Collector", "SyncCollector"),
+    "collect.pipeline": ("RolloutPipeline",),
     "data.packing": ("pack_rollouts",),
     "data.prompts": (
         "HFDatasetPrompts",

@@ -3,9 +3,11 @@
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from difflib import get_close_matches
 
-from lightning_rl.errors import LightningRLError
+from lightning_rl.errors import ConfigError, DataError, LightningRLError
+
+COMMANDS = ("fit", "validate", "test", "rollout", "doctor")
 
 USAGE = """\
 usage: lightning-rl <command> [options]
@@ -16,37 +18,49 @@ usage: lightning-rl <command> [options]
   rollout    write graded rollouts to a file, without training
   doctor     versions, engine, devices, threads, and what is wrong with each
 
-`lightning-rl <command> --help` lists the options, `--print_config` prints a whole configuration;
-several --config files are merged in order, and --data.group_size 16 overrides one key."""
+`lightning-rl <command> --help` says more, `--print_config` prints a whole configuration;
+several --config files are merged in order, and --data.group_size 16 overrides one key.
+`lightning-rl --version` prints the version; LIGHTNING_RL_TRACEBACK=1 shows where errors arise."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status (2: bad configuration, 1: the run failed)."""
+    """Run a command; returns the exit status (2: bad configuration or data, 1: the run failed)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
-    if arguments[0] == "doctor":
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"lightning-rl {version('lightning_rl')}")
+        return 0
+    try:
+        return _run(arguments)
+    except LightningRLError as error:
+        if os.environ.get("LIGHTNING_RL_TRACEBACK"):
+            raise
+        kind = "config error" if isinstance(error, ConfigError) else type(error).__name__
+        print(f"lightning-rl: {kind}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | DataError) else 1
+
+
+def _run(arguments: list[str]) -> int:
+    command = arguments[0]
+    if command not in COMMANDS:
+        close = get_close_matches(command, COMMANDS, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"no command {command!r}{meant} (commands: {', '.join(COMMANDS)})")
+    if command == "doctor":
         from lightning_rl.doctor import main as doctor
 
         return doctor()
     # Reward functions and prompt factories are named by import path from where the user stands.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    from lightning_rl.cli_app import RLCLI
+    from lightning_rl.cli_noise import quiet
 
-    try:
-        RLCLI(args=arguments)
-    except LightningRLError as error:
-        if os.environ.get("LIGHTNING_RL_TRACEBACK"):
-            raise
-        print(f"lightning-rl: {type(error).__name__}: {error}", file=sys.stderr)
-        print("(LIGHTNING_RL_TRACEBACK=1 shows where it was raised)", file=sys.stderr)
-        return _exit_status(error)
+    with quiet():
+        from lightning_rl.cli_app import RLCLI
+
+        RLCLI(arguments)
     return 0
-
-
-def _exit_status(error: LightningRLError) -> Any:
-    from lightning_rl.errors import ConfigError
-
-    return 2 if isinstance(error, ConfigError) else 1

@@ -1,17 +1,51 @@
 """LightningCLI for RL: the Trainer with ``rollout``, and messages that name key, value and fix."""
 
-from typing import Any
+from argparse import SUPPRESS
+from pathlib import Path
+from typing import Any, NoReturn
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from torch.nn import Parameter
 
-import lightning_rl.callbacks  # noqa: F401  (short class names work for what is imported)
-import lightning_rl.data.reasoning_gym  # noqa: F401
+import lightning_rl.callbacks
+import lightning_rl.data.reasoning_gym
 import lightning_rl.schedulers  # noqa: F401
-from lightning_rl.callbacks import RolloutWriter
+from lightning_rl.callbacks import RolloutWriter, WeightSync
+from lightning_rl.cli_errors import check_sources, innermost
+from lightning_rl.cli_sources import read_sources
 from lightning_rl.datamodule import RLDataModule
+from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
 from lightning_rl.sft import SFTDataModule, SFTModule  # noqa: F401
+
+HELP = """\
+usage: lightning-rl {command} --config FILE [--config FILE ...] [--key value ...]
+
+{description}
+
+  -c, --config FILE    YAML; later files and options win over earlier ones
+  --model CLASS        PolicyModule, or SFTModule for supervised training; --model.KEY its arguments
+  --data CLASS         RLDataModule or SFTDataModule; --data.KEY its arguments
+  --trainer.KEY        arguments of Lightning's Trainer
+{own}
+  --print_config       print the whole configuration, defaults included, and stop
+
+Any key may be set on the command line: --data.group_size 16, --trainer.callbacks+=StepTimer.
+List the options of a class:  lightning-rl {command} --model.help PolicyModule
+                              lightning-rl {command} --data.help RLDataModule
+                              lightning-rl {command} --trainer.callbacks.help Evaluate
+                              lightning-rl {command} --trainer.help
+"""
+
+# Lightning's own texts for these run over half a page.
+OWN_HELP = {
+    "seed_everything": "seed of all random generators; true draws one (default: 0)",
+    "ckpt_path": "checkpoint to go on from, or to use",
+    "weights_only": "false also loads pickled objects, from a file that you trust",
+    "verbose": "print the metrics at the end (default: true)",
+}
 
 
 class RLTrainer(Trainer):
@@ -23,32 +57,89 @@ class RLTrainer(Trainer):
         datamodule: RLDataModule,
         output: str,
         iterations: int = 1,
+        append: bool = False,
         ckpt_path: str | None = None,
+        weights_only: bool | None = None,
     ) -> None:
-        """Append graded rollouts to a JSONL file.
+        """Write graded rollouts to a JSONL file, without training.
 
         Args:
             model: the policy.
             datamodule: prompts, engine and rewards.
-            output: the file.
+            output: the file; it must not hold anything yet, unless ``append``.
             iterations: how many batches of ``groups_per_iteration`` groups.
+            append: add to what the file holds.
             ckpt_path: a checkpoint whose weights to use instead of the model's own.
+            weights_only: as in ``fit``.
+
+        Raises:
+            ConfigError: if ``output`` holds something, or ``iterations`` is below 1.
         """
+        if iterations < 1:
+            raise ConfigError(f"iterations={iterations} must be >= 1")
+        file = Path(output)
+        if file.is_dir():
+            raise ConfigError(f"output={output!r} is a directory; name a file")
+        if not append and file.exists() and file.stat().st_size:
+            raise ConfigError(
+                f"output={output!r} already holds something; name another file, remove it, or add "
+                "to it with --append true"
+            )
         datamodule.iterations_per_epoch = iterations
         writer = RolloutWriter(output)
         self.callbacks.append(writer)  # type: ignore[attr-defined]
-        self.predict(model, datamodule=datamodule, ckpt_path=ckpt_path, return_predictions=False)
-        print(f"{writer.written} rollouts appended to {output}")
+        self.predict(
+            model,
+            datamodule=datamodule,
+            ckpt_path=ckpt_path,
+            weights_only=weights_only,
+            return_predictions=False,
+        )
+        print(f"{writer.written} rollouts written to {output}")
+
+
+class RLArgumentParser(LightningArgumentParser):
+    """Raises what is wrong instead of printing usage; prints a help that fits a screen."""
+
+    command = ""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:  # a parser inside the parser, that tries one member of a union
+            super().error(message, ex)
+        raise innermost(ex or ValueError(message)) from ex
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        if not self.command:
+            return super().format_help(*args, **kwargs)
+        groups = ("model", "data", "trainer")
+        own = [
+            f"  --{action.dest:<18} {OWN_HELP.get(action.dest) or action.help}"
+            for action in self._actions
+            if hasattr(action, "_typehint") and action.dest.split(".")[0] not in groups
+        ]
+        return HELP.format(
+            command=self.command,
+            description=self.description,
+            own="\n".join(own),
+        )
+
+
+def trainer_help() -> str:
+    """The Trainer's options alone."""
+    parser = LightningArgumentParser(description="", usage=SUPPRESS, add_help=False)
+    parser.add_class_arguments(Trainer, "trainer")
+    return str(parser.format_help())
 
 
 class RLCLI(LightningCLI):
     """``fit``, ``validate``, ``test`` and ``rollout`` with any PolicyModule and data module."""
 
-    def __init__(self, args: Any = None) -> None:
+    def __init__(self, args: list[str]) -> None:
         super().__init__(
             LightningModule,
             LightningDataModule,
             trainer_class=RLTrainer,
+            parser_class=RLArgumentParser,
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
@@ -62,3 +153,59 @@ class RLCLI(LightningCLI):
         names = LightningCLI.subcommands()
         kept = {name: names[name] for name in ("fit", "validate", "test")}
         return kept | {"rollout": {"model", "datamodule"}}
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.command = subcommand  # type: ignore[attr-defined]
+        return parser
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        command, *rest = args
+        if "--trainer.help" in rest:
+            print(trainer_help())
+            raise SystemExit(0)
+        asks_help = any(a in ("-h", "--help") or a.split("=")[0].endswith(".help") for a in rest)
+        if not asks_help:
+            prints = any(a.startswith("--print_config") for a in rest)
+            sources = read_sources(rest)
+            check_sources(sources, self._subcommand_parsers[command], complete=not prints)
+            _require_checkpoint(sources.tree.get("ckpt_path"))
+        self.config = parser.parse_args(args)  # super() would warn that args is not sys.argv
+
+    def _parse_ckpt_path(self) -> None:
+        try:
+            super()._parse_ckpt_path()
+        except Exception as error:  # not a checkpoint, or one of another model class
+            path = self.config[self.config.subcommand].ckpt_path
+            raise ConfigError(f"ckpt_path: {path!r} cannot be used: {innermost(error)}") from error
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except Exception as error:  # a constructor refused its arguments
+            raise innermost(error) from error
+
+    def after_instantiate_classes(self) -> None:
+        """Find what else cannot work, before a model is loaded and an engine started."""
+        if isinstance(self.model, PolicyModule | SFTModule):
+            try:
+                optimizer = self.model.optimizer([Parameter(torch.zeros(1))])
+                if self.model.lr_scheduler is not None:
+                    self.model.lr_scheduler(optimizer)
+            except Exception as error:  # a learning rate below 0, say
+                raise innermost(error) from error
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        syncs = any(isinstance(c, WeightSync) for c in callbacks)
+        if isinstance(self.datamodule, RLDataModule) and not syncs:
+            raise ConfigError(
+                "trainer.callbacks: WeightSync is missing, so the engine would never get the "
+                "model's weights; add `- class_path: WeightSync`"
+            )
+
+
+def _require_checkpoint(path: Any) -> None:
+    special = ("best", "last", "hpc", "registry")
+    if path is None or str(path).startswith(special) or "://" in str(path):
+        return
+    if not Path(path).exists():
+        raise ConfigError(f"ckpt_path: {path!r} does not exist (working directory: {Path.cwd()})")

@@ -1,7 +1,6 @@
 """RLDataModule: prompts, engine and rewards behind Lightning's data interface."""
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from lightning.pytorch import LightningDataModule
 from tensordict import TensorDict
 
 from lightning_rl.collect.agents import Agent, SingleTurn
-from lightning_rl.collect.collector import Collector, SyncCollector, run_async
+from lightning_rl.collect.collector import Collector, SyncCollector
+from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines import default_engine
@@ -22,7 +22,8 @@ from lightning_rl.loader import RolloutLoader
 from lightning_rl.models.policy import load_tokenizer, save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.rollout import Rollout
+from lightning_rl.seeding import run_seed
 
 
 class RLDataModule(LightningDataModule):
@@ -45,7 +46,7 @@ class RLDataModule(LightningDataModule):
         success_reward: a held-out rollout with at least this reward counts as right.
         reward_weights: one per reward; None: all 1.
         max_failed_share: share of an iteration's rollouts whose grading may fail before it stops.
-        seed: from which every request's own seed is derived.
+        seed: from which every request's own seed is derived; None: ``seed_everything``'s.
 
     Raises:
         ConfigError: for values out of range.
@@ -69,7 +70,7 @@ class RLDataModule(LightningDataModule):
         success_reward: float = 1.0,
         reward_weights: list[float] | None = None,
         max_failed_share: float = 0.1,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -80,6 +81,8 @@ class RLDataModule(LightningDataModule):
         ):
             if value < 1:
                 raise ConfigError(f"{name}={value} must be >= 1")
+        if eval_limit is not None and eval_limit < 1:
+            raise ConfigError(f"eval_limit={eval_limit} must be >= 1; null for all held-out prompts")
         self.train_prompts = train_prompts
         self.eval_prompts = eval_prompts
         self.rewards = Rewards(rewards, reward_weights, max_failed_share)
@@ -94,7 +97,7 @@ class RLDataModule(LightningDataModule):
         self.eval_samples = eval_samples
         self.eval_limit = eval_limit
         self.success_reward = success_reward
-        self.seed = seed
+        self.seed = run_seed(seed)
         self._model_dir: tempfile.TemporaryDirectory[str] | None = None
 
     # ---------------------------------------------------------------- Lightning's hooks
@@ -112,11 +115,15 @@ class RLDataModule(LightningDataModule):
                 f"minibatches={module.minibatches} exceeds groups_per_iteration="
                 f"{self.groups_per_iteration}; a group is never split over minibatches"
             )
-        tokenizer = load_tokenizer(module.model)
-        self._decode = tokenizer.batch_decode
+        self._tokenizer = tokenizer = load_tokenizer(module.model)
         self.train_prompts.load(tokenizer)
         if self.eval_prompts is not None:
             self.eval_prompts.load(tokenizer)
+        # Where the configuration tells the engine's length, do not start it only to refuse.
+        limit = getattr(self.engine, "max_model_len", None)
+        for sampling in (self.sampling, self.eval_sampling):
+            if limit is not None and sampling.max_tokens >= limit:
+                raise _no_room(sampling, limit)
         if not self.engine.running:
             self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")
             save_skeleton(module.model, self._model_dir.name)
@@ -161,11 +168,9 @@ class RLDataModule(LightningDataModule):
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
         prompts = self.train_prompts.draw(self.groups_per_iteration)
-        begin = time.perf_counter()
-        rollouts = self._generate(prompts, self.group_size, self.sampling, iteration)
-        seconds = time.perf_counter() - begin
-        self._grade(rollouts, self.group_size)
-        module.record(rollout_metrics(rollouts, seconds, module.iteration))
+        pipeline = self._pipeline(module)
+        rollouts = pipeline.run(prompts, self.group_size, self.sampling, iteration)
+        module.record(rollout_metrics(rollouts, pipeline.generate_seconds, module.iteration))
         if self.train_prompts.dropped:
             module.record({"data/prompts_dropped": float(self.train_prompts.dropped)})
         call_hook(trainer, "on_collect_end", rollouts)
@@ -179,40 +184,29 @@ class RLDataModule(LightningDataModule):
         """
         if self.eval_prompts is None:
             raise ConfigError("there is nothing to evaluate on; set data.eval_prompts")
-        with self._module().clock("eval"):
+        module = self._module()
+        with module.clock("eval"):
             prompts = self.eval_prompts.first(self.eval_limit)
-            rollouts = self._generate(prompts, self.eval_samples, self.eval_sampling, -1)
-            self._grade(rollouts, self.eval_samples)
+            pipeline = self._pipeline(module)
+            rollouts = pipeline.run(prompts, self.eval_samples, self.eval_sampling, iteration=-1)
         return rollouts, evaluation_metrics(rollouts, self.success_reward)
 
-    def _generate(
-        self, prompts: list[Prompt], group_size: int, sampling: Sampling, iteration: int
-    ) -> list[Rollout]:
-        self.engine.require_ready()
-        with self._module().clock("generate"):
-            rollouts = self.collector.collect(
-                prompts, group_size, self.agent, self.engine, sampling, self.seed, iteration
-            )
-        texts = self._decode([r.token_ids for r in rollouts], skip_special_tokens=True)
-        for rollout, text in zip(rollouts, texts, strict=True):
-            # A chat prompt gets a chat completion, as in TRL.
-            chat = not isinstance(rollout.prompt.prompt, str)
-            rollout.completion = [{"role": "assistant", "content": text}] if chat else text
-        return rollouts
-
-    def _grade(self, rollouts: list[Rollout], group_size: int) -> None:
-        groups = [rollouts[i : i + group_size] for i in range(0, len(rollouts), group_size)]
-        with self._module().clock("reward"):
-            run_async(self.rewards.grade(groups))
+    def _pipeline(self, module: PolicyModule) -> RolloutPipeline:
+        return RolloutPipeline(
+            self.engine,
+            self.agent,
+            self.collector,
+            self.rewards,
+            self._tokenizer,
+            self.seed,
+            module.clock,
+        )
 
     def _leave_room(self, prompts: PromptDataset, sampling: Sampling) -> None:
         """Prompts that would leave no room for max_tokens are dropped like other long ones."""
         room = self.engine.max_length - sampling.max_tokens
         if room < 1:
-            raise ConfigError(
-                f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt within the "
-                f"engine's {self.engine.max_length} tokens; lower it or raise engine.max_model_len"
-            )
+            raise _no_room(sampling, self.engine.max_length)
         if prompts.max_prompt_tokens is None or prompts.max_prompt_tokens > room:
             prompts.max_prompt_tokens = room
 
@@ -224,6 +218,13 @@ class RLDataModule(LightningDataModule):
                 "supervised training use SFTDataModule"
             )
         return module
+
+
+def _no_room(sampling: Sampling, max_length: int) -> ConfigError:
+    return ConfigError(
+        f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt within the "
+        f"engine's {max_length} tokens; lower it or raise engine.max_model_len"
+    )
 
 
 class _EvaluationLoader:

@@ -20,6 +20,7 @@ from lightning_rl.metrics import TokenMetrics
 from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Rollout
+from lightning_rl.seeding import run_seed
 from lightning_rl.stages import StageClock
 
 
@@ -45,7 +46,7 @@ class PolicyModule(LightningModule):
         max_grad_norm: clip the gradient's global norm; None: leave it.
         gradient_checkpointing: recompute activations in backward.
         random_init: start from random weights instead of those in ``model``.
-        seed: of the order in which groups are dealt to minibatches.
+        seed: of the order in which groups are dealt to minibatches; None: ``seed_everything``'s.
 
     Raises:
         ConfigError: for values out of range, or an advantage that needs a missing value head.
@@ -69,7 +70,7 @@ class PolicyModule(LightningModule):
         max_grad_norm: float | None = 1.0,
         gradient_checkpointing: bool = False,
         random_init: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -103,7 +104,7 @@ class PolicyModule(LightningModule):
         self.max_grad_norm = max_grad_norm
         self.gradient_checkpointing = gradient_checkpointing
         self.random_init = random_init
-        self.seed = seed
+        self.seed = run_seed(seed)
         self.policy: Policy | None = None
         self.reference: Policy | None = None
         self._value_head = (value_head,)  # a tuple hides it from nn.Module until it is configured
@@ -188,7 +189,7 @@ class PolicyModule(LightningModule):
 
     def validation_step(self, batch: dict[str, float], batch_idx: int) -> None:
         """Log ``eval/*`` of the held-out rollouts (``lightning-rl validate`` and ``test``)."""
-        self.log_dict(batch, batch_size=1)
+        self.log_dict(batch, batch_size=1, sync_dist=True)
 
     test_step = validation_step
 

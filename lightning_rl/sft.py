@@ -18,6 +18,7 @@ from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from lightning_rl.seeding import run_seed
 
 
 class SFTModule(LightningModule):
@@ -94,7 +95,7 @@ class SFTDataModule(LightningDataModule):
         val: held-out rows; None for none.
         completion_column: where the completion is (a string; the end token is added).
         batch_size: rows per step.
-        seed: of the order.
+        seed: of the order; None: ``seed_everything``'s.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class SFTDataModule(LightningDataModule):
         val: PromptDataset | None = None,
         completion_column: str = "completion",
         batch_size: int = 32,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -112,7 +113,7 @@ class SFTDataModule(LightningDataModule):
         self.val = val
         self.completion_column = completion_column
         self.batch_size = batch_size
-        self.seed = seed
+        self.seed = run_seed(seed)
 
     def setup(self, stage: str) -> None:
         module = self.trainer.lightning_module  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import Message, Prompt
+from lightning_rl.seeding import run_seed
 
 Row = dict[str, Any]
 
@@ -26,7 +27,7 @@ class PromptDataset(ABC):
         id_column: a unique name per row; None: the row's number.
         max_prompt_tokens: longer prompts are dropped and counted (``dropped``); never truncated.
         shuffle: draw each epoch in a new order, fixed by ``seed``; False keeps the rows' order.
-        seed: of the orders.
+        seed: of the orders; None: ``seed_everything``'s.
     """
 
     def __init__(
@@ -35,13 +36,13 @@ class PromptDataset(ABC):
         id_column: str | None = None,
         max_prompt_tokens: int | None = None,
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         self.prompt_column = prompt_column
         self.id_column = id_column
         self.max_prompt_tokens = max_prompt_tokens
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = run_seed(seed)
         self.dropped = 0
         self._rows: Sequence[tuple[str, Row]] | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None

@@ -61,6 +61,14 @@ class VLLMLocal(Engine):
             )
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"engine dtype={dtype!r} must be float32, bfloat16 or float16")
+        for name, value in (
+            ("max_model_len", max_model_len),
+            ("kv_cache_gb", kv_cache_gb),
+            ("gpu_memory_utilization", gpu_memory_utilization),
+            ("max_num_seqs", max_num_seqs),
+        ):
+            if value is not None and value <= 0:
+                raise ConfigError(f"engine {name}={value} must be > 0")
         self.dtype = dtype
         self.max_model_len = max_model_len
         self.kv_cache_gb = kv_cache_gb

@@ -19,6 +19,7 @@ from lightning_rl.data.packing import token_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION, build_layout
 from lightning_rl.models.heads import ValueHead, token_logprobs
+from lightning_rl.models.parity import require_exact_packing
 
 
 @dataclass(slots=True)
@@ -53,11 +54,15 @@ class Policy(nn.Module):
         self.lm = _load_lm(model, random_init)
         self.tokenizer = load_tokenizer(model)
         _disable_dropout(self.lm)
+        # transformers recomputes activations in training mode only, and without dropout the mode
+        # decides nothing else.
+        self.lm.train()
         if gradient_checkpointing:
             self.lm.gradient_checkpointing_enable({"use_reentrant": False})
         self.value_head = value_head
         if value_head is not None:
             value_head.configure(self.lm.base_model)
+        require_exact_packing(self.lm, lambda pack: self(pack).logprobs)
 
     def forward(self, pack: TensorDict) -> Scores:
         """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`)."""
@@ -130,6 +135,11 @@ def _load_lm(model: str, random_init: bool) -> PreTrainedModel:
             )
     except (OSError, ValueError) as error:
         raise ConfigError(_not_found(model, "causal LM", error)) from error
+    except KeyError as error:  # an architecture that looks attention up in a table of its own
+        raise ConfigError(
+            f"model={model!r}: its architecture takes no other attention than its own, so rollouts "
+            "cannot be packed; use another model, such as Qwen, Llama, Mistral, Gemma 3 or GPT-2"
+        ) from error
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(lm.config, name, None) not in (None, 1, 1.0):
             raise ConfigError(
@@ -154,5 +164,7 @@ def _disable_dropout(lm: PreTrainedModel) -> None:
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+        # Many layers keep the probability as a number: dropout, attention_dropout, layerdrop, ...
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)

@@ -1,0 +1,185 @@
+"""What a type hint lets a configuration say, and what an import path names."""
+
+import inspect
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse._parameter_resolvers import ParamData, get_signature_parameters
+
+from lightning_rl.errors import ConfigError
+
+FUNCTION = "the import path of a function"
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """``; did you mean X?`` for the closest known word, or nothing."""
+    lower = {name.lower(): name for name in known}
+    close = get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
+    return f"; did you mean {lower[close[0]]}?" if close else ""
+
+
+@cache
+def parameters(component: Callable[..., Any]) -> dict[str, ParamData]:
+    """All keyword arguments of a class or function, those that reach a base through ** too."""
+    return {p.name: p for p in get_signature_parameters(component, logger=False)}
+
+
+def branches(hint: Any) -> list[Any]:
+    """The members of a union; any other hint alone."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return [inner for member in get_args(hint) for inner in branches(member)]
+    return [hint]
+
+
+def classes(hint: Any) -> list[type]:
+    """Classes of which ``class_path`` may name a subclass under this hint."""
+    found: list[type] = []
+    for branch in branches(hint):
+        if get_origin(branch) is Callable and get_args(branch):  # called to make an instance
+            found += classes(get_args(branch)[-1])
+        elif (
+            inspect.isclass(branch)
+            and get_origin(branch) is None
+            and branch.__module__ not in ("builtins", "datetime", "pathlib")
+        ):
+            found.append(branch)
+    return found
+
+
+def supplied_arguments(hint: Any) -> int:
+    """How many leading arguments the caller supplies, e.g. 1 for an OptimizerCallable."""
+    for branch in branches(hint):
+        if get_origin(branch) is Callable and classes(branch):
+            given = get_args(branch)[0]
+            return len(given) if isinstance(given, list) else 0
+    return 0
+
+
+def item_hint(hint: Any) -> Any | None:
+    """The hint of a list's items; None where no list may stand."""
+    for branch in branches(hint):
+        origin, arguments = get_origin(branch), get_args(branch)
+        if inspect.isclass(origin) and issubclass(origin, Iterable) and len(arguments) == 1:
+            return arguments[0]
+    return None
+
+
+def accepts(hint: Any, value: Any) -> bool:
+    """Whether the parser that reads the configuration takes this value."""
+    parser = ArgumentParser(exit_on_error=False)
+    try:
+        parser.add_argument("--value", type=hint)
+    except ValueError:
+        return True  # a hint that jsonargparse does not check
+    try:
+        parser.parse_object({"value": value})
+    except ArgumentError:
+        return False
+    return True
+
+
+def describe(hint: Any) -> str:
+    """A hint in words: ``int or null``, ``one of 'a', 'b'``, ``a list, each item: float``."""
+    choices = [c for b in branches(hint) if get_origin(b) is Literal for c in get_args(b)]
+    words = [_describe_branch(b) for b in branches(hint) if get_origin(b) is not Literal]
+    if choices:
+        words.insert(0, "one of " + ", ".join(dict.fromkeys(map(str, choices))))
+    return " or ".join(dict.fromkeys(words))
+
+
+def _describe_branch(branch: Any) -> str:
+    if branch is type(None):
+        return "null"
+    if get_origin(branch) is Callable:
+        made = classes(branch)
+        return " or ".join(c.__name__ for c in made) if made else FUNCTION
+    if get_origin(branch) is dict:
+        return "a mapping"
+    if (item := item_hint(branch)) is not None:
+        return f"a list, each item: {describe(item)}"
+    return getattr(branch, "__name__", str(branch))
+
+
+def class_names(bases: list[type]) -> dict[str, type]:
+    """Short names of the classes that ``class_path`` may name, imported so far."""
+    return {c.__name__: c for base in bases for c in subclasses(base)}
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """``base`` and all imported public subclasses that can be built."""
+    if not inspect.isabstract(base) and not base.__name__.startswith("_"):
+        yield base
+    children: list[type] = base.__subclasses__()
+    for child in children:
+        yield from subclasses(child)
+
+
+def named_class(name: str, bases: list[type]) -> Any:
+    """The class (or function) that ``class_path: name`` means.
+
+    Raises:
+        ConfigError: if there is none, or it is of another kind.
+    """
+    wanted = " or ".join(base.__name__ for base in bases)
+    if "." not in name:
+        known = class_names(bases)
+        if name in known:
+            return known[name]
+        own = [n for n, c in known.items() if c.__module__.startswith("lightning_rl")]
+        shown = ", ".join(sorted(own or known)[:15])
+        raise ConfigError(
+            f"no {wanted} is called {name!r}{did_you_mean(name, known)} (known: {shown}; any other "
+            "by its import path, e.g. my_module.MyClass)"
+        )
+    found = import_object(name)
+    if inspect.isclass(found) and not issubclass(found, tuple(bases)):
+        raise ConfigError(f"{name} is no {wanted}, but a {found.__mro__[1].__name__}")
+    return found
+
+
+def import_object(path: str) -> Any:
+    """What a dotted import path names.
+
+    Raises:
+        ConfigError: saying whether the module or the name in it is missing, and where we looked.
+    """
+    first, *rest = path.split(".")
+    if not rest or not all(part.isidentifier() for part in (first, *rest)):
+        raise ConfigError(f"{path!r} is no import path; write module.name, e.g. my_rewards.exact")
+    found, place = _import(first), first
+    if found is None:
+        raise ConfigError(
+            f"{path!r}: there is no module {first!r}; looked in {Path.cwd()}, PYTHONPATH and the "
+            "installed packages"
+        )
+    for part in rest:
+        if not hasattr(found, part) and inspect.ismodule(found):
+            _import(f"{place}.{part}")  # sets the attribute, if there is such a submodule
+        if not hasattr(found, part):
+            file = getattr(found, "__file__", None) or ", ".join(getattr(found, "__path__", []))
+            raise ConfigError(
+                f"{path!r}: {place} has no {part!r}{did_you_mean(part, dir(found))}"
+                + (f" (looked in {file})" if file else "")
+            )
+        found, place = getattr(found, part), f"{place}.{part}"
+    return found
+
+
+def _import(module: str) -> types.ModuleType | None:
+    """The module, or None if there is none of this name."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == module or "is not a package" in str(error):
+            return None
+        raise ConfigError(f"{module} imports {error.name!r}, which is not installed") from error
+    except Exception as error:  # the user's module, which may do anything when imported
+        raise ConfigError(
+            f"module {module!r} fails when imported: {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,162 @@
+"""What all tiers share: one thread, a tiny random model, and hand-made or random rollouts."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from tensordict import TensorDict
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from recipes.sort_digits.prepare import make_tokenizer
+
+torch.set_num_threads(1)
+
+VOCABULARY = 16
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random 2-layer Qwen2 with grouped-query attention and a tied head, and its tokenizer.
+
+    Tokens: 0 <pad>, 1 <eos>, 2 "=", 3-12 the digits; 13-15 are unused.
+    """
+    directory = tmp_path_factory.mktemp("tiny") / "model"
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,  # far from uniform, so that a wrong input shows in every logprob
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # zero by default, which would hide a bias left out
+                torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def make_rollout() -> Callable[..., Rollout]:
+    """A completed rollout from prompt and completion tokens; keywords set any other field."""
+
+    def make(prompt: list[int], completion: list[int], /, **fields: Any) -> Rollout:
+        columns = fields.pop("columns", {})
+        values: dict[str, Any] = {
+            "group_id": "g",
+            "sample_index": 0,
+            "seed": 0,
+            "temperature": 1.0,
+            "loss_mask": [True] * len(completion),
+            "logprobs": [-1.0] * len(completion),
+            "versions": [0] * len(completion),
+            "status": RolloutStatus.COMPLETED,
+            "finish_reason": "stop",
+            "reward": 0.0,
+        }
+        return Rollout(
+            prompt=Prompt("p", "text", prompt, columns), token_ids=completion, **(values | fields)
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_rollouts(make_rollout: Callable[..., Rollout]) -> Callable[..., list[Rollout]]:
+    """Rollouts that reach the corners: shared prompts, one-token completions, holes in the mask."""
+
+    def make(
+        seed: int, groups: int = 4, group_size: int = 3, longest: int = 9, temperature: float = 0.7
+    ) -> list[Rollout]:
+        generator = torch.Generator().manual_seed(seed)
+
+        def integer(low: int, high: int) -> int:
+            return int(torch.randint(low, high + 1, (), generator=generator))
+
+        def tokens(count: int) -> list[int]:
+            return torch.randint(2, 13, (count,), generator=generator).tolist()
+
+        rollouts = []
+        for group in range(groups):
+            prompt = tokens(integer(1, longest))
+            for sample in range(group_size):
+                # The first of each group has the least that a completion can be.
+                length = 1 if sample == 0 else integer(2, longest)
+                mask = [True, *(integer(0, 3) > 0 for _ in range(length - 1))]
+                if length > 2 and sample == 1:  # an environment's token comes first
+                    mask = [False, True, *mask[2:]]
+                rollouts.append(
+                    make_rollout(
+                        prompt,
+                        tokens(length),
+                        group_id=str(group),
+                        sample_index=sample,
+                        loss_mask=mask,
+                        logprobs=[-1.0 if m else 0.0 for m in mask],
+                        temperature=temperature,
+                        reward=float(integer(0, 4)) / 4,
+                    )
+                )
+        return rollouts
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_batch(random_rollouts: Callable[..., list[Rollout]]) -> Callable[..., TensorDict]:
+    """The same, packed."""
+    return lambda seed, **options: pack_rollouts(random_rollouts(seed, **options))
+
+
+class Batches:
+    """A sized iterable; Lightning would take a plain list for several loaders."""
+
+    def __init__(self, batches: list[TensorDict]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        return iter(self.batches)
+
+
+@pytest.fixture
+def train_on(tmp_path: Path) -> Callable[..., Trainer]:
+    """Train a PolicyModule on given packed batches, through a real Trainer on the CPU."""
+
+    def train(module: LightningModule, batches: list[TensorDict], **options: Any) -> Trainer:
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            **options,
+        )
+        trainer.fit(module, Batches(batches))
+        return trainer
+
+    return train

@@ -1,0 +1,127 @@
+"""The policy head against a naive float64 implementation, and the value heads."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_rl.models import heads
+from lightning_rl.models.attention import build_layout
+from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, token_logprobs
+from lightning_rl.models.policy import Policy
+
+
+def naive(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor]:
+    logits = nn.functional.linear(hidden, weight, bias) / temperature[:, None]
+    log_p = logits.log_softmax(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def problem(bias: bool) -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    linear = nn.Linear(8, 11, bias=bias)
+    for parameter in linear.parameters():
+        parameter.data.normal_(std=0.5, generator=generator)
+    hidden = torch.randn(7, 8, generator=generator).requires_grad_()
+    targets = torch.randint(11, (7,), generator=generator)
+    temperature = torch.tensor([1.0, 0.7, 0.5, 2.0, 1.0, 1.3, 0.6])
+    return linear, hidden, targets, temperature
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 11, 33, 1 << 24])  # one row at a time ... all at once
+def test_logprobs_entropy_and_all_gradients_match_float64(monkeypatch, bias, chunk):
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", chunk)
+    linear, hidden, targets, temperature = problem(bias)
+    ours = token_logprobs(hidden, linear, targets, temperature)
+    inputs = [hidden, *linear.parameters()]
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    theirs = naive(*doubles[:2], doubles[2] if bias else None, targets, temperature.double())
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), reference, rtol=0, atol=3e-6)
+    # A different weight per token and output, so that no two errors cancel.
+    upstream = torch.linspace(-1, 2, 14).reshape(2, 7)
+    mine = torch.autograd.grad(ours, inputs, tuple(upstream))
+    reference = torch.autograd.grad(theirs, doubles, tuple(upstream.double()))
+    for a, b in zip(mine, reference, strict=True):
+        assert (a.double() - b).norm() <= 3e-6 * b.norm()
+
+
+def test_the_hand_calculated_case():
+    # Logits (ln 3, 0) at temperature 1: probabilities 3/4 and 1/4.
+    linear = nn.Linear(1, 2, bias=False)
+    linear.weight.data = torch.tensor([[3.0], [1.0]]).log()
+    logprobs, entropy = token_logprobs(
+        torch.ones(2, 1), linear, torch.tensor([0, 1]), torch.tensor([1.0, 0.5])
+    )
+    # At temperature 1/2 the logits double: probabilities 9/10 and 1/10.
+    assert logprobs.exp().tolist() == pytest.approx([0.75, 0.1])
+    assert entropy.tolist() == pytest.approx([0.562335, 0.325083], abs=1e-6)
+
+
+def test_greedy_tokens_are_scored_at_temperature_one():
+    linear, hidden, targets, _ = problem(False)
+    greedy = token_logprobs(hidden, linear, targets, torch.zeros(7))[0]
+    assert torch.equal(greedy, token_logprobs(hidden, linear, targets, torch.ones(7))[0])
+
+
+def value_gradients(policy: Policy, batch) -> tuple[Tensor, dict[str, Tensor]]:
+    values = policy(batch).values
+    ((values - 1) ** 2).sum().backward()
+    return values.detach(), {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("head", [SharedValueHead, SeparateValueHead])
+def test_values_are_zero_at_first_one_per_loss_token(tiny_model, random_batch, head):
+    batch = random_batch(1)
+    values, _ = value_gradients(Policy(str(tiny_model), head()), batch)
+    assert values.shape == (int(batch["tokens", "loss_mask"].sum()),)
+    assert values.dtype == torch.float32
+    assert not values.any()
+
+
+def moved(head):
+    """As after some training, since a head of zeros passes no gradient to the body."""
+    nn.init.normal_(head.linear.weight)
+    return head
+
+
+def test_a_shared_head_trains_the_body_unless_detached(tiny_model, random_batch):
+    for detach in (False, True):
+        policy = Policy(str(tiny_model), SharedValueHead(detach=detach))
+        moved(policy.value_head)
+        _, gradients = value_gradients(policy, random_batch(1))
+        assert gradients["value_head.linear.weight"].any()
+        assert any(name.startswith("lm.") for name in gradients) is not detach
+
+
+def test_a_shared_head_reads_the_state_that_predicts_the_token(tiny_model, make_rollout):
+    from lightning_rl.data.packing import pack_rollouts
+
+    batch = pack_rollouts([make_rollout([3, 4], [5, 6, 1])])
+    policy = Policy(str(tiny_model), SharedValueHead())
+    moved(policy.value_head)
+    layout = build_layout(batch)
+    hidden = policy.lm.base_model(
+        input_ids=torch.tensor([[3, 4, 5, 6]]), use_cache=False, layout=layout
+    ).last_hidden_state[0]
+    expected = policy.value_head.linear(hidden[1:])[:, 0]  # after 4, 5 and 6
+    torch.testing.assert_close(policy(batch).values, expected, rtol=0, atol=1e-6)
+
+
+def test_a_separate_body_shares_nothing_with_the_policy(tiny_model, random_batch):
+    policy = Policy(str(tiny_model), SeparateValueHead())
+    moved(policy.value_head)
+    batch = random_batch(1)
+    _, gradients = value_gradients(policy, batch)
+    assert gradients
+    assert all(name.startswith("value_head.") for name in gradients)
+    before = policy(batch)
+    with torch.no_grad():
+        for parameter in policy.lm.parameters():
+            parameter.mul_(1.5)
+    after = policy(batch)
+    assert torch.equal(after.values, before.values)
+    assert not torch.allclose(after.logprobs, before.logprobs)

@@ -1,0 +1,194 @@
+"""Token metrics, stage times, evaluation metrics and collection statistics."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_rl import stages
+from lightning_rl.collect.stats import rollout_metrics
+from lightning_rl.evaluation import evaluation_metrics, pass_at_k
+from lightning_rl.metrics import TokenMetrics, summarize
+from lightning_rl.rollout import RolloutStatus
+from lightning_rl.stages import STAGES, StageClock
+
+# ---------------------------------------------------------------- token metrics
+
+
+def test_means_are_over_tokens_not_over_packs():
+    metrics = TokenMetrics()
+    metrics.add({"a": torch.tensor([1.0, 2.0, 3.0]), "gap_max": torch.tensor([0.5, -2.0])})
+    metrics.add({"a": torch.tensor([10.0]), "gap_max": torch.tensor([0.25])})
+    metrics.add({"a": torch.tensor([]), "b": torch.tensor([])})
+    assert metrics.compute() == {"a": 4.0, "gap_max": 0.5}  # (1 + 2 + 3 + 10) / 4
+
+
+def test_no_metrics_are_no_metrics():
+    assert TokenMetrics().compute() == {}
+
+
+def test_metrics_carry_no_gradient():
+    metrics = TokenMetrics()
+    metrics.add({"loss": torch.ones(3, requires_grad=True) * 2})
+    assert metrics.compute() == {"loss": 2.0}
+    assert not any(total.requires_grad for total in metrics._sums.values())
+
+
+def test_summarize():
+    assert summarize([1.0, 3.0]) == (2.0, 1.0)
+    assert all(math.isnan(x) for x in summarize([]))
+
+
+# ---------------------------------------------------------------- stages
+
+
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """A clock that the test moves by hand: now[0] seconds."""
+    time = [100.0]
+    monkeypatch.setattr(stages.time, "perf_counter", lambda: time[0])
+    return time
+
+
+def test_a_nested_stage_stops_the_outer_one(now):
+    clock = StageClock()
+    now[0] += 7  # before any stage: nobody's
+    with clock("generate"):
+        now[0] += 1
+        with clock("sync"):
+            now[0] += 10
+            assert clock.stage == "sync"
+        now[0] += 2
+    now[0] += 50
+    assert clock.stage == "other"
+    assert clock.take() == dict.fromkeys(STAGES, 0.0) | {"generate": 3.0, "sync": 10.0}
+
+
+def test_an_evaluation_keeps_what_it_generates_and_grades(now):
+    clock = StageClock()
+    with clock("eval"):
+        now[0] += 1
+        with clock("generate"):
+            assert clock.stage == "eval"
+            now[0] += 10
+        now[0] += 1
+    assert clock.take() == dict.fromkeys(STAGES, 0.0) | {"eval": 12.0}
+
+
+def test_taking_in_the_middle_of_a_stage_splits_it(now):
+    clock = StageClock()
+    with clock("train"):
+        now[0] += 2
+        assert clock.take()["train"] == 2.0
+        now[0] += 5
+    assert clock.take()["train"] == 5.0
+    assert clock.take() == dict.fromkeys(STAGES, 0.0)
+
+
+def test_a_stage_that_raises_is_over(now):
+    clock = StageClock()
+    with pytest.raises(RuntimeError), clock("reward"):
+        now[0] += 3
+        raise RuntimeError
+    now[0] += 4
+    assert clock.stage == "other"
+    assert clock.take()["reward"] == 3.0
+
+
+def test_listeners_hear_every_change(now):
+    clock, heard = StageClock(), []
+    clock.listeners.append(heard.append)
+    with clock("generate"), clock("sync"):
+        pass
+    assert heard == ["generate", "sync", "generate", "other"]
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at_k(4, 1, 2) == 0.5  # of 6 pairs, 3 hold the right one
+    assert pass_at_k(4, 0, 4) == 0.0
+    assert pass_at_k(4, 3, 2) == 1.0  # every pair holds one of three
+    assert pass_at_k(5, 2, 1) == pytest.approx(0.4)
+
+
+def test_evaluation_metrics_by_hand(make_rollout):
+    rewards = {"a": [1.0, 0.5, 0.0, 0.0], "b": [1.0, 2.0, 1.0, 0.9]}
+    rollouts = [make_rollout([3], [4, 1], group_id=g, reward=r) for g in "ab" for r in rewards[g]]
+    rollouts[3] = make_rollout([3], [4] * 6, group_id="a", finish_reason="length")
+    metrics = evaluation_metrics(rollouts, success_reward=1.0)
+    assert metrics == pytest.approx(
+        {
+            "eval/accuracy": 4 / 8,
+            "eval/reward_mean": 6.4 / 8,
+            "eval/tokens_mean": 20 / 8,
+            "eval/truncated_share": 1 / 8,
+            "eval/pass@2": (0.5 + 1.0) / 2,  # 1 of 4 and 3 of 4 are right
+            "eval/pass@4": 1.0,
+        }
+    )
+
+
+def test_what_could_not_be_graded_counts_as_wrong(make_rollout):
+    rollouts = [
+        make_rollout([3], [1], group_id="a", reward=1.0),
+        make_rollout([3], [1], group_id="b", reward=None, status=RolloutStatus.FAILED),
+        make_rollout([3], [], group_id="c", reward=None, status=RolloutStatus.ABORTED),
+    ]
+    metrics = evaluation_metrics(rollouts, success_reward=1.0)
+    assert metrics["eval/accuracy"] == pytest.approx(1 / 3)
+    assert "eval/pass@2" not in metrics
+
+
+# ---------------------------------------------------------------- collection
+
+
+def test_collection_metrics_by_hand(make_rollout):
+    def part(exact, style):
+        return {"exact": exact, "style": style}
+
+    rollouts = [
+        make_rollout([3], [4, 1], group_id="a", reward=1.0, reward_parts=part(1.0, 0.0)),
+        make_rollout([3], [4, 1], group_id="a", reward=0.0, reward_parts=part(0.0, None)),
+        make_rollout([3], [1], group_id="b", reward=0.5, reward_parts=part(0.5, 1.0)),
+        make_rollout([3], [1], group_id="b", reward=0.5, reward_parts=part(0.5, 0.0)),
+        make_rollout(
+            [3],
+            [4, 5, 6],
+            group_id="c",
+            reward=None,
+            status=RolloutStatus.FAILED,
+            finish_reason="length",
+            # The oldest model token is of version 3; the environment's -1 is no version.
+            versions=[5, -1, 3],
+            loss_mask=[True, False, True],
+        ),
+    ]
+    for rollout in rollouts[:4]:
+        rollout.versions = [5] * len(rollout.token_ids)
+    metrics = rollout_metrics(rollouts, seconds=2.0, trainer_version=6)
+    assert metrics == pytest.approx(
+        {
+            "rollout/tokens_mean": 9 / 5,
+            "rollout/tokens_per_s": 4.5,
+            "rollout/truncated_share": 0.2,
+            "rollout/completed": 4.0,
+            "rollout/failed": 1.0,
+            "rollout/staleness_max": 3.0,
+            "reward/mean": 0.5,
+            "reward/std": math.sqrt(0.125),
+            "reward/exact": 0.5,
+            "reward/exact_std": math.sqrt(0.125),
+            "reward/style": 1 / 3,
+            "reward/style_std": math.sqrt(2 / 9),
+            "reward/zero_spread_share": 0.5,
+        }
+    )
+
+
+def test_statistics_of_a_batch_in_which_nothing_was_graded(make_rollout):
+    failed = make_rollout([3], [1], reward=None, status=RolloutStatus.FAILED)
+    metrics = rollout_metrics([failed], seconds=1.0, trainer_version=0)
+    assert metrics["rollout/failed"] == 1.0
+    assert "reward/mean" not in metrics

@@ -1,0 +1,268 @@
+"""Prompts from every source; what is wrong in them is named; their order survives a checkpoint."""
+
+import json
+
+import pytest
+
+from lightning_rl.data.prompts import (
+    HFDatasetPrompts,
+    IterablePrompts,
+    JSONLPrompts,
+    ParquetPrompts,
+)
+from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.models.policy import load_tokenizer
+
+ROWS = [{"prompt": f"{n}=", "answer": str(n)} for n in (12, 3, 456, 7, 89)]
+CHAT = "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return load_tokenizer(str(tiny_model))
+
+
+def jsonl(path, *lines: str) -> JSONLPrompts:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return JSONLPrompts(str(path), shuffle=False)
+
+
+# ---------------------------------------------------------------- sources
+
+
+def from_jsonl(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n\n".join(json.dumps(row) for row in ROWS))  # blank lines between
+    return JSONLPrompts(str(path), shuffle=False)
+
+
+def from_parquet(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    return ParquetPrompts(str(tmp_path / "a.parquet"), shuffle=False)
+
+
+def from_datasets(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "set")
+    return HFDatasetPrompts(str(tmp_path / "set"), shuffle=False)
+
+
+def from_a_split(tmp_path):
+    import datasets
+
+    splits = {
+        "train": datasets.Dataset.from_list(ROWS[:1]),
+        "test": datasets.Dataset.from_list(ROWS),
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "splits")
+    return HFDatasetPrompts(str(tmp_path / "splits"), split="test", shuffle=False)
+
+
+def from_an_iterable(tmp_path):
+    return IterablePrompts(iter(ROWS), shuffle=False)
+
+
+def from_a_callable(tmp_path):
+    return IterablePrompts(lambda count: ROWS[:count], arguments={"count": 5}, shuffle=False)
+
+
+SOURCES = [from_jsonl, from_parquet, from_datasets, from_a_split, from_an_iterable, from_a_callable]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_gives_the_same_prompts(tmp_path, tokenizer, source):
+    prompts = source(tmp_path)
+    prompts.load(tokenizer)
+    assert len(prompts) == 5
+    drawn = prompts.draw(5)
+    assert [p.prompt for p in drawn] == ["12=", "3=", "456=", "7=", "89="]
+    # "=" is token 2 and the digit d is d + 3.
+    assert [p.token_ids for p in drawn[:2]] == [[4, 5, 2], [6, 2]]
+    assert drawn[2].columns == {"answer": "456"}
+    assert [p.id for p in drawn] == ["0", "1", "2", "3", "4"]
+
+
+def test_an_id_column_names_the_prompts(tokenizer):
+    prompts = IterablePrompts([{"prompt": "1=", "uid": "x7"}], id_column="uid")
+    prompts.load(tokenizer)
+    assert prompts[0].id == "x7"
+
+
+# ---------------------------------------------------------------- what is wrong is named
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "2=",}', "expected one JSON object per line, found .* at column"),
+        ("[1, 2]", r"expected an object with a 'prompt', got \[1, 2\]"),
+        ('{"question": "2="}', r"no column 'prompt' among \['question'\]; set prompt_column"),
+        ('{"prompt": 5}', "'prompt' must be a non-empty string or a list .*, got 5"),
+        ('{"prompt": ""}', "'prompt' must be a non-empty string"),
+        ('{"prompt": []}', "'prompt' must be a non-empty string"),
+        ('{"prompt": [{"role": "user"}]}', "'prompt' must be a non-empty string or a list"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, tokenizer, line, message):
+    prompts = jsonl(tmp_path / "bad.jsonl", '{"prompt": "1="}', "", line, '{"prompt": "3="}')
+    with pytest.raises(DataError, match=rf"bad\.jsonl:3: .*{message}"):
+        prompts.load(tokenizer)
+
+
+def test_a_missing_id_is_named(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "1=", "uid": 1}\n{"prompt": "2="}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2: no column 'uid' among \['prompt'\]"):
+        JSONLPrompts(str(path), id_column="uid").load(tokenizer)
+
+
+@pytest.mark.parametrize("cls", [JSONLPrompts, ParquetPrompts, HFDatasetPrompts])
+def test_a_missing_file_is_named(tmp_path, tokenizer, cls):
+    with pytest.raises(DataError, match="gone.* does not exist"):
+        cls(str(tmp_path / "gone")).load(tokenizer)
+
+
+def test_a_file_of_another_kind_is_named(tmp_path, tokenizer):
+    (tmp_path / "text.parquet").write_text("hello")
+    with pytest.raises(DataError, match=r"text\.parquet: not a Parquet file"):
+        ParquetPrompts(str(tmp_path / "text.parquet")).load(tokenizer)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="folder: not a folder that save_to_disk wrote"):
+        HFDatasetPrompts(str(tmp_path / "folder")).load(tokenizer)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path, tokenizer):
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é="}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.jsonl.*UTF-8"):
+        JSONLPrompts(str(tmp_path / "latin.jsonl")).load(tokenizer)
+
+
+def test_a_split_that_is_not_there_is_named(tmp_path, tokenizer):
+    prompts = from_a_split(tmp_path)
+    prompts.split = None
+    with pytest.raises(DataError, match=r"split=None is not one of \['test', 'train'\]"):
+        prompts.load(tokenizer)
+
+
+def test_no_rows_are_refused(tokenizer):
+    with pytest.raises(DataError, match="holds no rows"):
+        IterablePrompts([]).load(tokenizer)
+
+
+def test_a_prompt_without_tokens_is_refused(tokenizer):
+    prompts = IterablePrompts([{"prompt": "abc"}])  # none of its characters is in the vocabulary
+    prompts.load(tokenizer)
+    with pytest.raises(DataError, match="row 0: the prompt 'abc' has no tokens"):
+        prompts.draw(1)
+
+
+def test_drawing_before_loading_is_refused():
+    with pytest.raises(ConfigError, match=r"not loaded yet; call load\(tokenizer\)"):
+        IterablePrompts(ROWS).draw(1)
+
+
+# ---------------------------------------------------------------- chat
+
+
+def test_a_chat_is_rendered_by_the_tokenizers_own_template(tiny_model):
+    tokenizer = load_tokenizer(str(tiny_model))
+    tokenizer.chat_template = CHAT
+    messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "23"}]
+    prompts = IterablePrompts([{"prompt": messages}])
+    prompts.load(tokenizer)
+    (prompt,) = prompts.draw(1)
+    # Rendered: "s1;u23;=", of which this vocabulary knows the digits and "=".
+    assert prompt.token_ids == [4, 5, 6, 2]
+    exact = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+    assert prompt.token_ids == list(exact["input_ids"])
+    assert prompt.prompt == messages
+
+
+def test_a_chat_without_a_template_is_refused(tokenizer):
+    prompts = IterablePrompts([{"prompt": [{"role": "user", "content": "1"}]}])
+    prompts.load(tokenizer)
+    with pytest.raises(DataError, match="row 0: .* has no chat template"):
+        prompts.draw(1)
+
+
+# ---------------------------------------------------------------- length
+
+
+def test_long_prompts_are_dropped_and_counted_once_each(tokenizer):
+    prompts = IterablePrompts(ROWS, max_prompt_tokens=3, shuffle=False)
+    prompts.load(tokenizer)
+    assert [p.prompt for p in prompts.draw(6)] == ["12=", "3=", "7=", "89=", "12=", "3="]
+    assert prompts.dropped == 1
+    prompts.draw(8)
+    assert prompts.dropped == 1  # the same prompt, in another epoch
+    assert [p.prompt for p in prompts.first(3)] == ["12=", "3=", "7="]
+
+
+def test_only_long_prompts_are_refused_instead_of_searched_for_ever(tokenizer):
+    prompts = IterablePrompts(ROWS, max_prompt_tokens=1)
+    prompts.load(tokenizer)
+    with pytest.raises(DataError, match="all 5 prompts are longer than max_prompt_tokens=1"):
+        prompts.draw(1)
+
+
+# ---------------------------------------------------------------- order and cursor
+
+
+def loaded(tokenizer, **options) -> IterablePrompts:
+    prompts = IterablePrompts(ROWS, **options)
+    prompts.load(tokenizer)
+    return prompts
+
+
+def ids(prompts, count: int) -> list[str]:
+    return [p.id for p in prompts.draw(count)]
+
+
+def test_each_epoch_holds_every_row_once_in_an_order_of_its_own(tokenizer):
+    prompts = loaded(tokenizer)
+    epochs = [ids(prompts, 5) for _ in range(6)]
+    for epoch in epochs:
+        assert sorted(epoch) == ["0", "1", "2", "3", "4"]
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_the_order_follows_the_seed(tokenizer):
+    first, again = (ids(loaded(tokenizer, seed=3), 20) for _ in range(2))
+    assert first == again
+    assert ids(loaded(tokenizer, seed=4), 20) != first
+
+
+@pytest.mark.parametrize("drawn", [0, 3, 5, 7, 13])
+@pytest.mark.parametrize("order", ["load first", "state first"])
+def test_going_on_from_a_state_equals_never_having_stopped(tokenizer, drawn, order):
+    whole = loaded(tokenizer, seed=1, max_prompt_tokens=3)
+    ids(whole, drawn)
+    state = json.loads(json.dumps(whole.state_dict()))
+    resumed = IterablePrompts(ROWS, seed=1, max_prompt_tokens=3)
+    if order == "load first":
+        resumed.load(tokenizer)
+        resumed.load_state_dict(state)
+    else:
+        resumed.load_state_dict(state)
+        resumed.load(tokenizer)
+    assert resumed.dropped == whole.dropped
+    assert ids(resumed, 12) == ids(whole, 12)
+
+
+def test_a_state_of_another_order_is_refused(tokenizer):
+    state = loaded(tokenizer, seed=1).state_dict()
+    with pytest.raises(ConfigError, match=r"seed=1, now it is 2; set it back"):
+        loaded(tokenizer, seed=2).load_state_dict(state)
+
+
+def test_a_state_of_a_longer_dataset_is_refused(tokenizer):
+    prompts = loaded(tokenizer)
+    ids(prompts, 4)
+    fewer = IterablePrompts(ROWS[:3])
+    fewer.load(tokenizer)
+    with pytest.raises(ConfigError, match="5 rows.*now .* 3"):
+        fewer.load_state_dict(prompts.state_dict())

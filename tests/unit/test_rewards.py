@@ -1,0 +1,172 @@
+"""Grading: every form of reward function, and everything that can go wrong in one."""
+
+import asyncio
+
+import pytest
+
+from lightning_rl.collect.collector import run_async
+from lightning_rl.errors import ConfigError, RewardError
+from lightning_rl.rewards.base import Rewards
+from lightning_rl.rollout import RolloutStatus
+
+
+@pytest.fixture
+def groups(make_rollout):
+    """Two groups of two; completions "a0", "a1", "b0", "b1", and a column n: 10 or 20."""
+    return [
+        [
+            make_rollout(
+                [3],
+                [4, 1],
+                group_id=g,
+                sample_index=i,
+                completion=f"{g}{i}",
+                columns={"n": n},
+                reward=None,
+            )
+            for i in range(2)
+        ]
+        for g, n in (("a", 10), ("b", 20))
+    ]
+
+
+def grade(groups, *functions, **options):
+    run_async(Rewards(list(functions), **options).grade(groups))
+    return [[r.reward for r in group] for group in groups]
+
+
+def last_digit(prompts, completions, **columns):
+    return [float(text[-1]) for text in completions]
+
+
+def test_a_plain_function_gets_columns_by_name(groups):
+    def trl_style(prompts, completions, n, **kwargs):
+        assert prompts == ["text"] * 2
+        assert set(kwargs) == {"completion_ids", "finish_reasons"}
+        return [x + float(c[-1]) for x, c in zip(n, completions, strict=True)]
+
+    assert grade(groups, trl_style) == [[10, 11], [20, 21]]
+
+
+def test_a_function_without_kwargs_gets_only_what_it_names(groups):
+    def narrow(completions, completion_ids):
+        return [len(ids) + float(c[-1]) for ids, c in zip(completion_ids, completions, strict=True)]
+
+    assert grade(groups, narrow) == [[2, 3], [2, 3]]
+
+
+def test_an_object_with_call(groups):
+    class Graded:
+        def __call__(self, completions):
+            return [0.5] * len(completions)
+
+    assert grade(groups, Graded()) == [[0.5, 0.5], [0.5, 0.5]]
+    assert groups[0][0].reward_parts == {"Graded": 0.5}
+
+
+def test_async_functions_wait_for_each_other(groups):
+    entered = []
+
+    async def judge(completions, **columns):
+        entered.append(completions)
+        while len(entered) < 2:  # ends only if both groups are graded at the same time
+            await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    assert grade(groups, judge) == [[1, 1], [1, 1]]
+
+
+def test_several_rewards_add_up_with_their_weights(groups):
+    def constant(completions, **columns):
+        return [1] * len(completions)
+
+    rewards = grade(groups, last_digit, constant, weights=[2.0, -0.5])
+    assert rewards == [[-0.5, 1.5], [-0.5, 1.5]]
+    assert groups[0][1].reward_parts == {"last_digit": 1.0, "constant": 1.0}
+
+
+def test_none_means_that_a_reward_does_not_apply(groups):
+    def sometimes(completions, **columns):
+        return [None if c == "a0" else 5.0 for c in completions]
+
+    assert grade(groups, last_digit, sometimes) == [[0, 6], [5, 6]]
+    assert groups[0][0].reward_parts == {"last_digit": 0.0, "sometimes": None}
+
+
+def test_no_reward_applies_is_a_failure_of_that_rollout_only(groups):
+    def sometimes(completions, **columns):
+        return [None if c == "a0" else 5.0 for c in completions]
+
+    assert grade(groups, sometimes, max_failed_share=0.25) == [[None, 5], [5, 5]]
+    assert groups[0][0].status is RolloutStatus.FAILED
+    assert "every function returned None" in groups[0][0].error
+
+
+def raises(completions, **columns):
+    if completions[0] == "a0":
+        raise KeyError("answer")
+    return [1.0] * len(completions)
+
+
+def too_few(completions, **columns):
+    return [1.0] * (1 if completions[0] == "a0" else 2)
+
+
+def not_a_number(completions, **columns):
+    return [float("nan") if c == "a1" else 1.0 for c in completions]
+
+
+def not_even_a_float(completions, **columns):
+    return ["good" if c == "a1" else 1.0 for c in completions]
+
+
+def not_a_list(completions, **columns):
+    return 3.0 if completions[0] == "a0" else [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises, "reward raises: KeyError: 'answer'"),
+        (too_few, "reward too_few: ValueError: returned 1 scores for 2 completions"),
+        (not_a_number, "reward not_a_number: ValueError: returned nan; a score must be a finite"),
+        (not_even_a_float, "reward not_even_a_float: ValueError"),
+        (not_a_list, "reward not_a_list: TypeError"),
+    ],
+)
+def test_a_failing_reward_fails_its_group_and_no_other(groups, function, message):
+    assert grade(groups, last_digit, function, max_failed_share=0.5) == [[None, None], [1, 2]]
+    for rollout in groups[0]:
+        assert rollout.status is RolloutStatus.FAILED
+        assert rollout.error.startswith(message)
+    for rollout in groups[1]:
+        assert rollout.status is RolloutStatus.COMPLETED
+        assert rollout.error is None
+
+
+def test_too_many_failures_stop_the_run_with_the_first_error(groups):
+    with pytest.raises(RewardError, match=r"2 of 4 .*50%, max_failed_share=0\.49.*'answer'"):
+        grade(groups, raises, max_failed_share=0.49)
+
+
+def test_aborted_rollouts_are_not_graded_and_are_no_failure(groups):
+    groups[0][0].status = RolloutStatus.ABORTED
+    assert grade(groups, last_digit, max_failed_share=0.0) == [[None, 1], [0, 1]]
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ConfigError, match="name at least one"):
+        Rewards([])
+    with pytest.raises(ConfigError, match="1 values for 2 rewards"):
+        Rewards([last_digit, raises], weights=[1.0])
+    with pytest.raises(ConfigError, match="share a name"):
+        Rewards([last_digit, last_digit])
+    with pytest.raises(ConfigError, match=r"max_failed_share=1\.5"):
+        Rewards([last_digit], max_failed_share=1.5)
+
+
+def test_grading_works_inside_a_running_event_loop(groups):
+    async def notebook():
+        return grade(groups, last_digit)
+
+    assert asyncio.run(notebook()) == [[0, 1], [0, 1]]
