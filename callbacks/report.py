@@ -1,4 +1,4 @@
-"""RunReport: what a run did, for scripts (summary.json) and for eyes (curves.png)."""
+"""RunReport: what a run did, for scripts (metrics.jsonl, summary.json) and for eyes (curves.png)."""
 
 import json
 import time
@@ -17,11 +17,12 @@ PACKAGES = ("lightning_rl", "torch", "lightning", "transformers", "tensordict", 
 
 
 class RunReport(RLCallback):
-    """Leaves ``summary.json`` and ``curves.png`` in the run directory, also when a run fails.
+    """Leaves three files in the run directory, also when a run fails.
 
-    The summary holds ``status``, ``error``, ``accuracy_before``, ``accuracy_after``, ``iterations``,
+    ``metrics.jsonl`` grows by one row of metrics per iteration; ``curves.png`` shows reward, accuracy
+    and the parts of the step time. ``summary.json`` holds ``status``, ``error``, ``accuracy_before``, ``accuracy_after``, ``iterations``,
     ``wall_s`` and ``cpu_s`` (from the start of ``fit``, all threads), ``versions``, ``device`` and
-    the last row of metrics. The curves show reward, accuracy and the parts of the step time.
+    the last row of metrics.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,13 @@ class RunReport(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
         assert isinstance(pl_module, PolicyModule)
-        self.history.append({"iteration": pl_module.iteration} | metrics)
+        row = {"iteration": pl_module.iteration} | metrics
+        if self.history and self.history[-1]["iteration"] == pl_module.iteration:
+            row = self.history.pop() | row  # a resumed run syncs, and may evaluate, once more
+        self.history.append(row)
+        if trainer.is_global_zero:
+            with (run_dir(trainer) / "metrics.jsonl").open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(row) + "\n")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write(trainer, pl_module, None)

@@ -1,6 +1,7 @@
 """The command ``lightning-rl``: LightningCLI in subclass mode, with errors a person can act on."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LightningRLError as error:
         if os.environ.get("LIGHTNING_RL_TRACEBACK"):
             raise
-        kind = "config error" if isinstance(error, ConfigError) else type(error).__name__
+        # ConfigError is a "config error", WeightSyncError a "weight sync error".
+        kind = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
         print(f"lightning-rl: {kind}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | DataError) else 1
 

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn import Parameter
 
 import lightning_rl.callbacks
@@ -193,7 +194,8 @@ class RLCLI(LightningCLI):
                 if self.model.lr_scheduler is not None:
                     self.model.lr_scheduler(optimizer)
             except Exception as error:  # a learning rate below 0, say
-                raise innermost(error) from error
+                what = f"model.init_args.optimizer, lr_scheduler: {innermost(error)}"
+                raise ConfigError(what) from error
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         syncs = any(isinstance(c, WeightSync) for c in callbacks)
         if isinstance(self.datamodule, RLDataModule) and not syncs:
@@ -202,10 +204,16 @@ class RLCLI(LightningCLI):
                 "model's weights; add `- class_path: WeightSync`"
             )
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except MisconfigurationException as error:  # Lightning's own: what it cannot do
+            raise innermost(error) from error
+
 
 def _require_checkpoint(path: Any) -> None:
-    special = ("best", "last", "hpc", "registry")
-    if path is None or str(path).startswith(special) or "://" in str(path):
+    special = ("best", "last", "hpc", "registry")  # registry:name:version
+    if path is None or str(path).split(":")[0] in special or "://" in str(path):
         return
     if not Path(path).exists():
         raise ConfigError(f"ckpt_path: {path!r} does not exist (working directory: {Path.cwd()})")

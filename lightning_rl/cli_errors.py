@@ -94,7 +94,9 @@ class _Walk:
 
     def value(self, value: Any, hint: Any, default: Any, key: Key) -> None:
         """Anything that has a type hint."""
-        if value is None and type(None) in branches(hint):
+        if value is None:
+            if default is not None and not {type(None), Any} & set(branches(hint)):
+                raise _Mistake(key, f"expected {describe(hint)}, got null")
             return
         made = classes(hint)
         if made and isinstance(value, str) and _is_file(value):
@@ -180,7 +182,9 @@ def _no_such_key(name: Any, known: Iterable[str], owner: str, others: Iterable[s
     text = f"no such key{f' in {owner}' if owner else ''}{did_you_mean(str(name), known)}"
     if others := sorted(others):
         text += f"; it is a key of {', '.join(others[:3])}"
-    return f"{text} (allowed: {', '.join(known)})" if 0 < len(known) <= 24 else text
+    if not known:
+        return f"{text}, which takes none"
+    return f"{text} (allowed: {', '.join(known)})" if len(known) <= 24 else text
 
 
 def _wrong_value(value: Any, hint: Any, made: list[type]) -> str:

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser
 from jsonargparse._parameter_resolvers import ParamData, get_signature_parameters
 
 from lightning_rl.errors import ConfigError
@@ -79,7 +79,7 @@ def accepts(hint: Any, value: Any) -> bool:
         return True  # a hint that jsonargparse does not check
     try:
         parser.parse_object({"value": value})
-    except ArgumentError:
+    except Exception:  # an ArgumentError, or whatever the import of a user's module raises
         return False
     return True
 

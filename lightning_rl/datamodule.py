@@ -82,7 +82,7 @@ class RLDataModule(LightningDataModule):
             if value < 1:
                 raise ConfigError(f"{name}={value} must be >= 1")
         if eval_limit is not None and eval_limit < 1:
-            raise ConfigError(f"eval_limit={eval_limit} must be >= 1; null for all held-out prompts")
+            raise ConfigError(f"eval_limit={eval_limit} must be >= 1; null for all prompts")
         self.train_prompts = train_prompts
         self.eval_prompts = eval_prompts
         self.rewards = Rewards(rewards, reward_weights, max_failed_share)
@@ -99,6 +99,8 @@ class RLDataModule(LightningDataModule):
         self.success_reward = success_reward
         self.seed = run_seed(seed)
         self._model_dir: tempfile.TemporaryDirectory[str] | None = None
+        self._loader: RolloutLoader | None = None
+        self._loader_state: dict[str, Any] | None = None
 
     # ---------------------------------------------------------------- Lightning's hooks
 
@@ -140,9 +142,20 @@ class RLDataModule(LightningDataModule):
 
     def train_dataloader(self) -> RolloutLoader:
         module = self._module()
-        return RolloutLoader(
+        self._loader = RolloutLoader(
             self.collect, self.train_prompts, self.iterations_per_epoch, lambda: module.iteration
         )
+        if self._loader_state is not None:
+            self._loader.load_state_dict(self._loader_state)
+            self._loader_state = None
+        return self._loader
+
+    # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": None if self._loader is None else self._loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loader_state = state_dict["loader"]
 
     def val_dataloader(self) -> Any:
         # While fitting, the Evaluate callback evaluates: it also does so before training.

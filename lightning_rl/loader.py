@@ -38,39 +38,50 @@ class RolloutLoader:
         self._trained = trained
         self._collected = 0
         self._place = 0  # iterations of this epoch that were handed out
-        self._pending: list[Rollout] = []
+        self._current: list[Rollout] = []  # what was handed out last
+        self._due = 0  # trained on, once this many iterations are
+        self._restored: list[Rollout] = []  # from a checkpoint, to be handed out first
+        self._before: dict[str, Any] | None = None  # prompt cursor, while collecting
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[TensorDict]:
+        # Lightning takes as many batches as the length says, and leaves the iterator at its last
+        # yield. So an epoch's end is tidied up here, at the start of the next.
+        self._place %= self._length
         while self._place < self._length:
-            if not self._pending:
-                self._pending = self._collect(self._collected)
-                self._collected += 1
-            batch = pack_rollouts(trainable(self._pending))
+            self._current = self._restored or self._collect_next()
+            self._restored = []
+            batch = pack_rollouts(trainable(self._current))
             self._place += 1
+            self._due = self._trained() + 1
             yield batch
-            self._pending = []
-        self._place = 0
+
+    def _collect_next(self) -> list[Rollout]:
+        self._before = self._prompts.state_dict()
+        rollouts = self._collect(self._collected)
+        self._before = None
+        self._collected += 1
+        return rollouts
 
     def state_dict(self) -> dict[str, Any]:
-        """Primitives only. A batch whose training was interrupted counts as not handed out."""
-        untrained = bool(self._pending) and self._trained() < self._collected
+        """Primitives only. An iteration whose collection or training was cut short is still to come."""
+        untrained = bool(self._current) and self._trained() < self._due
+        pending = self._restored or (self._current if untrained else [])
         return {
-            "prompts": self._prompts.state_dict(),
+            "prompts": self._before or self._prompts.state_dict(),
             "collected": self._collected,
-            "place": self._place - 1 if untrained else self._place,
-            "pending": [r.to_dict() for r in self._pending] if untrained else [],
+            "place": self._place - 1 if pending and not self._restored else self._place,
+            "pending": [r.to_dict() for r in pending],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, first with the rollouts that were pending then."""
         self._prompts.load_state_dict(state["prompts"])
         self._collected = state["collected"]
-        # A checkpoint at an epoch's end leaves nothing of that epoch: start the next one.
-        self._place = state["place"] % self._length
-        self._pending = [Rollout.from_dict(record) for record in state["pending"]]
+        self._place = state["place"]
+        self._restored = [Rollout.from_dict(record) for record in state["pending"]]
 
 
 def trainable(rollouts: list[Rollout]) -> list[Rollout]:

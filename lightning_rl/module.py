@@ -290,7 +290,9 @@ class PolicyModule(LightningModule):
         self.flush_metrics()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["lightning_rl"] = {"iteration": self.iteration}
+        # Most checkpoints are taken before the iteration's row is written.
+        checkpoint["lightning_rl"] = {"iteration": self.iteration, "recorded": self._recorded}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.iteration = checkpoint["lightning_rl"]["iteration"]
+        self._recorded = dict(checkpoint["lightning_rl"]["recorded"])

@@ -20,7 +20,7 @@ class RolloutStatus(StrEnum):
     SKIPPED = "skipped"
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)  # not frozen: Lightning refuses such in what predict_step returns
 class Prompt:
     """One dataset row, tokenised once.
 

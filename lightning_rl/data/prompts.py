@@ -136,6 +136,7 @@ class PromptDataset(ABC):
             "epoch": self._epoch,
             "cursor": self._cursor,
             "seed": self.seed,
+            "rows": len(self._loaded()),
             "dropped_rows": sorted(self._dropped_rows),
         }
 
@@ -143,18 +144,22 @@ class PromptDataset(ABC):
         """Go on where the state was taken.
 
         Raises:
-            ConfigError: if the order was made with another seed.
+            ConfigError: if the order was made with another seed, or of another number of rows.
         """
         if state["seed"] != self.seed:
             raise ConfigError(
                 f"the checkpoint's prompts were shuffled with seed={state['seed']}, now it is "
                 f"{self.seed}; set it back to go on where the run stopped"
             )
+        if state["rows"] != len(self._loaded()):
+            raise ConfigError(
+                f"the checkpoint's prompts were {state['rows']} rows, now {self!r} holds "
+                f"{len(self._loaded())}; give it the same rows to go on where the run stopped"
+            )
         self._epoch, self._cursor = state["epoch"], state["cursor"]
         self._dropped_rows = set(state["dropped_rows"])
         self.dropped = len(self._dropped_rows)
-        if self._rows is not None:
-            self._order = self._permutation(self._epoch)
+        self._order = self._permutation(self._epoch)
 
     def _loaded(self) -> Sequence[tuple[str, Row]]:
         if self._rows is None:
@@ -213,7 +218,10 @@ def _is_message(message: Any) -> bool:
 def _existing(path: str | Path, what: str) -> Path:
     found = Path(path)
     if not found.exists():
-        raise DataError(f"{what} {str(path)!r} does not exist (working directory: {Path.cwd().name})")
+        raise DataError(
+            f"{what} path={str(path)!r} does not exist (working directory: {Path.cwd()}); "
+            "correct path"
+        )
     return found
 
 
@@ -228,11 +236,15 @@ class JSONLPrompts(PromptDataset):
         return f"JSONLPrompts({self.path!r})"
 
     def read(self) -> Iterable[tuple[str, Any]]:
-        with _existing(self.path, "prompt file").open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
+        with _existing(self.path, "prompt file").open("rb") as lines:
+            for number, raw in enumerate(lines, start=1):
+                where = f"{self.path}:{number}"
+                try:
+                    line = raw.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise DataError(f"{where}: expected UTF-8 text ({error})") from error
                 if not line.strip():
                     continue
-                where = f"{self.path}:{number}"
                 try:
                     yield where, json.loads(line)
                 except json.JSONDecodeError as error:

@@ -137,3 +137,12 @@ class Engine(ABC):
                 f"{type(self).__name__} holds no trained weights yet (version {self.version}); add "
                 "the WeightSync callback, or push weights once before collecting"
             )
+
+    def require_room(self, prompt_length: int, sampling: Sampling) -> None:
+        """Raise unless a prompt and its longest completion fit into the engine's ``max_length``."""
+        if prompt_length + sampling.max_tokens > self.max_length:
+            raise EngineError(
+                f"prompt of {prompt_length} tokens + max_tokens={sampling.max_tokens} exceeds the "
+                f"engine's {self.max_length} tokens; lower max_tokens or max_prompt_tokens, or raise "
+                "the engine's max_model_len if the model allows more"
+            )

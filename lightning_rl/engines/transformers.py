@@ -70,6 +70,7 @@ class TransformersEngine(Engine):
             raise ConfigError(
                 f"sampling.stop={sampling.stop} is not supported by TransformersEngine; use VLLMLocal"
             )
+        self.require_room(len(token_ids), sampling)
         loop = asyncio.get_running_loop()
         generator = torch.Generator(self.device).manual_seed(seed)
         request = _Request(list(token_ids), sampling, generator, loop.create_future())
@@ -155,6 +156,12 @@ class TransformersEngine(Engine):
                 f"the push misses {missing[:3]} and brings unknown {unknown[:3]}; is the engine's "
                 "model the trainer's?"
             )
+        for name, weight in own.items():  # before any is copied, so that it takes all or none
+            if state[name].shape != weight.shape:
+                raise WeightSyncError(
+                    f"the push brings {name!r} of shape {tuple(state[name].shape)}, the engine's is "
+                    f"{tuple(weight.shape)}; is the engine's model the trainer's?"
+                )
         self._lm.load_state_dict(state)
         self.version = version
 

@@ -156,11 +156,7 @@ class VLLMLocal(Engine):
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         self.require_ready()
-        if len(token_ids) + sampling.max_tokens > self.max_length:
-            raise EngineError(
-                f"prompt of {len(token_ids)} tokens + max_tokens={sampling.max_tokens} exceeds the "
-                f"engine's max_model_len={self.max_length}; raise it, or lower max_prompt_tokens"
-            )
+        self.require_room(len(token_ids), sampling)
         loop = asyncio.get_running_loop()
         request_id = str(self._next_id)
         self._next_id += 1

@@ -137,7 +137,7 @@ def test_a_file_of_another_kind_is_named(tmp_path, tokenizer):
 
 def test_bytes_that_are_no_text_are_named(tmp_path, tokenizer):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é="}\n'.encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin\.jsonl.*UTF-8"):
+    with pytest.raises(DataError, match=r"latin\.jsonl:1: expected UTF-8"):
         JSONLPrompts(str(tmp_path / "latin.jsonl")).load(tokenizer)
 
 
@@ -237,18 +237,12 @@ def test_the_order_follows_the_seed(tokenizer):
 
 
 @pytest.mark.parametrize("drawn", [0, 3, 5, 7, 13])
-@pytest.mark.parametrize("order", ["load first", "state first"])
-def test_going_on_from_a_state_equals_never_having_stopped(tokenizer, drawn, order):
+def test_going_on_from_a_state_equals_never_having_stopped(tokenizer, drawn):
     whole = loaded(tokenizer, seed=1, max_prompt_tokens=3)
     ids(whole, drawn)
     state = json.loads(json.dumps(whole.state_dict()))
-    resumed = IterablePrompts(ROWS, seed=1, max_prompt_tokens=3)
-    if order == "load first":
-        resumed.load(tokenizer)
-        resumed.load_state_dict(state)
-    else:
-        resumed.load_state_dict(state)
-        resumed.load(tokenizer)
+    resumed = loaded(tokenizer, seed=1, max_prompt_tokens=3)
+    resumed.load_state_dict(state)
     assert resumed.dropped == whole.dropped
     assert ids(resumed, 12) == ids(whole, 12)
 
@@ -264,5 +258,5 @@ def test_a_state_of_a_longer_dataset_is_refused(tokenizer):
     ids(prompts, 4)
     fewer = IterablePrompts(ROWS[:3])
     fewer.load(tokenizer)
-    with pytest.raises(ConfigError, match="5 rows.*now .* 3"):
+    with pytest.raises(ConfigError, match="were 5 rows, now .* holds 3"):
         fewer.load_state_dict(prompts.state_dict())

@@ -1,0 +1,355 @@
+"""Whole runs in one process: rewards rise, every callback does its part, a resumed run goes on."""
+
+import json
+import random
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_rl.algos.advantages import GAE, GRPO
+from lightning_rl.callbacks import (
+    Evaluate,
+    HFExport,
+    PreviewTable,
+    RLCallback,
+    RunReport,
+    StepTimer,
+    WeightSync,
+)
+from lightning_rl.data.prompts import IterablePrompts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.errors import ConfigError, EngineError, RewardError
+from lightning_rl.models.heads import SharedValueHead
+from lightning_rl.module import PolicyModule
+from lightning_rl.stages import STAGES
+
+
+def share_of_sevens(completions, completion_ids, **columns):
+    """In [0, 1]; the end token counts as no seven."""
+    pairs = zip(completions, completion_ids, strict=True)
+    return [text.count("7") / len(ids) for text, ids in pairs]
+
+
+def data_module(**options) -> RLDataModule:
+    rows = [{"prompt": f"{n}="} for n in range(100, 140)]
+    options = {
+        "train_prompts": IterablePrompts(rows[8:], seed=1),
+        "eval_prompts": IterablePrompts(rows[:8]),
+        "rewards": [share_of_sevens],
+        "engine": TransformersEngine(device="cpu"),
+        "sampling": Sampling(max_tokens=6),
+        "success_reward": 0.5,
+        "eval_samples": 4,
+        "group_size": 8,
+        "groups_per_iteration": 6,
+        "iterations_per_epoch": 10,
+        "seed": 7,
+    } | options
+    return RLDataModule(**options)
+
+
+def trainer_of(tmp_path, callbacks, **options) -> Trainer:
+    options = {"logger": CSVLogger(tmp_path, "csv"), "enable_checkpointing": False} | options
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=callbacks,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **({"max_epochs": 1} | options),
+    )
+
+
+def adamw(lr: float):
+    return lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=0.0)
+
+
+def grpo(tiny_model, **options) -> PolicyModule:
+    return PolicyModule(str(tiny_model), **({"optimizer": adamw(1e-2), "seed": 7} | options))
+
+
+def ppo(tiny_model, **options) -> PolicyModule:
+    options = {"optimizer": adamw(1e-2), "ppo_epochs": 2, "minibatches": 2, "seed": 7} | options
+    return PolicyModule(
+        str(tiny_model), advantage=GAE(), value_head=SharedValueHead(detach=True), **options
+    )
+
+
+def column(history, name: str) -> list[float]:
+    return [row[name] for row in history if name in row]
+
+
+@pytest.mark.parametrize("make", [grpo, ppo])
+def test_ten_iterations_raise_the_reward_and_every_callback_does_its_part(
+    tiny_model, tmp_path, make
+):
+    report = RunReport()
+    callbacks = [
+        WeightSync(), Evaluate(every_n_iterations=4), PreviewTable(num_rollouts=3), HFExport(),
+        report, StepTimer(),
+    ]  # fmt: skip
+    trainer = trainer_of(tmp_path, callbacks, logger=TensorBoardLogger(tmp_path, "tb"))
+    module = make(tiny_model)
+    trainer.fit(module, data_module())
+    directory = tmp_path / "tb" / "version_0"
+
+    rewards = column(report.history, "reward/mean")
+    assert len(rewards) == 10
+    assert rewards[-1] > rewards[0] + 0.3
+    evaluated = [row["iteration"] for row in report.history if "eval/accuracy" in row]
+    assert evaluated == [0, 4, 8, 10]
+    accuracy = column(report.history, "eval/accuracy")
+    assert accuracy[-1] > accuracy[0] + 0.3
+
+    # On policy throughout: engine and trainer agree, and nothing is stale.
+    assert max(column(report.history, "sync/probe_gap")) < 1e-4
+    assert max(column(report.history, "rollout/logprob_gap_max")) < 1e-4
+    assert set(column(report.history, "rollout/staleness_max")) == {0.0}
+    for row in report.history:
+        if "time/iteration" in row:
+            parts = [row[f"time/{stage}"] for stage in (*STAGES, "other")]
+            assert sum(parts) == pytest.approx(row["time/iteration"], abs=1e-6)
+            assert min(parts) >= 0
+
+    lines = (directory / "rollouts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [
+        i for i in range(10) for _ in "abc"
+    ]
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["iterations"] == 10
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (accuracy[0], accuracy[-1])
+    assert (directory / "curves.png").read_bytes().startswith(b"\x89PNG")
+    exported = AutoModelForCausalLM.from_pretrained(directory / "hf")
+    for (name, mine), theirs in zip(
+        module.policy.lm.named_parameters(), exported.parameters(), strict=True
+    ):
+        assert torch.equal(mine, theirs), name
+    assert AutoTokenizer.from_pretrained(directory / "hf")("7=").input_ids == [10, 2]
+
+
+class Prompts(RLCallback):
+    """What was collected, in order: prompt, tokens and the version that wrote them."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple] = []
+
+    def on_collect_end(self, trainer, pl_module, rollouts) -> None:
+        self.seen += [(r.id, r.seed, tuple(r.token_ids), r.versions[0]) for r in rollouts]
+
+
+def short_run(tiny_model, tmp_path, *extra, epochs: int = 2, **fit) -> tuple:
+    """Two epochs of three iterations, with everything a run remembers."""
+    report, prompts = RunReport(), Prompts()
+    callbacks = [WeightSync(), Evaluate(every_n_iterations=2), report, prompts, *extra]
+    module = ppo(tiny_model)
+    trainer = trainer_of(tmp_path, callbacks, max_epochs=epochs, enable_checkpointing=bool(extra))
+    data = data_module(groups_per_iteration=3, group_size=4, iterations_per_epoch=3)
+    trainer.fit(module, data, **fit)
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+    return weights, prompts.seen, report.history, module
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model, tmp_path_factory):
+    return short_run(tiny_model, tmp_path_factory.mktemp("whole"))
+
+
+def assert_goes_on(resumed, whole, done: int) -> None:
+    """The resumed run ends exactly where the uninterrupted one does."""
+    weights, seen, history, module = resumed
+    assert module.iteration == 6
+    assert seen == whole[1][done * 12 :]
+    assert torch.equal(weights, whole[0])
+    assert [row["iteration"] for row in history] == list(range(7))
+    for name in ("reward/mean", "policy/loss", "value/loss", "eval/accuracy"):
+        rows = [(row["iteration"], row[name]) for row in whole[2] if name in row]
+        # A shorter run also evaluates after its own last iteration.
+        assert set(rows) <= {(row["iteration"], row[name]) for row in history if name in row}, name
+        assert len(rows) == (4 if name.startswith("eval") else 6)
+
+
+def test_a_run_resumed_after_an_epoch_goes_on_exactly(tiny_model, tmp_path, whole):
+    saver = ModelCheckpoint(tmp_path, filename="epoch", every_n_epochs=1)
+    short_run(tiny_model, tmp_path / "a", saver, epochs=1)
+    resumed = short_run(tiny_model, tmp_path / "b", ckpt_path=tmp_path / "epoch.ckpt")
+    assert_goes_on(resumed, whole, done=3)
+
+
+class SaveAfter(Callback):
+    """A checkpoint in the middle of an epoch."""
+
+    def __init__(self, iteration: int, path) -> None:
+        self.iteration, self.path = iteration, path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if pl_module.iteration == self.iteration:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("done", [1, 2, 4])
+def test_a_run_resumed_within_an_epoch_goes_on_exactly(tiny_model, tmp_path, whole, done):
+    path = tmp_path / "mid.ckpt"
+    short_run(tiny_model, tmp_path / "a", SaveAfter(done, path))
+    resumed = short_run(tiny_model, tmp_path / "b", ckpt_path=path)
+    assert_goes_on(resumed, whole, done)
+
+
+class StopAt(Callback):
+    """Save and fail at the start of a batch's training: it is collected, but not trained on."""
+
+    def __init__(self, iteration: int, path) -> None:
+        self.iteration, self.path = iteration, path
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if pl_module.iteration == self.iteration:
+            trainer.save_checkpoint(self.path)
+            raise RuntimeError("power cut")
+
+
+def test_a_batch_that_was_collected_but_not_trained_on_is_not_lost(tiny_model, tmp_path, whole):
+    path = tmp_path / "cut.ckpt"
+    with pytest.raises(RuntimeError, match="power cut"):
+        short_run(tiny_model, tmp_path / "a", StopAt(4, path))
+    resumed = short_run(tiny_model, tmp_path / "b", ckpt_path=path)
+    assert resumed[3].iteration == 6
+    assert resumed[1] == whole[1][5 * 12 :]  # iteration 5's rollouts came from the checkpoint
+    assert torch.equal(resumed[0], whole[0])
+
+
+def test_a_seeded_run_is_the_same_whatever_the_global_random_state(tiny_model, tmp_path, whole):
+    torch.manual_seed(123)
+    random.seed(123)
+    again = short_run(tiny_model, tmp_path)
+    assert again[1] == whole[1]
+    assert torch.equal(again[0], whole[0])
+
+
+def test_a_failed_run_leaves_a_summary_that_says_so(tiny_model, tmp_path):
+    def broken(completions, **columns):
+        raise KeyError("answer")
+
+    report = RunReport()
+    trainer = trainer_of(tmp_path, [WeightSync(), report])
+    with pytest.raises(RewardError, match="48 of 48 rollouts .* reward broken: KeyError"):
+        trainer.fit(grpo(tiny_model), data_module(rewards=[broken]))
+    summary = json.loads((tmp_path / "csv" / "version_0" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "reward broken" in summary["error"]
+    assert summary["iterations"] == 0
+
+
+def test_validate_measures_without_training(tiny_model, tmp_path):
+    module = grpo(tiny_model)
+    trainer = trainer_of(tmp_path, [WeightSync()])
+    (metrics,) = trainer.validate(module, data_module(), verbose=False)
+    (tested,) = trainer.test(module, data_module(), verbose=False)
+    assert metrics == tested  # the same seeds
+    assert 0 <= metrics["eval/accuracy"] <= metrics["eval/pass@2"] <= metrics["eval/pass@4"] <= 1
+    assert metrics["eval/tokens_mean"] > 1
+
+
+def test_rollouts_without_training(tiny_model, tmp_path):
+    trainer = trainer_of(tmp_path, [WeightSync()])
+    batches = trainer.predict(grpo(tiny_model), data_module(iterations_per_epoch=2))
+    assert [len(batch) for batch in batches] == [48, 48]
+    for rollout in batches[0] + batches[1]:
+        assert rollout.reward == share_of_sevens([rollout.completion], [rollout.token_ids])[0]
+        assert rollout.reward_parts == {"share_of_sevens": rollout.reward}
+
+
+def test_collecting_without_a_weight_sync_says_what_is_missing(tiny_model, tmp_path):
+    with pytest.raises(EngineError, match="add the WeightSync callback"):
+        trainer_of(tmp_path, []).fit(grpo(tiny_model), data_module())
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "message"),
+    [
+        ({"group_size": 1}, {}, "group_size=1 must be >= 2 for GRPO"),
+        (
+            {"groups_per_iteration": 2},
+            {"minibatches": 3},
+            "minibatches=3 exceeds groups_per_iteration=2",
+        ),
+        ({"sampling": Sampling(max_tokens=128)}, {}, r"max_tokens=128 leaves no room .* 128"),
+    ],
+)
+def test_contradicting_settings_are_refused_before_training(
+    tiny_model, tmp_path, data, model, message
+):
+    trainer = trainer_of(tmp_path, [WeightSync()])
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(grpo(tiny_model, **model), data_module(**data))
+
+
+def test_a_group_of_one_is_fine_for_gae(tiny_model, tmp_path):
+    module = ppo(tiny_model, minibatches=1)
+    data = data_module(group_size=1, iterations_per_epoch=1)
+    trainer_of(tmp_path, [WeightSync()]).fit(module, data)
+    assert module.iteration == 1
+
+
+def test_chat_prompts_get_chat_completions(tiny_model, tmp_path):
+    model = tmp_path / "chat"
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}="
+    tokenizer.save_pretrained(model)
+    seen = []
+
+    def reward(prompts, completions, **columns):
+        seen.extend(zip(prompts, completions, strict=True))
+        return [float(len(c[0]["content"])) for c in completions]
+
+    message = [{"role": "user", "content": "12"}]
+    data = data_module(
+        train_prompts=IterablePrompts([{"prompt": message}]),
+        rewards=[reward],
+        iterations_per_epoch=1,
+    )
+    trainer_of(tmp_path, [WeightSync()]).fit(grpo(model), data)
+    assert len(seen) == 48
+    for prompt, completion in seen:
+        assert prompt == message
+        assert [sorted(m) for m in completion] == [["content", "role"]]
+        assert completion[0]["role"] == "assistant"
+
+
+class TestCheckpoints:
+    """A checkpoint holds nothing that weights_only refuses, and rebuilds its module."""
+
+    @pytest.fixture(scope="class")
+    def path(self, tiny_model, tmp_path_factory):
+        tmp_path = tmp_path_factory.mktemp("ckpt")
+        trainer = trainer_of(tmp_path, [WeightSync(), RunReport(), StepTimer()])
+        trainer.fit(ppo(tiny_model), data_module(iterations_per_epoch=1, groups_per_iteration=2))
+        trainer.save_checkpoint(tmp_path / "run.ckpt")
+        return tmp_path / "run.ckpt"
+
+    def test_it_loads_with_weights_only(self, path, tiny_model):
+        checkpoint = torch.load(path, weights_only=True)
+        kept = checkpoint["hyper_parameters"]
+        assert kept["model"] == str(tiny_model)
+        assert (kept["ppo_epochs"], kept["minibatches"]) == (2, 2)
+        assert "advantage" not in kept  # an object: to be given again
+
+    def test_load_from_checkpoint(self, path):
+        module = PolicyModule.load_from_checkpoint(
+            path, advantage=GAE(), value_head=SharedValueHead()
+        )
+        state = torch.load(path, weights_only=True)["state_dict"]
+        assert module.state_dict().keys() == state.keys()
+        for name, weight in module.state_dict().items():
+            assert torch.equal(weight, state[name]), name
+        assert module.iteration == 1
+
+
+def test_grpo_is_the_default(tiny_model):
+    assert PolicyModule(str(tiny_model)).advantage == GRPO()

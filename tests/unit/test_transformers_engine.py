@@ -1,0 +1,230 @@
+"""TransformersEngine: seeded, exact, and true to its sampling options."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_rl.engines import Sampling, TransformersEngine, request_seed
+from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
+from lightning_rl.models.policy import Policy, save_skeleton
+
+PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], [3, 4, 2]]
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_model):
+    return dict(Policy(str(tiny_model)).named_weights())
+
+
+@pytest.fixture(scope="module")
+def start(tiny_model, weights, tmp_path_factory):
+    """Build an engine that holds the tiny model's weights."""
+
+    def build(**options) -> TransformersEngine:
+        directory = tmp_path_factory.mktemp("skeleton")
+        save_skeleton(str(tiny_model), directory)
+        engine = TransformersEngine(device="cpu", **options)
+        engine.start(directory)
+        engine.load_weights(weights.items(), 3)
+        return engine
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def engine(start):
+    return start()
+
+
+def generate(engine, prompts, sampling, seeds=None):
+    seeds = range(len(prompts)) if seeds is None else seeds
+
+    async def run():
+        pairs = zip(prompts, seeds, strict=True)
+        return await asyncio.gather(*(engine.generate(p, sampling, s) for p, s in pairs))
+
+    return asyncio.run(run())
+
+
+def processed_logprobs(plain, prompt, completion, sampling) -> list[float]:
+    """The logprobs of a completion from its definition, in float64."""
+    ids = torch.tensor([prompt + completion.token_ids])
+    with torch.no_grad():
+        logits = plain(input_ids=ids).logits[0, len(prompt) - 1 : -1].double()
+    result = []
+    for step, token in enumerate(completion.token_ids):
+        z = logits[step] / sampling.temperature
+        if step < sampling.min_tokens:
+            z[1] = -torch.inf
+        if sampling.top_k:
+            z[z < z.sort(descending=True).values[sampling.top_k - 1]] = -torch.inf
+        p = z.softmax(-1)
+        ordered = p.sort(descending=True)
+        kept, mass = set(), 0.0
+        for index, probability in zip(ordered.indices, ordered.values, strict=True):
+            if mass >= sampling.top_p:
+                break
+            kept.add(int(index))
+            mass += float(probability)
+        assert token in kept
+        result.append(float((p[token] / mass).log()))
+    return result
+
+
+SAMPLINGS = [
+    Sampling(max_tokens=12, temperature=0.7),
+    Sampling(max_tokens=12, temperature=1.3, top_k=3),
+    Sampling(max_tokens=12, top_p=0.6),
+    Sampling(max_tokens=12, temperature=0.8, top_k=5, top_p=0.8, min_tokens=4),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_logprobs_are_of_the_distribution_sampled_from(tiny_model, engine, sampling):
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, sampling), strict=True):
+        expected = processed_logprobs(plain, prompt, completion, sampling)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_frequencies_are_those_of_the_filtered_distribution(tiny_model, engine):
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        logits = plain(input_ids=torch.tensor([[3, 4, 2]])).logits[0, -1].double()
+    for sampling in (Sampling(1, 1.5, top_k=4), Sampling(1, 1.5, top_p=0.7)):
+        p = (logits / 1.5).softmax(-1)
+        ordered, order = p.sort(descending=True)
+        keep = 4 if sampling.top_k else int((ordered.cumsum(0) < 0.7).sum()) + 1
+        expected = {int(i): float(p[i] / ordered[:keep].sum()) for i in order[:keep]}
+        drawn = generate(engine, [[3, 4, 2]] * 2000, sampling)
+        counts = Counter(c.token_ids[0] for c in drawn)
+        assert set(counts) <= set(expected)
+        for token, probability in expected.items():
+            # Five standard deviations of a share of 2000.
+            spread = 5 * (probability * (1 - probability) / 2000) ** 0.5
+            assert counts[token] / 2000 == pytest.approx(probability, abs=spread)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 256])
+def test_a_seed_gives_the_same_tokens_in_any_batch(engine, start, batch):
+    sampling = Sampling(max_tokens=10)
+    expected = [generate(engine, [p], sampling, [s])[0] for s, p in enumerate(PROMPTS)]
+    together = generate(start(max_batch_size=batch), PROMPTS, sampling)
+    assert [c.token_ids for c in together] == [c.token_ids for c in expected]
+    assert together[0].token_ids != together[3].token_ids  # one prompt, two seeds
+
+
+def test_greedy_takes_the_likeliest_token_whatever_the_seed(tiny_model, engine):
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    greedy = Sampling(max_tokens=6, temperature=0)
+    first, other = (generate(engine, PROMPTS, greedy, [s] * 4) for s in (1, 2))
+    assert [c.token_ids for c in first] == [c.token_ids for c in other]
+    ids = PROMPTS[2]
+    for token in first[2].token_ids:
+        logits = plain(input_ids=torch.tensor([ids])).logits[0, -1]
+        assert token == int(logits.argmax())
+        ids = [*ids, token]
+
+
+def test_completions_end_as_they_say(engine):
+    completions = generate(engine, PROMPTS * 10, Sampling(max_tokens=5, temperature=2.0))
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for c in completions:
+        assert len(c.token_ids) == len(c.logprobs) == len(c.versions)
+        assert set(c.versions) == {3}
+        assert 1 not in c.token_ids[:-1]
+        assert (c.finish_reason == "stop") == (c.token_ids[-1] == 1)
+        assert len(c.token_ids) == 5 or c.finish_reason == "stop"
+
+
+def test_min_tokens_holds_the_end_back(engine):
+    completions = generate(
+        engine, PROMPTS * 10, Sampling(max_tokens=8, min_tokens=6, temperature=2.0)
+    )
+    assert min(len(c.token_ids) for c in completions) >= 6
+
+
+def test_generating_leaves_torchs_random_state_alone(engine, start):
+    before = torch.get_rng_state()
+    generate(start(), PROMPTS, Sampling(max_tokens=4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_push_replaces_all_weights(tiny_model, start, weights):
+    engine = start()
+    sampling = Sampling(max_tokens=5, temperature=0.7)
+    before = generate(engine, PROMPTS, sampling)
+    changed = {name: weight * 1.3 for name, weight in weights.items()}
+    engine.load_weights(changed.items(), 4)
+    after = generate(engine, PROMPTS, sampling)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    plain.load_state_dict(changed)
+    assert before[2].logprobs != pytest.approx(after[2].logprobs, abs=1e-2)
+    assert after[2].logprobs == pytest.approx(
+        processed_logprobs(plain, PROMPTS[2], after[2], sampling), abs=1e-5
+    )
+    assert set(after[0].versions) == {4}
+
+
+def test_weights_that_do_not_fit_are_named(start, weights):
+    engine, name = start(), "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(WeightSyncError, match=rf"misses \['{name}'\]"):
+        engine.load_weights({n: w for n, w in weights.items() if n != name}.items(), 4)
+    with pytest.raises(WeightSyncError, match=r"brings unknown \['visual\.weight'\]"):
+        engine.load_weights((weights | {"visual.weight": torch.ones(1)}).items(), 4)
+    with pytest.raises(
+        WeightSyncError, match=rf"{name}' of shape \(2, 2\), the engine's is \(64, 32\)"
+    ):
+        engine.load_weights((weights | {name: torch.ones(2, 2)}).items(), 4)
+    assert engine.version == 3  # it did not take any of them
+
+
+def test_an_engine_that_is_not_ready_says_why(tiny_model, tmp_path):
+    engine = TransformersEngine(device="cpu")
+    with pytest.raises(EngineError, match=r"not running; call start\(\)"):
+        generate(engine, [[3]], Sampling(max_tokens=1))
+    save_skeleton(str(tiny_model), tmp_path)
+    engine.start(tmp_path)
+    with pytest.raises(EngineError, match="no trained weights yet .*WeightSync"):
+        generate(engine, [[3]], Sampling(max_tokens=1))
+    engine.close()
+    engine.close()
+    assert not engine.running
+
+
+def test_requests_beyond_the_models_length_are_refused(engine):
+    with pytest.raises(EngineError, match=r"prompt of 120 tokens \+ max_tokens=9 exceeds .*128"):
+        generate(engine, [[3] * 120], Sampling(max_tokens=9))
+
+
+def test_stop_strings_are_refused(engine):
+    with pytest.raises(ConfigError, match="not supported by TransformersEngine"):
+        generate(engine, [[3]], Sampling(max_tokens=2, stop=["="]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0 must be >= 1"),
+        ({"temperature": -0.1}, r"temperature=-0\.1 must be >= 0"),
+        ({"top_p": 0.0}, r"top_p=0\.0 must be in \(0, 1\]"),
+        ({"top_k": -1}, "top_k=-1 must be >= 0"),
+        ({"max_tokens": 4, "min_tokens": 5}, r"min_tokens=5 must be in \[0, max_tokens\]"),
+    ],
+)
+def test_impossible_sampling_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Sampling(**options)
+
+
+def test_request_seeds_differ_in_every_part_and_stay_what_they_are():
+    base = request_seed(0, "a", 0, 0)
+    others = [request_seed(1, "a", 0, 0), request_seed(0, "b", 0, 0)]
+    others += [request_seed(0, "a", 1, 0), request_seed(0, "a", 0, 1), request_seed(0, "a", 0, -1)]
+    assert len({base, *others}) == 6
+    assert all(0 <= seed < 2**63 for seed in [base, *others])
+    # printf 0/a/0/0 | b2sum -l 64, halved: a rollout of an old run can be generated again.
+    assert base == 6388178686916178054
