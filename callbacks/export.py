@@ -10,7 +10,7 @@ from lightning_rl.rundir import run_dir
 
 
 class HFExport(RLCallback):
-    """Writes the trained model for ``AutoModelForCausalLM.from_pretrained`` and ``vllm serve``.
+    """Writes the trained model for ``AutoModelForCausalLM.from_pretrained`` and vLLM's server.
 
     Args:
         directory: where to; None: ``hf`` in the run directory.

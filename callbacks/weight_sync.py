@@ -104,7 +104,11 @@ class WeightSync(RLCallback):
         assert module.policy is not None
         with trainer.precision_plugin.forward_context():
             gap = probe_gap(
-                datamodule.engine, module.policy, self._prompts, datamodule.sampling.temperature
+                datamodule.engine,
+                module.policy,
+                self._prompts,
+                datamodule.sampling.temperature,
+                tokens=min(2, datamodule.sampling.max_tokens),  # prompts leave room for no more
             )
         module.record({"sync/probe_gap": gap.value})
         if gap.value > bound:

@@ -10,16 +10,17 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn import Parameter
 
-import lightning_rl.callbacks
-import lightning_rl.data.reasoning_gym
-import lightning_rl.schedulers  # noqa: F401
+import lightning_rl
 from lightning_rl.callbacks import RolloutWriter, WeightSync
 from lightning_rl.cli_errors import check_sources, innermost
 from lightning_rl.cli_sources import read_sources
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
-from lightning_rl.sft import SFTDataModule, SFTModule  # noqa: F401
+
+# Short class names work in YAML for what has been imported: all that is public.
+for _name in lightning_rl.__all__:
+    getattr(lightning_rl, _name)
 
 HELP = """\
 usage: lightning-rl {command} --config FILE [--config FILE ...] [--key value ...]
@@ -74,8 +75,13 @@ class RLTrainer(Trainer):
             weights_only: as in ``fit``.
 
         Raises:
-            ConfigError: if ``output`` holds something, or ``iterations`` is below 1.
+            ConfigError: if ``output`` holds something, ``iterations`` is below 1, or ``datamodule``
+                collects nothing.
         """
+        if not isinstance(datamodule, RLDataModule):
+            raise ConfigError(
+                f"rollout collects from an RLDataModule, not {type(datamodule).__name__}; set data"
+            )
         if iterations < 1:
             raise ConfigError(f"iterations={iterations} must be >= 1")
         file = Path(output)

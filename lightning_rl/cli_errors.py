@@ -24,6 +24,7 @@ from lightning_rl.cli_hints import (
     describe,
     did_you_mean,
     import_object,
+    is_class_name,
     item_hint,
     named_class,
     parameters,
@@ -49,7 +50,7 @@ def check_sources(sources: Sources, parser: ArgumentParser, complete: bool = Tru
     """
     options = {a.dest: a for a in parser._actions if hasattr(a, "_typehint")}
     try:
-        _Walk(sources, complete).options(sources.tree, options, ())
+        _Walk(complete).options(sources.tree, options, ())
         required = ["model", "data", *(dest for dest, action in options.items() if action.required)]
         for dest in required:
             if complete and sources.tree.get(dest) is None:
@@ -71,8 +72,7 @@ class _Mistake(Exception):
 class _Walk:
     """One function per kind of node; each raises ``_Mistake`` at the innermost wrong key."""
 
-    def __init__(self, sources: Sources, complete: bool) -> None:
-        self._sources = sources
+    def __init__(self, complete: bool) -> None:
         self._complete = complete
 
     def options(self, tree: dict[str, Any], options: dict[str, Any], key: Key) -> None:
@@ -102,9 +102,13 @@ class _Walk:
         if made and isinstance(value, str) and _is_file(value):
             return  # a configuration of its own, which the parser reads
         if made and isinstance(value, str) and not any(b in _SCALARS for b in branches(hint)):
+            if not is_class_name(value, made) and accepts(hint, value):
+                return  # an enum's member, say
             value = {"class_path": value}  # engine: VLLMLocal, without arguments
         if made and isinstance(value, dict):
             self.instance(value, hint, default, key)
+        elif isinstance(value, dict) and "class_path" in value and FUNCTION in describe(hint):
+            self.callable(value, key)
         elif isinstance(value, list) and (item := item_hint(hint)) is not None:
             for index, inner in enumerate(value):
                 self.value(inner, item, None, (*key, index))
@@ -117,6 +121,8 @@ class _Walk:
         name = spec.get("class_path")
         if name is None:
             component = _implied_class(bases, default)
+            if component is None and accepts(hint, spec):
+                return None  # a TypedDict, say
             if component is None:
                 kinds = " or ".join(base.__name__ for base in bases)
                 names = ", ".join(sorted(class_names(bases))[:8])
@@ -139,6 +145,15 @@ class _Walk:
             raise _Mistake((*key, "init_args"), f"expected arguments of {name}, got {given!r:.60}")
         kept = {k: v for k, v in spec.get(INHERITED, {}).items() if k in parameters(component)}
         return self.arguments(kept | given, component, hint, (*key, "init_args"), True)
+
+    def callable(self, spec: dict[str, Any], key: Key) -> None:
+        """A reward, say, that is an instance of any class."""
+        try:
+            component = import_object(str(spec["class_path"]))
+        except ConfigError as error:
+            raise _Mistake((*key, "class_path"), str(error)) from error
+        given = spec.get("init_args") or {}
+        self.arguments(given, component, Any, (*key, "init_args"), complete=True)
 
     def arguments(
         self, given: dict[str, Any], component: Any, hint: Any, key: Key, complete: bool
@@ -189,10 +204,9 @@ def _no_such_key(name: Any, known: Iterable[str], owner: str, others: Iterable[s
 
 def _wrong_value(value: Any, hint: Any, made: list[type]) -> str:
     """Why nothing under the hint takes the value: a name that does not exist, or a wrong type."""
-    path = value.get("class_path") if isinstance(value, dict) else value
     try:
-        if isinstance(path, str) and FUNCTION in describe(hint) and item_hint(hint) is None:
-            import_object(path)
+        if isinstance(value, str) and FUNCTION in describe(hint) and item_hint(hint) is None:
+            import_object(value)
         elif isinstance(value, str) and made:
             meant = did_you_mean(value, class_names(made))
             return f"expected {describe(hint)}, got {value!r}{meant}"

@@ -46,7 +46,7 @@ def classes(hint: Any) -> list[type]:
         elif (
             inspect.isclass(branch)
             and get_origin(branch) is None
-            and branch.__module__ not in ("builtins", "datetime", "pathlib")
+            and branch.__module__ not in ("builtins", "datetime", "pathlib", "typing")
         ):
             found.append(branch)
     return found
@@ -141,6 +141,15 @@ def named_class(name: str, bases: list[type]) -> Any:
     if inspect.isclass(found) and not issubclass(found, tuple(bases)):
         raise ConfigError(f"{name} is no {wanted}, but a {found.__mro__[1].__name__}")
     return found
+
+
+def is_class_name(name: str, bases: list[type]) -> bool:
+    """Whether :func:`named_class` finds something."""
+    try:
+        named_class(name, bases)
+    except ConfigError:
+        return False
+    return True
 
 
 def import_object(path: str) -> Any:

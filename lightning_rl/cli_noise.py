@@ -12,6 +12,10 @@ IGNORED_WARNINGS = (
     r"Total length of `list` across ranks is zero",
     # We log each iteration ourselves; the Trainer's interval concerns self.log only.
     r"The number of training batches \(\d+\) is smaller than the logging interval",
+    # We do pass sync_dist; Lightning drops it on one device, then sees vLLM's process group.
+    r"It is recommended to use `self.log\('eval/",
+    # SFT's rows are in memory: worker processes would only cost.
+    r"The '\w+_dataloader' does not have many workers",
 )
 
 

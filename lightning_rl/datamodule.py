@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from lightning_rl.collect.agents import Agent, SingleTurn
 from lightning_rl.collect.collector import Collector, SyncCollector
+from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.data.prompts import PromptDataset
@@ -34,6 +35,8 @@ class RLDataModule(LightningDataModule):
         rewards: functions ``f(prompts, completions, **columns) -> list[float]``, plain or async.
         engine: generates; None: vLLM in process, or transformers where vLLM is not installed.
         eval_prompts: held-out prompts, for ``Evaluate``, ``validate`` and ``test``.
+        filters: groups that any of them rejects are dropped and replaced by groups of new prompts.
+        max_rounds: how often to generate for one batch before giving up on the filters.
         agent: how one rollout comes about.
         collector: when which rollout is generated.
         sampling: for training.
@@ -58,6 +61,8 @@ class RLDataModule(LightningDataModule):
         rewards: list[Callable[..., list[float]]],
         engine: Engine | None = None,
         eval_prompts: PromptDataset | None = None,
+        filters: list[GroupFilter] | None = None,
+        max_rounds: int = 10,
         agent: Agent = SingleTurn(),
         collector: Collector = SyncCollector(),
         sampling: Sampling = Sampling(),
@@ -78,6 +83,7 @@ class RLDataModule(LightningDataModule):
             ("groups_per_iteration", groups_per_iteration),
             ("iterations_per_epoch", iterations_per_epoch),
             ("eval_samples", eval_samples),
+            ("max_rounds", max_rounds),
         ):
             if value < 1:
                 raise ConfigError(f"{name}={value} must be >= 1")
@@ -87,6 +93,8 @@ class RLDataModule(LightningDataModule):
         self.eval_prompts = eval_prompts
         self.rewards = Rewards(rewards, reward_weights, max_failed_share)
         self.engine = engine if engine is not None else default_engine()
+        self.filters = filters or []
+        self.max_rounds = max_rounds
         self.agent = agent
         self.collector = collector
         self.sampling = sampling
@@ -180,10 +188,21 @@ class RLDataModule(LightningDataModule):
         module, trainer = self._module(), self.trainer
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
-        prompts = self.train_prompts.draw(self.groups_per_iteration)
-        pipeline = self._pipeline(module)
-        rollouts = pipeline.run(prompts, self.group_size, self.sampling, iteration)
-        module.record(rollout_metrics(rollouts, pipeline.generate_seconds, module.iteration))
+        collection = self._pipeline(module).collect_kept(
+            self.train_prompts.draw,
+            self.groups_per_iteration,
+            self.group_size,
+            self.sampling,
+            iteration,
+            self.filters,
+            self.max_rounds,
+        )
+        rollouts = collection.kept
+        module.record(
+            rollout_metrics(collection.generated, collection.seconds, module.iteration)
+        )
+        if self.filters:
+            module.record(collection.metrics())
         if self.train_prompts.dropped:
             module.record({"data/prompts_dropped": float(self.train_prompts.dropped)})
         call_hook(trainer, "on_collect_end", rollouts)

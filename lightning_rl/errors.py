@@ -17,6 +17,10 @@ class RewardError(LightningRLError):
     """Too large a share of rollouts could not be graded."""
 
 
+class FilterError(LightningRLError):
+    """Group filters reject so much that no batch comes together."""
+
+
 class EngineError(LightningRLError):
     """The generation engine is missing, broken or not ready."""
 

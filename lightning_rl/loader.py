@@ -36,7 +36,7 @@ class RolloutLoader:
         self._prompts = prompts
         self._length = length
         self._trained = trained
-        self._collected = 0
+        self._collected = trained()  # a second fit goes on counting, and so with other seeds
         self._place = 0  # iterations of this epoch that were handed out
         self._current: list[Rollout] = []  # what was handed out last
         self._due = 0  # trained on, once this many iterations are

@@ -3,28 +3,31 @@
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from lightning_rl.algos.advantages import GRPO, Advantage
 from lightning_rl.algos.aggregation import Aggregation, TokenMean
+from lightning_rl.algos.correction import Correction
+from lightning_rl.algos.entropy import EntropyBonus
 from lightning_rl.algos.kl import KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
+from lightning_rl.algos.objective import Objective
 from lightning_rl.data.packing import select, split_minibatches, split_packs, token_rows
 from lightning_rl.errors import ConfigError
-from lightning_rl.hooks import call_hook
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.metrics import TokenMetrics
 from lightning_rl.models.heads import ValueHead
+from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.rollout import Rollout
+from lightning_rl.recording import RecordingModule
 from lightning_rl.seeding import run_seed
-from lightning_rl.stages import StageClock
 
 
-class PolicyModule(LightningModule):
+class PolicyModule(RecordingModule):
     """Wraps a causal LM (policy head, optional value head) and improves it from rollouts.
 
     ``training_step`` runs the named steps below on one packed batch; each can be called by itself.
@@ -36,10 +39,20 @@ class PolicyModule(LightningModule):
         aggregation: how token losses are averaged.
         value_head: critic, for ``GAE``: ``SharedValueHead()`` or ``SeparateValueHead()``.
         value_loss: the critic's loss.
-        kl: penalty against a frozen copy of the initial policy; None for none.
+        correction: importance weights for what the engine sampled otherwise than the trainer would
+            have; None for none.
+        kl: penalty against the reference, in the loss; None for none.
+        kl_reward: the same in the reward of each token.
+        reference: what ``kl`` and ``kl_reward`` compare with; None: a frozen copy of the start.
+        entropy: bonus; None for none.
+        lora: train adapters only; None: all weights.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
         value_lr: learning rate of the critic's own parameters; None: as the policy's.
+        value_warmup_iterations: train only the critic in the first so many iterations.
+        trust_engine_logprobs: take the engine's logprobs for the old ones instead of recomputing
+            them; best with a ``correction``-free, equal-precision engine.
+        mask_truncated: give rollouts that hit ``max_tokens`` no loss (DAPO's overlong filtering).
         ppo_epochs: passes over each collected batch.
         minibatches: optimizer steps per pass; whole groups are dealt to them at random.
         max_tokens_per_pack: forward tokens in one forward/backward (bounds memory).
@@ -60,10 +73,18 @@ class PolicyModule(LightningModule):
         aggregation: Aggregation = TokenMean(),
         value_head: ValueHead | None = None,
         value_loss: ValueLoss = ValueLoss(),
+        correction: Correction | None = None,
         kl: KLPenalty | None = None,
+        kl_reward: KLPenalty | None = None,
+        reference: Reference | None = None,
+        entropy: EntropyBonus | None = None,
+        lora: LoRA | None = None,
         optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-6, weight_decay=0.0),
         lr_scheduler: LRSchedulerCallable | None = None,
         value_lr: float | None = None,
+        value_warmup_iterations: int = 0,
+        trust_engine_logprobs: bool = False,
+        mask_truncated: bool = False,
         ppo_epochs: int = 1,
         minibatches: int = 1,
         max_tokens_per_pack: int = 16384,
@@ -91,10 +112,20 @@ class PolicyModule(LightningModule):
         self.automatic_optimization = False
         self.model = model
         self.advantage = advantage
-        self.loss = loss
         self.aggregation = aggregation
-        self.value_loss = value_loss
+        self.objective = Objective(
+            loss,
+            correction,
+            kl,
+            entropy,
+            value_loss if advantage.needs_values else None,
+            value_warmup_iterations,
+        )
         self.kl = kl
+        self.kl_reward = kl_reward
+        self.lora = lora
+        self.trust_engine_logprobs = trust_engine_logprobs
+        self.mask_truncated = mask_truncated
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.value_lr = value_lr
@@ -106,11 +137,9 @@ class PolicyModule(LightningModule):
         self.random_init = random_init
         self.seed = run_seed(seed)
         self.policy: Policy | None = None
-        self.reference: Policy | None = None
-        self._value_head = (value_head,)  # a tuple hides it from nn.Module until it is configured
-        self.clock = StageClock()
-        self.iteration = 0
-        self._recorded: dict[str, float] = {}
+        self.reference: Reference | None = None
+        # Tuples hide modules from nn.Module until they are configured.
+        self._value_head, self._reference = (value_head,), (reference,)
 
     # ---------------------------------------------------------------- set-up
 
@@ -119,16 +148,21 @@ class PolicyModule(LightningModule):
         if self.policy is not None:
             return
         self.policy = Policy(
-            self.model, self._value_head[0], self.random_init, self.gradient_checkpointing
+            self.model,
+            self._value_head[0],
+            self.random_init,
+            self.gradient_checkpointing,
+            self.lora,
         )
-        if self.kl is not None:
-            self.reference = Policy(self.model).requires_grad_(False).eval()
-            self.reference.lm.load_state_dict(self.policy.lm.state_dict())
+        if self.kl is not None or self.kl_reward is not None:
+            self.reference = self._reference[0] or FrozenReference()
+            self.reference.configure(self.policy)
 
     def configure_optimizers(self) -> Any:
         policy = self._policy()
         critic = [] if policy.value_head is None else list(policy.value_head.parameters())
-        groups: list[dict[str, Any]] = [{"params": list(policy.lm.parameters())}]
+        trained = [p for p in policy.lm.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [{"params": trained}]
         if critic:
             groups.append(
                 {"params": critic} | ({} if self.value_lr is None else {"lr": self.value_lr})
@@ -142,15 +176,18 @@ class PolicyModule(LightningModule):
 
     def compute_old_logprobs(self, batch: TensorDict) -> TensorDict:
         """Add ``old_logprobs`` (T,), the policy's before any update (and ``values``, for a critic)."""
+        if self.trust_engine_logprobs and not self.advantage.needs_values:
+            batch["tokens", "old_logprobs"] = batch["tokens", "rollout_logprobs"]
+            return batch
         with self.clock("logprob"):
-            return self._score(self._policy(), batch, "old_logprobs")
+            return self._policy().score(batch, "old_logprobs", self.max_tokens_per_pack)
 
     def compute_ref_logprobs(self, batch: TensorDict) -> TensorDict:
         """Add ``ref_logprobs`` (T,) of the frozen reference; needs ``kl``."""
         if self.reference is None:
             raise ConfigError("compute_ref_logprobs needs a reference: set kl, e.g. K3Penalty()")
-        with self.clock("logprob"):
-            return self._score(self.reference, batch, "ref_logprobs")
+        with self.clock("logprob"), self.reference.lend(self._policy()) as reference:
+            return reference.score(batch, "ref_logprobs", self.max_tokens_per_pack)
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Add ``values`` (T,) of the critic; free if ``compute_old_logprobs`` ran before."""
@@ -159,7 +196,14 @@ class PolicyModule(LightningModule):
         return batch if "values" in batch["tokens"] else self.compute_old_logprobs(batch)
 
     def compute_advantages(self, batch: TensorDict) -> TensorDict:
-        """Add ``advantages`` (T,), and ``returns`` (T,) with a critic."""
+        """Add ``advantages`` (T,), and ``returns`` (T,) with a critic.
+
+        With ``kl_reward``, ``token_rewards`` (T,) = -coef x KL estimate come first.
+        """
+        if self.kl_reward is not None:
+            tokens = batch["tokens"]
+            penalty = self.kl_reward(tokens["old_logprobs"], tokens["ref_logprobs"])
+            tokens["token_rewards"] = -self.kl_reward.coef * penalty * tokens["loss_mask"]
         return self.advantage(batch)
 
     def update(self, batch: TensorDict) -> dict[str, float]:
@@ -177,15 +221,17 @@ class PolicyModule(LightningModule):
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One RL iteration on a packed batch."""
         # With one update per batch the current policy is the old one: nothing to recompute.
-        if self.ppo_epochs * self.minibatches > 1:
+        if self.ppo_epochs * self.minibatches > 1 or self.trust_engine_logprobs or self.kl_reward:
             batch = self.compute_old_logprobs(batch)
         if self.advantage.needs_values:
             batch = self.compute_values(batch)
-        if self.kl is not None:
+        if self.reference is not None:
             batch = self.compute_ref_logprobs(batch)
         batch = self.compute_advantages(batch)
-        self.record(self.update(batch))
+        metrics = self.update(batch)
         self.iteration += 1
+        self._follow(metrics)
+        self.record(metrics)
 
     def validation_step(self, batch: dict[str, float], batch_idx: int) -> None:
         """Log ``eval/*`` of the held-out rollouts (``lightning-rl validate`` and ``test``)."""
@@ -204,24 +250,24 @@ class PolicyModule(LightningModule):
             raise ConfigError("the model is not loaded yet; call configure_model() first")
         return self.policy
 
-    @torch.no_grad()
-    def _score(self, policy: Policy, batch: TensorDict, name: str) -> TensorDict:
-        tokens = batch["tokens"]
-        outputs = {name: torch.zeros_like(tokens["rollout_logprobs"])}
-        for rows in split_packs(batch, self.max_tokens_per_pack):
-            pack = select(batch, rows)
-            scores = policy(pack)
-            where = torch.isin(token_rows(batch), rows.to(tokens.device)).nonzero().squeeze(1)
-            live = where[scores.live]
-            outputs[name][live] = scores.logprobs
-            if scores.values is not None:
-                outputs.setdefault("values", torch.zeros_like(outputs[name]))[live] = scores.values
-        tokens.update(outputs)
-        return batch
+    def _follow(self, metrics: dict[str, float]) -> None:
+        """Let what adapts over iterations do so."""
+        if self.reference is not None:
+            self.reference.on_iteration_end(self._policy(), self.iteration)
+        for name, penalty, measured in (
+            ("kl", self.kl, "policy/kl_ref"),
+            ("kl_reward", self.kl_reward, "reward/kl"),
+        ):
+            if penalty is not None and measured in metrics:
+                metrics[f"{measured}_coef"] = penalty.coef
+                penalty.coefficient.update(metrics[measured])
 
     def _optimize(self, minibatch: TensorDict, metrics: TokenMetrics) -> None:
         """One optimizer step on a minibatch, its gradient accumulated over packs."""
         optimizer = self.optimizers()
+        if self.mask_truncated:
+            truncated_T = minibatch["rollouts", "truncated"][token_rows(minibatch)]
+            minibatch["tokens", "loss_mask"] = minibatch["tokens", "loss_mask"] & ~truncated_T
         minibatch["tokens", "loss_weights"] = self.aggregation(minibatch)
         optimizer.zero_grad()
         for rows in split_packs(minibatch, self.max_tokens_per_pack):
@@ -246,53 +292,28 @@ class PolicyModule(LightningModule):
         tokens["row"] = token_rows(pack)[scores.live]
         if "old_logprobs" not in tokens:
             tokens["old_logprobs"] = scores.logprobs.detach()
-        loss, extra = self.loss(scores.logprobs, tokens)
-        metrics = {f"policy/{name}": value for name, value in extra.items()}
-        metrics |= {"policy/loss": loss, "policy/entropy": scores.entropy}
-        gap = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).abs()
-        metrics |= {"rollout/logprob_gap_mean": gap, "rollout/logprob_gap_max": gap}
-        if self.kl is not None:
-            penalty = self.kl(scores.logprobs, tokens["ref_logprobs"])
-            loss = loss + self.kl.coef * penalty
-            metrics["policy/kl_ref"] = penalty
-        if self.advantage.needs_values:
-            value_loss, extra = self.value_loss(scores.values, tokens)
-            loss = loss + value_loss
-            metrics |= {f"value/{name}": value for name, value in extra.items()}
+        loss, metrics = self.objective(scores, tokens, self.iteration)
+        if "token_rewards" in tokens and self.kl_reward is not None:
+            metrics["reward/kl"] = -tokens["token_rewards"] / self.kl_reward.coef
         return (loss * tokens["loss_weights"]).sum(), metrics
 
-    # ---------------------------------------------------------------- metrics and state
-
-    def record(self, metrics: dict[str, float]) -> None:
-        """Add metrics to this iteration's row; callbacks use this instead of ``self.log``.
-
-        They reach ``trainer.callback_metrics`` at once (``ModelCheckpoint(monitor=...)`` works) and
-        the loggers in one call when the iteration ends.
-        """
-        self._recorded |= metrics
-        self.trainer.callback_metrics.update(
-            {name: torch.tensor(value) for name, value in metrics.items()}
-        )
-
-    def flush_metrics(self) -> None:
-        """Write the row of recorded metrics to every logger, at step ``iteration``."""
-        if self._recorded:
-            metrics, self._recorded = self._recorded, {}
-            for logger in self.trainer.loggers:
-                logger.log_metrics(metrics, step=self.iteration)
-            call_hook(self.trainer, "on_iteration_end", metrics)
-
-    # Lightning runs these after the callbacks' own, so that one row holds what all of them recorded.
-    def on_train_start(self) -> None:
-        self.flush_metrics()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.flush_metrics()
+    # ---------------------------------------------------------------- state
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Most checkpoints are taken before the iteration's row is written.
-        checkpoint["lightning_rl"] = {"iteration": self.iteration, "recorded": self._recorded}
+        checkpoint["lightning_rl"] = {
+            "iteration": self.iteration,
+            "recorded": self._recorded,
+            "parts": {name: part.state_dict() for name, part in self._stateful().items()},
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.iteration = checkpoint["lightning_rl"]["iteration"]
-        self._recorded = dict(checkpoint["lightning_rl"]["recorded"])
+        state = checkpoint["lightning_rl"]
+        self.iteration, self._recorded = state["iteration"], dict(state["recorded"])
+        for name, part in self._stateful().items():
+            part.load_state_dict(state["parts"][name])
+
+    def _stateful(self) -> dict[str, Any]:
+        """The parts besides the weights that change as training goes on."""
+        parts = {"advantage": self.advantage, "kl": self.kl, "kl_reward": self.kl_reward}
+        return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}

@@ -59,6 +59,8 @@ class Rollout:
     reward: float | None = None
     reward_parts: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
+    top_k: int = 0
+    top_p: float = 1.0
 
     @property
     def id(self) -> str:

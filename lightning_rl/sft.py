@@ -1,6 +1,5 @@
 """Supervised fine-tuning: the warm start before RL, with the same model, packing and head."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -135,29 +134,43 @@ class SFTDataModule(LightningDataModule):
         return batch.to(device)
 
     def _loader(self, prompts: PromptDataset, **options: Any) -> DataLoader[Rollout]:
-        rows = [
+        rows = self.rows(prompts)
+        return DataLoader(rows, self.batch_size, collate_fn=self.collate, **options)
+
+    def rows(self, prompts: PromptDataset) -> list[Any]:
+        """What batches are made of: one rollout to imitate per row of ``prompts``."""
+        return [
             supervised_rollout(prompt, self.completion_column, self._tokenizer)
             for prompt in prompts.first()
         ]
-        collate: Callable[[list[Rollout]], TensorDict] = pack_rollouts
-        return DataLoader(rows, self.batch_size, collate_fn=collate, **options)  # type: ignore[arg-type]
+
+    @staticmethod
+    def collate(rows: list[Any]) -> TensorDict:
+        """A packed batch of some :meth:`rows`."""
+        return pack_rollouts(rows)
 
 
 def supervised_rollout(
     prompt: Prompt, completion_column: str, tokenizer: PreTrainedTokenizerBase
 ) -> Rollout:
-    """A given completion as a rollout that the policy is to imitate, end token included.
+    """A given completion as a rollout that the policy is to imitate.
+
+    A string is tokenised and gets the end token; a list of token ids is taken as it is.
 
     Raises:
         DataError: if the row has no completion.
     """
-    text = prompt.columns.get(completion_column)
-    if not isinstance(text, str):
+    given = prompt.columns.get(completion_column)
+    if isinstance(given, str):
+        token_ids = tokenizer(given, add_special_tokens=False)["input_ids"]
+        token_ids = [*token_ids, tokenizer.eos_token_id]
+    elif isinstance(given, list) and given and all(isinstance(t, int) for t in given):
+        token_ids = given
+    else:
         raise DataError(
-            f"row {prompt.id}: {completion_column!r} must be a string, got {text!r:.80}; set "
-            "completion_column"
+            f"row {prompt.id}: {completion_column!r} must be a string or a list of token ids, got "
+            f"{given!r:.80}; name the column that holds the completion"
         )
-    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     return Rollout(
         prompt=prompt,
         group_id=prompt.id,
@@ -168,7 +181,7 @@ def supervised_rollout(
         loss_mask=[True] * len(token_ids),
         logprobs=[0.0] * len(token_ids),
         versions=[-1] * len(token_ids),
-        completion=text,
+        completion=given if isinstance(given, str) else tokenizer.decode(given),
         status=RolloutStatus.COMPLETED,
         finish_reason="stop",
         reward=0.0,

@@ -32,11 +32,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny") / "model"
     config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=32,
+        hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,  # of size 32, the least that vLLM computes on CPUs
+        num_key_value_heads=1,
         max_position_embeddings=128,
         initializer_range=0.2,  # far from uniform, so that a wrong input shows in every logprob
         tie_word_embeddings=True,

@@ -56,6 +56,14 @@ def gae(
     return advantages, advantages + values
 
 
+def total_rewards(batch: TensorDict) -> Tensor:
+    """Each rollout's reward plus the sum of its tokens' own (``token_rewards``, e.g. a KL), (R,)."""
+    rewards_R = batch["rollouts", "reward"]
+    if "token_rewards" not in batch["tokens"]:
+        return rewards_R
+    return rewards_R.index_add(0, token_rows(batch), batch["tokens", "token_rewards"])
+
+
 class Advantage(ABC):
     """Adds ``("tokens", "advantages")``, shape (T,), zero outside of the loss mask, to a batch."""
 
@@ -65,6 +73,13 @@ class Advantage(ABC):
     @abstractmethod
     def __call__(self, batch: TensorDict) -> TensorDict:
         """Return the batch with advantages (and ``returns``, where there is a critic)."""
+
+
+def spread_over_tokens(batch: TensorDict, advantages_R: Tensor) -> TensorDict:
+    """Give every model token of a rollout the rollout's advantage (R,)."""
+    advantages_T = advantages_R[token_rows(batch)] * batch["tokens", "loss_mask"]
+    batch["tokens", "advantages"] = advantages_T
+    return batch
 
 
 @dataclass(frozen=True)
@@ -83,20 +98,19 @@ class GRPO(Advantage):
     needs_groups: ClassVar[bool] = True
 
     def __call__(self, batch: TensorDict) -> TensorDict:
-        rewards_R, group_R = batch["rollouts", "reward"], batch["rollouts", "group"]
+        rewards_R, group_R = total_rewards(batch), batch["rollouts", "group"]
         advantages_R = rewards_R - group_means(rewards_R, group_R)
         if self.normalize_std:
             advantages_R = advantages_R / (group_stds(rewards_R, group_R) + self.eps)
-        advantages_T = advantages_R[token_rows(batch)] * batch["tokens", "loss_mask"]
-        batch["tokens", "advantages"] = advantages_T
-        return batch
+        return spread_over_tokens(batch, advantages_R)
 
 
 @dataclass(frozen=True)
 class GAE(Advantage):
     """Generalised advantage estimation with a value head (Schulman et al. 2015; PPO 2017).
 
-    The rollout's reward falls on its last model token. ``gamma`` and ``lam`` are per token.
+    The rollout's reward falls on its last model token, ``token_rewards`` (a KL in the reward) where
+    they are. ``gamma`` and ``lam`` are per token.
 
     Args:
         whiten: give the batch's advantages mean 0 and standard deviation 1, over all ranks.
@@ -114,6 +128,8 @@ class GAE(Advantage):
         last[:-1] = row[1:] != row[:-1]
         values = batch["tokens", "values"][live]
         rewards = torch.where(last, batch["rollouts", "reward"][row], 0.0)
+        if "token_rewards" in batch["tokens"]:
+            rewards = rewards + batch["tokens", "token_rewards"][live]
         advantages, returns = gae(rewards, values, row, self.gamma, self.lam)
         if self.whiten:
             mean, std = global_mean_std(advantages)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_rl.data.packing import token_rows
 from lightning_rl.dist import all_sum, world_size
+from lightning_rl.errors import ConfigError
 
 
 class Aggregation(ABC):
@@ -21,11 +22,16 @@ class Aggregation(ABC):
 
     @abstractmethod
     def weights(self, minibatch: TensorDict) -> Tensor:
-        """Weights (T,) up to a common factor; calling the object makes them sum to one."""
+        """Weights (T,) up to a common factor; calling the object divides by :meth:`total`."""
+
+    def total(self, minibatch: TensorDict, weights: Tensor) -> Tensor:
+        """This rank's share of the divisor: by default the sum, so that weights sum to one."""
+        return weights.sum()
 
     def __call__(self, minibatch: TensorDict) -> Tensor:
         weights = self.weights(minibatch)
-        return weights * world_size() / all_sum(weights.sum()).clamp(min=1e-12)
+        total = all_sum(self.total(minibatch, weights))
+        return weights * world_size() / total.clamp(min=1e-12)
 
 
 @dataclass(frozen=True)
@@ -44,3 +50,37 @@ class SequenceMean(Aggregation):
         mask, row = minibatch["tokens", "loss_mask"].float(), token_rows(minibatch)
         count = torch.zeros(len(minibatch["rollouts"]), device=mask.device).index_add(0, row, mask)
         return mask / count.clamp(min=1)[row]
+
+
+@dataclass(frozen=True)
+class PromptMean(Aggregation):
+    """Every prompt counts the same: the mean of its group's token mean."""
+
+    def weights(self, minibatch: TensorDict) -> Tensor:
+        mask = minibatch["tokens", "loss_mask"].float()
+        _, group = minibatch["rollouts", "group"].unique(return_inverse=True)
+        group_T = group[token_rows(minibatch)]
+        count = torch.zeros(int(group.max()) + 1, device=mask.device).index_add(0, group_T, mask)
+        return mask / count.clamp(min=1)[group_T]
+
+
+@dataclass(frozen=True)
+class TokenSum(Aggregation):
+    """Sum over tokens / (rollouts x max_tokens): no length bias (Dr.GRPO, Liu et al. 2025).
+
+    Args:
+        max_tokens: the constant that stands in for a rollout's own length, e.g.
+            ``sampling.max_tokens``.
+    """
+
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"TokenSum(max_tokens={self.max_tokens}) must be >= 1")
+
+    def weights(self, minibatch: TensorDict) -> Tensor:
+        return minibatch["tokens", "loss_mask"].float()
+
+    def total(self, minibatch: TensorDict, weights: Tensor) -> Tensor:
+        return weights.new_tensor(float(len(minibatch["rollouts"]) * self.max_tokens))

@@ -1,46 +1,122 @@
-"""Keeping the policy near a frozen reference."""
+"""Keeping the policy near a reference: estimators, coefficients, and both put together."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from lightning_rl.errors import ConfigError
 
+# Schulman 2020, "Approximating KL divergence"; d = log p_ref - log p, all shapes (M,).
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Unbiased, high variance, may be negative: -d."""
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Biased, low variance: d^2 / 2. Its gradient is an unbiased one of the KL on-policy."""
+    return 0.5 * (logprobs - ref_logprobs) ** 2
+
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Unbiased, never negative estimate of KL(policy || reference) per token, shape (M,).
-
-    exp(d) - d - 1 with d = ref - logp (Schulman 2020, "Approximating KL divergence", k3).
-    """
+    """Unbiased, low variance, never negative: exp(d) - d - 1."""
     d = ref_logprobs - logprobs
     return d.expm1() - d
 
 
-@dataclass(frozen=True)
-class KLPenalty(ABC):
-    """``coef`` times a per-token KL estimate, added to the loss.
+class Coefficient:
+    """A weight that may follow what it weighs; its value is part of a checkpoint.
 
     Raises:
-        ConfigError: if ``coef`` is not positive (leave the penalty out instead: ``kl: null``).
+        ConfigError: unless positive (leave the penalty out instead: ``kl: null``).
     """
 
-    coef: float
+    def __init__(self, value: float) -> None:
+        if value <= 0:
+            raise ConfigError(f"kl coef={value} must be > 0; for no KL penalty set kl: null")
+        self.value = value
 
-    def __post_init__(self) -> None:
-        if self.coef <= 0:
-            raise ConfigError(f"kl coef={self.coef} must be > 0; for no KL penalty set kl: null")
+    def update(self, measured: float) -> None:
+        """Called once per iteration with the mean of what the coefficient weighs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The present value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+        self.value = state["value"]
+
+
+class AdaptiveCoefficient(Coefficient):
+    """Steers the measured KL to ``target`` (Ziegler et al. 2019, section 2.2).
+
+    value *= 1 + gain clip(kl / target - 1, -0.2, 0.2), once per iteration.
+
+    Args:
+        value: to start with.
+        target: KL per token, in nats.
+        gain: how fast it reacts; at most 20 % per iteration at 1.
+    """
+
+    def __init__(self, value: float = 0.01, target: float = 0.01, gain: float = 0.5) -> None:
+        super().__init__(value)
+        if target <= 0 or gain <= 0:
+            raise ConfigError(f"AdaptiveCoefficient(target={target}, gain={gain}): both must be > 0")
+        self.target = target
+        self.gain = gain
+
+    def update(self, measured: float) -> None:
+        error = min(0.2, max(-0.2, measured / self.target - 1))
+        self.value *= 1 + self.gain * error
+
+
+class KLPenalty(ABC):
+    """A KL estimate per token, times a coefficient: in the loss (``kl``) or the reward (``kl_reward``).
+
+    Args:
+        coef: a number, or a :class:`Coefficient` such as ``AdaptiveCoefficient``.
+    """
+
+    def __init__(self, coef: float | Coefficient = 0.001) -> None:
+        self.coefficient = coef if isinstance(coef, Coefficient) else Coefficient(coef)
+
+    @property
+    def coef(self) -> float:
+        """The coefficient's present value."""
+        return self.coefficient.value
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """KL estimate per token (M,), without the coefficient."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """The coefficient's state."""
+        return self.coefficient.state_dict()
 
-@dataclass(frozen=True)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+        self.coefficient.load_state_dict(state)
+
+
+class K1Penalty(KLPenalty):
+    """Estimator k1; the usual one in the reward (as a loss its gradient has mean zero)."""
+
+    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        return k1(logprobs, ref_logprobs)
+
+
+class K2Penalty(KLPenalty):
+    """Estimator k2; as a loss, its gradient is that of the KL."""
+
+    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        return k2(logprobs, ref_logprobs)
+
+
 class K3Penalty(KLPenalty):
-    """GRPO's penalty (Shao et al. 2024, DeepSeekMath, eq. 4)."""
-
-    coef: float = 0.001
+    """Estimator k3: GRPO's penalty in the loss (Shao et al. 2024, DeepSeekMath, eq. 4)."""
 
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         return k3(logprobs, ref_logprobs)

@@ -27,32 +27,51 @@ class PolicyLoss(ABC):
 
 
 def ppo_clip(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    low: float,
+    high: float,
+    dual: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Clipped surrogate, -min(w A, clip(w, 1 - low, 1 + high) A) with w = exp(logp - old logp).
 
     All arguments and both results have shape (M,); the second is where the clip took the gradient
-    away (Schulman et al. 2017, PPO, eq. 7; asymmetric bounds from DAPO, Yu et al. 2025).
+    away (Schulman et al. 2017, PPO, eq. 7; asymmetric bounds from DAPO, Yu et al. 2025). ``dual``
+    bounds the loss of a negative advantage at -dual A, so that a large ratio cannot blow it up
+    (dual-clip PPO, Ye et al. 2020, eq. 8).
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape and logprobs.ndim == 1
     ratio = (logprobs - old_logprobs).exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - low, 1 + high) * advantages
-    return -torch.minimum(unclipped, clipped), clipped < unclipped
+    objective, cut = torch.minimum(unclipped, clipped), clipped < unclipped
+    if dual is not None:
+        floor = dual * advantages
+        below = (advantages < 0) & (objective < floor)
+        objective, cut = torch.where(below, floor, objective), cut | below
+    return -objective, cut
 
 
 @dataclass(frozen=True)
 class PPOClip(PolicyLoss):
     """PPO's clipped surrogate; ``clip_high`` above ``clip_low`` is DAPO's clip-higher.
 
+    Args:
+        dual_clip: bound on the loss of negative advantages, in units of the advantage (3 in the
+            paper); None for none.
+
     Raises:
-        ConfigError: for bounds outside of 0 < clip_low < 1, clip_high > 0.
+        ConfigError: for bounds outside of 0 < clip_low < 1, clip_high > 0, dual_clip > 1.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float | None = None
 
     def __post_init__(self) -> None:
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"dual_clip={self.dual_clip} must be > 1; 3 is usual, null for none")
         if not 0 < self.clip_low < 1 or self.clip_high <= 0:
             raise ConfigError(
                 f"clip_low={self.clip_low}, clip_high={self.clip_high}: need 0 < clip_low < 1 and "
@@ -61,7 +80,12 @@ class PPOClip(PolicyLoss):
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         loss, clipped = ppo_clip(
-            logprobs, tokens["old_logprobs"], tokens["advantages"], self.clip_low, self.clip_high
+            logprobs,
+            tokens["old_logprobs"],
+            tokens["advantages"],
+            self.clip_low,
+            self.clip_high,
+            self.dual_clip,
         )
         log_ratio = logprobs.detach() - tokens["old_logprobs"]
         return loss, {"clip_frac": clipped.float(), "kl_old": log_ratio.expm1() - log_ratio}

@@ -18,16 +18,9 @@ class Collector(ABC):
 
     @abstractmethod
     def collect(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        agent: Agent,
-        engine: Engine,
-        sampling: Sampling,
-        seed: int,
-        iteration: int,
+        self, rollouts: list[Rollout], agent: Agent, engine: Engine, sampling: Sampling
     ) -> list[Rollout]:
-        """Return ``group_size`` rollouts of every prompt, group by group.
+        """Let the agent fill all ``rollouts``, and return them in their order.
 
         Raises:
             EngineError: if the engine fails.
@@ -45,16 +38,8 @@ class SyncCollector(Collector):
         self.max_concurrency = max_concurrency
 
     def collect(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        agent: Agent,
-        engine: Engine,
-        sampling: Sampling,
-        seed: int,
-        iteration: int,
+        self, rollouts: list[Rollout], agent: Agent, engine: Engine, sampling: Sampling
     ) -> list[Rollout]:
-        rollouts = new_rollouts(prompts, group_size, sampling, seed, iteration)
         return run_async(self._run_all(rollouts, agent, engine, sampling))
 
     async def _run_all(
@@ -72,9 +57,17 @@ class SyncCollector(Collector):
 
 
 def new_rollouts(
-    prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, iteration: int
+    prompts: Sequence[Prompt],
+    group_size: int,
+    sampling: Sampling,
+    seed: int,
+    iteration: int,
+    first_place: int = 0,
 ) -> list[Rollout]:
-    """Empty rollouts, each with the seed that lets it be generated again."""
+    """Empty rollouts, each with the seed that lets it be generated again.
+
+    ``first_place`` is the number of groups that the iteration has generated before.
+    """
     return [
         Rollout(
             prompt=prompt,
@@ -83,8 +76,10 @@ def new_rollouts(
             sample_index=index,
             seed=request_seed(seed, f"{place}/{prompt.id}", index, iteration),
             temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
         )
-        for place, prompt in enumerate(prompts)
+        for place, prompt in enumerate(prompts, first_place)
         for index in range(group_size)
     ]
 

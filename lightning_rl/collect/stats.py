@@ -4,14 +4,14 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from lightning_rl.metrics import summarize
-from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.rollout import Rollout
 
 
 def rollout_metrics(
     rollouts: Sequence[Rollout], seconds: float, trainer_version: int
 ) -> dict[str, float]:
     """``reward/*`` and ``rollout/*`` of a collected batch; ``seconds`` is the time to generate it."""
-    graded = [r for r in rollouts if r.status is RolloutStatus.COMPLETED]
+    graded = [r for r in rollouts if r.reward is not None]
     tokens = sum(len(r.token_ids) for r in rollouts)
     metrics = {
         "rollout/tokens_mean": tokens / len(rollouts),
@@ -25,7 +25,7 @@ def rollout_metrics(
         metrics["rollout/staleness_max"] = float(trainer_version - min(versions))
     if not graded:
         return metrics
-    mean, std = summarize([r.reward for r in graded if r.reward is not None])
+    mean, std = summarize([r.reward for r in graded])  # type: ignore[misc]
     metrics |= {"reward/mean": mean, "reward/std": std}
     for name in graded[0].reward_parts:
         part = [s for r in graded if (s := r.reward_parts[name]) is not None]

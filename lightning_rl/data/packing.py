@@ -6,8 +6,8 @@ A *batch* is a TensorDict with two parts:
   ``input_ids``, ``loss_mask``, ``rollout_logprobs``, ``versions``; later steps add ``old_logprobs``,
   ``ref_logprobs``, ``values``, ``advantages``, ``returns`` and ``loss_weights``.
 - ``batch["rollouts"]``, batch size [R]: ``length`` and ``prompt_length`` in tokens, ``prefix`` (rows
-  with the same number have the same prompt tokens), ``group``, ``reward``, ``temperature``,
-  ``truncated``.
+  with the same number have the same prompt tokens), ``group``, ``reward``, ``truncated``, and how it
+  was sampled: ``temperature``, ``top_k``, ``top_p``.
 """
 
 from collections.abc import Sequence
@@ -69,6 +69,8 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
                     "temperature": torch.tensor(
                         [r.temperature for r in rollouts], dtype=torch.float32
                     ),
+                    "top_k": torch.tensor([r.top_k for r in rollouts], dtype=torch.long),
+                    "top_p": torch.tensor([r.top_p for r in rollouts], dtype=torch.float32),
                 },
                 batch_size=[len(rollouts)],
             ),

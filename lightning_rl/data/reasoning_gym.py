@@ -14,7 +14,8 @@ class ReasoningGymPrompts(PromptDataset):
     Args:
         task: a reasoning-gym dataset name, e.g. ``chain_sum``.
         size: how many questions.
-        task_seed: which questions; give held-out prompts another one.
+        task_seed: which questions. Question i is made from ``task_seed + i``, so held-out prompts
+            need one that is at least ``size`` away; short tasks may repeat questions even then.
         config: the task's own options, e.g. ``{"min_terms": 2}``.
         system: a system message; None: the question is the only message.
         chat: render through the tokenizer's chat template; False: plain text.

@@ -1,14 +1,15 @@
 """What every generation engine does: token ids in, token ids with their logprobs out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from lightning_rl.errors import ConfigError, EngineError
+from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,29 @@ class Completion:
     logprobs: list[float]
     finish_reason: str
     versions: list[int]
+
+
+def require_same_weights(
+    pushed: Mapping[str, Tensor], expected: Mapping[str, torch.Size], engine: str
+) -> None:
+    """Check names and shapes of a push before an engine changes anything.
+
+    Raises:
+        WeightSyncError: naming what is missing, unknown or of another shape.
+    """
+    missing = sorted(expected.keys() - pushed.keys())
+    unknown = sorted(pushed.keys() - expected.keys())
+    if missing or unknown:
+        raise WeightSyncError(
+            f"the push misses {missing[:3]} and brings unknown {unknown[:3]}; is {engine}'s model "
+            "the trainer's?"
+        )
+    for name, shape in expected.items():
+        if pushed[name].shape != shape:
+            raise WeightSyncError(
+                f"the push brings {name!r} of shape {tuple(pushed[name].shape)}, {engine}'s is "
+                f"{tuple(shape)}; is its model the trainer's?"
+            )
 
 
 def request_seed(run_seed: int, prompt_id: str, sample_index: int, iteration: int) -> int:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from lightning_rl.engines.base import Completion, Engine, Sampling
-from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
+from lightning_rl.engines.base import Completion, Engine, Sampling, require_same_weights
+from lightning_rl.errors import ConfigError, EngineError
 
 
 @dataclass(slots=True)
@@ -147,21 +147,8 @@ class TransformersEngine(Engine):
         if self._lm is None:
             raise EngineError("TransformersEngine is not running; call start() first")
         state = dict(weights)
-        own = self._lm.state_dict()
-        if self._lm.config.get_text_config().tie_word_embeddings and "lm_head.weight" not in own:
-            state.pop("lm_head.weight", None)
-        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-        if missing or unknown:
-            raise WeightSyncError(
-                f"the push misses {missing[:3]} and brings unknown {unknown[:3]}; is the engine's "
-                "model the trainer's?"
-            )
-        for name, weight in own.items():  # before any is copied, so that it takes all or none
-            if state[name].shape != weight.shape:
-                raise WeightSyncError(
-                    f"the push brings {name!r} of shape {tuple(state[name].shape)}, the engine's is "
-                    f"{tuple(weight.shape)}; is the engine's model the trainer's?"
-                )
+        shapes = {name: weight.shape for name, weight in self._lm.state_dict().items()}
+        require_same_weights(state, shapes, "TransformersEngine")
         self._lm.load_state_dict(state)
         self.version = version
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_rl.engines.base import Completion, Engine, Sampling
+from lightning_rl.engines.base import Completion, Engine, Sampling, require_same_weights
 from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
 
 
@@ -77,6 +78,7 @@ class VLLMLocal(Engine):
         self.enable_prefix_caching = enable_prefix_caching
         self.options = options or {}
         self._llm: Any = None
+        self._shapes: dict[str, torch.Size] = {}
         self._requests: dict[str, _Request] = {}
         self._next_id = 0
         self._loop_task: asyncio.Task[None] | None = None
@@ -134,6 +136,7 @@ class VLLMLocal(Engine):
             except (ValueError, RuntimeError, TypeError, AssertionError) as error:
                 raise EngineError(f"vLLM did not start: {_last_line(error)}") from error
         self._detach_process_group()
+        self._shapes = _weight_shapes(model_dir)
 
     def close(self) -> None:
         if self._llm is None:
@@ -185,7 +188,11 @@ class VLLMLocal(Engine):
         try:
             while self._requests:
                 await self._may_step.wait()
-                for output in self._llm.step():
+                random_state = torch.get_rng_state()
+                outputs = self._llm.step()
+                # vLLM draws from the global generator too, and then uses each request's own.
+                torch.set_rng_state(random_state)
+                for output in outputs:
                     if output.finished:
                         self._finish(output)
                 await asyncio.sleep(0)  # let finished requests' owners, and new requests, in
@@ -240,9 +247,12 @@ class VLLMLocal(Engine):
         for request_id, request in self._requests.items():
             self._stamp(request_id, request)
         dtype = getattr(torch, self.dtype)
-        items = [(name, weight.to(dtype)) for name, weight in weights]
+        state = {name: weight.to(dtype) for name, weight in weights}
+        # vLLM merges some weights, and does not notice if one of the parts is missing.
+        require_same_weights(state, self._shapes, "VLLMLocal")
+        self.version = -1  # until all of it has arrived
         with _contained():
-            self._llm.collective_rpc(_reload, args=(items,))
+            self._llm.collective_rpc(_reload, args=(list(state.items()),))
         # Keys and values of the old weights would poison every later prompt that shares a prefix.
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise WeightSyncError("vLLM refused to reset its prefix cache after a weight push")
@@ -256,6 +266,13 @@ class VLLMLocal(Engine):
         request.versions += [self.version] * (done - len(request.versions))
 
 
+def _weight_shapes(model_dir: Path) -> dict[str, torch.Size]:
+    """Shapes of the model's weights under their Hugging Face names."""
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    return {name: weight.shape for name, weight in lm.state_dict().items()}
+
+
 def _reload(worker: Any, items: list[tuple[str, Tensor]]) -> None:
     """Runs in vLLM's worker: load through the model's own loader, and check that it took all."""
     model = worker.get_model()
@@ -264,7 +281,7 @@ def _reload(worker: Any, items: list[tuple[str, Tensor]]) -> None:
     model.load_weights = lambda weights: loaded.update(load(weights)) or loaded
     try:
         worker.reload_weights(weights_iterator=iter(items))
-    except (KeyError, ValueError, AssertionError) as error:
+    except Exception as error:  # each kind of layer has its own way to fail
         raise WeightSyncError(
             f"vLLM does not take these weights: {_last_line(error)}; is the engine's model the "
             "trainer's?"

@@ -5,9 +5,10 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
-from lightning_rl.models.attention import PackLayout
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.attention import ATTENTION, PackLayout
 
 # Elements of one chunk of fp32 logits: 64 MiB, whatever the vocabulary.
 CHUNK_ELEMENTS = 1 << 24
@@ -21,34 +22,34 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, bias, targets, sampling):  # type: ignore[no-untyped-def]
         logprobs, entropy, lse = (
             torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(3)
         )
         for part in _chunks(len(hidden), weight.shape[0]):
-            scaled = _scaled_logits(hidden[part], weight, bias, temperature[part])
+            scaled = _scaled_logits(hidden[part], weight, bias, targets[part], sampling[part])
             lse[part] = scaled.logsumexp(-1)
             picked = scaled.gather(-1, targets[part, None]).squeeze(-1)
             logprobs[part] = picked - lse[part]
             probs = (scaled - lse[part, None]).exp_()
             entropy[part] = lse[part] - (probs * scaled).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, sampling, lse, entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[no-untyped-def]
-        hidden, weight, bias, targets, temperature, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, sampling, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight)
         grad_bias = None if bias is None else torch.zeros_like(bias)
         for part in _chunks(len(hidden), weight.shape[0]):
-            scaled = _scaled_logits(hidden[part], weight, bias, temperature[part])
+            scaled = _scaled_logits(hidden[part], weight, bias, targets[part], sampling[part])
             log_p = scaled - lse[part, None]
             g = grad_logprobs[part, None]
             slope = g + grad_entropy[part, None] * (log_p + entropy[part, None])
             grad = log_p.exp_().mul_(slope).neg_()
             grad.scatter_add_(-1, targets[part, None], g)
-            grad = (grad / temperature[part, None]).to(hidden.dtype)
+            grad = (grad / sampling[part, :1]).to(hidden.dtype)
             grad_hidden[part] = grad @ weight.to(hidden.dtype)
             grad_weight += (grad.T @ hidden[part]).to(weight.dtype)
             if grad_bias is not None:
@@ -61,24 +62,52 @@ def _chunks(rows: int, vocabulary: int) -> list[slice]:
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temp: Tensor) -> Tensor:
+def _scaled_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, sampling: Tensor
+) -> Tensor:
+    """Logits of the distribution that was sampled from; what top-k and top-p cut is -1e9."""
     logits = nn.functional.linear(
         hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     )
-    return logits.float() / temp[:, None]
+    scaled = logits.float() / sampling[:, :1]
+    if sampling.shape[1] == 1:
+        return scaled
+    cut = _cut(scaled, sampling[:, 1:2], sampling[:, 2:3])
+    # Rounding may put a sampled token just outside of the trainer's own nucleus: keep it, since it
+    # was sampled. Finite instead of -inf, because 0 x inf would be nan in the entropy.
+    cut.scatter_(-1, targets[:, None], False)
+    return scaled.masked_fill_(cut, -1e9)
+
+
+def _cut(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Where (m, V) top-k, then top-p among what is left, exclude a token; both given as (m, 1)."""
+    ordered, order = scaled.sort(-1, descending=True)
+    rank = torch.arange(scaled.shape[1], device=scaled.device)
+    outside = (rank >= top_k) & (top_k > 0)
+    probs = ordered.masked_fill(outside, -torch.inf).softmax(-1)
+    outside |= (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
+    return torch.zeros_like(outside).scatter_(-1, order, outside)
 
 
 def token_logprobs(
-    hidden: Tensor, output: nn.Linear, targets: Tensor, temperature: Tensor
+    hidden: Tensor,
+    output: nn.Linear,
+    targets: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of ``targets`` and entropies, float32, both (M,), at the sampling temperature.
+    """Logprobs of ``targets`` and entropies, float32, both (M,), of the distribution sampled from.
 
     ``hidden`` (M, D) are the states that predict the targets (M,). ``temperature`` (M,): greedy
-    sampling (0) is scored at 1, since its own distribution has no gradient.
+    sampling (0) is scored at 1, since its own distribution has no gradient. ``top_k`` (0: all) and
+    ``top_p`` (1: all), both (M,), cut the distribution as the engine did.
     """
     # Sampled at temperature τ, so score at τ too, else ratios start away from 1.
-    temperature = torch.where(temperature > 0, temperature, 1.0)
-    return _ChunkedLogprobs.apply(hidden, output.weight, output.bias, targets, temperature)
+    sampling = torch.where(temperature > 0, temperature, 1.0)[:, None]
+    if top_k is not None and top_p is not None and bool(((top_k > 0) | (top_p < 1)).any()):
+        sampling = torch.stack([sampling.squeeze(1), top_k.float(), top_p.float()], 1)
+    return _ChunkedLogprobs.apply(hidden, output.weight, output.bias, targets, sampling)
 
 
 class ValueHead(nn.Module, ABC):
@@ -91,6 +120,16 @@ class ValueHead(nn.Module, ABC):
     @abstractmethod
     def forward(self, hidden: Tensor, layout: PackLayout) -> Tensor:
         """Values (M,) of the states that predict the live tokens; ``hidden`` (S, D)."""
+
+
+def _load_body(model: str) -> PreTrainedModel:
+    try:
+        body = AutoModel.from_pretrained(
+            model, dtype=torch.float32, attn_implementation=ATTENTION
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"value_head model={model!r} cannot be loaded: {error}") from error
+    return body.train()
 
 
 def _zero_linear(body: PreTrainedModel) -> nn.Linear:
@@ -121,10 +160,19 @@ class SharedValueHead(ValueHead):
 
 
 class SeparateValueHead(ValueHead):
-    """A critic with a body of its own, started as a copy of the policy's."""
+    """A critic with a body of its own.
+
+    Args:
+        model: directory or hub name to start it from, with the same tokenizer; None: a copy of the
+            policy's.
+    """
+
+    def __init__(self, model: str | None = None) -> None:
+        super().__init__()
+        self.model = model
 
     def configure(self, body: PreTrainedModel) -> None:
-        self.body = copy.deepcopy(body)
+        self.body = copy.deepcopy(body) if self.model is None else _load_body(self.model)
         self.linear = _zero_linear(body)
 
     def forward(self, hidden: Tensor, layout: PackLayout) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import (
@@ -15,10 +16,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lightning_rl.data.packing import token_rows
+from lightning_rl.data.packing import select, split_packs, token_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION, build_layout
 from lightning_rl.models.heads import ValueHead, token_logprobs
+from lightning_rl.models.lora import LoRA, merged_weights
 from lightning_rl.models.parity import require_exact_packing
 
 
@@ -41,6 +43,7 @@ class Policy(nn.Module):
         random_init: take only the configuration of ``model`` and start from random weights.
         gradient_checkpointing: recompute activations in backward: less memory, about a third
             more compute.
+        lora: train adapters only; None: all weights.
     """
 
     def __init__(
@@ -49,9 +52,11 @@ class Policy(nn.Module):
         value_head: ValueHead | None = None,
         random_init: bool = False,
         gradient_checkpointing: bool = False,
+        lora: LoRA | None = None,
     ) -> None:
         super().__init__()
         self.lm = _load_lm(model, random_init)
+        self.lora = lora
         self.tokenizer = load_tokenizer(model)
         _disable_dropout(self.lm)
         # transformers recomputes activations in training mode only, and without dropout the mode
@@ -62,6 +67,8 @@ class Policy(nn.Module):
         self.value_head = value_head
         if value_head is not None:
             value_head.configure(self.lm.base_model)
+        if lora is not None:
+            lora.attach(self.lm)
         require_exact_packing(self.lm, lambda pack: self(pack).logprobs)
 
     def forward(self, pack: TensorDict) -> Scores:
@@ -73,28 +80,50 @@ class Policy(nn.Module):
             use_cache=False,
             layout=layout,
         ).last_hidden_state[0]
-        temperature = pack["rollouts", "temperature"][token_rows(pack)[layout.live]]
+        rollouts = pack["rollouts"][token_rows(pack)[layout.live]]
         logprobs, entropy = token_logprobs(
             hidden[layout.predictors],
             self.lm.get_output_embeddings(),
             pack["tokens", "input_ids"][layout.live],
-            temperature,
+            rollouts["temperature"],
+            rollouts["top_k"],
+            rollouts["top_p"],
         )
         values = None if self.value_head is None else self.value_head(hidden, layout)
         return Scores(layout.live, logprobs, entropy, values)
 
+    @torch.no_grad()
+    def score(self, batch: TensorDict, name: str, max_tokens: int) -> TensorDict:
+        """Add the logprobs of a whole batch as ``name`` (T,), and ``values`` (T,) of a critic."""
+        tokens, row = batch["tokens"], token_rows(batch)
+        outputs = {name: torch.zeros_like(tokens["rollout_logprobs"])}
+        for rows in split_packs(batch, max_tokens):
+            scores = self(select(batch, rows))
+            # Rows of a pack ascend, so its tokens stand in it in the batch's own order.
+            live = torch.isin(row, rows.to(row.device)).nonzero().squeeze(1)[scores.live]
+            outputs[name][live] = scores.logprobs
+            if scores.values is not None:
+                outputs.setdefault("values", torch.zeros_like(outputs[name]))[live] = scores.values
+        tokens.update(outputs)
+        return batch
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The LM's weights under their Hugging Face names, the output head always included."""
-        seen_head = False
-        for name, weight in self.lm.state_dict().items():
-            seen_head = seen_head or name == "lm_head.weight"
+        """The LM's weights under their Hugging Face names; a tied output head comes twice, a LoRA
+        merged."""
+        weights = self.lm.state_dict().items() if self.lora is None else merged_weights(self.lm)
+        for name, weight in weights:
             yield name, weight.detach()
-        if not seen_head:
-            yield "lm_head.weight", self.lm.get_output_embeddings().weight.detach()
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write a directory that transformers and vLLM load."""
-        self.lm.save_pretrained(directory)
+        """Write a directory that transformers and vLLM load; a LoRA is merged into it."""
+        if self.lora is None:
+            self.lm.save_pretrained(directory)
+        else:
+            self.lm.config.save_pretrained(directory)
+            state = {name: weight.contiguous() for name, weight in merged_weights(self.lm)}
+            if self.lm.config.get_text_config().tie_word_embeddings:
+                state.pop("lm_head.weight", None)
+            save_torch_state_dict(state, directory, metadata={"format": "pt"})
         self.tokenizer.save_pretrained(directory)
 
 

@@ -63,7 +63,7 @@ def report(directory: Path, seconds: float) -> int:
         f"  summary   {directory / 'summary.json'}\n"
         f"  curves    {directory / 'curves.png'}\n"
         f"  rollouts  {directory / 'rollouts.jsonl'}\n"
-        f"  model     {directory / 'hf'}   (AutoModelForCausalLM.from_pretrained, vllm serve)\n"
+        f"  model     {directory / 'hf'}   (for AutoModelForCausalLM.from_pretrained and vLLM)\n"
         f"  logs      tensorboard --logdir {directory.parent}\n"
     )
     if after < 0.90:

@@ -21,6 +21,8 @@ EXACT = {
     "qwen3": lambda: hf.Qwen3Config(**GROUPED, head_dim=8),
     "gemma3": lambda: hf.Gemma3TextConfig(**GROUPED, head_dim=8),
     "gpt2": lambda: hf.GPT2Config(**GPT2, initializer_range=0.2),
+    # Its output head is not called lm_head.
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**TOKENS | HEADS | WIDTH),
     "phi3": lambda: hf.Phi3Config(**GROUPED),
     # Learned positions; its layers keep dropout as a number.
     "opt": lambda: hf.OPTConfig(
@@ -81,6 +83,7 @@ def test_exact(name, tmp_path, random_rollouts):
     rollouts = random_rollouts(0)
     policy = Policy(directory)
     plain = hf.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    assert dict(policy.named_weights()).keys() == plain.state_dict().keys()
     scores = policy(pack_rollouts(rollouts))
     expected = []
     for rollout in rollouts:
@@ -112,5 +115,5 @@ def test_a_rollout_beyond_the_sliding_window_is_refused(tmp_path, make_rollout):
     policy = Policy(saved(hf.MistralConfig(**GROUPED, sliding_window=8), tmp_path))
     # The last token predicts nothing, so nine tokens run eight: just within the window.
     policy(pack_rollouts([make_rollout([3, 4, 5], [6] * 6)]))
-    with pytest.raises(ConfigError, match="rollout of 9 tokens exceeds .* window of 8"):
+    with pytest.raises(ConfigError, match=r"rollout of 9 tokens exceeds .* window of 8"):
         policy(pack_rollouts([make_rollout([3, 4, 5], [6] * 7)]))

@@ -17,6 +17,13 @@ REWARDS = """
 def exact(prompts, completions, answer, **columns):
     return [float(c == a) for c, a in zip(completions, answer)]
 
+class HasLength:
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, completions, **columns) -> list[float]:
+        return [float(len(c) == self.length) for c in completions]
+
 def starts_right(completions, answer, **columns):
     return [float(c[:1] == a[:1]) for c, a in zip(completions, answer)]
 """
@@ -37,6 +44,8 @@ def workplace(tmp_path_factory) -> Path:
 def config(workplace, tiny_model, monkeypatch) -> dict[str, Any]:
     monkeypatch.chdir(workplace)
     monkeypatch.syspath_prepend(workplace)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
+        monkeypatch.setenv(name, "0")
     prompts = {"class_path": "JSONLPrompts", "init_args": {"path": "train.jsonl"}}
     return {
         "model": {
@@ -195,6 +204,14 @@ IN_FILE = {
     "no such reward function": (
         {"data.rewards": ["cli_rewards.exakt"]},
         ["rewards[0]", "cli_rewards has no 'exakt'", "did you mean exact?", "cli_rewards.py"],
+    ),
+    "wrong argument of a reward": (
+        {"data.rewards": [{"class_path": "cli_rewards.HasLength", "init_args": {"lenght": 3}}]},
+        ["rewards[0].init_args.lenght: no such key in HasLength", "mean length?"],
+    ),
+    "missing argument of a reward": (
+        {"data.rewards": [{"class_path": "cli_rewards.HasLength"}]},
+        ["rewards[0].init_args.length: is missing", "HasLength needs it (int)"],
     ),
     "broken reward module": (
         {"data.rewards": ["cli_broken.exact"]},
@@ -391,6 +408,53 @@ def test_a_later_class_keeps_only_the_arguments_that_it_has(config, workplace, c
     assert made["class_path"] == "torch.optim.SGD"
     assert made["init_args"]["lr"] == 0.5
     assert "amsgrad" not in made["init_args"]
+
+
+CALLBACK = """
+from enum import Enum
+from typing import Any, Literal, TypedDict
+from lightning.pytorch.callbacks import Callback
+from lightning_rl import Evaluate
+
+class Colour(Enum):
+    RED = 1
+
+class Size(TypedDict):
+    width: int
+
+class Fussy(Callback):
+    def __init__(self, colour: Colour, size: Size, what: Any, untyped=None, how: Literal["a"] = "a",
+                 table: dict[str, Any] | None = None, pair: tuple[int, float] = (1, 2.0)):
+        pass
+
+class OftenEvaluate(Evaluate):
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+"""
+
+
+def test_whatever_the_parser_takes_is_no_mistake(config, workplace, capsys):
+    (workplace / "cli_callbacks.py").write_text(CALLBACK)
+    fussy = {
+        "colour": "RED",
+        "size": {"width": 3},
+        "what": {"any": "thing"},
+        "untyped": [1, "x"],
+        "table": {"class": 1},
+        "pair": [2, 3.5],
+    }
+    config["trainer"]["callbacks"] += [
+        {"class_path": "cli_callbacks.Fussy", "init_args": fussy},
+        {"class_path": "cli_callbacks.OftenEvaluate", "init_args": {"every_n_iterations": 3}},
+        "LearningRateMonitor",
+    ]
+    reward = {"class_path": "cli_rewards.HasLength", "init_args": {"length": 3}}
+    changed(config, {"data.rewards": ["cli_rewards.exact", reward], "trainer.logger": False})
+    (workplace / "good.yaml").write_text(yaml.safe_dump(config))
+    text = printed(capsys, "fit", "--config", "good.yaml", "--print_config")
+    callbacks = yaml.safe_load(text)["trainer"]["callbacks"]
+    assert callbacks[3]["init_args"]["size"] == {"width": 3}
+    assert callbacks[4]["init_args"]["every_n_iterations"] == 3
 
 
 def test_help_fits_a_screen_and_says_where_more_is(capsys):

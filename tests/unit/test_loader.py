@@ -67,6 +67,12 @@ def test_the_length_is_constant_and_nothing_is_collected_early(run):
     assert started.collected == [0, 1, 2]
 
 
+def test_a_second_fit_goes_on_counting(run):
+    started = run(trained=5)
+    started.train(2)
+    assert started.collected == [5, 6]
+
+
 def test_iterations_are_numbered_through_epochs(run):
     started = run()
     started.train(7)
@@ -159,5 +165,5 @@ def test_only_completed_and_graded_rollouts_are_trained_on(make_rollout):
     failed = make_rollout([3], [1], reward=None, status=RolloutStatus.FAILED, error="boom")
     aborted = make_rollout([3], [], reward=None, status=RolloutStatus.ABORTED)
     assert trainable([failed, good, aborted]) == [good]
-    with pytest.raises(RewardError, match="none of 2 rollouts .* first error: boom"):
+    with pytest.raises(RewardError, match=r"none of 2 rollouts .* first error: boom"):
         trainable([aborted, failed])

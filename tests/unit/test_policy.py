@@ -167,7 +167,7 @@ def test_named_weights_always_hold_the_head(policy):
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere.*there is no such directory"):
+    with pytest.raises(ConfigError, match=r"nowhere.*there is no such directory"):
         Policy(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"empty.*is config\.json complete"):

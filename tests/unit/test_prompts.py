@@ -14,7 +14,10 @@ from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.models.policy import load_tokenizer
 
 ROWS = [{"prompt": f"{n}=", "answer": str(n)} for n in (12, 3, 456, 7, 89)]
-CHAT = "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}{% if add_generation_prompt %}={% endif %}"
+CHAT = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +125,7 @@ def test_a_missing_id_is_named(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("cls", [JSONLPrompts, ParquetPrompts, HFDatasetPrompts])
 def test_a_missing_file_is_named(tmp_path, tokenizer, cls):
-    with pytest.raises(DataError, match="gone.* does not exist"):
+    with pytest.raises(DataError, match=r"gone.* does not exist"):
         cls(str(tmp_path / "gone")).load(tokenizer)
 
 
@@ -185,7 +188,7 @@ def test_a_chat_is_rendered_by_the_tokenizers_own_template(tiny_model):
 def test_a_chat_without_a_template_is_refused(tokenizer):
     prompts = IterablePrompts([{"prompt": [{"role": "user", "content": "1"}]}])
     prompts.load(tokenizer)
-    with pytest.raises(DataError, match="row 0: .* has no chat template"):
+    with pytest.raises(DataError, match=r"row 0: .* has no chat template"):
         prompts.draw(1)
 
 
@@ -258,5 +261,5 @@ def test_a_state_of_a_longer_dataset_is_refused(tokenizer):
     ids(prompts, 4)
     fewer = IterablePrompts(ROWS[:3])
     fewer.load(tokenizer)
-    with pytest.raises(ConfigError, match="were 5 rows, now .* holds 3"):
+    with pytest.raises(ConfigError, match=r"were 5 rows, now .* holds 3"):
         fewer.load_state_dict(prompts.state_dict())

@@ -67,7 +67,7 @@ def test_training_lowers_the_loss(tiny_model, tmp_path):
 
 def test_the_loss_is_the_mean_cross_entropy_of_completion_tokens(tiny_model, tmp_path):
     module = SFTModule(str(tiny_model), optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
-    rows = ROWS[:2] + [{"prompt": "7=", "completion": ""}]  # its end token only
+    rows = [*ROWS[:2], {"prompt": "7=", "completion": ""}]  # its end token only
     _, (loss,) = fit(
         module, SFTDataModule(IterablePrompts(rows), batch_size=3), tmp_path, max_epochs=1
     )
@@ -78,7 +78,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_completion_tokens(tiny_model, tmp
     nll = []
     for row in rows:
         start = len(row["prompt"])
-        ids = torch.tensor([tokenizer(row["prompt"] + row["completion"]).input_ids + [1]])
+        ids = torch.tensor([[*tokenizer(row["prompt"] + row["completion"]).input_ids, 1]])
         logits = plain(input_ids=ids).logits[0, start - 1 : -1]
         nll.append(torch.nn.functional.cross_entropy(logits, ids[0, start:], reduction="none"))
     assert loss == pytest.approx(float(torch.cat(nll).mean()), abs=1e-5)

@@ -168,7 +168,7 @@ def assert_goes_on(resumed, whole, done: int) -> None:
     assert seen == whole[1][done * 12 :]
     assert torch.equal(weights, whole[0])
     assert [row["iteration"] for row in history] == list(range(7))
-    for name in ("reward/mean", "policy/loss", "value/loss", "eval/accuracy"):
+    for name in ("reward/mean", "policy/loss", "value/value_error", "eval/accuracy"):
         rows = [(row["iteration"], row[name]) for row in whole[2] if name in row]
         # A shorter run also evaluates after its own last iteration.
         assert set(rows) <= {(row["iteration"], row[name]) for row in history if name in row}, name
@@ -237,7 +237,7 @@ def test_a_failed_run_leaves_a_summary_that_says_so(tiny_model, tmp_path):
 
     report = RunReport()
     trainer = trainer_of(tmp_path, [WeightSync(), report])
-    with pytest.raises(RewardError, match="48 of 48 rollouts .* reward broken: KeyError"):
+    with pytest.raises(RewardError, match=r"48 of 48 rollouts .* reward broken: KeyError"):
         trainer.fit(grpo(tiny_model), data_module(rewards=[broken]))
     summary = json.loads((tmp_path / "csv" / "version_0" / "summary.json").read_text())
     assert summary["status"] == "failed"
@@ -294,6 +294,18 @@ def test_a_group_of_one_is_fine_for_gae(tiny_model, tmp_path):
     data = data_module(group_size=1, iterations_per_epoch=1)
     trainer_of(tmp_path, [WeightSync()]).fit(module, data)
     assert module.iteration == 1
+
+
+def test_one_token_after_prompts_that_leave_room_for_no_more(tiny_model, tmp_path):
+    prompts = IterablePrompts([{"prompt": "1" * n} for n in (126, 127, 128)])
+    data = data_module(
+        train_prompts=prompts, eval_prompts=None, sampling=Sampling(max_tokens=1),
+        iterations_per_epoch=2,
+    )  # fmt: skip
+    module = grpo(tiny_model)
+    trainer_of(tmp_path, [WeightSync()]).fit(module, data)
+    assert module.iteration == 2
+    assert prompts.dropped == 1  # 128 tokens leave no room for one more
 
 
 def test_chat_prompts_get_chat_completions(tiny_model, tmp_path):

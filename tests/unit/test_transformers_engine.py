@@ -176,7 +176,7 @@ def test_weights_that_do_not_fit_are_named(start, weights):
     with pytest.raises(WeightSyncError, match=r"brings unknown \['visual\.weight'\]"):
         engine.load_weights((weights | {"visual.weight": torch.ones(1)}).items(), 4)
     with pytest.raises(
-        WeightSyncError, match=rf"{name}' of shape \(2, 2\), the engine's is \(64, 32\)"
+        WeightSyncError, match=rf"{name}' of shape \(2, 2\), TransformersEngine's is \(64, 64\)"
     ):
         engine.load_weights((weights | {name: torch.ones(2, 2)}).items(), 4)
     assert engine.version == 3  # it did not take any of them
@@ -188,7 +188,7 @@ def test_an_engine_that_is_not_ready_says_why(tiny_model, tmp_path):
         generate(engine, [[3]], Sampling(max_tokens=1))
     save_skeleton(str(tiny_model), tmp_path)
     engine.start(tmp_path)
-    with pytest.raises(EngineError, match="no trained weights yet .*WeightSync"):
+    with pytest.raises(EngineError, match=r"no trained weights yet .*WeightSync"):
         generate(engine, [[3]], Sampling(max_tokens=1))
     engine.close()
     engine.close()

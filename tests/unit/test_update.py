@@ -212,7 +212,7 @@ def test_the_reference_stays_where_the_policy_started(tiny_model, train_on, rand
     assert kl[0] == 0
     assert min(kl[1:]) > 0
     start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
-    for name, weight in module.reference.lm.state_dict().items():
+    for name, weight in module.reference.policy.lm.state_dict().items():
         assert torch.equal(weight, start[name]), name
     assert not any(p.requires_grad for p in module.reference.parameters())
 
@@ -221,7 +221,7 @@ def test_the_reference_of_a_random_start_is_that_start(tiny_model):
     module = module_of(tiny_model, kl=K3Penalty(), random_init=True)
     module.configure_model()
     for mine, theirs in zip(
-        module.policy.lm.parameters(), module.reference.lm.parameters(), strict=True
+        module.policy.lm.parameters(), module.reference.policy.lm.parameters(), strict=True
     ):
         assert torch.equal(mine, theirs)
 

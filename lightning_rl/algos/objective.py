@@ -1,0 +1,59 @@
+"""The loss of a pack: policy loss, correction, KL, entropy and critic put together, per token."""
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.algos.correction import Correction
+from lightning_rl.algos.entropy import EntropyBonus
+from lightning_rl.algos.kl import KLPenalty
+from lightning_rl.algos.losses import Metrics, PolicyLoss, ValueLoss
+from lightning_rl.models.policy import Scores
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised; each part but the policy loss may be missing."""
+
+    loss: PolicyLoss
+    correction: Correction | None = None
+    kl: KLPenalty | None = None
+    entropy: EntropyBonus | None = None
+    value_loss: ValueLoss | None = None
+    value_warmup_iterations: int = 0
+
+    def __call__(
+        self, scores: Scores, tokens: TensorDict, iteration: int
+    ) -> tuple[Tensor, Metrics]:
+        """Loss and metrics per token, (M,) each, of the M loss ``tokens`` that ``scores`` are of."""
+        metrics: Metrics = {"policy/entropy": scores.entropy}
+        gap = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).abs()
+        metrics |= {"rollout/logprob_gap_mean": gap, "rollout/logprob_gap_max": gap}
+        total = torch.zeros_like(scores.logprobs)
+        if iteration >= self.value_warmup_iterations:
+            total = self._policy_part(scores, tokens, iteration, metrics)
+        if self.value_loss is not None and scores.values is not None:
+            value_loss, extra = self.value_loss(scores.values, tokens)
+            total = total + value_loss
+            metrics |= {f"value/{name}": value for name, value in extra.items()}
+        return total, metrics
+
+    def _policy_part(
+        self, scores: Scores, tokens: TensorDict, iteration: int, metrics: Metrics
+    ) -> Tensor:
+        loss, extra = self.loss(scores.logprobs, tokens)
+        metrics |= {f"policy/{name}": value for name, value in extra.items()}
+        if self.correction is not None:
+            weights, extra = self.correction(tokens)
+            loss = weights * loss
+            metrics |= {f"correction/{name}": value for name, value in extra.items()}
+        metrics["policy/loss"] = loss
+        if self.kl is not None:
+            penalty = self.kl(scores.logprobs, tokens["ref_logprobs"])
+            loss = loss + self.kl.coef * penalty
+            metrics["policy/kl_ref"] = penalty
+        if self.entropy is not None:
+            loss = loss - self.entropy.at(iteration) * scores.entropy
+        return loss

@@ -1,0 +1,110 @@
+"""Policy losses that treat the ratio otherwise than PPO does, and one that has none."""
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.algos.losses import Metrics, PolicyLoss
+from lightning_rl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Reinforce(PolicyLoss):
+    """-A log p (Williams 1992): the policy gradient, exact for the first update of a batch."""
+
+    def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
+        return -tokens["advantages"] * logprobs, _divergence(logprobs, tokens)
+
+
+@dataclass(frozen=True)
+class GSPO(PolicyLoss):
+    """Clipped surrogate of the sequence's ratio (Zheng et al. 2025, GSPO, eqs. 5, 7 and 13).
+
+    s = exp(mean over the rollout's tokens of log p - log p_old); every token gets the value of
+    -min(s A, clip(s, 1 - low, 1 + high) A) and, as in GSPO-token, its own share of the gradient.
+    Use it with ``SequenceMean``. Bounds are far narrower than PPO's, since s is a geometric mean.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.clip_low, self.clip_high)
+
+    def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
+        log_ratio = logprobs.detach() - tokens["old_logprobs"]
+        s = row_means(log_ratio, tokens["row"]).exp()
+        s = s * (logprobs - logprobs.detach()).exp()  # value s, gradient s d log p
+        unclipped = s * tokens["advantages"]
+        clipped = s.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens["advantages"]
+        metrics = _divergence(logprobs, tokens) | {"clip_frac": (clipped < unclipped).float()}
+        return -torch.minimum(unclipped, clipped), metrics
+
+
+@dataclass(frozen=True)
+class CISPO(PolicyLoss):
+    """-sg(clip(w, 1 - low, 1 + high)) A log p (MiniMax-M1, 2025, eqs. 4-5).
+
+    The clip bounds a weight, so no token loses its gradient. ``clip_low`` 1 or more means no lower
+    bound, as the paper has it.
+    """
+
+    clip_low: float = 1.0
+    clip_high: float = 2.0
+
+    def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
+        ratio = (logprobs.detach() - tokens["old_logprobs"]).exp()
+        weight = ratio.clamp(max(0.0, 1 - self.clip_low), 1 + self.clip_high)
+        metrics = _divergence(logprobs, tokens) | {"clip_frac": (weight != ratio).float()}
+        return -weight * tokens["advantages"] * logprobs, metrics
+
+
+@dataclass(frozen=True)
+class SAPO(PolicyLoss):
+    """Soft adaptive gate in place of the clip (Gao et al. 2025, SAPO, arXiv 2511.20347).
+
+    -f(w) A with f(w) = 4 / tau sigmoid(tau (w - 1)): slope 1 at w = 1, falling smoothly on both
+    sides. Negative advantages get the steeper gate.
+
+    Raises:
+        ConfigError: unless both temperatures are positive.
+    """
+
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        if self.tau_positive <= 0 or self.tau_negative <= 0:
+            raise ConfigError(
+                f"SAPO(tau_positive={self.tau_positive}, tau_negative={self.tau_negative}): both "
+                "must be > 0"
+            )
+
+    def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
+        advantages = tokens["advantages"]
+        ratio = (logprobs - tokens["old_logprobs"]).exp()
+        tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative)
+        gate = torch.sigmoid(tau * (ratio - 1))
+        metrics = _divergence(logprobs, tokens) | {"gate": 4 * (gate * (1 - gate)).detach()}
+        return -4 / tau * gate * advantages, metrics
+
+
+def row_means(values: Tensor, row: Tensor) -> Tensor:
+    """Mean of ``values`` (M,) over the tokens of each token's own rollout, shape (M,)."""
+    _, inverse, counts = row.unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device)
+    return (sums.index_add(0, inverse, values) / counts)[inverse]
+
+
+def _divergence(logprobs: Tensor, tokens: TensorDict) -> Metrics:
+    log_ratio = logprobs.detach() - tokens["old_logprobs"]
+    return {"kl_old": log_ratio.expm1() - log_ratio}
+
+
+def _check_bounds(low: float, high: float) -> None:
+    if not 0 < low < 1 or high <= 0:
+        raise ConfigError(
+            f"clip_low={low}, clip_high={high}: need 0 < clip_low < 1 and clip_high > 0"
+        )

@@ -1,0 +1,34 @@
+"""Filters: which groups are worth training on."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_rl.rollout import Rollout, RolloutStatus
+
+
+class GroupFilter(ABC):
+    """Keeps or rejects a graded group; rejected ones are replaced by groups of new prompts."""
+
+    @abstractmethod
+    def keep(self, group: Sequence[Rollout]) -> bool:
+        """Whether to train on this group."""
+
+
+@dataclass(frozen=True)
+class RewardSpread(GroupFilter):
+    """Rejects groups whose rewards are all alike: they have no advantage (DAPO, section 3.2).
+
+    Args:
+        min_spread: largest minus smallest reward must exceed this.
+    """
+
+    min_spread: float = 0.0
+
+    def keep(self, group: Sequence[Rollout]) -> bool:
+        rewards = [
+            r.reward
+            for r in group
+            if r.status is RolloutStatus.COMPLETED and r.reward is not None
+        ]
+        return bool(rewards) and max(rewards) - min(rewards) > self.min_spread

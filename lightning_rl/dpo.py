@@ -1,0 +1,198 @@
+"""Direct preference optimisation: pairs from a file, or from graded rollouts."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.algos.preference import dpo
+from lightning_rl.data.packing import pack_rollouts, token_rows
+from lightning_rl.data.prompts import JSONLPrompts, PromptDataset
+from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.hparams import save_primitive_hparams
+from lightning_rl.models.lora import LoRA
+from lightning_rl.models.policy import Policy, Scores
+from lightning_rl.models.reference import FrozenReference, Reference
+from lightning_rl.rollout import Rollout
+from lightning_rl.sft import SFTDataModule, supervised_rollout
+
+
+class DPOModule(LightningModule):
+    """Raises the chosen completion of a pair over the rejected one, relative to a reference.
+
+    Automatic optimisation: gradient clipping and accumulation are the Trainer's. The two completions
+    of a pair share their prompt's forward pass.
+
+    Args:
+        model: directory or hub name of the causal LM.
+        beta: strength of the pull to the reference.
+        smoothing: chance that a label is wrong, in [0, 0.5).
+        reference: None: a frozen copy of the model as it starts.
+        optimizer: called with the trained parameters.
+        lr_scheduler: called with the optimizer; stepped once per optimizer step.
+        lora: train adapters only; None: all weights.
+        gradient_checkpointing: recompute activations in backward.
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        beta: float = 0.1,
+        smoothing: float = 0.0,
+        reference: Reference | None = None,
+        optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=5e-7, weight_decay=0.0),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        lora: LoRA | None = None,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        if beta <= 0 or not 0 <= smoothing < 0.5:
+            raise ConfigError(
+                f"DPOModule(beta={beta}, smoothing={smoothing}): need beta > 0 and smoothing in "
+                "[0, 0.5)"
+            )
+        save_primitive_hparams(self)
+        self.model = model
+        self.beta = beta
+        self.smoothing = smoothing
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.lora = lora
+        self.gradient_checkpointing = gradient_checkpointing
+        self.policy: Policy | None = None
+        self.reference: Reference | None = None
+        self._reference = (reference,)  # a tuple hides it from nn.Module until it is configured
+
+    def configure_model(self) -> None:
+        """Load the model and its reference, once."""
+        if self.policy is None:
+            self.policy = Policy(
+                self.model, gradient_checkpointing=self.gradient_checkpointing, lora=self.lora
+            )
+            self.reference = self._reference[0] or FrozenReference()
+            self.reference.configure(self.policy)
+
+    def configure_optimizers(self) -> Any:
+        assert self.policy is not None
+        optimizer = self.optimizer([p for p in self.policy.parameters() if p.requires_grad])
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
+        """The mean loss of a batch of pairs: rows 2i are chosen, 2i + 1 rejected."""
+        loss, margin = self._loss(batch)
+        pairs = len(margin)
+        self.log("dpo/loss", loss, prog_bar=True, batch_size=pairs)
+        self.log("dpo/accuracy", (margin > 0).float().mean(), prog_bar=True, batch_size=pairs)
+        self.log("dpo/margin", margin.mean(), batch_size=pairs)
+        return loss
+
+    def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
+        """Loss and accuracy on held-out pairs."""
+        loss, margin = self._loss(batch)
+        metrics = {"dpo/val_loss": loss, "dpo/val_accuracy": (margin > 0).float().mean()}
+        self.log_dict(metrics, batch_size=len(margin))
+
+    def _loss(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """Mean loss, and how far (P,) the policy's margin exceeds the reference's."""
+        if self.policy is None or self.reference is None:
+            raise ConfigError("the model is not loaded yet; call configure_model() first")
+        with torch.no_grad(), self.reference.lend(self.policy) as reference:
+            ref_margin = _margins(reference(batch), batch)
+        margin = _margins(self.policy(batch), batch)
+        return dpo(margin, ref_margin, self.beta, self.smoothing).mean(), margin - ref_margin
+
+
+def _margins(scores: Scores, batch: TensorDict) -> Tensor:
+    """log p(chosen) - log p(rejected) of each pair, shape (P,)."""
+    row = token_rows(batch)[scores.live]
+    sums = scores.logprobs.new_zeros(len(batch["rollouts"])).index_add(0, row, scores.logprobs)
+    chosen, rejected = sums.view(-1, 2).unbind(1)
+    return chosen - rejected
+
+
+class PairDataModule(SFTDataModule):
+    """Rows with a prompt, a chosen and a rejected completion, as packed batches of pairs.
+
+    Args:
+        train: the pairs; completions are text or token ids.
+        val: held-out pairs; None for none.
+        chosen_column: where the better completion is.
+        rejected_column: where the worse one is.
+        batch_size: pairs per step.
+        seed: of the order; None: ``seed_everything``'s.
+    """
+
+    def __init__(
+        self,
+        train: PromptDataset,
+        val: PromptDataset | None = None,
+        chosen_column: str = "chosen",
+        rejected_column: str = "rejected",
+        batch_size: int = 32,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(train, val, chosen_column, batch_size, seed)
+        self.rejected_column = rejected_column
+
+    def rows(self, prompts: PromptDataset) -> list[Any]:
+        columns = (self.completion_column, self.rejected_column)
+        return [
+            [supervised_rollout(prompt, column, self._tokenizer) for column in columns]
+            for prompt in prompts.first()
+        ]
+
+    @staticmethod
+    def collate(rows: list[Any]) -> TensorDict:
+        return pack_rollouts([rollout for pair in rows for rollout in pair])
+
+
+class RolloutPairs(JSONLPrompts):
+    """Pairs from graded rollouts, as ``lightning-rl rollout`` writes them.
+
+    Of each group, the best against the worst; completions are the recorded tokens, so nothing is
+    tokenised again.
+
+    Args:
+        path: the JSONL file of rollouts.
+        min_gap: the best reward must exceed the worst by more than this.
+    """
+
+    def __init__(self, path: str, min_gap: float = 0.0, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.min_gap = min_gap
+
+    def read(self) -> Iterable[tuple[str, Any]]:
+        groups: dict[str, list[Rollout]] = {}
+        where: dict[str, str] = {}
+        for place, record in super().read():
+            try:
+                rollout = Rollout.from_dict(record)
+            except (KeyError, TypeError, ValueError) as error:
+                raise DataError(
+                    f"{place}: expected a rollout as `lightning-rl rollout` writes it ({error!r})"
+                ) from error
+            if rollout.reward is not None and rollout.token_ids:
+                groups.setdefault(rollout.group_id, []).append(rollout)
+                where.setdefault(rollout.group_id, place)
+        for group_id, group in groups.items():
+            best = max(group, key=lambda r: r.reward or 0.0)
+            worst = min(group, key=lambda r: r.reward or 0.0)
+            if (best.reward or 0.0) - (worst.reward or 0.0) > self.min_gap:
+                yield (
+                    where[group_id],
+                    {
+                        self.prompt_column: best.prompt.prompt,
+                        "chosen": best.token_ids,
+                        "rejected": worst.token_ids,
+                    },
+                )

@@ -1,0 +1,92 @@
+"""What the policy is kept near: a frozen copy, one renewed now and then, or the base of a LoRA."""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.policy import Policy
+
+
+class Reference(nn.Module, ABC):
+    """Lends a policy that scores ``ref_logprobs``."""
+
+    @abstractmethod
+    def configure(self, policy: Policy) -> None:
+        """Prepare, given the policy as it starts."""
+
+    @abstractmethod
+    def lend(self, policy: Policy) -> "contextmanager[Policy]":  # type: ignore[valid-type]
+        """A context that yields the reference policy."""
+
+    def on_iteration_end(self, policy: Policy, iteration: int) -> None:
+        """Called after each iteration, whose number counts from 1."""
+
+
+class FrozenReference(Reference):
+    """A copy of the policy as it starts, or another checkpoint; never changes.
+
+    Args:
+        model: directory or hub name of another model with the same tokenizer; None: the policy's
+            own initial weights.
+    """
+
+    def __init__(self, model: str | None = None) -> None:
+        super().__init__()
+        self.model = model
+
+    def configure(self, policy: Policy) -> None:
+        if self.model is not None:
+            self.policy = Policy(self.model)
+        else:
+            value_head, policy.value_head = policy.value_head, None  # not part of a reference
+            self.policy = copy.deepcopy(policy)
+            policy.value_head = value_head
+        self.policy.requires_grad_(False)
+
+    @contextmanager
+    def lend(self, policy: Policy) -> Iterator[Policy]:  # type: ignore[override]
+        yield self.policy
+
+
+class PeriodicReference(FrozenReference):
+    """A frozen copy that is renewed from the policy every so many iterations.
+
+    Raises:
+        ConfigError: if ``every_n_iterations`` is less than 1.
+    """
+
+    def __init__(self, every_n_iterations: int = 100) -> None:
+        super().__init__()
+        if every_n_iterations < 1:
+            raise ConfigError(
+                f"PeriodicReference(every_n_iterations={every_n_iterations}) must be >= 1"
+            )
+        self.every_n_iterations = every_n_iterations
+
+    def on_iteration_end(self, policy: Policy, iteration: int) -> None:
+        if iteration % self.every_n_iterations == 0:
+            self.policy.lm.load_state_dict(policy.lm.state_dict())
+
+
+class BaseReference(Reference):
+    """The policy with its LoRA switched off: a reference that costs no memory.
+
+    Raises:
+        ConfigError: if the policy has no LoRA.
+    """
+
+    def configure(self, policy: Policy) -> None:
+        if policy.lora is None:
+            raise ConfigError("reference=BaseReference needs a LoRA policy; set lora")
+
+    @contextmanager
+    def lend(self, policy: Policy) -> Iterator[Policy]:  # type: ignore[override]
+        policy.lm.disable_adapters()
+        try:
+            yield policy
+        finally:
+            policy.lm.enable_adapters()

@@ -1,0 +1,340 @@
+"""VLLMLocal against the Hugging Face model: logprobs, seeds, concurrency, weight pushes."""
+
+import asyncio
+import random
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_rl.engines import Sampling, TransformersEngine, VLLMLocal
+from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
+from lightning_rl.models.policy import Policy, save_skeleton
+
+LONG = [3 + i % 10 for i in range(70)]  # more than two cache blocks of 32 tokens
+PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], LONG, [3, 4, 2]]
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_model):
+    return dict(Policy(str(tiny_model)).named_weights())
+
+
+@pytest.fixture(scope="module")
+def changed(weights):
+    """Weights of another policy: the same, a fifth smaller."""
+    return {name: weight * 0.8 for name, weight in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def skeleton(tiny_model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("skeleton")
+    save_skeleton(str(tiny_model), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def started(skeleton):
+    engine = VLLMLocal(max_model_len=128, kv_cache_gb=0.05)
+    engine.start(skeleton)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(started, weights):
+    """The engine with the tiny model's weights, as version 3."""
+    started.load_weights(weights.items(), 3)
+    return started
+
+
+def plain_model(tiny_model, weights):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def generate(engine, prompts, sampling, seeds=None):
+    seeds = range(len(prompts)) if seeds is None else seeds
+
+    async def run():
+        pairs = zip(prompts, seeds, strict=True)
+        return await asyncio.gather(*(engine.generate(p, sampling, s) for p, s in pairs))
+
+    return asyncio.run(run())
+
+
+def processed_logprobs(plain, prompt, token_ids, sampling) -> list[float]:
+    """The logprobs of a completion from their definition, in float64."""
+    with torch.no_grad():
+        logits = plain(input_ids=torch.tensor([prompt + token_ids])).logits[0].double()
+    result = []
+    for step, token in enumerate(token_ids):
+        z = logits[len(prompt) - 1 + step] / sampling.temperature
+        if step < sampling.min_tokens:
+            z[1] = -torch.inf
+        if sampling.top_k:
+            z[z < z.sort(descending=True).values[sampling.top_k - 1]] = -torch.inf
+        ordered, order = z.softmax(-1).sort(descending=True)
+        before = ordered.cumsum(0) - ordered
+        kept = order[before < sampling.top_p]
+        assert token in kept.tolist()
+        result.append(float(z[token] - z[kept].logsumexp(0)))
+    return result
+
+
+SAMPLINGS = [
+    Sampling(max_tokens=16, temperature=0.7),
+    Sampling(max_tokens=16, temperature=1.3, top_k=3),
+    Sampling(max_tokens=16, top_p=0.6),
+    Sampling(max_tokens=16, temperature=0.8, top_k=5, top_p=0.8, min_tokens=4),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_logprobs_are_of_the_distribution_sampled_from(tiny_model, weights, engine, sampling):
+    plain = plain_model(tiny_model, weights)
+    tokens = 0
+    for prompt, completion in zip(
+        PROMPTS * 4, generate(engine, PROMPTS * 4, sampling), strict=True
+    ):
+        expected = processed_logprobs(plain, prompt, completion.token_ids, sampling)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+        tokens += len(expected)
+    assert tokens > 60
+
+
+def test_completions_end_as_they_say(engine):
+    sampling = Sampling(max_tokens=5, temperature=2.0)
+    completions = generate(engine, PROMPTS * 10, sampling)
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for c in completions:
+        assert len(c.token_ids) == len(c.logprobs) == len(c.versions)
+        assert set(c.versions) == {3}
+        assert (c.finish_reason == "stop") == (c.token_ids[-1] == 1)
+        assert len(c.token_ids) == 5 or c.finish_reason == "stop"
+
+
+def test_min_tokens_holds_the_end_back(engine):
+    sampling = Sampling(max_tokens=8, min_tokens=6, temperature=2.0)
+    assert min(len(c.token_ids) for c in generate(engine, PROMPTS * 10, sampling)) >= 6
+
+
+def test_stop_strings_end_a_completion_and_stay_in_it(engine):
+    sampling = Sampling(max_tokens=50, temperature=2.0, stop=["="])
+    stopped = [c for c in generate(engine, PROMPTS * 4, sampling) if 2 in c.token_ids]
+    assert stopped
+    for c in stopped:
+        assert c.token_ids.index(2) == len(c.token_ids) - 1
+        assert c.finish_reason == "stop"
+
+
+def test_a_seed_gives_the_same_tokens_in_any_batch(engine):
+    sampling = Sampling(max_tokens=12)
+    alone = [generate(engine, [p], sampling, [s])[0].token_ids for s, p in enumerate(PROMPTS)]
+    together = [c.token_ids for c in generate(engine, PROMPTS, sampling)]
+    assert together == alone
+    order = [4, 2, 0, 3, 1]
+    crowd = generate(engine, [PROMPTS[i] for i in order] + PROMPTS * 5, sampling, order + [99] * 25)
+    assert [c.token_ids for c in crowd[:5]] == [alone[i] for i in order]
+    assert alone[0] != alone[4]  # one prompt, two seeds
+
+
+def test_greedy_equals_the_transformers_engine(skeleton, weights, engine):
+    reference = TransformersEngine(device="cpu")
+    reference.start(skeleton)
+    reference.load_weights(weights.items(), 0)
+    greedy = Sampling(max_tokens=20, temperature=0)
+    ours, theirs = (generate(e, PROMPTS, greedy) for e in (engine, reference))
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+
+
+def test_requests_join_and_leave_while_others_run(engine):
+    """A request that comes later ends earlier than one that was there before."""
+    finished = []
+
+    async def request(name, prompt, tokens, seed):
+        sampling = Sampling(max_tokens=tokens, min_tokens=tokens)
+        completion = await engine.generate(prompt, sampling, seed)
+        finished.append(name)
+        return completion
+
+    async def run():
+        long = asyncio.create_task(request("long", [3], 50, 1))
+        for _ in range(5):  # let it make some steps
+            await asyncio.sleep(0)
+        short = asyncio.create_task(request("short", [4], 3, 2))
+        return await asyncio.gather(long, short)
+
+    long, short = asyncio.run(run())
+    assert finished == ["short", "long"]
+    # Neither noticed the other.
+    alone = generate(engine, [[3]], Sampling(max_tokens=50, min_tokens=50), [1])[0]
+    assert long.token_ids == alone.token_ids
+    assert len(short.token_ids) == 3
+
+
+def test_a_cancelled_request_leaves_and_the_others_stay(engine):
+    sampling = Sampling(max_tokens=40, min_tokens=40)
+
+    async def run():
+        doomed = asyncio.create_task(engine.generate([3], sampling, 1))
+        other = asyncio.create_task(engine.generate([4], sampling, 2))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        doomed.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+        return await other
+
+    completion = asyncio.run(run())
+    assert completion.token_ids == generate(engine, [[4]], sampling, [2])[0].token_ids
+    assert not engine._llm.has_unfinished_requests()
+
+
+def test_a_push_replaces_all_weights(tiny_model, changed, engine):
+    sampling = Sampling(max_tokens=12, temperature=0.7)
+    before = generate(engine, PROMPTS, sampling)
+    engine.load_weights(changed.items(), 4)
+    after = generate(engine, PROMPTS, sampling)
+    assert [c.token_ids for c in before] != [c.token_ids for c in after]
+    plain = plain_model(tiny_model, changed)
+    for prompt, completion in zip(PROMPTS, after, strict=True):
+        expected = processed_logprobs(plain, prompt, completion.token_ids, sampling)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+        assert set(completion.versions) == {4}
+
+
+def gap_on_a_cached_prompt(engine, plain) -> float:
+    """Largest error of logprobs after a prompt of 70 tokens, which vLLM caches in blocks of 32."""
+    sampling = Sampling(max_tokens=4, min_tokens=4)
+    (completion,) = generate(engine, [LONG], sampling, [5])
+    expected = processed_logprobs(plain, LONG, completion.token_ids, sampling)
+    return max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True))
+
+
+def test_a_push_drops_the_prefix_cache(monkeypatch, tiny_model, weights, changed, engine):
+    old, new = plain_model(tiny_model, weights), plain_model(tiny_model, changed)
+    assert gap_on_a_cached_prompt(engine, old) < 1e-5  # fills the cache
+    engine.load_weights(changed.items(), 4)
+    assert gap_on_a_cached_prompt(engine, new) < 1e-5
+    # Without the reset the old keys and values poison what follows: that this test can fail.
+    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda **_: True)
+    engine.load_weights(weights.items(), 5)
+    assert gap_on_a_cached_prompt(engine, old) > 1e-2
+    monkeypatch.undo()
+    engine.load_weights(weights.items(), 6)
+    assert gap_on_a_cached_prompt(engine, old) < 1e-5
+
+
+def test_tokens_in_flight_keep_the_version_that_wrote_them(tiny_model, weights, changed, engine):
+    sampling = Sampling(max_tokens=40, min_tokens=40)
+    prompts = PROMPTS[:4]
+
+    async def run():
+        tasks = [
+            asyncio.create_task(engine.generate(p, sampling, s)) for s, p in enumerate(prompts)
+        ]
+        for _ in range(12):
+            await asyncio.sleep(0)
+        await engine.pause()
+        engine.load_weights(changed.items(), 4)
+        for _ in range(100):  # paused: nothing moves
+            await asyncio.sleep(0)
+        moved = any(task.done() for task in tasks)
+        await engine.resume()
+        assert not moved
+        return await asyncio.gather(*tasks)
+
+    plain = {3: plain_model(tiny_model, weights), 4: plain_model(tiny_model, changed)}
+    for prompt, completion in zip(prompts, asyncio.run(run()), strict=True):
+        switch = completion.versions.index(4)
+        assert 0 < switch < 40
+        assert completion.versions == [3] * switch + [4] * (40 - switch)
+        by_version = {
+            v: processed_logprobs(m, prompt, completion.token_ids, sampling)
+            for v, m in plain.items()
+        }
+        expected = by_version[3][:switch] + by_version[4][switch:]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+        # The versions are told apart: neither policy alone explains all tokens.
+        for alone in by_version.values():
+            assert completion.logprobs != pytest.approx(alone, abs=1e-2)
+
+
+def test_weights_that_do_not_fit_are_named_and_change_nothing(tiny_model, weights, engine):
+    # One part of what vLLM merges into a single weight.
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(WeightSyncError, match=rf"misses \['{name}'\]"):
+        engine.load_weights({n: w for n, w in weights.items() if n != name}.items(), 4)
+    with pytest.raises(WeightSyncError, match=r"brings unknown \['visual\.weight'\]"):
+        engine.load_weights((weights | {"visual.weight": torch.ones(1)}).items(), 4)
+    with pytest.raises(
+        WeightSyncError, match=rf"{name}' of shape \(2, 2\), VLLMLocal's is \(64, 64\)"
+    ):
+        engine.load_weights((weights | {name: torch.ones(2, 2)}).items(), 4)
+    assert engine.version == 3
+    assert gap_on_a_cached_prompt(engine, plain_model(tiny_model, weights)) < 1e-5
+
+
+def test_a_push_that_fails_inside_leaves_no_engine_to_generate_with(monkeypatch, weights, engine):
+    """As when vLLM takes the names but not all of the weights."""
+    norm = "model.norm.weight"
+    monkeypatch.delitem(engine._shapes, norm)
+    with pytest.raises(WeightSyncError, match=rf"left 1 of the engine's weights .* '{norm}'"):
+        engine.load_weights({n: w for n, w in weights.items() if n != norm}.items(), 4)
+    with pytest.raises(EngineError, match="no trained weights"):
+        generate(engine, [[3]], Sampling(max_tokens=1))
+
+
+def test_a_request_that_does_not_fit_is_refused(engine):
+    with pytest.raises(EngineError, match=r"prompt of 120 tokens \+ max_tokens=9 exceeds .*128"):
+        generate(engine, [[3] * 120], Sampling(max_tokens=9))
+
+
+def test_an_engine_can_be_closed_and_started_again_beside_another(
+    tiny_model, skeleton, weights, engine
+):
+    """And neither life disturbs the process around it."""
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)  # noqa: NPY002
+    torch.set_num_threads(2)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    hook, threads = sys.excepthook, {t.name for t in threading.enumerate()}
+    expected = [c.token_ids for c in generate(engine, PROMPTS, Sampling(max_tokens=8))]
+    for _ in range(2):
+        other = VLLMLocal(max_model_len=128, kv_cache_gb=0.05)
+        with pytest.raises(EngineError, match="not running"):
+            generate(other, [[3]], Sampling(max_tokens=1))
+        other.start(skeleton)
+        with pytest.raises(EngineError, match="no trained weights yet"):
+            generate(other, [[3]], Sampling(max_tokens=1))
+        other.load_weights(weights.items(), 0)
+        again = [c.token_ids for c in generate(other, PROMPTS, Sampling(max_tokens=8))]
+        assert again == expected
+        other.close()
+        other.close()
+        assert not other.running
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]  # noqa: NPY002
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    assert torch.get_num_threads() == 1  # it still does something
+    assert sys.excepthook is hook
+    assert {t.name for t in threading.enumerate()} <= threads
+    assert generate(engine, PROMPTS, Sampling(max_tokens=8))[0].token_ids == expected[0]
+
+
+def test_impossible_settings_are_refused(tmp_path, skeleton):
+    with pytest.raises(ConfigError, match="dtype='int8' must be"):
+        VLLMLocal(dtype="int8")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"float16.* not for CPUs"):
+            VLLMLocal(dtype="float16").start(skeleton)
+    with pytest.raises(EngineError, match="vLLM did not start"):
+        VLLMLocal(max_model_len=10_000).start(skeleton)

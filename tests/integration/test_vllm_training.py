@@ -1,0 +1,240 @@
+"""Training on rollouts of a real vLLM engine, its weight sync, and what comes out of it."""
+
+import asyncio
+import json
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from transformers import AutoModelForCausalLM
+
+from lightning_rl.callbacks import (
+    Evaluate,
+    HFExport,
+    PreviewTable,
+    RLCallback,
+    RLProgressBar,
+    RunReport,
+    StepTimer,
+    WeightSync,
+)
+from lightning_rl.data.prompts import IterablePrompts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines import Sampling, VLLMLocal
+from lightning_rl.errors import WeightSyncError
+from lightning_rl.module import PolicyModule
+from lightning_rl.sync.memory import MemoryTransport
+
+# A prompt longer than one cache block of 32 tokens, so that prefixes are really shared.
+PREFIX = "0123456789" * 4
+
+
+def share_of_sevens(completions, completion_ids, **columns):
+    pairs = zip(completions, completion_ids, strict=True)
+    return [text.count("7") / len(ids) for text, ids in pairs]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """One engine for all runs here: a data module does not start one that already runs."""
+
+    class Kept(VLLMLocal):
+        def close(self) -> None:
+            self.version = -1
+
+    kept = Kept(max_model_len=64, kv_cache_gb=0.05)
+    yield kept
+    VLLMLocal.close(kept)
+
+
+def fit(tiny_model, tmp_path, engine, *callbacks, iterations=2, trainer=None, data=None, **module):
+    """One epoch of GRPO; returns the module and every iteration's metrics."""
+    prompts = IterablePrompts([{"prompt": f"{PREFIX}{n}="} for n in range(10, 30)], seed=1)
+    module = PolicyModule(
+        str(tiny_model),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0),
+        seed=7,
+        **module,
+    )
+    data = RLDataModule(
+        prompts,
+        [share_of_sevens],
+        engine=engine,
+        eval_prompts=IterablePrompts([{"prompt": f"{n}="} for n in range(8)]),
+        sampling=Sampling(max_tokens=6),
+        success_reward=0.5,
+        eval_samples=4,
+        groups_per_iteration=6,
+        iterations_per_epoch=iterations,
+        seed=7,
+        **(data or {}),
+    )
+    report = RunReport()
+    runner = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        logger=TensorBoardLogger(tmp_path, "run"),
+        callbacks=[*callbacks, report],
+        **(trainer or {}),
+    )
+    runner.fit(module, data)
+    return module, report.history
+
+
+def column(history, name: str) -> list[float]:
+    return [row[name] for row in history if name in row]
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, tmp_path_factory, engine):
+    """A run with every callback: (run directory, module, metrics)."""
+    tmp_path = tmp_path_factory.mktemp("grpo")
+    callbacks = [
+        WeightSync(), Evaluate(every_n_iterations=5), PreviewTable(), HFExport(), RLProgressBar(),
+        StepTimer(),
+    ]  # fmt: skip
+    module, history = fit(tiny_model, tmp_path, engine, *callbacks, iterations=10)
+    return tmp_path / "run" / "version_0", module, history
+
+
+def test_the_reward_rises_on_policy(trained):
+    directory, _, history = trained
+    rewards, accuracy = column(history, "reward/mean"), column(history, "eval/accuracy")
+    assert len(rewards) == 10
+    assert rewards[-1] > rewards[0] + 0.3
+    assert accuracy[-1] > accuracy[0] + 0.3
+    # Ten pushes, and engine and trainer agree after each, on every token trained on.
+    assert column(history, "sync/version") == list(range(11))
+    assert max(column(history, "sync/probe_gap")) < 1e-4
+    assert max(column(history, "rollout/logprob_gap_max")) < 1e-4
+    assert set(column(history, "rollout/staleness_max")) == {0.0}
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["status"], summary["iterations"]) == ("completed", 10)
+    assert len((directory / "rollouts.jsonl").read_text().splitlines()) == 80
+
+
+def test_the_export_is_the_policy_in_transformers_and_in_a_fresh_vllm(trained):
+    directory, module, _ = trained
+    plain = AutoModelForCausalLM.from_pretrained(directory / "hf")
+    for mine, theirs in zip(module.policy.lm.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    # No push here: vLLM reads the exported files itself.
+    fresh = VLLMLocal(
+        max_model_len=64, kv_cache_gb=0.05, options={"load_format": "auto", "hf_overrides": {}}
+    )
+    fresh.start(directory / "hf")
+    fresh.version = 0
+    prompt, sampling = [3, 4, 2], Sampling(max_tokens=6, min_tokens=6, temperature=0.7)
+
+    async def run():
+        return await asyncio.gather(*(fresh.generate(prompt, sampling, s) for s in range(8)))
+
+    for completion in asyncio.run(run()):
+        ids = torch.tensor([prompt + completion.token_ids])
+        with torch.no_grad():
+            logits = plain(input_ids=ids).logits[0, 2:-1].double() / 0.7
+        logits[:, 1] = -torch.inf  # min_tokens forbids the end
+        expected = logits.log_softmax(-1).gather(-1, ids[0, 3:, None]).squeeze(-1)
+        assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+    fresh.close()
+
+
+class SkipsALayer(MemoryTransport):
+    """Sends one layer's old weights from the second push on."""
+
+    def __init__(self, skipped: str) -> None:
+        self.skipped = skipped
+        self.old: torch.Tensor | None = None
+
+    def push(self, weights, version):
+        sent = {}
+        for name, weight in weights:
+            if name == self.skipped:
+                self.old = weight.clone() if self.old is None else self.old
+                weight = self.old
+            sent[name] = weight
+        super().push(sent.items(), version)
+
+
+@pytest.mark.parametrize(
+    "skipped", ["model.layers.1.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"]
+)
+def test_the_probe_finds_a_weight_that_was_not_sent(tiny_model, tmp_path, engine, skipped):
+    sync = WeightSync(transport=SkipsALayer(skipped))
+    with pytest.raises(
+        WeightSyncError, match=r"after the sync of version 1, .* disagree by .* nats on token"
+    ):
+        fit(tiny_model, tmp_path, engine, sync)
+    summary = json.loads((tmp_path / "run" / "version_0" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+
+
+def test_the_probe_finds_a_prefix_cache_that_was_not_reset(
+    monkeypatch, tiny_model, tmp_path, engine
+):
+    fit(tiny_model, tmp_path / "good", engine, WeightSync(), iterations=2)
+    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda **_: True)
+    with pytest.raises(WeightSyncError, match="or a stale cache"):
+        fit(tiny_model, tmp_path / "bad", engine, WeightSync(), iterations=2)
+
+
+class Rollouts(RLCallback):
+    """All tokens that were sampled, and the versions that wrote them."""
+
+    def __init__(self) -> None:
+        self.tokens: list[list[int]] = []
+        self.versions: list[set[int]] = []
+
+    def on_collect_end(self, trainer, pl_module, rollouts) -> None:
+        self.tokens += [r.token_ids for r in rollouts]
+        self.versions.append({v for r in rollouts for v in r.versions})
+
+
+def test_a_slower_schedule_trains_off_policy_and_says_so(tiny_model, tmp_path, engine):
+    from lightning_rl.sync.schedule import FixedSchedule
+
+    seen = Rollouts()
+    sync = WeightSync(schedule=FixedSchedule(every_n_iterations=2))
+    _, history = fit(tiny_model, tmp_path, engine, sync, seen, iterations=4, ppo_epochs=2)
+    assert seen.versions == [{0}, {0}, {2}, {2}]
+    assert column(history, "rollout/staleness_max") == [0, 1, 0, 1]
+    gaps = column(history, "rollout/logprob_gap_max")
+    assert max(gaps[0], gaps[2]) < 1e-4
+    assert min(gaps[1], gaps[3]) > 1e-3
+
+
+def test_a_seeded_run_can_be_repeated(tiny_model, tmp_path, engine):
+    runs = []
+    for name in ("a", "b"):
+        seen = Rollouts()
+        fit(tiny_model, tmp_path / name, engine, WeightSync(), seen)
+        runs.append(seen.tokens)
+    assert runs[0] == runs[1]
+
+
+def test_bf16_mixed_stays_close(tiny_model, tmp_path, engine):
+    _, history = fit(
+        tiny_model, tmp_path, engine, WeightSync(max_gap=0.5), iterations=3,
+        trainer={"precision": "bf16-mixed"},
+    )  # fmt: skip
+    assert all(math.isfinite(x) for x in column(history, "policy/loss"))
+    gaps = column(history, "rollout/logprob_gap_mean")
+    assert len(gaps) == 3
+    # The engine computes in float32: they differ by bfloat16's rounding, and not by more.
+    assert 1e-5 < max(gaps) < 0.05
+
+
+def test_gradient_checkpointing_changes_nothing(tiny_model, tmp_path, engine):
+    weights = []
+    for name, on in (("off", False), ("on", True)):
+        module, _ = fit(
+            tiny_model, tmp_path / name, engine, WeightSync(), gradient_checkpointing=on
+        )
+        weights.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))
+    assert float((weights[0] - weights[1]).norm() / weights[0].norm()) < 1e-5

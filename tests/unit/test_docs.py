@@ -1,0 +1,262 @@
+"""What the documentation shows works: snippets, commands, error messages, links, paths."""
+
+import inspect
+import json
+import re
+import shlex
+import shutil
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_rl.cli import COMMANDS, main
+from lightning_rl.cli_app import RLCLI
+from lightning_rl.errors import LightningRLError
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "recipes").glob("*/README.md")),
+]
+FENCE = re.compile(r'^( *)```(\w*)(?: title="([^"]+)")?$')
+LANGUAGES = {"bash", "console", "json", "python", "text", "yaml"}
+
+
+@dataclass
+class Block:
+    """A fenced block: ``title`` is the file it stands for, ``runs``: ``<!-- runs -->`` is above."""
+
+    page: Path
+    line: int
+    language: str
+    title: str | None
+    text: str
+    runs: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def read_blocks(page: Path) -> list[Block]:
+    blocks: list[Block] = []
+    lines = page.read_text(encoding="utf-8").splitlines()
+    number = 0
+    while number < len(lines):
+        opened = FENCE.match(lines[number])
+        if opened:
+            indent, language, title = opened.groups()
+            end = lines.index(f"{indent}```", number + 1)
+            text = "".join(f"{line.removeprefix(indent)}\n" for line in lines[number + 1 : end])
+            runs = number > 0 and lines[number - 1].strip() == "<!-- runs -->"
+            blocks.append(Block(page, number + 1, language, title, text, runs))
+            number = end
+        number += 1
+    return blocks
+
+
+BLOCKS = [block for page in PAGES for block in read_blocks(page)]
+
+
+def blocks_in(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language]
+
+
+def command_lines() -> list[tuple[Block, list[str]]]:
+    """Each command once, without the environment variables before it."""
+    commands = {}
+    for block in blocks_in("bash"):
+        for line in block.text.splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.match(r"^[A-Z_]+=", words[0]):
+                words.pop(0)
+            if words:
+                commands.setdefault(tuple(words), block)
+    return [(block, list(words)) for words, block in commands.items()]
+
+
+def cli_arguments(words: list[str]) -> list[str] | None:
+    """Arguments of ``lightning-rl`` or ``python -m lightning_rl``; None for another command."""
+    if words[0] == "lightning-rl":
+        return words[1:]
+    return words[3:] if words[:3] == ["python", "-m", "lightning_rl"] else None
+
+
+def per_block(blocks: list[Block]):
+    return pytest.mark.parametrize("block", blocks, ids=lambda block: block.place)
+
+
+CLI_COMMANDS = [c for c in command_lines() if cli_arguments(c[1]) is not None]
+OTHER_COMMANDS = [c for c in command_lines() if cli_arguments(c[1]) is None]
+
+
+@pytest.fixture(scope="module")
+def workplaces(tiny_model, tmp_path_factory):
+    """A directory per page: what the quickstart leaves behind, and the files the page shows."""
+    made: dict[Path, Path] = {}
+
+    def make(page: Path) -> Path:
+        if page in made:
+            return made[page]
+        place = made[page] = tmp_path_factory.mktemp(page.stem)
+        shutil.copytree(ROOT / "recipes", place / "recipes")
+        runs = place / "runs" / "sort_digits"
+        (runs / "sft").mkdir(parents=True)
+        for model in (runs / "model", runs / "sft" / "hf"):
+            model.symlink_to(tiny_model, target_is_directory=True)
+        row = {"prompt": "312=", "answer": "123", "completion": "123"}
+        for name in ("train", "heldout", "sft"):
+            (runs / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        for block in BLOCKS:
+            if block.page == page and block.title is not None:
+                (place / block.title).write_text(block.text)
+        return place
+
+    return make
+
+
+@pytest.fixture
+def stand_in(workplaces, monkeypatch):
+    """Go where a page's reader is: its files are at hand, its modules can be imported."""
+    # `seed_everything` sets this variable, from which later tests would take their seed.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+
+    def go(page: Path) -> Path:
+        place = workplaces(page)
+        monkeypatch.chdir(place)
+        monkeypatch.syspath_prepend(str(place))
+        return place
+
+    return go
+
+
+class Parsed(RLCLI):
+    """Builds everything that a command needs, and does not run it."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+def test_every_block_says_what_it_is():
+    assert len(BLOCKS) > 40
+    assert not [block.place for block in BLOCKS if block.language not in LANGUAGES]
+
+
+@per_block(blocks_in("python"))
+def test_python_compiles(block):
+    compile(block.text, block.place, "exec")
+
+
+@per_block([block for block in blocks_in("python") if block.runs])
+def test_python_runs(block, stand_in):
+    place = stand_in(block.page)
+    # The same program, on the engine that starts at once, and for one iteration.
+    text = re.sub(r"VLLMLocal\(max_model_len=32\)", "TransformersEngine()", block.text)
+    text = text.replace("VLLMLocal", "TransformersEngine")
+    text = text.replace("iterations_per_epoch=24", "iterations_per_epoch=1")
+    exec(compile(text, block.place, "exec"), {"__name__": "__main__"})
+    if block.title == "train.py":
+        summary = json.loads((place / "lightning_logs/version_0/summary.json").read_text())
+        assert (summary["status"], summary["iterations"]) == ("completed", 1)
+
+
+@per_block(blocks_in("yaml"))
+def test_yaml_builds_what_it_names(block, stand_in):
+    place = stand_in(block.page)
+    (place / "block.yaml").write_text(block.text)
+    configs = ["--config", "block.yaml"]
+    if "class_path" not in yaml.safe_load(block.text).get(
+        "model", {}
+    ):  # what differs from a recipe
+        recipe = block.page.parent.name if block.page.name == "README.md" else "sort_digits"
+        configs = ["--config", f"recipes/{recipe}/grpo.yaml", *configs]
+    Parsed(["fit", *configs])
+
+
+@pytest.mark.parametrize(
+    ("block", "words"), CLI_COMMANDS, ids=[" ".join(words)[-70:] for _, words in CLI_COMMANDS]
+)
+def test_our_command_is_understood(block, words, stand_in, capsys):
+    arguments = cli_arguments(words)
+    assert arguments[0] in COMMANDS
+    stand_in(block.page)
+    if "--ckpt_path" in arguments:  # a file that only a run leaves
+        index = arguments.index("--ckpt_path")
+        del arguments[index : index + 2]
+    if arguments == ["doctor"]:
+        return
+    if not any(a in ("--help", "--print_config") or a.endswith(".help") for a in arguments):
+        Parsed(arguments)
+        return
+    with pytest.raises(SystemExit) as done:
+        Parsed(arguments)
+    assert done.value.code in (0, None)
+    assert len(capsys.readouterr().out) > 100
+
+
+@pytest.mark.parametrize(
+    ("block", "words"), OTHER_COMMANDS, ids=[" ".join(words)[:70] for _, words in OTHER_COMMANDS]
+)
+def test_any_other_command_exists(block, words):
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif words[:2] == ["python", "-m"]:
+        source = inspect.getsource(import_module(words[2]))
+        assert [w for w in words[3:] if w.startswith("--") and f'"{w}"' not in source] == []
+    elif words[:3] == ["uv", "pip", "install"]:
+        files = [w for w in words if w.startswith("install/")]
+        assert files
+        assert all((ROOT / file).is_file() for file in files)
+        extra = re.fullmatch(r"\.\[(\w+)\]", words[-1]).group(1)
+        assert re.search(rf"^{extra} =", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    else:
+        assert words[:2] in (
+            ["source", ".venv/bin/activate"],
+            ["tensorboard", "--logdir"],
+            ["pip", "uninstall"],
+        )
+
+
+@per_block(blocks_in("console"))
+def test_an_error_is_as_shown(block, stand_in, capsys):
+    stand_in(block.page)
+    command, _, shown = block.text.partition("\n")
+    assert command.startswith("$ lightning-rl ")
+    try:
+        status = main(shlex.split(command)[2:])
+    except (LightningRLError, MisconfigurationException) as error:
+        pytest.fail(f"not caught: {error!r}")
+    assert status == 2
+    printed = capsys.readouterr().err
+    assert printed[printed.index("lightning-rl: ") :] == shown
+
+
+def slug(heading: str) -> str:
+    """The anchor that MkDocs and GitHub give a heading."""
+    return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_paths_lead_somewhere(page):
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
+            assert anchor in map(slug, headings), f"{page.name} links to {target}"
+    for path in re.findall(r"`((?:recipes|docs|install|benchmarks|tests)/[\w./]+)`", text):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_every_page_is_in_the_navigation():
+    config = (ROOT / "mkdocs.yml").read_text()
+    assert [p.name for p in (ROOT / "docs").glob("*.md") if f": {p.name}" not in config] == []
