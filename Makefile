@@ -24,7 +24,7 @@ quickstart: setup  ## train the small model of recipes/sort_digits and show its 
 	@$(PY) -m recipes.sort_digits.quickstart
 
 test: setup  ## unit tests, then integration tests with a real vLLM engine
-	$(PY) -m pytest tests/unit
+	$(PY) -m pytest tests/unit -n 2
 	$(PY) -m pytest tests/integration
 
 lint: setup  ## ruff and mypy

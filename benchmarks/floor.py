@@ -5,9 +5,9 @@
 Runs the quickstart's GRPO through `Trainer.fit` with its callbacks and logger, and after every
 iteration the bare work of the same rollouts: `vllm.LLM.generate` of as many tokens for the same
 prompts (no logprobs, no seeds), and a hand-written torch forward, backward and AdamW step on the
-same tokens, prompts shared within a group. The ratio of CPU seconds, iteration by iteration, is what
-the library costs. The last line is JSON with `ratio` (against the floor with shared prompts) and
-`ratio_unshared`.
+same tokens, prompts shared within a group. The ratio of CPU seconds, iteration by iteration, is
+what the library costs. The last line is JSON with `ratio` (against the floor with shared prompts)
+and `ratio_unshared`.
 """
 
 import argparse
@@ -86,12 +86,13 @@ class Floor(RLCallback):
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        if pl_module.iteration == 0:  # type: ignore[operator]
+        assert isinstance(pl_module, PolicyModule)
+        if pl_module.iteration == 0:
             return
         iteration = time.process_time() - self.begin
         advantages = torch.randn(sum(len(r.token_ids) for r in self.rollouts))
         # Alternate the order, so that neither variant always finds warm caches.
-        order = (True, False) if pl_module.iteration % 2 else (False, True)  # type: ignore[operator]
+        order = (True, False) if pl_module.iteration % 2 else (False, True)
         steps = {
             share: cpu_seconds(self.plain[share].step, self.rollouts, advantages, share)
             for share in order
@@ -103,7 +104,7 @@ class Floor(RLCallback):
             "step_unshared": steps[False],
             "tokens": float(len(advantages)),
         }
-        if pl_module.iteration > self.warmup:  # type: ignore[operator]
+        if pl_module.iteration > self.warmup:
             self.rows.append(row)
 
     def generate(self) -> None:
@@ -122,7 +123,7 @@ class Floor(RLCallback):
             for r in self.rollouts
         ]
         prompts = [{"prompt_token_ids": r.prompt.token_ids} for r in self.rollouts]
-        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)  # type: ignore[arg-type]
+        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
         produced = sum(len(output.outputs[0].token_ids) for output in outputs)
         assert produced == sum(len(r.token_ids) for r in self.rollouts)
 
@@ -173,7 +174,7 @@ def run(iterations: int, warmup: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)

@@ -67,8 +67,10 @@ def measure(method: str, tokens: int) -> dict[str, float]:
     before, begin = resident(), time.process_time()
     torch.autograd.backward(METHODS[method](hidden, output, targets), tuple(upstream))
     seconds = time.process_time() - begin
-    return {"bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before,
-            "seconds": seconds}
+    return {
+        "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before,
+        "seconds": seconds,
+    }
 
 
 def compare(tokens: int) -> dict[str, float]:
@@ -137,8 +139,11 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     if arguments.method:
         one = arguments.method == "compare"
-        print(json.dumps(compare(arguments.tokens) if one else
-                         measure(arguments.method, arguments.tokens)))
+        print(
+            json.dumps(
+                compare(arguments.tokens) if one else measure(arguments.method, arguments.tokens)
+            )
+        )
         return
     row = run(arguments.tokens)
     print(f"{'':8}{'GiB':>8}{'CPU s':>9}   ({row['tokens']} tokens; time of {row['time_tokens']})")

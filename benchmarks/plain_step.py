@@ -107,12 +107,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, segments: list[Segments]) -> Tensor
             seen = (segment.prefix >= 0)[:, None].expand(-1, index.shape[1], -1)
             keys = torch.cat([segment.prefix.clamp(min=0), index], 1)
             mask = torch.cat([seen, causal], 2)[:, None]
+        repeats = q.shape[1] // k.shape[1]
         attended = F.scaled_dot_product_attention(
             q[index].transpose(1, 2),
-            *(
-                x[keys].transpose(1, 2).repeat_interleave(q.shape[1] // k.shape[1], 1)
-                for x in (k, v)
-            ),
+            k[keys].transpose(1, 2).repeat_interleave(repeats, 1),
+            v[keys].transpose(1, 2).repeat_interleave(repeats, 1),
             attn_mask=mask,
             is_causal=mask is None,
         ).transpose(1, 2)

@@ -40,7 +40,7 @@ def run(config: str, seed: int, overrides: list[str]) -> dict[str, float | None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="recipes/sort_digits/grpo.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments, overrides = parser.parse_known_args()

@@ -30,9 +30,7 @@ class Evaluate(RLCallback):
         if not isinstance(datamodule, RLDataModule) or datamodule.eval_prompts is None:
             raise ConfigError("Evaluate has nothing to evaluate on; set data.eval_prompts")
 
-    def on_weights_synced(
-        self, trainer: Trainer, pl_module: LightningModule, version: int
-    ) -> None:
+    def on_weights_synced(self, trainer: Trainer, pl_module: LightningModule, version: int) -> None:
         if trainer.state.fn == "fit" and self.should_evaluate(trainer, version):
             assert isinstance(pl_module, PolicyModule)
             _, metrics = trainer.datamodule.evaluate()  # type: ignore[attr-defined]
@@ -46,7 +44,7 @@ class Evaluate(RLCallback):
 
 
 def total_iterations(trainer: Trainer) -> int | None:
-    """Iterations of the whole run; None if its end is set otherwise (time, steps, or not at all)."""
+    """Iterations of the whole run; None if its end is set otherwise (by time or steps)."""
     epochs = trainer.max_epochs
     batches = trainer.num_training_batches
     if epochs is None or epochs < 0 or batches == float("inf"):

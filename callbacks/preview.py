@@ -44,8 +44,9 @@ class PreviewTable(RLCallback):
                 record = {"iteration": pl_module.iteration, "id": rollout.id} | rollout.to_dict()
                 lines.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         for logger in trainer.loggers:
-            if hasattr(logger.experiment, "add_text"):
-                logger.experiment.add_text("rollouts", markdown_table(chosen), pl_module.iteration)
+            experiment = getattr(logger, "experiment", None)
+            if experiment is not None and hasattr(experiment, "add_text"):
+                experiment.add_text("rollouts", markdown_table(chosen), pl_module.iteration)
 
 
 def spread(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:

@@ -38,7 +38,9 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """``v_num`` and the few figures that tell how it goes."""
         known = trainer.callback_metrics
-        shown = {label: f"{float(known[name]):.3g}" for name, label in SHOWN.items() if name in known}
+        shown = {
+            label: f"{float(known[name]):.3g}" for name, label in SHOWN.items() if name in known
+        }
         self._metrics = super().get_metrics(trainer, pl_module) | shown
         return self._metrics
 

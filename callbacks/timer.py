@@ -11,7 +11,7 @@ from lightning_rl.stages import STAGES
 
 
 class StepTimer(RLCallback):
-    """Records ``time/generate``, ``reward``, ``logprob``, ``train``, ``sync``, ``eval`` and ``other``.
+    """Records ``time/generate``, ``reward``, ``logprob``, ``train``, ``sync``, ``eval``, ``other``.
 
     In seconds of wall time; they sum to ``time/iteration``. The first iteration's clock starts when
     training starts, so it holds the first sync and evaluation.

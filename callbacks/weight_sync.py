@@ -43,7 +43,9 @@ class WeightSync(RLCallback):
         probe_prompts: int = 4,
     ) -> None:
         if max_gap is not None and max_gap <= 0:
-            raise ConfigError(f"max_gap={max_gap} must be > 0 nats; null for the engine's tolerance")
+            raise ConfigError(
+                f"max_gap={max_gap} must be > 0 nats; null for the engine's tolerance"
+            )
         if probe_prompts < 0:
             raise ConfigError(f"probe_prompts={probe_prompts} must be >= 0")
         self.transport = transport if transport is not None else MemoryTransport()
@@ -124,7 +126,7 @@ def _datamodule(trainer: Trainer) -> RLDataModule:
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(datamodule, RLDataModule):
         raise ConfigError(
-            f"WeightSync needs an RLDataModule, not {type(datamodule).__name__}; remove the callback "
-            "for supervised training"
+            f"WeightSync needs an RLDataModule, not {type(datamodule).__name__}; remove the "
+            "callback for supervised training"
         )
     return datamodule

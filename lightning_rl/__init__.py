@@ -51,14 +51,14 @@ if TYPE_CHECKING:
     from lightning_rl.collect.filters import GroupFilter, RewardSpread
     from lightning_rl.collect.pipeline import RolloutPipeline
     from lightning_rl.data.packing import pack_rollouts
-    from lightning_rl.data.prompts import (
+    from lightning_rl.data.prompts import PromptDataset
+    from lightning_rl.data.reasoning_gym import ReasoningGymPrompts
+    from lightning_rl.data.sources import (
         HFDatasetPrompts,
         IterablePrompts,
         JSONLPrompts,
         ParquetPrompts,
-        PromptDataset,
     )
-    from lightning_rl.data.reasoning_gym import ReasoningGymPrompts
     from lightning_rl.datamodule import RLDataModule
     from lightning_rl.dpo import DPOModule, PairDataModule, RolloutPairs
     from lightning_rl.engines import Engine, Sampling, TransformersEngine, VLLMLocal
@@ -123,14 +123,9 @@ _PLACES = {
     "collect.filters": ("GroupFilter", "RewardSpread"),
     "collect.pipeline": ("RolloutPipeline",),
     "data.packing": ("pack_rollouts",),
-    "data.prompts": (
-        "HFDatasetPrompts",
-        "IterablePrompts",
-        "JSONLPrompts",
-        "ParquetPrompts",
-        "PromptDataset",
-    ),
+    "data.prompts": ("PromptDataset",),
     "data.reasoning_gym": ("ReasoningGymPrompts",),
+    "data.sources": ("HFDatasetPrompts", "IterablePrompts", "JSONLPrompts", "ParquetPrompts"),
     "datamodule": ("RLDataModule",),
     "dpo": ("DPOModule", "PairDataModule", "RolloutPairs"),
     "engines": ("Engine", "Sampling", "TransformersEngine", "VLLMLocal"),

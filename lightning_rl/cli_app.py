@@ -15,8 +15,10 @@ from lightning_rl.callbacks import RolloutWriter, WeightSync
 from lightning_rl.cli_errors import check_sources, innermost
 from lightning_rl.cli_sources import read_sources
 from lightning_rl.datamodule import RLDataModule
+from lightning_rl.dpo import DPOModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
+from lightning_rl.sft import SFTModule
 
 # Short class names work in YAML for what has been imported: all that is public.
 for _name in lightning_rl.__all__:
@@ -194,7 +196,7 @@ class RLCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Find what else cannot work, before a model is loaded and an engine started."""
-        if isinstance(self.model, PolicyModule | SFTModule):
+        if isinstance(self.model, PolicyModule | SFTModule | DPOModule):
             try:
                 optimizer = self.model.optimizer([Parameter(torch.zeros(1))])
                 if self.model.lr_scheduler is not None:

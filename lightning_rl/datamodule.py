@@ -198,9 +198,7 @@ class RLDataModule(LightningDataModule):
             self.max_rounds,
         )
         rollouts = collection.kept
-        module.record(
-            rollout_metrics(collection.generated, collection.seconds, module.iteration)
-        )
+        module.record(rollout_metrics(collection.generated, collection.seconds, module.iteration))
         if self.filters:
             module.record(collection.metrics())
         if self.train_prompts.dropped:

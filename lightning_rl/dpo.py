@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_rl.algos.preference import dpo
 from lightning_rl.data.packing import pack_rollouts, token_rows
-from lightning_rl.data.prompts import JSONLPrompts, PromptDataset
+from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.sources import JSONLPrompts
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.models.lora import LoRA
@@ -24,8 +25,8 @@ from lightning_rl.sft import SFTDataModule, supervised_rollout
 class DPOModule(LightningModule):
     """Raises the chosen completion of a pair over the rejected one, relative to a reference.
 
-    Automatic optimisation: gradient clipping and accumulation are the Trainer's. The two completions
-    of a pair share their prompt's forward pass.
+    Automatic optimisation: gradient clipping and accumulation are the Trainer's. The two
+    completions of a pair share their prompt's forward pass.
 
     Args:
         model: directory or hub name of the causal LM.
@@ -131,6 +132,8 @@ class PairDataModule(SFTDataModule):
         batch_size: pairs per step.
         seed: of the order; None: ``seed_everything``'s.
     """
+
+    works_with = DPOModule
 
     def __init__(
         self,

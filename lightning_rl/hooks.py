@@ -21,9 +21,7 @@ class RLCallback(Callback):
     ) -> None:
         """Called with an iteration's graded rollouts, before they are trained on."""
 
-    def on_weights_synced(
-        self, trainer: Trainer, pl_module: LightningModule, version: int
-    ) -> None:
+    def on_weights_synced(self, trainer: Trainer, pl_module: LightningModule, version: int) -> None:
         """Called when the engine has taken over the weights of ``version``."""
 
     def on_iteration_end(

@@ -1,5 +1,6 @@
 """Hyper-parameters that a checkpoint can hold without pickled objects."""
 
+import inspect
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -11,14 +12,12 @@ def save_primitive_hparams(module: LightningModule) -> None:
     Under the CLI all values are primitives (class paths and arguments); in code, objects such as
     an advantage are left out and have to be given to ``load_from_checkpoint`` again.
     """
-    import inspect
-
     frame = inspect.currentframe()
     assert frame is not None
     module.save_hyperparameters(frame=frame.f_back)
     for name in [n for n, v in module.hparams.items() if not _primitive(v)]:
         del module.hparams[name]
-        module._hparams_initial.pop(name, None)
+        vars(module)["_hparams_initial"].pop(name, None)
 
 
 def _primitive(value: Any) -> bool:

@@ -66,7 +66,7 @@ class RolloutLoader:
         return rollouts
 
     def state_dict(self) -> dict[str, Any]:
-        """Primitives only. An iteration whose collection or training was cut short is still to come."""
+        """Primitives only. An iteration that was cut short, in either half, is still to come."""
         untrained = bool(self._current) and self._trained() < self._due
         pending = self._restored or (self._current if untrained else [])
         return {
@@ -93,5 +93,7 @@ def trainable(rollouts: list[Rollout]) -> list[Rollout]:
     kept = [r for r in rollouts if r.status is RolloutStatus.COMPLETED and r.reward is not None]
     if not kept:
         first = next((r.error for r in rollouts if r.error), "all were aborted")
-        raise RewardError(f"none of {len(rollouts)} rollouts can be trained on; first error: {first}")
+        raise RewardError(
+            f"none of {len(rollouts)} rollouts can be trained on; first error: {first}"
+        )
     return kept

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_rl.algos.advantages import GRPO, Advantage
 from lightning_rl.algos.aggregation import Aggregation, TokenMean
-from lightning_rl.algos.correction import Correction
+from lightning_rl.algos.correction import Correction, add_effective_share
 from lightning_rl.algos.entropy import EntropyBonus
 from lightning_rl.algos.kl import KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
@@ -22,8 +22,8 @@ from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import FrozenReference, Reference
-from lightning_rl.rollout import Rollout
 from lightning_rl.recording import RecordingModule
+from lightning_rl.rollout import Rollout
 from lightning_rl.seeding import run_seed
 
 
@@ -108,6 +108,16 @@ class PolicyModule(RecordingModule):
                 f"advantage={type(advantage).__name__} needs a critic; set value_head to "
                 "SharedValueHead or SeparateValueHead"
             )
+        if value_warmup_iterations and not advantage.needs_values:
+            raise ConfigError(
+                f"value_warmup_iterations={value_warmup_iterations} needs a critic to warm up; set "
+                "advantage to GAE, or leave it out"
+            )
+        if reference is not None and kl is None and kl_reward is None:
+            raise ConfigError(
+                f"reference={type(reference).__name__} is compared with nothing; set kl or "
+                "kl_reward, or leave it out"
+            )
         save_primitive_hparams(self)
         self.automatic_optimization = False
         self.model = model
@@ -175,12 +185,13 @@ class PolicyModule(RecordingModule):
     # ---------------------------------------------------------------- the named steps
 
     def compute_old_logprobs(self, batch: TensorDict) -> TensorDict:
-        """Add ``old_logprobs`` (T,), the policy's before any update (and ``values``, for a critic)."""
-        if self.trust_engine_logprobs and not self.advantage.needs_values:
+        """Add ``old_logprobs`` (T,), the policy's before any update (with a critic, ``values``)."""
+        if self.advantage.needs_values or not self.trust_engine_logprobs:
+            with self.clock("logprob"):
+                batch = self._policy().score(batch, "old_logprobs", self.max_tokens_per_pack)
+        if self.trust_engine_logprobs:
             batch["tokens", "old_logprobs"] = batch["tokens", "rollout_logprobs"]
-            return batch
-        with self.clock("logprob"):
-            return self._policy().score(batch, "old_logprobs", self.max_tokens_per_pack)
+        return batch
 
     def compute_ref_logprobs(self, batch: TensorDict) -> TensorDict:
         """Add ``ref_logprobs`` (T,) of the frozen reference; needs ``kl``."""
@@ -216,7 +227,7 @@ class PolicyModule(RecordingModule):
                 generator = torch.Generator().manual_seed(seed)
                 for rows in split_minibatches(batch, self.minibatches, generator):
                     self._optimize(select(batch, rows), metrics)
-        return metrics.compute()
+        return add_effective_share(metrics.compute())
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One RL iteration on a packed batch."""
@@ -254,17 +265,14 @@ class PolicyModule(RecordingModule):
         """Let what adapts over iterations do so."""
         if self.reference is not None:
             self.reference.on_iteration_end(self._policy(), self.iteration)
-        for name, penalty, measured in (
-            ("kl", self.kl, "policy/kl_ref"),
-            ("kl_reward", self.kl_reward, "reward/kl"),
-        ):
+        for penalty, measured in ((self.kl, "policy/kl_ref"), (self.kl_reward, "reward/kl")):
             if penalty is not None and measured in metrics:
                 metrics[f"{measured}_coef"] = penalty.coef
                 penalty.coefficient.update(metrics[measured])
 
     def _optimize(self, minibatch: TensorDict, metrics: TokenMetrics) -> None:
         """One optimizer step on a minibatch, its gradient accumulated over packs."""
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()  # one, so not a list
         if self.mask_truncated:
             truncated_T = minibatch["rollouts", "truncated"][token_rows(minibatch)]
             minibatch["tokens", "loss_mask"] = minibatch["tokens", "loss_mask"] & ~truncated_T
@@ -284,7 +292,8 @@ class PolicyModule(RecordingModule):
         )
         optimizer.step()
         if self.lr_scheduler is not None:
-            self.lr_schedulers().step()
+            scheduler: Any = self.lr_schedulers()
+            scheduler.step()
 
     def _pack_loss(self, pack: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         scores = self._policy()(pack)

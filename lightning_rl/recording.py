@@ -40,7 +40,7 @@ class RecordingModule(LightningModule):
                 logger.log_metrics(metrics, step=self.iteration)
             call_hook(self.trainer, "on_iteration_end", metrics)
 
-    # Lightning runs these after the callbacks' own, so that one row holds what all of them recorded.
+    # Lightning runs these after the callbacks' own, so one row holds what all of them recorded.
     def on_train_start(self) -> None:
         self.flush_metrics()
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules with a linear warm-up, per optimizer step, for ``lr_scheduler`` in YAML."""
+"""Learning-rate schedules with a linear warm-up, per optimizer step, for ``lr_scheduler``."""
 
 import math
 

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the warm start before RL, with the same model, packing and head."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -97,6 +97,8 @@ class SFTDataModule(LightningDataModule):
         seed: of the order; None: ``seed_everything``'s.
     """
 
+    works_with: ClassVar[type[LightningModule]] = SFTModule
+
     def __init__(
         self,
         train: PromptDataset,
@@ -115,10 +117,13 @@ class SFTDataModule(LightningDataModule):
         self.seed = run_seed(seed)
 
     def setup(self, stage: str) -> None:
-        module = self.trainer.lightning_module  # type: ignore[union-attr]
-        if not isinstance(module, SFTModule):
-            raise ConfigError(f"SFTDataModule works with an SFTModule, not {type(module).__name__}")
-        self._tokenizer = load_tokenizer(module.model)
+        module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
+        if not isinstance(module, self.works_with):
+            raise ConfigError(
+                f"{type(self).__name__} works with {self.works_with.__name__}, not "
+                f"{type(module).__name__}"
+            )
+        self._tokenizer = load_tokenizer(str(module.model))
         for dataset in (self.train, self.val):
             if dataset is not None:
                 dataset.load(self._tokenizer)
@@ -135,7 +140,7 @@ class SFTDataModule(LightningDataModule):
 
     def _loader(self, prompts: PromptDataset, **options: Any) -> DataLoader[Rollout]:
         rows = self.rows(prompts)
-        return DataLoader(rows, self.batch_size, collate_fn=self.collate, **options)
+        return DataLoader(rows, self.batch_size, collate_fn=self.collate, **options)  # type: ignore[arg-type]
 
     def rows(self, prompts: PromptDataset) -> list[Any]:
         """What batches are made of: one rollout to imitate per row of ``prompts``."""

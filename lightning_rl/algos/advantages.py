@@ -57,7 +57,7 @@ def gae(
 
 
 def total_rewards(batch: TensorDict) -> Tensor:
-    """Each rollout's reward plus the sum of its tokens' own (``token_rewards``, e.g. a KL), (R,)."""
+    """Each rollout's reward plus the sum of its ``token_rewards`` (e.g. a KL), shape (R,)."""
     rewards_R = batch["rollouts", "reward"]
     if "token_rewards" not in batch["tokens"]:
         return rewards_R

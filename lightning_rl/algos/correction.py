@@ -25,14 +25,21 @@ class Correction(ABC):
         """From log w (M,) and the rollout of each token (M,)."""
 
     def __call__(self, tokens: TensorDict) -> tuple[Tensor, Metrics]:
-        """Weights, and metrics of the raw ones: their size and the share that was changed."""
+        """Weights, and metrics of the raw ones: their size and the share that was changed.
+
+        From ``weight_raw`` and its square follows the effective sample size, once all tokens are in
+        (:func:`add_effective_share`).
+        """
         log_weight = tokens["old_logprobs"] - tokens["rollout_logprobs"]
         weights = self.weights(log_weight, tokens["row"])
-        raw = self.raw(log_weight, tokens["row"]).exp()
-        changed = (weights - raw).abs() > 1e-6 * raw
+        # Bounded so that one absurd weight leaves the metrics finite.
+        raw = self.raw(log_weight, tokens["row"]).clamp(max=30.0).exp()
+        changed = ~torch.isclose(weights, raw, rtol=1e-6, atol=0.0)
         return weights, {
             "weight_mean": weights,
             "weight_max": raw,
+            "weight_raw": raw,
+            "weight_raw_square": raw**2,
             "corrected_share": changed.float(),
         }
 
@@ -98,8 +105,12 @@ class SequenceMIS(_Sequence, TokenMIS):
     """The same with one weight per rollout: keeps or drops it as a whole."""
 
 
-def effective_sample_share(log_weight: Tensor) -> float:
-    """Effective sample size over the number of tokens, (sum w)^2 / (M sum w^2), in (0, 1]."""
-    log_weight = log_weight.double() - log_weight.max()
-    w = log_weight.exp()
-    return float(w.sum() ** 2 / (len(w) * (w**2).sum()))
+def add_effective_share(metrics: dict[str, float]) -> dict[str, float]:
+    """Add ``correction/ess_share`` where a correction was at work, from the means of w and w^2.
+
+    Effective sample size over the number of tokens, (sum w)^2 / (M sum w^2), in (0, 1].
+    """
+    square = metrics.pop("correction/weight_raw_square", None)
+    if square:
+        metrics["correction/ess_share"] = metrics["correction/weight_raw"] ** 2 / square
+    return metrics

@@ -80,11 +80,15 @@ class PassAtK(GroupAdvantage):
         success_reward: a rollout with at least this reward is right.
 
     Raises:
-        ConfigError: if a group is smaller than ``k``.
+        ConfigError: if ``k`` is less than 1, or a group smaller than ``k``.
     """
 
     k: int = 2
     success_reward: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigError(f"PassAtK(k={self.k}) must be >= 1")
 
     def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
         right = rewards_R >= self.success_reward
@@ -112,10 +116,11 @@ class OPMD(GroupAdvantage):
     """Online policy mirror descent with the group's soft maximum as baseline.
 
     A = (r - tau log mean exp(r / tau)) / (1 + tau): the baseline estimates tau log Z of the optimal
-    policy's normaliser (Kimi k1.5, 2025, section 2.3.2). Use it with the ``Reinforce`` loss.
+    policy's normaliser (Kimi k1.5, 2025, section 2.3.2; the factor is Trinity-RFT's, Pan et al.
+    2025). Use it with the ``Reinforce`` loss.
 
     Args:
-        tau: strength of the pull to the old policy; large values give r - mean / (1 + tau).
+        tau: strength of the pull to the old policy; large values give (r - mean) / (1 + tau).
     """
 
     tau: float = 1.0
@@ -127,9 +132,9 @@ class OPMD(GroupAdvantage):
     def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
         # The group's largest reward is taken out first, so that exp cannot overflow.
         _, inverse = group_R.unique(return_inverse=True)
-        peak = torch.full_like(rewards_R, -torch.inf).scatter_reduce(
-            0, inverse, rewards_R, "amax"
-        )[inverse]
+        peak = torch.full_like(rewards_R, -torch.inf).scatter_reduce(0, inverse, rewards_R, "amax")[
+            inverse
+        ]
         soft = group_means(((rewards_R - peak) / self.tau).exp(), group_R).log()
         return (rewards_R - peak - self.tau * soft) / (1 + self.tau)
 

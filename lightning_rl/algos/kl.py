@@ -64,7 +64,9 @@ class AdaptiveCoefficient(Coefficient):
     def __init__(self, value: float = 0.01, target: float = 0.01, gain: float = 0.5) -> None:
         super().__init__(value)
         if target <= 0 or gain <= 0:
-            raise ConfigError(f"AdaptiveCoefficient(target={target}, gain={gain}): both must be > 0")
+            raise ConfigError(
+                f"AdaptiveCoefficient(target={target}, gain={gain}): both must be > 0"
+            )
         self.target = target
         self.gain = gain
 
@@ -74,7 +76,7 @@ class AdaptiveCoefficient(Coefficient):
 
 
 class KLPenalty(ABC):
-    """A KL estimate per token, times a coefficient: in the loss (``kl``) or the reward (``kl_reward``).
+    """A KL estimate per token, times a coefficient; in the loss (``kl``) or in the reward.
 
     Args:
         coef: a number, or a :class:`Coefficient` such as ``AdaptiveCoefficient``.

@@ -1,8 +1,8 @@
 """Policy and value losses, per token; how tokens are averaged is :mod:`.aggregation`'s business.
 
-A loss sees the M model tokens of a pack: ``logprobs`` (M,) under the current policy and ``tokens``,
-a TensorDict [M] with ``old_logprobs``, ``rollout_logprobs``, ``advantages``, ``row`` (which rollout a
-token belongs to) and, where computed, ``ref_logprobs``, ``values`` and ``returns``.
+A loss sees the M model tokens of a pack: ``logprobs`` (M,) under the current policy and
+``tokens``, a TensorDict [M] with ``old_logprobs``, ``rollout_logprobs``, ``advantages``, ``row``
+(which rollout a token belongs to) and, where computed, ``ref_logprobs``, ``values``, ``returns``.
 """
 
 from abc import ABC, abstractmethod

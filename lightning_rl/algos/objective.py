@@ -27,7 +27,7 @@ class Objective:
     def __call__(
         self, scores: Scores, tokens: TensorDict, iteration: int
     ) -> tuple[Tensor, Metrics]:
-        """Loss and metrics per token, (M,) each, of the M loss ``tokens`` that ``scores`` are of."""
+        """Loss and metrics per token, (M,) each, of the M ``tokens`` that ``scores`` are of."""
         metrics: Metrics = {"policy/entropy": scores.entropy}
         gap = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).abs()
         metrics |= {"rollout/logprob_gap_mean": gap, "rollout/logprob_gap_max": gap}

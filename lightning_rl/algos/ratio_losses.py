@@ -49,10 +49,19 @@ class CISPO(PolicyLoss):
 
     The clip bounds a weight, so no token loses its gradient. ``clip_low`` 1 or more means no lower
     bound, as the paper has it.
+
+    Raises:
+        ConfigError: unless both bounds are positive.
     """
 
     clip_low: float = 1.0
     clip_high: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.clip_low <= 0 or self.clip_high <= 0:
+            raise ConfigError(
+                f"CISPO(clip_low={self.clip_low}, clip_high={self.clip_high}): both must be > 0"
+            )
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         ratio = (logprobs.detach() - tokens["old_logprobs"]).exp()

@@ -27,8 +27,6 @@ class RewardSpread(GroupFilter):
 
     def keep(self, group: Sequence[Rollout]) -> bool:
         rewards = [
-            r.reward
-            for r in group
-            if r.status is RolloutStatus.COMPLETED and r.reward is not None
+            r.reward for r in group if r.status is RolloutStatus.COMPLETED and r.reward is not None
         ]
         return bool(rewards) and max(rewards) - min(rewards) > self.min_spread

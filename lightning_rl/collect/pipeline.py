@@ -100,9 +100,9 @@ class RolloutPipeline:
         kept = len(collection.kept) // group_size
         if kept < num_groups:
             raise FilterError(
-                f"after {max_rounds} rounds only {kept} of groups_per_iteration={num_groups} groups "
-                f"passed the filters ({collection.tell()}): the prompts are exhausted, too easy or "
-                "too hard; raise max_rounds, change the prompts, or drop the filter"
+                f"after {max_rounds} rounds only {kept} of groups_per_iteration={num_groups} "
+                f"groups passed the filters ({collection.tell()}): the prompts are exhausted, too "
+                "easy or too hard; raise max_rounds, change the prompts, or drop the filter"
             )
         return collection
 

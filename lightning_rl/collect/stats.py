@@ -10,7 +10,7 @@ from lightning_rl.rollout import Rollout
 def rollout_metrics(
     rollouts: Sequence[Rollout], seconds: float, trainer_version: int
 ) -> dict[str, float]:
-    """``reward/*`` and ``rollout/*`` of a collected batch; ``seconds`` is the time to generate it."""
+    """``reward/*`` and ``rollout/*`` of a batch; ``seconds`` is the time to generate it."""
     graded = [r for r in rollouts if r.reward is not None]
     tokens = sum(len(r.token_ids) for r in rollouts)
     metrics = {

@@ -3,11 +3,11 @@
 A *batch* is a TensorDict with two parts:
 
 - ``batch["tokens"]``, batch size [T]: the full trajectories, one after another without padding.
-  ``input_ids``, ``loss_mask``, ``rollout_logprobs``, ``versions``; later steps add ``old_logprobs``,
-  ``ref_logprobs``, ``values``, ``advantages``, ``returns`` and ``loss_weights``.
-- ``batch["rollouts"]``, batch size [R]: ``length`` and ``prompt_length`` in tokens, ``prefix`` (rows
-  with the same number have the same prompt tokens), ``group``, ``reward``, ``truncated``, and how it
-  was sampled: ``temperature``, ``top_k``, ``top_p``.
+  ``input_ids``, ``loss_mask``, ``rollout_logprobs``, ``versions``; later steps add
+  ``old_logprobs``, ``ref_logprobs``, ``values``, ``advantages``, ``returns``, ``loss_weights``.
+- ``batch["rollouts"]``, batch size [R]: ``length`` and ``prompt_length`` in tokens, ``prefix``
+  (rows with the same number have the same prompt tokens), ``group``, ``reward``, ``truncated``,
+  and how it was sampled: ``temperature``, ``top_k``, ``top_p``.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from lightning_rl.rollout import Rollout
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
-    """Pack graded rollouts (each with at least one token after its prompt) into a batch, in order."""
+    """Pack graded rollouts, each with a token after its prompt at least, into a batch, in order."""
     input_ids: list[int] = []
     loss_mask: list[bool] = []
     logprobs: list[float] = []

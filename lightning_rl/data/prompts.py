@@ -1,9 +1,7 @@
 """Prompts: rows from files or code, tokenised once, drawn in an order that a checkpoint holds."""
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +17,9 @@ Row = dict[str, Any]
 class PromptDataset(ABC):
     """Rows with a prompt each, drawn without end in a seeded order, epoch after epoch.
 
-    A prompt is a string, tokenised as it is, or a list of chat messages, rendered by the tokenizer's
-    own chat template with its generation prompt. All other columns reach the rewards by name.
+    A prompt is a string, tokenised as it is, or a list of chat messages, rendered by the
+    tokenizer's own chat template with its generation prompt. All other columns reach the rewards by
+    name.
 
     Args:
         prompt_column: where the prompt is.
@@ -117,7 +116,7 @@ class PromptDataset(ABC):
 
     def first(self, count: int | None = None) -> list[Prompt]:
         """The first ``count`` rows (all for None) that are short enough, in file order."""
-        prompts = []
+        prompts: list[Prompt] = []
         for index in range(len(self)):
             if count is not None and len(prompts) == count:
                 break
@@ -175,13 +174,17 @@ class PromptDataset(ABC):
 
     def _check(self, where: str, row: Any) -> None:
         if not isinstance(row, Mapping):
-            raise DataError(f"{where}: expected an object with a {self.prompt_column!r}, got {row!r:.80}")
+            raise DataError(
+                f"{where}: expected an object with a {self.prompt_column!r}, got {row!r:.80}"
+            )
         if self.prompt_column not in row:
             raise DataError(
                 f"{where}: no column {self.prompt_column!r} among {sorted(row)}; set prompt_column"
             )
         if self.id_column is not None and self.id_column not in row:
-            raise DataError(f"{where}: no column {self.id_column!r} among {sorted(row)}; set id_column")
+            raise DataError(
+                f"{where}: no column {self.id_column!r} among {sorted(row)}; set id_column"
+            )
         prompt = row[self.prompt_column]
         if isinstance(prompt, str) and prompt:
             return
@@ -213,124 +216,3 @@ class PromptDataset(ABC):
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and "role" in message and "content" in message
-
-
-def _existing(path: str | Path, what: str) -> Path:
-    found = Path(path)
-    if not found.exists():
-        raise DataError(
-            f"{what} path={str(path)!r} does not exist (working directory: {Path.cwd()}); "
-            "correct path"
-        )
-    return found
-
-
-class JSONLPrompts(PromptDataset):
-    """One JSON object per line of the file ``path``; blank lines are skipped."""
-
-    def __init__(self, path: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.path = path
-
-    def __repr__(self) -> str:
-        return f"JSONLPrompts({self.path!r})"
-
-    def read(self) -> Iterable[tuple[str, Any]]:
-        with _existing(self.path, "prompt file").open("rb") as lines:
-            for number, raw in enumerate(lines, start=1):
-                where = f"{self.path}:{number}"
-                try:
-                    line = raw.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise DataError(f"{where}: expected UTF-8 text ({error})") from error
-                if not line.strip():
-                    continue
-                try:
-                    yield where, json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DataError(
-                        f"{where}: expected one JSON object per line, found {error.msg} at column "
-                        f"{error.colno}: {line.strip()!r:.80}"
-                    ) from error
-
-
-class ParquetPrompts(PromptDataset):
-    """The rows of a Parquet file or of a directory of them."""
-
-    def __init__(self, path: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.path = path
-
-    def __repr__(self) -> str:
-        return f"ParquetPrompts({self.path!r})"
-
-    def read(self) -> Iterable[tuple[str, Any]]:
-        import pyarrow.lib
-        import pyarrow.parquet
-
-        try:
-            table = pyarrow.parquet.read_table(_existing(self.path, "prompt file"))
-        except pyarrow.lib.ArrowException as error:
-            raise DataError(f"{self.path}: not a Parquet file ({error})") from error
-        for number, row in enumerate(table.to_pylist()):
-            yield f"{self.path}: row {number}", row
-
-
-class HFDatasetPrompts(PromptDataset):
-    """A 🤗 ``datasets`` folder, as ``Dataset.save_to_disk`` writes it.
-
-    Args:
-        path: the folder.
-        split: which split of a ``DatasetDict``; None for a plain ``Dataset``.
-    """
-
-    def __init__(self, path: str, split: str | None = None, **options: Any) -> None:
-        super().__init__(**options)
-        self.path = path
-        self.split = split
-
-    def __repr__(self) -> str:
-        return f"HFDatasetPrompts({self.path!r}, split={self.split!r})"
-
-    def read(self) -> Iterable[tuple[str, Any]]:
-        import datasets
-
-        try:
-            dataset = datasets.load_from_disk(str(_existing(self.path, "dataset folder")))
-        except FileNotFoundError as error:
-            raise DataError(f"{self.path}: not a folder that save_to_disk wrote") from error
-        if isinstance(dataset, datasets.DatasetDict):
-            if self.split not in dataset:
-                raise DataError(
-                    f"{self.path}: split={self.split!r} is not one of {sorted(dataset)}; set split"
-                )
-            dataset = dataset[self.split]
-        for number, row in enumerate(dataset):
-            yield f"{self.path}: row {number}", row
-
-
-class IterablePrompts(PromptDataset):
-    """Rows from Python: an iterable of mappings, or a callable that returns one.
-
-    Args:
-        rows: the iterable, or in YAML the import path of a callable.
-        arguments: keyword arguments for the callable.
-    """
-
-    def __init__(
-        self,
-        rows: Callable[..., Iterable[Any]] | Iterable[Any],
-        arguments: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.rows = rows
-        self.arguments = arguments or {}
-
-    def __repr__(self) -> str:
-        return f"IterablePrompts({getattr(self.rows, '__name__', type(self.rows).__name__)})"
-
-    def read(self) -> Iterable[tuple[str, Any]]:
-        rows = self.rows(**self.arguments) if callable(self.rows) else self.rows
-        for number, row in enumerate(rows):
-            yield f"{self!r}: row {number}", row

@@ -52,8 +52,8 @@ class Completion:
     """One engine output. ``token_ids`` include the end token if the model wrote it.
 
     ``logprobs`` are of the distribution that was sampled from (after temperature, top-k, top-p);
-    ``finish_reason`` is ``stop``, ``length`` or ``abort``; ``versions`` holds, per token, the weight
-    version that wrote it.
+    ``finish_reason`` is ``stop``, ``length`` or ``abort``; ``versions`` holds, per token, the
+    weight version that wrote it.
     """
 
     token_ids: list[int]
@@ -167,6 +167,6 @@ class Engine(ABC):
         if prompt_length + sampling.max_tokens > self.max_length:
             raise EngineError(
                 f"prompt of {prompt_length} tokens + max_tokens={sampling.max_tokens} exceeds the "
-                f"engine's {self.max_length} tokens; lower max_tokens or max_prompt_tokens, or raise "
-                "the engine's max_model_len if the model allows more"
+                f"engine's {self.max_length} tokens; lower max_tokens or max_prompt_tokens, or "
+                "raise the engine's max_model_len if the model allows more"
             )

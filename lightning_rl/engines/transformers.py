@@ -1,4 +1,4 @@
-"""Plain transformers as an engine: the reference for parity tests, and the fallback without vLLM."""
+"""Plain transformers as an engine: the reference in parity tests, the fallback without vLLM."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -68,7 +68,8 @@ class TransformersEngine(Engine):
         self.require_ready()
         if sampling.stop:
             raise ConfigError(
-                f"sampling.stop={sampling.stop} is not supported by TransformersEngine; use VLLMLocal"
+                f"sampling.stop={sampling.stop} is not supported by TransformersEngine; use "
+                "VLLMLocal"
             )
         self.require_room(len(token_ids), sampling)
         loop = asyncio.get_running_loop()
@@ -139,7 +140,9 @@ class TransformersEngine(Engine):
             mask = torch.cat([mask, mask.new_ones((count, 1))], 1)
             positions = positions[:, -1:] + 1
         return [
-            Completion(tokens[row], logprobs[row], str(reasons[row]), [self.version] * len(tokens[row]))
+            Completion(
+                tokens[row], logprobs[row], str(reasons[row]), [self.version] * len(tokens[row])
+            )
             for row in range(count)
         ]
 

@@ -1,24 +1,23 @@
 """vLLM in the training process: continuous batching over one stepping loop."""
 
 import asyncio
-import logging
-import os
-import random
-import sys
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_rl.engines.base import Completion, Engine, Sampling, require_same_weights
+from lightning_rl.engines.vllm_adapter import (
+    contained,
+    last_line,
+    reload_weights,
+    skip_rank_compilation,
+    weight_shapes,
+)
 from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
 
 
@@ -125,18 +124,18 @@ class VLLMLocal(Engine):
                 # A tied head would keep a packed copy of the old embedding after each push.
                 "hf_overrides": {"tie_word_embeddings": False},
             }
-        with _contained():
+        with contained():
             from vllm import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
             if on_cpu:
-                _skip_rank_compilation()
+                skip_rank_compilation()
             try:
                 self._llm = LLMEngine.from_engine_args(EngineArgs(**(arguments | self.options)))
             except (ValueError, RuntimeError, TypeError, AssertionError) as error:
-                raise EngineError(f"vLLM did not start: {_last_line(error)}") from error
+                raise EngineError(f"vLLM did not start: {last_line(error)}") from error
         self._detach_process_group()
-        self._shapes = _weight_shapes(model_dir)
+        self._shapes = weight_shapes(model_dir)
 
     def close(self) -> None:
         if self._llm is None:
@@ -200,7 +199,7 @@ class VLLMLocal(Engine):
             requests, self._requests = self._requests, {}
             for request in requests.values():
                 if not request.future.done():
-                    failure = EngineError(f"vLLM failed while generating: {_last_line(error)}")
+                    failure = EngineError(f"vLLM failed while generating: {last_line(error)}")
                     failure.__cause__ = error
                     request.future.set_exception(failure)
 
@@ -251,8 +250,8 @@ class VLLMLocal(Engine):
         # vLLM merges some weights, and does not notice if one of the parts is missing.
         require_same_weights(state, self._shapes, "VLLMLocal")
         self.version = -1  # until all of it has arrived
-        with _contained():
-            self._llm.collective_rpc(_reload, args=(list(state.items()),))
+        with contained():
+            self._llm.collective_rpc(reload_weights, args=(list(state.items()),))
         # Keys and values of the old weights would poison every later prompt that shares a prefix.
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise WeightSyncError("vLLM refused to reset its prefix cache after a weight push")
@@ -264,67 +263,3 @@ class VLLMLocal(Engine):
         internal = self._llm.output_processor.external_req_ids.get(request_id, [request_id])[0]
         done = len(state[internal].detokenizer.output_token_ids) if internal in state else 0
         request.versions += [self.version] * (done - len(request.versions))
-
-
-def _weight_shapes(model_dir: Path) -> dict[str, torch.Size]:
-    """Shapes of the model's weights under their Hugging Face names."""
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
-    return {name: weight.shape for name, weight in lm.state_dict().items()}
-
-
-def _reload(worker: Any, items: list[tuple[str, Tensor]]) -> None:
-    """Runs in vLLM's worker: load through the model's own loader, and check that it took all."""
-    model = worker.get_model()
-    load, loaded = model.load_weights, set[str]()
-    # vLLM only warns of missing weights, so listen to what the model's loader says it loaded.
-    model.load_weights = lambda weights: loaded.update(load(weights)) or loaded
-    try:
-        worker.reload_weights(weights_iterator=iter(items))
-    except Exception as error:  # each kind of layer has its own way to fail
-        raise WeightSyncError(
-            f"vLLM does not take these weights: {_last_line(error)}; is the engine's model the "
-            "trainer's?"
-        ) from error
-    finally:
-        del model.load_weights
-    missing = sorted({name for name, _ in model.named_parameters()} - loaded)
-    if missing:
-        raise WeightSyncError(
-            f"the push left {len(missing)} of the engine's weights as they were, first "
-            f"{missing[0]!r}; is the engine's model the trainer's?"
-        )
-
-
-def _skip_rank_compilation() -> None:
-    """Replace one function that vLLM compiles for 2-10 s on first use; same result, eager."""
-    import vllm.v1.sample.sampler as sampler
-
-    sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
-
-
-@contextmanager
-def _contained() -> Iterator[None]:
-    """Undo what importing and starting vLLM does to the process around it."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_PLUGINS", "")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    set_threads, threads, hook = torch.set_num_threads, torch.get_num_threads(), sys.excepthook
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            torch.set_num_threads = set_threads
-            torch.set_num_threads(threads)
-            sys.excepthook = hook
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_rng_state(states[2])
-
-
-def _last_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else repr(error)

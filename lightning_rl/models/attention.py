@@ -1,9 +1,9 @@
 """Exact attention over packed rollouts whose prompts are computed once.
 
-A pack is laid out as one row of S tokens: every distinct prompt once, then each rollout's completion
-(without its last token, which predicts nothing). A completion's tokens attend to their prompt and,
-causally, to themselves; prompts attend causally to themselves. That equals running each rollout
-on its own (Prefix Grouper, arXiv 2506.05433), and nothing is padded outside of attention.
+A pack is laid out as one row of S tokens: every distinct prompt once, then each rollout's
+completion (without its last token, which predicts nothing). A completion's tokens attend to their
+prompt and, causally, to themselves; prompts attend causally to themselves. That equals running each
+rollout on its own (Prefix Grouper, arXiv 2506.05433), and nothing is padded outside of attention.
 
 transformers calls :func:`packed_attention` for every layer with the pack's :class:`PackLayout`.
 """
@@ -43,9 +43,7 @@ class Bucket:
     def to(self, device: torch.device) -> "Bucket":
         """On another device, with padding pointing at token 0 (its outputs are never read)."""
         mask = None if self.mask is None else self.mask.to(device)
-        return Bucket(
-            self.query.clamp(min=0).to(device), self.key.clamp(min=0).to(device), mask
-        )
+        return Bucket(self.query.clamp(min=0).to(device), self.key.clamp(min=0).to(device), mask)
 
 
 @dataclass(slots=True)
@@ -100,7 +98,10 @@ def build_layout(pack: TensorDict) -> PackLayout:
         for part in _buckets(segment_length[:count], torch.zeros(count, dtype=torch.long))
     ] + [
         _suffix_bucket(
-            suffix_start[part], segment_length[count:][part], prefix_start[part], prompt_length[part]
+            suffix_start[part],
+            segment_length[count:][part],
+            prefix_start[part],
+            prompt_length[part],
         )
         for part in _buckets(segment_length[count:], prompt_length)
     ]

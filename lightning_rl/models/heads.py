@@ -2,6 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,39 +23,67 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, sampling):  # type: ignore[no-untyped-def]
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        sampling: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, lse = (
             torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(3)
         )
         for part in _chunks(len(hidden), weight.shape[0]):
             scaled = _scaled_logits(hidden[part], weight, bias, targets[part], sampling[part])
-            lse[part] = scaled.logsumexp(-1)
+            top = scaled.amax(-1, keepdim=True)
+            exps = (scaled - top).exp_()
+            total = exps.sum(-1)
+            lse[part] = top.squeeze(-1) + total.log()
             picked = scaled.gather(-1, targets[part, None]).squeeze(-1)
             logprobs[part] = picked - lse[part]
-            probs = (scaled - lse[part, None]).exp_()
-            entropy[part] = lse[part] - (probs * scaled).sum(-1)
+            entropy[part] = lse[part] - exps.mul_(scaled).sum(-1) / total
         ctx.save_for_backward(hidden, weight, bias, targets, sampling, lse, entropy)
+        ctx.set_materialize_grads(False)  # an output without a loss has None, and costs nothing
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> Any:
         hidden, weight, bias, targets, sampling, lse, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight)
-        grad_bias = None if bias is None else torch.zeros_like(bias)
+        # What is frozen, such as the head of a LoRA-trained model, gets no gradient computed.
+        grad_hidden, grad_weight, grad_bias = (
+            torch.zeros_like(x) if needed else None
+            for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        )
         for part in _chunks(len(hidden), weight.shape[0]):
             scaled = _scaled_logits(hidden[part], weight, bias, targets[part], sampling[part])
-            log_p = scaled - lse[part, None]
-            g = grad_logprobs[part, None]
-            slope = g + grad_entropy[part, None] * (log_p + entropy[part, None])
-            grad = log_p.exp_().mul_(slope).neg_()
-            grad.scatter_add_(-1, targets[part, None], g)
-            grad = (grad / sampling[part, :1]).to(hidden.dtype)
-            grad_hidden[part] = grad @ weight.to(hidden.dtype)
-            grad_weight += (grad.T @ hidden[part]).to(weight.dtype)
+            log_p = scaled.sub_(lse[part, None])
+            if grad_entropy is None:
+                grad = log_p.exp_().mul_(-grad_logprobs[part, None])
+            else:
+                probs = log_p.exp()
+                slope = log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None])
+                if grad_logprobs is not None:
+                    slope.add_(grad_logprobs[part, None])
+                grad = slope.mul_(probs).neg_()
+            if grad_logprobs is not None:
+                grad.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
+            grad = grad.div_(sampling[part, :1]).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad @ weight.to(hidden.dtype)
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.T, hidden[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0).to(grad_bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``; where dtypes allow, without a second tensor of that size."""
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)
+    else:
+        total += (left @ right).to(total.dtype)
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:
@@ -69,7 +98,7 @@ def _scaled_logits(
     logits = nn.functional.linear(
         hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     )
-    scaled = logits.float() / sampling[:, :1]
+    scaled = logits.float().div_(sampling[:, :1])
     if sampling.shape[1] == 1:
         return scaled
     cut = _cut(scaled, sampling[:, 1:2], sampling[:, 2:3])
@@ -82,8 +111,9 @@ def _scaled_logits(
 def _cut(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Where (m, V) top-k, then top-p among what is left, exclude a token; both given as (m, 1)."""
     ordered, order = scaled.sort(-1, descending=True)
-    rank = torch.arange(scaled.shape[1], device=scaled.device)
-    outside = (rank >= top_k) & (top_k > 0)
+    # Engines keep what ties with the k-th, which in bfloat16 is common.
+    kth = ordered.gather(-1, (top_k.long() - 1).clamp(0, scaled.shape[1] - 1))
+    outside = (ordered < kth) & (top_k > 0)
     probs = ordered.masked_fill(outside, -torch.inf).softmax(-1)
     outside |= (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
     return torch.zeros_like(outside).scatter_(-1, order, outside)
@@ -124,9 +154,7 @@ class ValueHead(nn.Module, ABC):
 
 def _load_body(model: str) -> PreTrainedModel:
     try:
-        body = AutoModel.from_pretrained(
-            model, dtype=torch.float32, attn_implementation=ATTENTION
-        )
+        body = AutoModel.from_pretrained(model, dtype=torch.float32, attn_implementation=ATTENTION)
     except (OSError, ValueError) as error:
         raise ConfigError(f"value_head model={model!r} cannot be loaded: {error}") from error
     return body.train()

@@ -36,7 +36,8 @@ class LoRA:
             from peft import LoraConfig
         except ImportError as error:
             raise ConfigError("lora needs peft: `pip install lightning_rl[lora]`") from error
-        names = self.target_modules[0] if self.target_modules == ["all-linear"] else self.target_modules
+        everything = self.target_modules == ["all-linear"]
+        names = "all-linear" if everything else self.target_modules
         config = LoraConfig(
             r=self.rank, lora_alpha=self.alpha, target_modules=names, task_type="CAUSAL_LM"
         )
@@ -44,6 +45,15 @@ class LoRA:
             lm.add_adapter(config, ADAPTER)
         except ValueError as error:
             raise ConfigError(f"lora.target_modules={self.target_modules}: {error}") from error
+        adapted = {id(m) for m in lm.modules() if hasattr(m, "get_delta_weight")}
+        tied = lm.config.get_text_config().tie_word_embeddings
+        ends = [lm.get_output_embeddings(), *([lm.get_input_embeddings()] if tied else [])]
+        if any(id(end) in adapted for end in ends):
+            # The policy head reads the output layer's weight as it is, and chunk by chunk.
+            raise ConfigError(
+                f"lora.target_modules={self.target_modules} adapts the output layer (or an embedding "
+                "tied to it), which packed scoring does not compute; leave it out"
+            )
 
 
 @torch.no_grad()

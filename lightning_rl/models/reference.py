@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
@@ -19,7 +19,7 @@ class Reference(nn.Module, ABC):
         """Prepare, given the policy as it starts."""
 
     @abstractmethod
-    def lend(self, policy: Policy) -> "contextmanager[Policy]":  # type: ignore[valid-type]
+    def lend(self, policy: Policy) -> AbstractContextManager[Policy]:
         """A context that yields the reference policy."""
 
     def on_iteration_end(self, policy: Policy, iteration: int) -> None:
@@ -48,7 +48,7 @@ class FrozenReference(Reference):
         self.policy.requires_grad_(False)
 
     @contextmanager
-    def lend(self, policy: Policy) -> Iterator[Policy]:  # type: ignore[override]
+    def lend(self, policy: Policy) -> Iterator[Policy]:
         yield self.policy
 
 
@@ -84,9 +84,12 @@ class BaseReference(Reference):
             raise ConfigError("reference=BaseReference needs a LoRA policy; set lora")
 
     @contextmanager
-    def lend(self, policy: Policy) -> Iterator[Policy]:  # type: ignore[override]
+    def lend(self, policy: Policy) -> Iterator[Policy]:
+        # Without its critic: the base's values must not replace the policy's own.
+        value_head, policy.value_head = policy.value_head, None
         policy.lm.disable_adapters()
         try:
             yield policy
         finally:
             policy.lm.enable_adapters()
+            policy.value_head = value_head

@@ -40,7 +40,8 @@ class Rewards:
             raise ConfigError("rewards=[] grades nothing; name at least one reward function")
         if weights is not None and len(weights) != len(functions):
             raise ConfigError(
-                f"reward_weights has {len(weights)} values for {len(functions)} rewards; give one each"
+                f"reward_weights has {len(weights)} values for {len(functions)} rewards; give one "
+                "each"
             )
         if not 0 <= max_failed_share <= 1:
             raise ConfigError(f"max_failed_share={max_failed_share} must be in [0, 1]")

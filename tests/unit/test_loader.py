@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from lightning_rl.data.prompts import IterablePrompts
+from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import RewardError
 from lightning_rl.loader import RolloutLoader, trainable
 from lightning_rl.models.policy import load_tokenizer

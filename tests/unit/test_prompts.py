@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lightning_rl.data.prompts import (
+from lightning_rl.data.sources import (
     HFDatasetPrompts,
     IterablePrompts,
     JSONLPrompts,

@@ -20,7 +20,7 @@ from lightning_rl.callbacks import (
     StepTimer,
     WeightSync,
 )
-from lightning_rl.data.prompts import IterablePrompts
+from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, EngineError, RewardError

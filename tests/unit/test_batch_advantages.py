@@ -1,0 +1,191 @@
+"""Advantages whose baseline is the batch or the past, and GAE with a reward per token."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_rl.algos.advantages import GAE
+from lightning_rl.algos.batch_advantages import ReinforcePlusPlus, RunningBaseline
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.errors import ConfigError
+from lightning_rl.module import PolicyModule
+
+
+def with_token_rewards(batch, seed: int):
+    """A reward on every model token, such as a KL penalty's."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = batch["tokens", "loss_mask"]
+    batch["tokens", "token_rewards"] = torch.randn(len(mask), generator=generator) * mask
+    return batch
+
+
+def turns(batch):
+    """Per rollout: reward, group, and the places of its model tokens, as plain Python numbers."""
+    starts = [0, *batch["rollouts", "length"].cumsum(0).tolist()]
+    mask = batch["tokens", "loss_mask"].tolist()
+    for row, (reward, group) in enumerate(
+        zip(batch["rollouts", "reward"].tolist(), batch["rollouts", "group"].tolist(), strict=True)
+    ):
+        yield reward, group, [i for i in range(starts[row], starts[row + 1]) if mask[i]]
+
+
+# ---------------------------------------------------------------- REINFORCE++
+
+
+def test_reinforce_plus_plus_by_hand(make_rollout):
+    rollouts = [make_rollout([3], [1], reward=1.0), make_rollout([3], [4, 5, 1], reward=0.0)]
+    tokens = ReinforcePlusPlus()(pack_rollouts(rollouts))["tokens", "advantages"].tolist()
+    # Over tokens: mean 1/4, variance 3/16; (3/4) / (sqrt(3)/4) and (-1/4) / (sqrt(3)/4)
+    low = -(3**-0.5)
+    assert tokens == pytest.approx([0, 3**0.5, 0, low, low, low])
+
+
+def test_reinforce_plus_plus_with_a_group_baseline_by_hand(make_rollout):
+    rewards = {"a": [1.0, 0.0], "b": [5.0, 3.0]}
+    rollouts = [make_rollout([3], [1], reward=r, group_id=g) for g in "ab" for r in rewards[g]]
+    batch = ReinforcePlusPlus(group_baseline=True)(pack_rollouts(rollouts))
+    # 0.5, -0.5, 1, -1: mean 0, variance 5/8
+    expected = [x / (5 / 8) ** 0.5 for x in (0.5, -0.5, 1.0, -1.0)]
+    assert batch["tokens", "advantages"].reshape(4, 2)[:, 1].tolist() == pytest.approx(expected)
+
+
+def test_which_of_them_need_groups():
+    assert not ReinforcePlusPlus().needs_groups
+    assert ReinforcePlusPlus(group_baseline=True).needs_groups
+    assert not RunningBaseline().needs_groups
+
+
+@pytest.mark.parametrize("group_baseline", [False, True])
+@pytest.mark.parametrize("token_rewards", [False, True])
+def test_reinforce_plus_plus_in_float64(random_batch, group_baseline, token_rewards):
+    batch = random_batch(21)
+    own = [0.0] * len(batch["tokens"])
+    if token_rewards:
+        own = with_token_rewards(batch, 1)["tokens", "token_rewards"].tolist()
+    rollouts = list(turns(batch))
+    credit: dict[int, float] = {}
+    for reward, group, places in rollouts:
+        if group_baseline:
+            peers = [r for r, g, _ in rollouts if g == group]
+            reward -= sum(peers) / len(peers)
+        for place in places:  # reward-to-go: what this token and later ones bring
+            credit[place] = reward + sum(own[later] for later in places if later >= place)
+    mean = sum(credit.values()) / len(credit)
+    std = (sum((c - mean) ** 2 for c in credit.values()) / len(credit)) ** 0.5
+    expected = [(credit[i] - mean) / std if i in credit else 0.0 for i in range(len(own))]
+    ours = ReinforcePlusPlus(group_baseline)(batch)["tokens", "advantages"].tolist()
+    assert ours == pytest.approx(expected, rel=1e-5, abs=2e-6)
+
+
+def test_reinforce_plus_plus_in_any_order(random_rollouts):
+    rollouts = random_rollouts(22)
+
+    def per_rollout(arranged):
+        batch = ReinforcePlusPlus(group_baseline=True)(pack_rollouts(arranged))
+        parts = batch["tokens", "advantages"].split(batch["rollouts", "length"].tolist())
+        return {r.id: part for r, part in zip(arranged, parts, strict=True)}
+
+    straight, reverse = per_rollout(rollouts), per_rollout(rollouts[::-1])
+    for name, part in straight.items():
+        torch.testing.assert_close(reverse[name], part, rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------- the running baseline
+
+
+def rewarded(make_rollout, *rewards):
+    return pack_rollouts([make_rollout([3], [4, 1], reward=r) for r in rewards])
+
+
+def test_the_running_baseline_over_three_batches(make_rollout):
+    advantage = RunningBaseline(decay=0.8)
+    credit = [
+        advantage(rewarded(make_rollout, *rewards))["tokens", "advantages"].reshape(2, 3).tolist()
+        for rewards in ([1.0, 0.0], [1.0, 1.0], [0.0, 1.0])
+    ]
+    # b: 0.5 (its own mean), then still 0.5, then 0.8 * 0.5 + 0.2 * 1 = 0.6
+    assert credit[0] == [[0, 0.5, 0.5], [0, -0.5, -0.5]]
+    assert credit[1] == [[0, 0.5, 0.5], [0, 0.5, 0.5]]
+    for row, expected in zip(credit[2], (-0.6, 0.4), strict=True):
+        assert row == pytest.approx([0, expected, expected])
+    # 0.8 * 0.6 + 0.2 * 0.5
+    assert advantage.baseline == pytest.approx(0.58)
+
+
+def test_the_running_baseline_includes_rewards_of_tokens_and_spares_the_environment(make_rollout):
+    batch = pack_rollouts([make_rollout([3], [4, 5, 1], reward=1.0, loss_mask=[True, False, True])])
+    batch["tokens", "token_rewards"] = torch.tensor([0.0, -0.25, 0.0, -0.5])
+    advantage = RunningBaseline(decay=0.0)
+    advantage.load_state_dict({"baseline": 1.0})
+    # 1 - 0.75 - 1
+    assert advantage(batch)["tokens", "advantages"].tolist() == [0, -0.75, 0, -0.75]
+    assert advantage.baseline == 0.25
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0])
+def test_a_decay_out_of_range_is_refused(decay):
+    with pytest.raises(ConfigError, match=rf"decay={decay}\) must be in \[0, 1\)"):
+        RunningBaseline(decay)
+
+
+def fit(module, batches, tmp_path, checkpoint=None) -> Trainer:
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1 if checkpoint is None else 2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    loader = torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)
+    trainer.fit(module, loader, ckpt_path=checkpoint)
+    return trainer
+
+
+def test_the_running_baseline_survives_a_checkpoint(tiny_model, make_rollout, tmp_path):
+    batches = [rewarded(make_rollout, *r) for r in ([1.0, 0.0], [1.0, 1.0], [0.0, 1.0])]
+
+    def module():
+        return PolicyModule(str(tiny_model), advantage=RunningBaseline(decay=0.8))
+
+    trainer = fit(module(), batches[:2], tmp_path)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    resumed = module()
+    assert resumed.advantage.baseline is None
+    fit(resumed, batches[2:], tmp_path, tmp_path / "two.ckpt")
+    assert resumed.iteration == 3
+    assert resumed.advantage.baseline == pytest.approx(0.58)
+
+
+# ---------------------------------------------------------------- GAE with a reward per token
+
+
+def test_gae_with_rewards_of_tokens_by_hand(make_rollout):
+    batch = pack_rollouts([make_rollout([3], [4, 5, 1], reward=1.0, loss_mask=[True, False, True])])
+    batch["tokens", "values"] = torch.tensor([9.0, 0.5, 9.0, 0.25])
+    batch["tokens", "token_rewards"] = torch.tensor([0.0, -0.125, 0.0, -0.25])
+    batch = GAE(gamma=0.5, lam=0.5, whiten=False)(batch)
+    # last: 1 - 0.25 - 0.25 = 0.5; first: -0.125 + 0.5 * 0.25 - 0.5 + 0.25 * 0.5 = -0.375
+    assert batch["tokens", "advantages"].tolist() == [0, -0.375, 0, 0.5]
+    assert batch["tokens", "returns"].tolist() == [0, 0.125, 0, 0.75]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 0.0)])
+def test_gae_with_rewards_of_tokens_in_float64(random_batch, gamma, lam):
+    batch = with_token_rewards(random_batch(23), 2)
+    generator = torch.Generator().manual_seed(3)
+    batch["tokens", "values"] = torch.randn(len(batch["tokens"]), generator=generator)
+    own, values = (batch["tokens", n].double().tolist() for n in ("token_rewards", "values"))
+    expected = [0.0] * len(own)
+    for reward, _, places in turns(batch):
+        received = [own[i] + (reward if i == places[-1] else 0.0) for i in places]
+        after = [values[i] for i in places[1:]] + [0.0]
+        delta = [
+            r + gamma * v - values[i] for r, v, i in zip(received, after, places, strict=True)
+        ]
+        for t, place in enumerate(places):  # the sum itself instead of its recursion
+            expected[place] = sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta)))
+    batch = GAE(gamma, lam, whiten=False)(batch)
+    ours = batch["tokens", "advantages"]
+    assert ours.tolist() == pytest.approx(expected, rel=1e-5, abs=2e-6)
+    mask = batch["tokens", "loss_mask"]
+    torch.testing.assert_close(
+        batch["tokens", "returns"], (ours + batch["tokens", "values"]) * mask, rtol=0, atol=1e-6
+    )
