@@ -53,8 +53,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     clock = Clock(arguments.goal)
 
-    def exact_match(completions: list[str], completion_ids: list[list[int]], answer: list[str],
-                    **columns: Any) -> list[float]:
+    def exact_match(
+        completions: list[str], completion_ids: list[list[int]], answer: list[str], **columns: Any
+    ) -> list[float]:
         """As recipes/sort_digits/reward.py: right, and ended by itself."""
         rows = list(zip(completions, completion_ids, answer, strict=True))
         rewards = [float(c == a and ids[-1] == tokenizer.eos_token_id) for c, ids, a in rows]
@@ -81,9 +82,12 @@ def main() -> None:
         use_cpu=True,
         seed=arguments.seed,
         use_transformers_continuous_batching=arguments.generation == "continuous",
-        # Its default takes half of the machine's memory for a cache; this is room for all.
-        transformers_continuous_batching_config={"block_size": 32, "num_blocks": 8192,
-                                                 "max_batch_tokens": 16384},
+        # By itself it takes half of the machine's memory for its cache; this much is enough.
+        transformers_continuous_batching_config={
+            "block_size": 32,
+            "num_blocks": 512,
+            "max_batch_tokens": 4096,
+        },
         logging_steps=10**9,
         save_strategy="no",
         report_to=[],
@@ -98,13 +102,17 @@ def main() -> None:
         callbacks=[clock],
     )
     trainer.train()
-    print(json.dumps({
-        "cpu_s": clock.seconds,
-        "rewards": clock.rewards,
-        "tokens": clock.tokens,
-        "setup_cpu_s": clock.setup,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }))
+    print(
+        json.dumps(
+            {
+                "cpu_s": clock.seconds,
+                "rewards": clock.rewards,
+                "tokens": clock.tokens,
+                "setup_cpu_s": clock.setup,
+                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

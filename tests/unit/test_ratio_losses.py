@@ -101,15 +101,15 @@ def test_gspo_by_hand():
 def test_gspo_is_the_sequence_objective():
     """Mean over tokens = the paper's eq. 5: its value, and its gradient through s itself."""
     generator = torch.Generator().manual_seed(0)
-    low, high = 0.1, 0.15
-    row = torch.repeat_interleave(torch.arange(12), torch.randint(1, 9, (12,), generator=generator))
+    low, high, n = 0.1, 0.15, 40
+    row = torch.repeat_interleave(torch.arange(n), torch.randint(1, 9, (n,), generator=generator))
     count = row.bincount()
     old = -torch.rand(len(row), generator=generator, dtype=torch.double)
     noise = torch.randn(len(row), generator=generator, dtype=torch.double)
-    logprobs = (old + 0.3 * noise).requires_grad_()
-    advantages = torch.randn(12, generator=generator, dtype=torch.double)
+    logprobs = (old + 0.5 * noise).requires_grad_()
+    advantages = torch.randn(n, generator=generator, dtype=torch.double)
     sequences = []
-    for i in range(12):
+    for i in range(n):
         s = (logprobs - old)[row == i].mean().exp()
         sequences.append(-min(s * advantages[i], s.clamp(1 - low, 1 + high) * advantages[i]))
     expected = torch.stack(sequences).mean()
@@ -117,7 +117,7 @@ def test_gspo_is_the_sequence_objective():
         {"old_logprobs": old, "advantages": advantages[row], "row": row}, batch_size=[len(row)]
     )
     value, metrics = GSPO(low, high)(logprobs, tokens)
-    ours = (value / count[row] / 12).sum()
+    ours = (value / count[row] / n).sum()
     assert 0 < metrics["clip_frac"].mean() < 1
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(

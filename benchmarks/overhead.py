@@ -1,0 +1,188 @@
+"""What does `Trainer.fit` cost over a bare loop of the same named steps?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.overhead [--save]
+
+The quickstart's GRPO through `Trainer.fit`, with weight sync, preview, step timer and TensorBoard
+logger; and after each of its iterations one of a bare loop (as recipes/sort_digits/bare_loop.py: no
+Trainer, callbacks or logger) with the same engine, prompts, seeds and start, so that both train on
+the very same rollouts, which is checked. Sync and probe are part of both. The last line is JSON with
+`ratio`, the median of CPU seconds per iteration, Trainer / bare; goal: <= 1.03.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from benchmarks.floor import LR, OUT, prepare
+from benchmarks.results import report
+from lightning_rl import (
+    GRPO,
+    JSONLPrompts,
+    PolicyModule,
+    PreviewTable,
+    Rewards,
+    RLCallback,
+    RLDataModule,
+    Rollout,
+    RolloutPipeline,
+    Sampling,
+    SingleTurn,
+    StepTimer,
+    SyncCollector,
+    VLLMLocal,
+    WeightSync,
+    pack_rollouts,
+)
+from lightning_rl.engines.base import Engine
+from lightning_rl.sync.verify import probe_gap
+from recipes.sort_digits.reward import exact_match
+
+SAMPLING = Sampling(max_tokens=10)
+GROUPS, GROUP_SIZE = 32, 8
+
+
+def make_module() -> PolicyModule:
+    return PolicyModule(
+        str(OUT / "sft" / "hf"),
+        advantage=GRPO(),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0, fused=True),
+        seed=0,
+    )
+
+
+def make_prompts() -> JSONLPrompts:
+    return JSONLPrompts(str(OUT / "train.jsonl"), seed=0)
+
+
+class BareLoop:
+    """An iteration of training, step by named step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.module = make_module()
+        self.module.configure_model()
+        assert self.module.policy is not None
+        self.policy = self.module.policy
+        Fabric(accelerator="cpu", devices=1).setup(self.module, self.module.configure_optimizers())
+        self.prompts = make_prompts()
+        self.prompts.load(self.policy.tokenizer)
+        self.probe = self.prompts.first(4)
+        self.pipeline = RolloutPipeline(
+            engine,
+            SingleTurn(),
+            SyncCollector(),
+            Rewards([exact_match]),
+            self.policy.tokenizer,
+            seed=0,
+        )
+
+    def iterate(self) -> list[Rollout]:
+        """Collect, learn, then sync and probe, in the Trainer's order."""
+        module, iteration = self.module, self.module.iteration
+        drawn = self.prompts.draw(GROUPS)
+        rollouts = self.pipeline.run(drawn, GROUP_SIZE, SAMPLING, iteration)
+        module.update(module.compute_advantages(pack_rollouts(rollouts)))
+        module.iteration += 1
+        self.engine.load_weights(self.policy.named_weights(), version=module.iteration)
+        probe_gap(self.engine, self.policy, self.probe, SAMPLING.temperature, tokens=2)
+        return rollouts
+
+
+class Compare(RLCallback):
+    """Times the Trainer's iterations, and after each one of the bare loop."""
+
+    def __init__(self, warmup: int) -> None:
+        self.warmup = warmup
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.engine = trainer.datamodule.engine  # type: ignore[attr-defined]
+        self.bare = BareLoop(self.engine)
+
+    def on_collect_end(
+        self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
+    ) -> None:
+        self.rollouts = rollouts
+
+    def on_iteration_end(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
+    ) -> None:
+        assert isinstance(pl_module, PolicyModule) and pl_module.policy is not None
+        if pl_module.iteration:
+            fit = time.process_time() - self.since
+            # The engine is lent: with the bare loop's weights now, with the Trainer's afterwards.
+            version = self.bare.module.iteration
+            self.engine.load_weights(self.bare.policy.named_weights(), version)
+            begin = time.process_time()
+            rollouts = self.bare.iterate()
+            bare = time.process_time() - begin
+            self.engine.load_weights(pl_module.policy.named_weights(), pl_module.iteration)
+            if tokens(rollouts) != tokens(self.rollouts):
+                raise RuntimeError("Trainer and bare loop trained on different rollouts")
+            if pl_module.iteration > self.warmup:
+                self.rows.append({"fit": fit, "bare": bare})
+        self.since = time.process_time()
+
+
+def tokens(rollouts: list[Rollout]) -> list[list[int]]:
+    return [rollout.token_ids for rollout in rollouts]
+
+
+def run(iterations: int, warmup: int) -> list[dict[str, float]]:
+    """CPU seconds of both, one row per counted iteration."""
+    compare = Compare(warmup)
+    data = RLDataModule(
+        make_prompts(),
+        [exact_match],
+        VLLMLocal(max_model_len=32),
+        sampling=SAMPLING,
+        group_size=GROUP_SIZE,
+        groups_per_iteration=GROUPS,
+        iterations_per_epoch=iterations + warmup,
+        seed=0,
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            logger=TensorBoardLogger(directory),
+            callbacks=[WeightSync(), PreviewTable(), StepTimer(), compare],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(make_module(), datamodule=data)
+    return compare.rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--save", action="store_true", help="keep the result")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    prepare()
+    rows = run(arguments.iterations, arguments.warmup)
+    result: dict[str, Any] = {
+        "ratio": statistics.median(row["fit"] / row["bare"] for row in rows),
+        "ratio_of_sums": sum(row["fit"] for row in rows) / sum(row["bare"] for row in rows),
+        "fit_cpu_s": statistics.median(row["fit"] for row in rows),
+        "bare_cpu_s": statistics.median(row["bare"] for row in rows),
+        "iterations": len(rows),
+    }
+    print(f"\nCPU seconds per iteration, median of {len(rows)}, {arguments.threads} thread(s):")
+    print(f"  Trainer.fit {result['fit_cpu_s']:.3f}\n  bare loop   {result['bare_cpu_s']:.3f}")
+    report("overhead", result, arguments.save)
+
+
+if __name__ == "__main__":
+    main()

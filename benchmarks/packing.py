@@ -1,0 +1,193 @@
+"""What do packs without padding, and prompts computed once, save of a training step?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.packing [--save]
+
+A step (forward, backward, clipping, AdamW) of the quickstart's model in float32 on random tokens:
+
+- `heavy`: 32 prompts of 16 tokens x 8 completions of heavy-tailed length (log-normal around 32, at
+  most 512). Padded to the longest of each micro-batch of 32 through the Hugging Face model, in the
+  order they come in and sorted by length, against packs.
+- `long_prompts`: 4 prompts of 512 tokens x 8 completions of 32 on average, packs that compute each
+  prompt once against packs that compute it for every completion.
+
+All compute the same gradient, which is checked. Steps alternate; seconds are medians of CPU time. The
+last line is JSON: ratios of CPU seconds, other / ours.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.floor import LR, OUT
+from benchmarks.results import report
+from lightning_rl.data.packing import pack_rollouts, select, split_packs, token_rows
+from lightning_rl.models.policy import Policy
+from lightning_rl.rollout import Prompt, Rollout
+from recipes.sort_digits.prepare import prepare
+
+MODEL = OUT / "model"
+MICRO_BATCH = 32
+MAX_TOKENS_PER_PACK = 16384
+GROUP_SIZE = 8
+TOLERANCE = 1e-5
+
+
+def make_batch(groups: int, prompt_length: int, longest: int) -> TensorDict:
+    """Packed rollouts of random tokens, with an advantage for each token."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(3, 13, (count,), generator=generator).tolist()
+
+    rollouts = []
+    for group in range(groups):
+        prompt = Prompt(str(group), "", draw(prompt_length))
+        spread = torch.randn(GROUP_SIZE, generator=generator).exp() * 32
+        for i, length in enumerate(spread.long().clamp(1, longest).tolist()):
+            rollouts.append(
+                Rollout(
+                    prompt, str(group), i, seed=0, temperature=1.0, token_ids=draw(length),
+                    loss_mask=[True] * length, logprobs=[0.0] * length, versions=[0] * length,
+                )
+            )  # fmt: skip
+    batch = pack_rollouts(rollouts)
+    mask = batch["tokens", "loss_mask"]
+    weights = torch.randn(len(rollouts), generator=generator)[token_rows(batch)] * mask
+    batch["tokens", "loss_weights"] = weights / mask.sum()
+    return batch
+
+
+def packed_backward(policy: Policy, batch: TensorDict) -> None:
+    """The library's: token-budget packs."""
+    for rows in split_packs(batch, MAX_TOKENS_PER_PACK):
+        pack = select(batch, rows)
+        scores = policy(pack)
+        loss = policy_gradient(scores.logprobs, pack["tokens", "loss_weights"][scores.live])
+        loss.backward()
+
+
+def padded_backward(lm: PreTrainedModel, batch: TensorDict, by_length: bool) -> None:
+    """The usual one: padded micro-batches through the Hugging Face model."""
+    lengths = batch["rollouts", "length"]
+    ids, weights = (batch["tokens", x].split(lengths.tolist()) for x in ("input_ids", "loss_weights"))
+    order = lengths.argsort(descending=True) if by_length else torch.arange(len(lengths))
+    for rows in order.split(MICRO_BATCH):
+        padded_ids, padded_weights = (
+            pad_sequence([rowwise[i] for i in rows.tolist()], batch_first=True)
+            for rowwise in (ids, weights)
+        )
+        mask = torch.arange(padded_ids.shape[1]) < lengths[rows, None]
+        # Logits of completions only, as TRL computes them.
+        keep = padded_ids.shape[1] - int(batch["rollouts", "prompt_length"][rows].min()) + 1
+        logits = lm(
+            padded_ids, attention_mask=mask.long(), use_cache=False, logits_to_keep=keep
+        ).logits[:, :-1]
+        targets = padded_ids[:, 1 - keep :, None]
+        logprobs = logits.log_softmax(-1).gather(-1, targets).squeeze(-1)
+        policy_gradient(logprobs, padded_weights[:, 1 - keep :]).backward()
+
+
+def policy_gradient(logprobs: Tensor, weights: Tensor) -> Tensor:
+    """Weights hold advantages over token counts; 0 at what has no loss."""
+    return -((logprobs - logprobs.detach()).exp() * weights).sum()
+
+
+class Side:
+    """A model with its optimizer, and one way to compute its gradient."""
+
+    def __init__(self, model: nn.Module, backward: Callable[[], None]) -> None:
+        self.parameters = list(model.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=LR, weight_decay=0.0, fused=True)
+        self.backward = backward
+        self.seconds: list[float] = []
+
+    def gradient(self) -> list[Tensor]:
+        self.optimizer.zero_grad()
+        self.backward()
+        return [p.grad.clone() for p in self.parameters if p.grad is not None]
+
+    def step(self) -> None:
+        begin = time.process_time()
+        self.optimizer.zero_grad()
+        self.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.seconds.append(time.process_time() - begin)
+
+
+def compare(sides: dict[str, Side], steps: int) -> dict[str, float]:
+    """Medians of CPU seconds, ratios to the first side, and the largest difference of gradients."""
+    first = next(iter(sides))
+    gradients = {name: side.gradient() for name, side in sides.items()}
+    difference = max(
+        float((a - b).abs().max())
+        for name in sides
+        for a, b in zip(gradients[first], gradients[name], strict=True)
+    )
+    if difference > TOLERANCE:
+        raise RuntimeError(f"gradients of {list(sides)} differ by {difference:.2g} > {TOLERANCE}")
+    for step in range(steps):
+        for name in list(sides)[:: 1 if step % 2 else -1]:
+            sides[name].step()
+    seconds = {name: statistics.median(side.seconds) for name, side in sides.items()}
+    return {f"{name}_cpu_s": s for name, s in seconds.items()} | {
+        f"{name}_ratio": s / seconds[first] for name, s in seconds.items() if name != first
+    } | {"grad_max_abs_diff": difference}  # fmt: skip
+
+
+def heavy(steps: int) -> dict[str, float]:
+    batch = make_batch(groups=32, prompt_length=16, longest=512)
+    policy = Policy(str(MODEL))
+    sides = {"ours": Side(policy, partial(packed_backward, policy, batch))}
+    for name, by_length in (("padded", False), ("padded_sorted", True)):
+        lm = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+        sides[name] = Side(lm, partial(padded_backward, lm, batch, by_length))
+    length = batch["rollouts", "length"]
+    slots = sum(int(part.max()) * len(part) for part in length.split(MICRO_BATCH))
+    return compare(sides, steps) | {"tokens": int(length.sum()), "padded_slots": slots}
+
+
+def long_prompts(steps: int) -> dict[str, float]:
+    shared = make_batch(groups=4, prompt_length=512, longest=128)
+    unshared = shared.clone()
+    rollouts = unshared["rollouts"]
+    rollouts["prefix"] = torch.arange(len(rollouts))  # as if every prompt were another
+    sides = {}
+    for name, batch in (("ours", shared), ("unshared", unshared)):
+        policy = Policy(str(MODEL))
+        sides[name] = Side(policy, partial(packed_backward, policy, batch))
+    return compare(sides, steps) | {"tokens": len(shared["tokens"])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--save", action="store_true", help="keep the result")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    prepare(OUT)
+    result: dict[str, Any] = {
+        "heavy": heavy(arguments.steps),
+        "long_prompts": long_prompts(arguments.steps),
+    }
+    for task, row in result.items():
+        print(f"\n{task}: {row['tokens']} tokens, CPU s per step, and in proportion to ours")
+        for key, ratio in row.items():
+            if key.endswith("_cpu_s"):
+                name = key.removesuffix("_cpu_s")
+                print(f"  {name:<14}{ratio:8.3f}{row.get(name + '_ratio', 1.0):8.2f}")
+    report("packing", result, arguments.save)
+
+
+if __name__ == "__main__":
+    main()

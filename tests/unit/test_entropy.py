@@ -1,0 +1,69 @@
+"""Entropy bonuses: the schedule by hand, the gradient and what a step does."""
+
+import pytest
+import torch
+
+from lightning_rl.algos.entropy import EntropyBonus, LinearEntropyBonus
+from lightning_rl.errors import ConfigError
+from lightning_rl.module import PolicyModule
+
+
+def test_the_linear_schedule():
+    bonus = LinearEntropyBonus(coef=0.1, final=0.02, iterations=4)
+    assert [bonus.at(i) for i in (0, 1, 2, 3, 4, 5, 100)] == pytest.approx(
+        [0.1, 0.08, 0.06, 0.04, 0.02, 0.02, 0.02]
+    )
+    assert [EntropyBonus(0.3).at(i) for i in (0, 7)] == [0.3, 0.3]
+
+
+def test_no_iterations_are_refused():
+    with pytest.raises(ConfigError, match=r"LinearEntropyBonus\(iterations=0\) must be >= 1"):
+        LinearEntropyBonus(iterations=0)
+
+
+def without_advantages(random_batch, seed: int):
+    batch = random_batch(seed)
+    batch["rollouts", "reward"] = torch.zeros(len(batch["rollouts"]))
+    return batch
+
+
+def module_of(tiny_model, entropy, lr: float) -> PolicyModule:
+    module = PolicyModule(
+        str(tiny_model), entropy=entropy, max_grad_norm=None, max_tokens_per_pack=25,
+        optimizer=lambda p: torch.optim.SGD(p, lr=lr),
+    )  # fmt: skip
+    module.configure_model()
+    return module
+
+
+def entropy_of(module, batch):
+    return module.policy(batch).entropy.mean()
+
+
+@pytest.mark.parametrize("coef", [0.5, -0.5])
+def test_the_gradient_is_minus_coef_times_that_of_the_mean_entropy(
+    tiny_model, train_on, random_batch, coef
+):
+    batch = without_advantages(random_batch, 51)
+    module = module_of(tiny_model, EntropyBonus(coef), lr=0.01)
+    parameters = list(module.policy.lm.parameters())
+    before = entropy_of(module, batch)
+    expected = torch.autograd.grad(-coef * before, parameters)
+    train_on(module, [batch])
+    gap = sum(float((p.grad - g).norm() ** 2) for p, g in zip(parameters, expected, strict=True))
+    assert (gap / sum(float(g.norm() ** 2) for g in expected)) ** 0.5 < 1e-5
+    # A step along it: more entropy with a bonus, less with a malus.
+    after = entropy_of(module, batch)
+    assert float((after - before).detach()) * coef > 0
+    logged = float(module.trainer.callback_metrics["policy/entropy"])
+    assert logged == pytest.approx(float(before.detach()), rel=1e-5)
+
+
+def test_the_schedule_counts_iterations(tiny_model, train_on, random_batch):
+    """Nothing moves at lr 0, so the gradient of iteration i is at(i) times the same one."""
+    norms = []
+    for iterations in (1, 2, 3, 4):
+        module = module_of(tiny_model, LinearEntropyBonus(0.4, 0.1, iterations=3), lr=0.0)
+        train_on(module, [without_advantages(random_batch, 52)] * iterations)
+        norms.append(float(module.trainer.callback_metrics["policy/grad_norm"]))
+    assert [n / norms[0] for n in norms] == pytest.approx([1, 0.75, 0.5, 0.25], rel=1e-5)
