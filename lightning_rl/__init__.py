@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         KLPenalty,
     )
     from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
-    from lightning_rl.algos.ratio_losses import CISPO, GSPO, SAPO, Reinforce
+    from lightning_rl.algos.ratio_losses import CISPO, GSPO, SAPO, Reinforce, SFTMix
     from lightning_rl.callbacks import (
         Evaluate,
         HFExport,
@@ -106,7 +106,7 @@ _PLACES = {
         "KLPenalty",
     ),
     "algos.losses": ("PPOClip", "PolicyLoss", "ValueLoss"),
-    "algos.ratio_losses": ("CISPO", "GSPO", "Reinforce", "SAPO"),
+    "algos.ratio_losses": ("CISPO", "GSPO", "Reinforce", "SAPO", "SFTMix"),
     "callbacks": (
         "Evaluate",
         "HFExport",

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from tensordict import TensorDict
 
+from lightning_rl.algos.ratio_losses import SFTMix
 from lightning_rl.collect.agents import Agent, SingleTurn
 from lightning_rl.collect.collector import Collector, SyncCollector
 from lightning_rl.collect.filters import GroupFilter
@@ -25,6 +26,7 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Rollout
 from lightning_rl.seeding import run_seed
+from lightning_rl.sft import supervised_rollout
 
 
 class RLDataModule(LightningDataModule):
@@ -35,6 +37,8 @@ class RLDataModule(LightningDataModule):
         rewards: functions ``f(prompts, completions, **columns) -> list[float]``, plain or async.
         engine: generates; None: vLLM in process, or transformers where vLLM is not installed.
         eval_prompts: held-out prompts, for ``Evaluate``, ``validate`` and ``test``.
+        expert_prompts: rows with a ``completion`` to imitate beside the rollouts; see ``SFTMix``.
+        expert_per_iteration: how many of them per iteration.
         filters: groups that any of them rejects are dropped and replaced by groups of new prompts.
         max_rounds: how often to generate for one batch before giving up on the filters.
         agent: how one rollout comes about.
@@ -61,6 +65,8 @@ class RLDataModule(LightningDataModule):
         rewards: list[Callable[..., list[float]]],
         engine: Engine | None = None,
         eval_prompts: PromptDataset | None = None,
+        expert_prompts: PromptDataset | None = None,
+        expert_per_iteration: int = 0,
         filters: list[GroupFilter] | None = None,
         max_rounds: int = 10,
         agent: Agent = SingleTurn(),
@@ -93,6 +99,8 @@ class RLDataModule(LightningDataModule):
         self.eval_prompts = eval_prompts
         self.rewards = Rewards(rewards, reward_weights, max_failed_share)
         self.engine = engine if engine is not None else default_engine()
+        self.expert_prompts = expert_prompts
+        self.expert_per_iteration = expert_per_iteration
         self.filters = filters or []
         self.max_rounds = max_rounds
         self.agent = agent
@@ -125,8 +133,16 @@ class RLDataModule(LightningDataModule):
                 f"minibatches={module.minibatches} exceeds groups_per_iteration="
                 f"{self.groups_per_iteration}; a group is never split over minibatches"
             )
+        mixes = isinstance(module.objective.loss, SFTMix) and module.advantage.needs_groups
+        if self.expert_prompts is not None and not mixes:
+            raise ConfigError(
+                "data.expert_prompts needs model.loss=SFTMix and an advantage that compares groups "
+                f"(not {type(module.advantage).__name__}): expert rows have no reward"
+            )
         self._tokenizer = tokenizer = load_tokenizer(module.model)
         self.train_prompts.load(tokenizer)
+        if self.expert_prompts is not None:
+            self.expert_prompts.load(tokenizer)
         if self.eval_prompts is not None:
             self.eval_prompts.load(tokenizer)
         # Where the configuration tells the engine's length, do not start it only to refuse.
@@ -160,10 +176,15 @@ class RLDataModule(LightningDataModule):
 
     # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
     def state_dict(self) -> dict[str, Any]:
-        return {"loader": None if self._loader is None else self._loader.state_dict()}
+        return {
+            "loader": None if self._loader is None else self._loader.state_dict(),
+            "experts": None if self.expert_prompts is None else self.expert_prompts.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loader_state = state_dict["loader"]
+        if self.expert_prompts is not None and state_dict["experts"] is not None:
+            self.expert_prompts.load_state_dict(state_dict["experts"])
 
     def val_dataloader(self) -> Any:
         # While fitting, the Evaluate callback evaluates: it also does so before training.
@@ -204,6 +225,18 @@ class RLDataModule(LightningDataModule):
         if self.train_prompts.dropped:
             module.record({"data/prompts_dropped": float(self.train_prompts.dropped)})
         call_hook(trainer, "on_collect_end", rollouts)
+        return rollouts + self._experts(iteration)
+
+    def _experts(self, iteration: int) -> list[Rollout]:
+        """Given completions, each a group of its own, so that its advantage is zero."""
+        if self.expert_prompts is None:
+            return []
+        rollouts = [
+            supervised_rollout(prompt, "completion", self._tokenizer)
+            for prompt in self.expert_prompts.draw(self.expert_per_iteration)
+        ]
+        for place, rollout in enumerate(rollouts):
+            rollout.group_id = f"{iteration}/expert/{place}"
         return rollouts
 
     def evaluate(self) -> tuple[list[Rollout], dict[str, float]]:

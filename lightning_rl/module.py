@@ -299,6 +299,7 @@ class PolicyModule(RecordingModule):
         scores = self._policy()(pack)
         tokens = pack["tokens"][scores.live]
         tokens["row"] = token_rows(pack)[scores.live]
+        tokens["expert"] = pack["rollouts", "expert"][tokens["row"]]
         if "old_logprobs" not in tokens:
             tokens["old_logprobs"] = scores.logprobs.detach()
         loss, metrics = self.objective(scores, tokens, self.iteration)

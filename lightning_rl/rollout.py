@@ -41,7 +41,8 @@ class Rollout:
     The per-token lists cover the completion (everything after the prompt) and have equal length C:
     ``loss_mask`` is True for tokens the model wrote (False for an environment's), ``logprobs`` are
     the engine's at the sampling temperature (0.0 where the mask is False) and ``versions`` the
-    weight version that wrote each token (-1 where the mask is False).
+    weight version that wrote each token (-1 where the mask is False). ``expert`` marks a given
+    completion to imitate, which no engine wrote.
     """
 
     prompt: Prompt
@@ -61,6 +62,7 @@ class Rollout:
     error: str | None = None
     top_k: int = 0
     top_p: float = 1.0
+    expert: bool = False
 
     @property
     def id(self) -> str:

@@ -190,4 +190,5 @@ def supervised_rollout(
         status=RolloutStatus.COMPLETED,
         finish_reason="stop",
         reward=0.0,
+        expert=True,
     )

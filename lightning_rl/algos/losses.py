@@ -2,7 +2,8 @@
 
 A loss sees the M model tokens of a pack: ``logprobs`` (M,) under the current policy and
 ``tokens``, a TensorDict [M] with ``old_logprobs``, ``rollout_logprobs``, ``advantages``, ``row``
-(which rollout a token belongs to) and, where computed, ``ref_logprobs``, ``values``, ``returns``.
+(which rollout a token belongs to), ``expert`` (it was given, not sampled) and, where computed,
+``ref_logprobs``, ``values``, ``returns``.
 """
 
 from abc import ABC, abstractmethod

@@ -29,7 +29,8 @@ class Objective:
     ) -> tuple[Tensor, Metrics]:
         """Loss and metrics per token, (M,) each, of the M ``tokens`` that ``scores`` are of."""
         metrics: Metrics = {"policy/entropy": scores.entropy}
-        gap = (tokens["old_logprobs"] - tokens["rollout_logprobs"]).abs()
+        sampled = ~tokens["expert"]
+        gap = (tokens["old_logprobs"] - tokens["rollout_logprobs"])[sampled].abs()
         metrics |= {"rollout/logprob_gap_mean": gap, "rollout/logprob_gap_max": gap}
         total = torch.zeros_like(scores.logprobs)
         if iteration >= self.value_warmup_iterations:

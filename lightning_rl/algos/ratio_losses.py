@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.algos.losses import Metrics, PolicyLoss
+from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip
 from lightning_rl.errors import ConfigError
 
 
@@ -98,6 +98,29 @@ class SAPO(PolicyLoss):
         gate = torch.sigmoid(tau * (ratio - 1))
         metrics = _divergence(logprobs, tokens) | {"gate": 4 * (gate * (1 - gate)).detach()}
         return -4 / tau * gate * advantages, metrics
+
+
+@dataclass(frozen=True)
+class SFTMix(PolicyLoss):
+    """Reinforcement and imitation in one batch: -coef log p on expert tokens, ``loss`` elsewhere.
+
+    Expert completions come from ``data.expert_prompts`` (as in Trinity-RFT's MIX, and in the
+    off-policy guidance of LUFFY, Yan et al. 2025, without its reshaping).
+
+    Args:
+        loss: for sampled tokens.
+        coef: weight of an expert token beside a sampled one.
+    """
+
+    loss: PolicyLoss = PPOClip()
+    coef: float = 0.1
+
+    def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
+        expert = tokens["expert"]
+        loss, metrics = self.loss(logprobs, tokens)
+        metrics = {name: value[~expert] for name, value in metrics.items()}
+        metrics["expert_nll"] = -logprobs.detach()[expert]
+        return torch.where(expert, -self.coef * logprobs, loss), metrics
 
 
 def row_means(values: Tensor, row: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ A *batch* is a TensorDict with two parts:
   ``old_logprobs``, ``ref_logprobs``, ``values``, ``advantages``, ``returns``, ``loss_weights``.
 - ``batch["rollouts"]``, batch size [R]: ``length`` and ``prompt_length`` in tokens, ``prefix``
   (rows with the same number have the same prompt tokens), ``group``, ``reward``, ``truncated``,
-  and how it was sampled: ``temperature``, ``top_k``, ``top_p``.
+  ``expert`` (given, not sampled) and how it was sampled: ``temperature``, ``top_k``, ``top_p``.
 """
 
 from collections.abc import Sequence
@@ -69,6 +69,7 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
                     "temperature": torch.tensor(
                         [r.temperature for r in rollouts], dtype=torch.float32
                     ),
+                    "expert": torch.tensor([r.expert for r in rollouts], dtype=torch.bool),
                     "top_k": torch.tensor([r.top_k for r in rollouts], dtype=torch.long),
                     "top_p": torch.tensor([r.top_p for r in rollouts], dtype=torch.float32),
                 },

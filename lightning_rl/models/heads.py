@@ -48,7 +48,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> Any:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
         hidden, weight, bias, targets, sampling, lse, entropy = ctx.saved_tensors
         # What is frozen, such as the head of a LoRA-trained model, gets no gradient computed.
         grad_hidden, grad_weight, grad_bias = (
@@ -59,6 +59,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             scaled = _scaled_logits(hidden[part], weight, bias, targets[part], sampling[part])
             log_p = scaled.sub_(lse[part, None])
             if grad_entropy is None:
+                assert grad_logprobs is not None  # or autograd would not have come here
                 grad = log_p.exp_().mul_(-grad_logprobs[part, None])
             else:
                 probs = log_p.exp()
@@ -110,12 +111,15 @@ def _scaled_logits(
 
 def _cut(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Where (m, V) top-k, then top-p among what is left, exclude a token; both given as (m, 1)."""
-    ordered, order = scaled.sort(-1, descending=True)
+    ordered, order = scaled.sort(-1)
+    vocabulary = scaled.shape[1]
     # Engines keep what ties with the k-th, which in bfloat16 is common.
-    kth = ordered.gather(-1, (top_k.long() - 1).clamp(0, scaled.shape[1] - 1))
+    kth = ordered.gather(-1, (vocabulary - top_k.long()).clamp(0, vocabulary - 1))
     outside = (ordered < kth) & (top_k > 0)
     probs = ordered.masked_fill(outside, -torch.inf).softmax(-1)
-    outside |= (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
+    # Summed from the unlikeliest up, as vLLM does: so both round alike at the nucleus' boundary.
+    outside |= (probs.cumsum(-1) <= 1 - top_p) & (top_p < 1)
+    outside[:, -1] = False
     return torch.zeros_like(outside).scatter_(-1, order, outside)
 
 

@@ -51,8 +51,8 @@ class LoRA:
         if any(id(end) in adapted for end in ends):
             # The policy head reads the output layer's weight as it is, and chunk by chunk.
             raise ConfigError(
-                f"lora.target_modules={self.target_modules} adapts the output layer (or an embedding "
-                "tied to it), which packed scoring does not compute; leave it out"
+                f"lora.target_modules={self.target_modules} adapts the output layer (or an "
+                "embedding tied to it), which packed scoring does not compute; leave it out"
             )
 
 

@@ -105,6 +105,12 @@ def rl_rows(prompts: Iterable[str]) -> list[dict[str, str]]:
     return [{"prompt": prompt, "answer": complete(prompt, "ascending")} for prompt in prompts]
 
 
+def expert_rows() -> list[dict[str, str]]:
+    """Train prompts with their ascending answer as a completion to imitate."""
+    rows = rl_rows(draw_prompts()[0])
+    return [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
+
+
 def write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
     # Written beside its place and renamed, so that a file that exists is always whole.
     partial = path.with_name(path.name + ".partial")

@@ -122,7 +122,7 @@ def test_gradients_do_not_depend_on_packs_or_order(tiny_model, train_on, random_
 
     first = gradient(rollouts, 100_000)
     assert float(first.norm()) > 1e-3
-    for arranged, budget in ((rollouts, 60), (rollouts, 1), (shuffled, 100_000), (shuffled, 25)):
+    for arranged, budget in ((rollouts, 1), (shuffled, 40)):
         other = gradient(arranged, budget)
         assert float((other - first).norm() / first.norm()) < 1e-6, budget
 

@@ -177,9 +177,7 @@ def test_gae_with_rewards_of_tokens_in_float64(random_batch, gamma, lam):
     for reward, _, places in turns(batch):
         received = [own[i] + (reward if i == places[-1] else 0.0) for i in places]
         after = [values[i] for i in places[1:]] + [0.0]
-        delta = [
-            r + gamma * v - values[i] for r, v, i in zip(received, after, places, strict=True)
-        ]
+        delta = [r + gamma * v - values[i] for r, v, i in zip(received, after, places, strict=True)]
         for t, place in enumerate(places):  # the sum itself instead of its recursion
             expected[place] = sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta)))
     batch = GAE(gamma, lam, whiten=False)(batch)

@@ -49,6 +49,33 @@ def test_logprobs_entropy_and_all_gradients_match_float64(monkeypatch, bias, chu
         assert (a.double() - b).norm() <= 3e-6 * b.norm()
 
 
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_loss_of_one_output_alone_has_its_own_gradient(monkeypatch, used):
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 33)
+    linear, hidden, targets, temperature = problem(False)
+    inputs = [hidden, linear.weight]
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    ours = token_logprobs(hidden, linear, targets, temperature)[used]
+    theirs = naive(*doubles, None, targets, temperature.double())[used]
+    upstream = torch.linspace(-1, 2, 7)
+    mine = torch.autograd.grad(ours, inputs, upstream)
+    reference = torch.autograd.grad(theirs, doubles, upstream.double())
+    for a, b in zip(mine, reference, strict=True):
+        assert (a.double() - b).norm() <= 3e-6 * b.norm()
+
+
+def test_a_frozen_head_gets_no_gradient_but_passes_one_on():
+    linear, hidden, targets, temperature = problem(True)
+    (expected,) = torch.autograd.grad(
+        token_logprobs(hidden, linear, targets, temperature)[0].sum(), hidden
+    )
+    linear.requires_grad_(False)
+    token_logprobs(hidden, linear, targets, temperature)[0].sum().backward()
+    torch.testing.assert_close(hidden.grad, expected, rtol=0, atol=0)
+    assert linear.weight.grad is None
+    assert linear.bias.grad is None
+
+
 def test_the_hand_calculated_case():
     # Logits (ln 3, 0) at temperature 1: probabilities 3/4 and 1/4.
     linear = nn.Linear(1, 2, bias=False)

@@ -41,7 +41,7 @@ def distributions():
 
 
 def expected_gradient(estimator):
-    """E over samples of the estimator's gradient: as a loss sees it, sampling not differentiated."""
+    """E over samples of the estimator's gradient, as a loss has it: sampling is no part of it."""
     logits, reference = distributions()
     log_p = logits.log_softmax(-1)
     mean = (log_p.detach().exp() * estimator(log_p, reference)).sum()
@@ -51,10 +51,8 @@ def expected_gradient(estimator):
 def exact(reverse: bool):
     logits, log_q = distributions()
     log_p = logits.log_softmax(-1)
-    if reverse:
-        kl = (log_q.exp() * (log_q - log_p)).sum()
-    else:
-        kl = (log_p.exp() * (log_p - log_q)).sum()
+    of, to = (log_q, log_p) if reverse else (log_p, log_q)
+    kl = (of.exp() * (of - to)).sum()
     return kl, torch.autograd.grad(kl, logits)[0]
 
 

@@ -147,9 +147,13 @@ def test_the_base_does_not_replace_the_critics_values(tiny_model, random_batch):
     head = SharedValueHead()
     module = adapted(
         module_of(
-            tiny_model, lora=LoRA(rank=4), reference=BaseReference(), advantage=GAE(),
-            value_head=head, kl_reward=K1Penalty(0.1),
-        )  # fmt: skip
+            tiny_model,
+            lora=LoRA(rank=4),
+            reference=BaseReference(),
+            advantage=GAE(),
+            value_head=head,
+            kl_reward=K1Penalty(0.1),
+        )
     )
     batch = module.compute_values(module.compute_old_logprobs(random_batch(9)))
     values = batch["tokens", "values"].clone()

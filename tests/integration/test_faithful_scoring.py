@@ -1,0 +1,119 @@
+"""Sampling-faithful scoring: on fresh vLLM rollouts every ratio of the first minibatch is 1."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from lightning_rl.algos.losses import PolicyLoss
+from lightning_rl.collect.agents import SingleTurn
+from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.engines import Sampling, VLLMLocal
+from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton
+from lightning_rl.module import PolicyModule
+from lightning_rl.rewards.base import Rewards
+
+VOCABULARY = 2048  # large enough for a nucleus of hundreds of tokens
+
+
+def share_of_even_tokens(completion_ids):
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model, tmp_path_factory):
+    """Random, with a large vocabulary of which the tokenizer knows the first few."""
+    directory = tmp_path_factory.mktemp("wide")
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+        initializer_range=0.15, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(config).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def engine(model, tmp_path_factory):
+    skeleton = tmp_path_factory.mktemp("skeleton")
+    save_skeleton(str(model), skeleton)
+    engine = VLLMLocal(max_model_len=64, kv_cache_gb=0.05)
+    engine.start(skeleton)
+    engine.load_weights(Policy(str(model)).named_weights(), 0)
+    yield engine
+    engine.close()
+
+
+class Recorded(PolicyLoss):
+    """REINFORCE that notes every pack's log ratios, to the old policy and to the engine."""
+
+    def __init__(self) -> None:
+        self.to_old: list[torch.Tensor] = []
+        self.to_engine: list[torch.Tensor] = []
+
+    def __call__(self, logprobs, tokens):
+        self.to_old.append((logprobs.detach() - tokens["old_logprobs"]).double())
+        self.to_engine.append((logprobs.detach() - tokens["rollout_logprobs"]).double())
+        return -tokens["advantages"] * logprobs, {}
+
+
+def outside_of_the_trainers_cut(model, rollouts, sampling) -> int:
+    """Sampled tokens that float64 logits would have cut: rounding at the nucleus' boundary."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.double)
+    count = 0
+    for rollout in rollouts:
+        prompt = rollout.prompt.token_ids
+        with torch.no_grad():
+            logits = plain(input_ids=torch.tensor([prompt + rollout.token_ids])).logits[0]
+        for step, token in enumerate(rollout.token_ids):
+            z = logits[len(prompt) - 1 + step] / sampling.temperature
+            if sampling.top_k:
+                z = z.masked_fill(z < z.topk(sampling.top_k).values[-1], -torch.inf)
+            probs = z.softmax(-1)
+            before = probs[probs > probs[token]].sum()
+            count += bool(probs[token] == 0 or before >= sampling.top_p)
+    return count
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (0, 0.9), (5, 1.0), (50, 1.0), (50, 0.9)])
+def test_the_first_minibatchs_ratios_are_one(model, engine, tmp_path, top_k, top_p):
+    tokenizer = load_tokenizer(str(model))
+    prompts = IterablePrompts([{"prompt": f"{n}="} for n in range(100, 132)], shuffle=False)
+    prompts.load(tokenizer)
+    pipeline = RolloutPipeline(
+        engine, SingleTurn(), SyncCollector(), Rewards([share_of_even_tokens]), tokenizer, seed=3
+    )
+    sampling = Sampling(max_tokens=8, temperature=0.7, top_p=top_p, top_k=top_k)
+    rollouts = pipeline.run(prompts.draw(32), 4, sampling, iteration=0)
+    loss = Recorded()
+    module = PolicyModule(
+        str(model), loss=loss, minibatches=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.5)
+    )
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    batches = [pack_rollouts(rollouts)]
+    trainer.fit(module, torch.utils.data.DataLoader(batches, None, collate_fn=lambda b: b))
+
+    assert len(loss.to_old) == 2  # a pack per minibatch
+    for log_ratio in (loss.to_old[0], loss.to_engine[0]):
+        assert len(log_ratio) >= 200
+        assert float(log_ratio.expm1().abs().max()) <= 1e-5
+    # The second minibatch comes after an update, so that its ratios say something.
+    assert float(loss.to_old[1].expm1().abs().max()) > 1e-4
+    outside = outside_of_the_trainers_cut(model, rollouts, sampling)
+    tokens = sum(len(r.token_ids) for r in rollouts)
+    gaps = [float(x[0].expm1().abs().max()) for x in (loss.to_old, loss.to_engine)]
+    print(
+        f"\ntop_k={top_k} top_p={top_p}: {tokens} tokens, {outside} kept at the boundary; first "
+        f"minibatch of {len(loss.to_old[0])}: |ratio - 1| old {gaps[0]:.1e}, engine {gaps[1]:.1e}"
+    )
+    assert outside <= tokens // 100

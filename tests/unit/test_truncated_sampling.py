@@ -1,0 +1,186 @@
+"""Scoring under temperature, top-k and top-p: the distribution that was really sampled from."""
+
+import asyncio
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.models import heads
+from lightning_rl.models.heads import token_logprobs
+from lightning_rl.models.policy import Policy, save_skeleton
+
+VOCABULARY = 23
+
+
+def naive(logits: Tensor, target: int, temperature: float, top_k: int, top_p: float):
+    """Logprob and entropy of one token in float64, from a list of what may be sampled.
+
+    The target belongs to it in any case. Gradients flow to ``logits``.
+    """
+    z = logits / temperature
+    order = z.argsort(descending=True).tolist()
+    kept = order[:top_k] if top_k else order
+    nucleus, mass = [], 0.0
+    probs = z[kept].softmax(-1)
+    for token, p in zip(kept, probs.tolist(), strict=True):
+        if mass >= top_p:
+            break
+        nucleus.append(token)
+        mass += p
+    if target not in nucleus:
+        nucleus.append(target)
+    log_p = z[nucleus].log_softmax(-1)
+    return log_p[nucleus.index(target)], -(log_p.exp() * log_p).sum(), nucleus
+
+
+def problem(rows: int, seed: int = 3):
+    generator = torch.Generator().manual_seed(seed)
+    linear = nn.Linear(8, VOCABULARY)
+    for parameter in linear.parameters():
+        parameter.data.normal_(std=0.5, generator=generator)
+    hidden = torch.randn(rows, 8, generator=generator).requires_grad_()
+    targets = torch.randint(VOCABULARY, (rows,), generator=generator)
+    return linear, hidden, targets
+
+
+SETTINGS = [
+    (0.7, 0, 0.9),
+    (0.7, 5, 1.0),
+    (0.7, 5, 0.9),
+    (1.0, 1, 1.0),
+    (1.3, 0, 0.3),
+    (0.7, 99, 1.0),
+]
+
+
+def ours(linear, hidden, targets, settings):
+    temperature, top_k, top_p = (torch.tensor(column) for column in zip(*settings, strict=True))
+    return token_logprobs(hidden, linear, targets, temperature, top_k, top_p)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("chunk", [1, 3 * VOCABULARY, 1 << 24])
+def test_logprobs_entropy_and_gradients_match_float64(monkeypatch, setting, chunk):
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", chunk)
+    check_against_naive([setting] * 12)
+
+
+def test_rows_of_a_pack_may_be_sampled_differently():
+    check_against_naive([*SETTINGS, (1.0, 0, 1.0), (0.5, 0, 1.0)] * 2)
+
+
+def check_against_naive(settings):
+    linear, hidden, targets = problem(len(settings))
+    scores = ours(linear, hidden, targets, settings)
+    inputs = [hidden, *linear.parameters()]
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    logits = nn.functional.linear(*doubles)
+    rows = [naive(logits[i], int(targets[i]), *settings[i]) for i in range(len(settings))]
+    expected = [torch.stack([row[part] for row in rows]) for part in (0, 1)]
+    for mine, theirs in zip(scores, expected, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=3e-6)
+    upstream = torch.linspace(-1, 2, 2 * len(settings)).reshape(2, -1)
+    mine = torch.autograd.grad(scores, inputs, tuple(upstream))
+    theirs = torch.autograd.grad(expected, doubles, tuple(upstream.double()))
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.isfinite().all()
+        assert (a.double() - b).norm() <= 3e-6 * b.norm() + 1e-9
+
+
+def by_hand(probabilities, targets, top_k, top_p) -> list[float]:
+    """Probabilities of targets after the cut, from logits that are log probabilities."""
+    linear = nn.Linear(1, len(probabilities), bias=False)
+    linear.weight.data = torch.tensor(probabilities).log()[:, None]
+    settings = [(1.0, top_k, top_p)] * len(targets)
+    scores = ours(linear, torch.ones(len(targets), 1), torch.tensor(targets), settings)
+    return scores[0].exp().tolist()
+
+
+def test_cuts_by_hand():
+    p = [0.5, 0.25, 0.15, 0.1]
+    # The two likeliest: 0.75 in all
+    assert by_hand(p, [0, 1], 2, 1.0) == pytest.approx([2 / 3, 1 / 3])
+    # 0.5 is short of 0.7, so 0.25 comes in: 0.75 in all; at 0.8 the third does too: 0.9
+    assert by_hand(p, [0, 1], 0, 0.7) == pytest.approx([2 / 3, 1 / 3])
+    assert by_hand(p, [0, 1, 2], 0, 0.8) == pytest.approx([5 / 9, 25 / 90, 1 / 6])
+    # Top-p counts what top-k left: of the first two 2/3 and 1/3, 0.6 needs only one
+    assert by_hand(p, [0], 2, 0.6) == pytest.approx([1.0])
+    assert by_hand(p, [0, 1], 2, 0.7) == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_a_sampled_token_outside_of_the_cut_is_kept():
+    p = [0.5, 0.25, 0.15, 0.1]
+    # 0.1 joins the nucleus {0.5, 0.25}: 0.1 / 0.85, and so for top-k
+    assert by_hand(p, [3], 0, 0.7) == pytest.approx([0.1 / 0.85])
+    assert by_hand(p, [3], 2, 1.0) == pytest.approx([0.1 / 0.85])
+
+
+def test_ties_with_the_kth_are_kept_as_engines_keep_them():
+    p = [0.4, 0.2, 0.2, 0.2]
+    assert by_hand(p, [0, 1, 2, 3], 2, 1.0) == pytest.approx(p)
+
+
+def test_without_cuts_it_is_plain_scoring():
+    linear, hidden, targets = problem(6)
+    plain = token_logprobs(hidden, linear, targets, torch.full((6,), 0.7))
+    cut = ours(linear, hidden, targets, [(0.7, 0, 1.0)] * 6)
+    for a, b in zip(plain, cut, strict=True):
+        assert torch.equal(a, b)
+
+
+def sampled(tiny_model, make_rollout, tmp_path, sampling, count=40):
+    """Rollouts by the transformers engine from a few prompts."""
+    save_skeleton(str(tiny_model), tmp_path)
+    policy = Policy(str(tiny_model))
+    engine = TransformersEngine(device="cpu")
+    engine.start(tmp_path)
+    engine.load_weights(policy.named_weights(), 0)
+    prompts = [[3, 4, 2], [5, 2], [6, 7, 8, 9, 10, 2], [12, 3, 2]] * (count // 4)
+
+    async def run():
+        requests = (engine.generate(p, sampling, seed) for seed, p in enumerate(prompts))
+        return await asyncio.gather(*requests)
+
+    rollouts = [
+        make_rollout(
+            prompt, c.token_ids, logprobs=c.logprobs, group_id=str(i % 4),
+            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+        )
+        for i, (prompt, c) in enumerate(zip(prompts, asyncio.run(run()), strict=True))
+    ]  # fmt: skip
+    return policy, rollouts
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (0, 0.9), (5, 1.0), (5, 0.9)])
+def test_ratios_to_the_transformers_engine_start_at_one(
+    tiny_model, make_rollout, tmp_path, top_k, top_p
+):
+    sampling = Sampling(max_tokens=8, temperature=0.7, top_k=top_k, top_p=top_p)
+    policy, rollouts = sampled(tiny_model, make_rollout, tmp_path, sampling)
+    batch = pack_rollouts(rollouts)
+    with torch.no_grad():
+        scores = policy(batch)
+        # Scored as if nothing had been cut, where something was, ratios are far from 1.
+        batch["rollouts", "top_k"].zero_()
+        batch["rollouts", "top_p"].fill_(1.0)
+        uncut = policy(batch)
+    engine = batch["tokens", "rollout_logprobs"][scores.live]
+    assert len(engine) > 200
+    assert float(((scores.logprobs - engine).exp() - 1).abs().max()) < 1e-5
+    assert (float((uncut.logprobs - engine).abs().max()) > 0.05) is (top_k > 0 or top_p < 1)
+
+
+def test_scores_do_not_depend_on_packs_where_only_some_are_cut(tiny_model, random_rollouts):
+    rollouts = random_rollouts(81)
+    for i, rollout in enumerate(rollouts):
+        rollout.top_p, rollout.top_k = (0.8, 0) if i % 3 == 0 else (1.0, 4 * (i % 2))
+    policy = Policy(str(tiny_model))
+    whole, *others = (
+        policy.score(pack_rollouts(rollouts), "scored", budget)["tokens", "scored"]
+        for budget in (100_000, 30, 1)
+    )
+    for other in others:
+        torch.testing.assert_close(other, whole, rtol=0, atol=2e-6)
