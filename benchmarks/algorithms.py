@@ -3,8 +3,8 @@
     python -m benchmarks.algorithms --seeds 0 1 2 --jobs 2 --save
 
 Runs `recipes/sort_digits/grpo.yaml` once per algorithm and seed, with the options below, and prints
-one row per algorithm: the first evaluated iteration with held-out accuracy of at least 0.90, the CPU
-seconds of the fit until then (engine start, evaluations and reports included), and the accuracy
+one row per algorithm: the first evaluated iteration with held-out accuracy of at least 0.90, the
+CPU seconds of the fit until then (engine start, evaluations and reports included), and the accuracy
 after the last iteration, for each seed. The last line is JSON; `--save` writes it to
 `benchmarks/results/algorithms-cpu.json`.
 """

@@ -19,10 +19,11 @@ PACKAGES = ("lightning_rl", "torch", "lightning", "transformers", "tensordict", 
 class RunReport(RLCallback):
     """Leaves three files in the run directory, also when a run fails.
 
-    ``metrics.jsonl`` grows by one row of metrics (and CPU seconds so far) per iteration. ``curves.png`` shows reward,
-    accuracy and the parts of the step time. ``summary.json`` holds ``status``, ``error``,
-    ``accuracy_before``, ``accuracy_after``, ``iterations``, ``wall_s`` and ``cpu_s`` (from the
-    start of ``fit``, all threads), ``versions``, ``device`` and the last row of metrics.
+    ``metrics.jsonl`` grows by one row of metrics, with the CPU seconds so far, per iteration.
+    ``curves.png`` shows reward, accuracy and the parts of the step time. ``summary.json`` holds
+    ``status``, ``error``, ``accuracy_before``, ``accuracy_after``, ``iterations``, ``wall_s`` and
+    ``cpu_s`` (from the start of ``fit``, all threads), ``versions``, ``device`` and the last row of
+    metrics.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """RLDataModule: prompts, engine and rewards behind Lightning's data interface."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, Sampling
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.evaluation import evaluation_metrics
 from lightning_rl.hooks import call_hook
-from lightning_rl.loader import RolloutLoader
+from lightning_rl.loader import LazyLoader, RolloutLoader
 from lightning_rl.models.policy import load_tokenizer, save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
@@ -84,17 +84,15 @@ class RLDataModule(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("group_size", group_size),
-            ("groups_per_iteration", groups_per_iteration),
-            ("iterations_per_epoch", iterations_per_epoch),
-            ("eval_samples", eval_samples),
-            ("max_rounds", max_rounds),
-        ):
-            if value < 1:
-                raise ConfigError(f"{name}={value} must be >= 1")
-        if eval_limit is not None and eval_limit < 1:
-            raise ConfigError(f"eval_limit={eval_limit} must be >= 1; null for all prompts")
+        require_at_least(
+            1,
+            group_size=group_size,
+            groups_per_iteration=groups_per_iteration,
+            iterations_per_epoch=iterations_per_epoch,
+            eval_samples=eval_samples,
+            eval_limit=eval_limit,
+            max_rounds=max_rounds,
+        )
         self.train_prompts = train_prompts
         self.eval_prompts = eval_prompts
         self.rewards = Rewards(rewards, reward_weights, max_failed_share)
@@ -190,14 +188,14 @@ class RLDataModule(LightningDataModule):
         # While fitting, the Evaluate callback evaluates: it also does so before training.
         if self.trainer is not None and self.trainer.state.fn == "fit":
             return []
-        return _EvaluationLoader(self)
+        return LazyLoader(lambda _: self.evaluate()[1], 1)
 
     def test_dataloader(self) -> Any:
-        return _EvaluationLoader(self)
+        return LazyLoader(lambda _: self.evaluate()[1], 1)
 
     def predict_dataloader(self) -> Any:
         """What ``lightning-rl rollout`` runs through: batches of graded rollouts."""
-        return _CollectionLoader(self)
+        return LazyLoader(self.collect, self.iterations_per_epoch)
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, TensorDict) else batch
@@ -288,30 +286,3 @@ def _no_room(sampling: Sampling, max_length: int) -> ConfigError:
         f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt within the "
         f"engine's {max_length} tokens; lower it or raise engine.max_model_len"
     )
-
-
-class _EvaluationLoader:
-    """One batch: the held-out rollouts and their metrics."""
-
-    def __init__(self, datamodule: RLDataModule) -> None:
-        self._datamodule = datamodule
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[dict[str, float]]:
-        yield self._datamodule.evaluate()[1]
-
-
-class _CollectionLoader:
-    """Iterations of collecting without training."""
-
-    def __init__(self, datamodule: RLDataModule) -> None:
-        self._datamodule = datamodule
-
-    def __len__(self) -> int:
-        return self._datamodule.iterations_per_epoch
-
-    def __iter__(self) -> Iterator[list[Rollout]]:
-        for iteration in range(len(self)):
-            yield self._datamodule.collect(iteration)

@@ -27,3 +27,14 @@ class EngineError(LightningRLError):
 
 class WeightSyncError(EngineError):
     """After a weight sync, engine and trainer do not agree."""
+
+
+def require_at_least(bound: float, **values: float | None) -> None:
+    """Refuse settings below a bound; None passes.
+
+    Raises:
+        ConfigError: naming the first key, its value and the bound.
+    """
+    for name, value in values.items():
+        if value is not None and value < bound:
+            raise ConfigError(f"{name}={value} must be >= {bound:g}")

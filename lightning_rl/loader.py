@@ -84,6 +84,20 @@ class RolloutLoader:
         self._restored = [Rollout.from_dict(record) for record in state["pending"]]
 
 
+class LazyLoader:
+    """A sized plain iterable: calls ``make`` with 0, 1, ... when each batch is due."""
+
+    def __init__(self, make: Callable[[int], Any], length: int) -> None:
+        self._make = make
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._make, range(self._length))
+
+
 def trainable(rollouts: list[Rollout]) -> list[Rollout]:
     """Those that were completed and graded.
 

@@ -15,7 +15,7 @@ from lightning_rl.algos.kl import KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
 from lightning_rl.algos.objective import Objective
 from lightning_rl.data.packing import select, split_minibatches, split_packs, token_rows
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.metrics import TokenMetrics
 from lightning_rl.models.heads import ValueHead
@@ -94,13 +94,12 @@ class PolicyModule(RecordingModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("ppo_epochs", ppo_epochs),
-            ("minibatches", minibatches),
-            ("max_tokens_per_pack", max_tokens_per_pack),
-        ):
-            if value < 1:
-                raise ConfigError(f"{name}={value} must be >= 1")
+        require_at_least(
+            1,
+            ppo_epochs=ppo_epochs,
+            minibatches=minibatches,
+            max_tokens_per_pack=max_tokens_per_pack,
+        )
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ConfigError(f"max_grad_norm={max_grad_norm} must be > 0; null for no clipping")
         if advantage.needs_values and value_head is None:

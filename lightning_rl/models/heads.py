@@ -118,8 +118,8 @@ def _cut(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     outside = (ordered < kth) & (top_k > 0)
     probs = ordered.masked_fill(outside, -torch.inf).softmax(-1)
     # Summed from the unlikeliest up, as vLLM does: so both round alike at the nucleus' boundary.
-    outside |= (probs.cumsum(-1) <= 1 - top_p) & (top_p < 1)
-    outside[:, -1] = False
+    outside |= probs.cumsum(-1) <= 1 - top_p
+    outside[:, -1] = False  # the likeliest stays, however small top_p is
     return torch.zeros_like(outside).scatter_(-1, order, outside)
 
 

@@ -14,7 +14,7 @@ import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rl.cli import COMMANDS, main
-from lightning_rl.cli_app import RLCLI
+from lightning_rl.cli.app import RLCLI
 from lightning_rl.errors import LightningRLError
 
 ROOT = Path(__file__).parents[2]

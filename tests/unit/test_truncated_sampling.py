@@ -116,6 +116,8 @@ def test_a_sampled_token_outside_of_the_cut_is_kept():
     # 0.1 joins the nucleus {0.5, 0.25}: 0.1 / 0.85, and so for top-k
     assert by_hand(p, [3], 0, 0.7) == pytest.approx([0.1 / 0.85])
     assert by_hand(p, [3], 2, 1.0) == pytest.approx([0.1 / 0.85])
+    # and the likeliest one stays beside it, also where 1 - top_p rounds to 1
+    assert by_hand(p, [0, 1], 0, 1e-9) == pytest.approx([1.0, 1 / 3])
 
 
 def test_ties_with_the_kth_are_kept_as_engines_keep_them():

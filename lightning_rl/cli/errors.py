@@ -15,7 +15,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_rl.cli_hints import (
+from lightning_rl.cli.hints import (
     FUNCTION,
     accepts,
     branches,
@@ -31,7 +31,7 @@ from lightning_rl.cli_hints import (
     subclasses,
     supplied_arguments,
 )
-from lightning_rl.cli_sources import INHERITED, SPEC, Key, Sources, name_of
+from lightning_rl.cli.sources import INHERITED, SPEC, Key, Sources, name_of
 from lightning_rl.errors import ConfigError, LightningRLError
 
 _SCALARS = (bool, int, float, str)

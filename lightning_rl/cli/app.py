@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 import lightning_rl
 from lightning_rl.callbacks import RolloutWriter, WeightSync
-from lightning_rl.cli_errors import check_sources, innermost
-from lightning_rl.cli_sources import read_sources
+from lightning_rl.cli.errors import check_sources, innermost
+from lightning_rl.cli.sources import read_sources
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.dpo import DPOModule
 from lightning_rl.errors import ConfigError

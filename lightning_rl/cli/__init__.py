@@ -59,10 +59,10 @@ def _run(arguments: list[str]) -> int:
     # Reward functions and prompt factories are named by import path from where the user stands.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    from lightning_rl.cli_noise import quiet
+    from lightning_rl.cli.noise import quiet
 
     with quiet():
-        from lightning_rl.cli_app import RLCLI
+        from lightning_rl.cli.app import RLCLI
 
         RLCLI(arguments)
     return 0
