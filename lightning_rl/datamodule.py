@@ -121,17 +121,19 @@ class RLDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Load prompts and start the engine, after Lightning has made its process group."""
         module = self._module()
-        if module.advantage.needs_groups and self.group_size < 2 and stage == "fit":
+        smallest = module.advantage.min_group_size
+        if self.group_size < smallest and stage == "fit":
             raise ConfigError(
-                f"group_size={self.group_size} must be >= 2 for {type(module.advantage).__name__}, "
-                "which compares the rollouts of a group; raise it, or use GAE"
+                f"group_size={self.group_size} must be >= {smallest} for "
+                f"{type(module.advantage).__name__}, which compares the rollouts of a group; raise "
+                "it, or use GAE"
             )
         if self.groups_per_iteration < module.minibatches and stage == "fit":
             raise ConfigError(
                 f"minibatches={module.minibatches} exceeds groups_per_iteration="
                 f"{self.groups_per_iteration}; a group is never split over minibatches"
             )
-        mixes = isinstance(module.objective.loss, SFTMix) and module.advantage.needs_groups
+        mixes = isinstance(module.objective.loss, SFTMix) and smallest > 1
         if self.expert_prompts is not None and not mixes:
             raise ConfigError(
                 "data.expert_prompts needs model.loss=SFTMix and an advantage that compares groups "

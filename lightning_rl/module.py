@@ -14,6 +14,7 @@ from lightning_rl.algos.entropy import EntropyBonus
 from lightning_rl.algos.kl import KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
 from lightning_rl.algos.objective import Objective
+from lightning_rl.checks import check_parts
 from lightning_rl.data.packing import select, split_minibatches, split_packs, token_rows
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.hparams import save_primitive_hparams
@@ -51,7 +52,7 @@ class PolicyModule(RecordingModule):
         value_lr: learning rate of the critic's own parameters; None: as the policy's.
         value_warmup_iterations: train only the critic in the first so many iterations.
         trust_engine_logprobs: take the engine's logprobs for the old ones instead of recomputing
-            them; best with a ``correction``-free, equal-precision engine.
+            them.
         mask_truncated: give rollouts that hit ``max_tokens`` no loss (DAPO's overlong filtering).
         ppo_epochs: passes over each collected batch.
         minibatches: optimizer steps per pass; whole groups are dealt to them at random.
@@ -100,29 +101,7 @@ class PolicyModule(RecordingModule):
             minibatches=minibatches,
             max_tokens_per_pack=max_tokens_per_pack,
         )
-        if max_grad_norm is not None and max_grad_norm <= 0:
-            raise ConfigError(f"max_grad_norm={max_grad_norm} must be > 0; null for no clipping")
-        if advantage.needs_values and value_head is None:
-            raise ConfigError(
-                f"advantage={type(advantage).__name__} needs a critic; set value_head to "
-                "SharedValueHead or SeparateValueHead"
-            )
-        if value_warmup_iterations and not advantage.needs_values:
-            raise ConfigError(
-                f"value_warmup_iterations={value_warmup_iterations} needs a critic to warm up; set "
-                "advantage to GAE, or leave it out"
-            )
-        if reference is not None and kl is None and kl_reward is None:
-            raise ConfigError(
-                f"reference={type(reference).__name__} is compared with nothing; set kl or "
-                "kl_reward, or leave it out"
-            )
-        save_primitive_hparams(self)
-        self.automatic_optimization = False
-        self.model = model
-        self.advantage = advantage
-        self.aggregation = aggregation
-        self.objective = Objective(
+        objective = Objective(
             loss,
             correction,
             kl,
@@ -130,6 +109,21 @@ class PolicyModule(RecordingModule):
             value_loss if advantage.needs_values else None,
             value_warmup_iterations,
         )
+        check_parts(
+            advantage,
+            objective,
+            has_critic=value_head is not None,
+            kl_reward=kl_reward,
+            reference=reference,
+            trust_engine_logprobs=trust_engine_logprobs,
+            max_grad_norm=max_grad_norm,
+        )
+        save_primitive_hparams(self)
+        self.automatic_optimization = False
+        self.model = model
+        self.advantage = advantage
+        self.aggregation = aggregation
+        self.objective = objective
         self.kl = kl
         self.kl_reward = kl_reward
         self.lora = lora
@@ -320,7 +314,8 @@ class PolicyModule(RecordingModule):
         state = checkpoint["lightning_rl"]
         self.iteration, self._recorded = state["iteration"], dict(state["recorded"])
         for name, part in self._stateful().items():
-            part.load_state_dict(state["parts"][name])
+            if name in state["parts"]:  # else it is new in this configuration, and starts afresh
+                part.load_state_dict(state["parts"][name])
 
     def _stateful(self) -> dict[str, Any]:
         """The parts besides the weights that change as training goes on."""

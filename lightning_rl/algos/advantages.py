@@ -68,7 +68,11 @@ class Advantage(ABC):
     """Adds ``("tokens", "advantages")``, shape (T,), zero outside of the loss mask, to a batch."""
 
     needs_values: ClassVar[bool] = False
-    needs_groups: ClassVar[bool] = False
+
+    @property
+    def min_group_size(self) -> int:
+        """Rollouts that a group must have; above 1 for those that compare them."""
+        return 1
 
     @abstractmethod
     def __call__(self, batch: TensorDict) -> TensorDict:
@@ -95,7 +99,10 @@ class GRPO(Advantage):
 
     normalize_std: bool = True
     eps: float = 1e-6
-    needs_groups: ClassVar[bool] = True
+
+    @property
+    def min_group_size(self) -> int:
+        return 2
 
     def __call__(self, batch: TensorDict) -> TensorDict:
         rewards_R, group_R = total_rewards(batch), batch["rollouts", "group"]

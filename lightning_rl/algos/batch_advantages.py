@@ -1,7 +1,7 @@
 """Advantages without groups or critic: the baseline is the batch, or the past."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -32,8 +32,8 @@ class ReinforcePlusPlus(Advantage):
     group_baseline: bool = False
 
     @property
-    def needs_groups(self) -> bool:  # type: ignore[override]
-        return self.group_baseline
+    def min_group_size(self) -> int:
+        return 2 if self.group_baseline else 1
 
     def __call__(self, batch: TensorDict) -> TensorDict:
         tokens, row = batch["tokens"], token_rows(batch)
@@ -64,8 +64,6 @@ class RunningBaseline(Advantage):
     Raises:
         ConfigError: for a decay out of range.
     """
-
-    needs_groups: ClassVar[bool] = False
 
     def __init__(self, decay: float = 0.9) -> None:
         if not 0 <= decay < 1:

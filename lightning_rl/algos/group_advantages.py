@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from math import comb
-from typing import ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -20,7 +19,9 @@ from lightning_rl.errors import ConfigError
 class GroupAdvantage(Advantage):
     """An advantage that is a function of rewards (R,) and group ids (R,)."""
 
-    needs_groups: ClassVar[bool] = True
+    @property
+    def min_group_size(self) -> int:
+        return 2
 
     def __call__(self, batch: TensorDict) -> TensorDict:
         advantages_R = self.compare(total_rewards(batch), batch["rollouts", "group"])
@@ -73,14 +74,15 @@ class PassAtK(GroupAdvantage):
 
     With n rollouts, m of them wrong, mean R = 1 - C(m, k) / C(n, k) and std s = sqrt(R (1 - R)):
     A(right) = (1 - R) / s and A(wrong) = (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s.
-    Where s is 0 (all sets of k alike) all are zero.
+    Where s is 0 (all sets of k alike) all are zero, and so they are where failed rollouts left
+    fewer than k.
 
     Args:
         k: samples of which one has to be right.
         success_reward: a rollout with at least this reward is right.
 
     Raises:
-        ConfigError: if ``k`` is less than 1, or a group smaller than ``k``.
+        ConfigError: if ``k`` is less than 1.
     """
 
     k: int = 2
@@ -96,13 +98,17 @@ class PassAtK(GroupAdvantage):
         for group in group_R.unique():
             rows = group_R == group
             n = int(rows.sum())
-            if n < self.k:
-                raise ConfigError(f"PassAtK(k={self.k}) needs groups of at least k, got {n}")
             for value, of in self._levels(n, int((rows & ~right).sum())):
                 advantages[rows & (right == of)] = value
         return advantages
 
+    @property
+    def min_group_size(self) -> int:
+        return max(2, self.k)
+
     def _levels(self, n: int, wrong: int) -> list[tuple[float, bool]]:
+        if n < self.k:
+            return []
         mean = 1 - comb(wrong, self.k) / comb(n, self.k)
         std = (mean * (1 - mean)) ** 0.5
         if std == 0:

@@ -44,17 +44,19 @@ class Objective:
     def _policy_part(
         self, scores: Scores, tokens: TensorDict, iteration: int, metrics: Metrics
     ) -> Tensor:
+        sampled = ~tokens["expert"]
         loss, extra = self.loss(scores.logprobs, tokens)
         metrics |= {f"policy/{name}": value for name, value in extra.items()}
         if self.correction is not None:
             weights, extra = self.correction(tokens)
-            loss = weights * loss
+            # No engine wrote the expert's tokens: there is nothing to correct.
+            loss = torch.where(tokens["expert"], 1.0, weights) * loss
             metrics |= {f"correction/{name}": value for name, value in extra.items()}
         metrics["policy/loss"] = loss
         if self.kl is not None:
-            penalty = self.kl(scores.logprobs, tokens["ref_logprobs"])
+            penalty = self.kl(scores.logprobs, tokens["ref_logprobs"]) * sampled
             loss = loss + self.kl.coef * penalty
-            metrics["policy/kl_ref"] = penalty
+            metrics["policy/kl_ref"] = penalty[sampled]
         if self.entropy is not None:
-            loss = loss - self.entropy.at(iteration) * scores.entropy
+            loss = loss - self.entropy.at(iteration) * scores.entropy * sampled
         return loss

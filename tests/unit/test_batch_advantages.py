@@ -50,9 +50,9 @@ def test_reinforce_plus_plus_with_a_group_baseline_by_hand(make_rollout):
 
 
 def test_which_of_them_need_groups():
-    assert not ReinforcePlusPlus().needs_groups
-    assert ReinforcePlusPlus(group_baseline=True).needs_groups
-    assert not RunningBaseline().needs_groups
+    assert ReinforcePlusPlus().min_group_size == 1
+    assert ReinforcePlusPlus(group_baseline=True).min_group_size == 2
+    assert RunningBaseline().min_group_size == 1
 
 
 @pytest.mark.parametrize("group_baseline", [False, True])

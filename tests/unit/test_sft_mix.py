@@ -1,12 +1,18 @@
 """SFTMix: sampled tokens learn by reward, expert tokens by imitation, in one batch."""
 
+import math
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from tensordict import TensorDict
 
 from lightning_rl.algos.advantages import GAE, GRPO
+from lightning_rl.algos.correction import TokenTIS
+from lightning_rl.algos.entropy import EntropyBonus
+from lightning_rl.algos.kl import K2Penalty
 from lightning_rl.algos.losses import PPOClip
+from lightning_rl.algos.objective import Objective
 from lightning_rl.algos.ratio_losses import SFTMix
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.data.sources import IterablePrompts
@@ -15,6 +21,7 @@ from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.base import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SharedValueHead
+from lightning_rl.models.policy import Scores
 from lightning_rl.module import PolicyModule
 
 
@@ -96,3 +103,25 @@ def test_experts_are_learnt_from_and_kept_out_of_what_is_measured(tiny_model, tm
 def test_experts_need_the_loss_and_a_group_advantage(tiny_model, tmp_path, options):
     with pytest.raises(ConfigError, match="expert_prompts needs"):
         fit(tiny_model, tmp_path, **options)
+
+
+def test_correction_kl_and_entropy_leave_experts_alone():
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.double, requires_grad=True)
+    entropy = torch.tensor([0.5, 0.5], dtype=torch.double)
+    tokens = TensorDict(
+        {
+            "old_logprobs": logprobs.detach(),
+            "rollout_logprobs": torch.tensor([-1.0, 0.0], dtype=torch.double) - math.log(4.0),
+            "ref_logprobs": torch.tensor([-1.0, -5.0], dtype=torch.double),
+            "advantages": torch.tensor([1.0, 0.0], dtype=torch.double),
+            "row": torch.tensor([0, 1]),
+            "expert": torch.tensor([False, True]),
+        },
+        batch_size=[2],
+    )
+    objective = Objective(SFTMix(coef=0.25), TokenTIS(cap=2.0), K2Penalty(0.1), EntropyBonus(0.01))
+    scores = Scores(torch.arange(2), logprobs, entropy, None)
+    loss, metrics = objective(scores, tokens, iteration=0)
+    # sampled: weight min(4, 2) times -A, minus the bonus; expert: 0.25 x 2 nats and nothing else
+    assert loss.tolist() == pytest.approx([-2.0 - 0.005, 0.5])
+    assert metrics["policy/kl_ref"].tolist() == [0.0]
