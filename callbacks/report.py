@@ -129,8 +129,11 @@ def plot_curves(history: list[dict[str, float]], path: str) -> None:
     rows = [row for row in history if "time/iteration" in row]
     if rows:
         parts = (*STAGES, "other")
-        values = [[max(r[f"time/{part}"], 0.0) for r in rows] for part in parts]
-        times.stackplot([r["iteration"] for r in rows], values, labels=parts)
+        bottom = [0.0] * len(rows)
+        for part in parts:
+            heights = [max(row[f"time/{part}"], 0.0) for row in rows]
+            times.bar([row["iteration"] for row in rows], heights, 1.0, bottom, label=part)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
         times.legend(ncols=len(parts), fontsize="small", loc="upper center")
     times.set_ylabel("seconds per iteration")
     times.set_xlabel("iteration")
