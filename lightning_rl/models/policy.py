@@ -139,6 +139,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: if there is none, or it has no end-of-sequence token.
     """
+    _require_local(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -152,6 +153,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def _load_lm(model: str, random_init: bool) -> PreTrainedModel:
+    _require_local(model)
     try:
         if random_init:
             config = AutoConfig.from_pretrained(model)
@@ -176,6 +178,19 @@ def _load_lm(model: str, random_init: bool) -> PreTrainedModel:
                 "does not compute; use a model without it"
             )
     return lm
+
+
+def _require_local(model: str) -> None:
+    """Refuse at once a missing directory, which the hub would be asked for again and again."""
+    parts = Path(model).parts
+    # A hub name is `name` or `owner/name`; anything else, or in a directory that exists, is a path.
+    in_directory = len(parts) == 2 and Path(parts[0]).is_dir()
+    is_path = len(parts) > 2 or in_directory or model.startswith((".", "/", "~"))
+    if is_path and not Path(model).is_dir():
+        raise ConfigError(
+            f"model={model!r}: there is no such directory (working directory: {Path.cwd()}); check "
+            "the path"
+        )
 
 
 def _not_found(model: str, what: str, error: Exception) -> str:

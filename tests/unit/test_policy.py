@@ -177,3 +177,11 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
 def test_threads_stay_at_one():
     assert os.environ["OMP_NUM_THREADS"] == "1"
     assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("model", ["runs/no/model", "./nowhere", "made/nowhere"])
+def test_a_missing_directory_is_refused_before_any_hub_is_asked(monkeypatch, tmp_path, model):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made").mkdir()
+    with pytest.raises(ConfigError, match=r"there is no such directory \(working directory"):
+        Policy(model)
