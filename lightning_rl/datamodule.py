@@ -40,7 +40,8 @@ class RLDataModule(LightningDataModule):
         expert_prompts: rows with a ``completion`` to imitate beside the rollouts; see ``SFTMix``.
         expert_per_iteration: how many of them per iteration.
         filters: groups that any of them rejects are dropped and replaced by groups of new prompts.
-        max_rounds: how often to generate for one batch before giving up on the filters.
+        max_rounds: how often to generate for one batch before giving up on the filters; each round
+            replaces only the groups that are missing.
         agent: how one rollout comes about.
         collector: when which rollout is generated.
         sampling: for training.
@@ -68,7 +69,7 @@ class RLDataModule(LightningDataModule):
         expert_prompts: PromptDataset | None = None,
         expert_per_iteration: int = 0,
         filters: list[GroupFilter] | None = None,
-        max_rounds: int = 10,
+        max_rounds: int = 40,
         agent: Agent = SingleTurn(),
         collector: Collector = SyncCollector(),
         sampling: Sampling = Sampling(),
