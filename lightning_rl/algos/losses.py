@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.algos.kl import k3
 from lightning_rl.errors import ConfigError
 
 Metrics = dict[str, Tensor]
@@ -25,6 +26,23 @@ class PolicyLoss(ABC):
     @abstractmethod
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         """Loss (M,) and per-token metrics."""
+
+
+def divergence(logprobs: Tensor, tokens: TensorDict) -> Metrics:
+    """``kl_old`` (M,): k3 estimate of how far the policy has moved from the one that is old."""
+    return {"kl_old": k3(tokens["old_logprobs"], logprobs.detach())}
+
+
+def check_clip(low: float, high: float, hint: str = "") -> None:
+    """Refuse impossible bounds of a clipped ratio.
+
+    Raises:
+        ConfigError: naming both, and ``hint`` after what they need.
+    """
+    if not 0 < low < 1 or high <= 0:
+        raise ConfigError(
+            f"clip_low={low}, clip_high={high}: need 0 < clip_low < 1 and clip_high > 0{hint}"
+        )
 
 
 def ppo_clip(
@@ -73,11 +91,7 @@ class PPOClip(PolicyLoss):
     def __post_init__(self) -> None:
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ConfigError(f"dual_clip={self.dual_clip} must be > 1; 3 is usual, null for none")
-        if not 0 < self.clip_low < 1 or self.clip_high <= 0:
-            raise ConfigError(
-                f"clip_low={self.clip_low}, clip_high={self.clip_high}: need 0 < clip_low < 1 and "
-                "clip_high > 0; 0.2 and 0.2 are PPO's defaults"
-            )
+        check_clip(self.clip_low, self.clip_high, "; 0.2 and 0.2 are PPO's defaults")
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         loss, clipped = ppo_clip(
@@ -88,8 +102,7 @@ class PPOClip(PolicyLoss):
             self.clip_high,
             self.dual_clip,
         )
-        log_ratio = logprobs.detach() - tokens["old_logprobs"]
-        return loss, {"clip_frac": clipped.float(), "kl_old": log_ratio.expm1() - log_ratio}
+        return loss, divergence(logprobs, tokens) | {"clip_frac": clipped.float()}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip
+from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, check_clip, divergence
 from lightning_rl.errors import ConfigError
 
 
@@ -15,7 +15,7 @@ class Reinforce(PolicyLoss):
     """-A log p (Williams 1992): the policy gradient, exact for the first update of a batch."""
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
-        return -tokens["advantages"] * logprobs, _divergence(logprobs, tokens)
+        return -tokens["advantages"] * logprobs, divergence(logprobs, tokens)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class GSPO(PolicyLoss):
     clip_high: float = 4e-4
 
     def __post_init__(self) -> None:
-        _check_bounds(self.clip_low, self.clip_high)
+        check_clip(self.clip_low, self.clip_high)
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         log_ratio = logprobs.detach() - tokens["old_logprobs"]
@@ -39,7 +39,7 @@ class GSPO(PolicyLoss):
         s = s * (logprobs - logprobs.detach()).exp()  # value s, gradient s d log p
         unclipped = s * tokens["advantages"]
         clipped = s.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens["advantages"]
-        metrics = _divergence(logprobs, tokens) | {"clip_frac": (clipped < unclipped).float()}
+        metrics = divergence(logprobs, tokens) | {"clip_frac": (clipped < unclipped).float()}
         return -torch.minimum(unclipped, clipped), metrics
 
 
@@ -66,7 +66,7 @@ class CISPO(PolicyLoss):
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         ratio = (logprobs.detach() - tokens["old_logprobs"]).exp()
         weight = ratio.clamp(max(0.0, 1 - self.clip_low), 1 + self.clip_high)
-        metrics = _divergence(logprobs, tokens) | {"clip_frac": (weight != ratio).float()}
+        metrics = divergence(logprobs, tokens) | {"clip_frac": (weight != ratio).float()}
         return -weight * tokens["advantages"] * logprobs, metrics
 
 
@@ -96,7 +96,7 @@ class SAPO(PolicyLoss):
         ratio = (logprobs - tokens["old_logprobs"]).exp()
         tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative)
         gate = torch.sigmoid(tau * (ratio - 1))
-        metrics = _divergence(logprobs, tokens) | {"gate": 4 * (gate * (1 - gate)).detach()}
+        metrics = divergence(logprobs, tokens) | {"gate": 4 * (gate * (1 - gate)).detach()}
         return -4 / tau * gate * advantages, metrics
 
 
@@ -128,15 +128,3 @@ def row_means(values: Tensor, row: Tensor) -> Tensor:
     _, inverse, counts = row.unique(return_inverse=True, return_counts=True)
     sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device)
     return (sums.index_add(0, inverse, values) / counts)[inverse]
-
-
-def _divergence(logprobs: Tensor, tokens: TensorDict) -> Metrics:
-    log_ratio = logprobs.detach() - tokens["old_logprobs"]
-    return {"kl_old": log_ratio.expm1() - log_ratio}
-
-
-def _check_bounds(low: float, high: float) -> None:
-    if not 0 < low < 1 or high <= 0:
-        raise ConfigError(
-            f"clip_low={low}, clip_high={high}: need 0 < clip_low < 1 and clip_high > 0"
-        )
