@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_rl.agents.base import Agent, SingleTurn
     from lightning_rl.algos.advantages import GAE, GRPO, Advantage
     from lightning_rl.algos.aggregation import (
         Aggregation,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
         StepTimer,
         WeightSync,
     )
-    from lightning_rl.collect.agents import Agent, SingleTurn
     from lightning_rl.collect.collector import Collector, SyncCollector
     from lightning_rl.collect.filters import GroupFilter, RewardSpread
     from lightning_rl.collect.pipeline import RolloutPipeline
@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule, SyncState
 
 _PLACES = {
+    "agents.base": ("Agent", "SingleTurn"),
     "algos.advantages": ("GAE", "GRPO", "Advantage"),
     "algos.aggregation": ("Aggregation", "PromptMean", "SequenceMean", "TokenMean", "TokenSum"),
     "algos.batch_advantages": ("ReinforcePlusPlus", "RunningBaseline"),
@@ -118,7 +119,6 @@ _PLACES = {
         "StepTimer",
         "WeightSync",
     ),
-    "collect.agents": ("Agent", "SingleTurn"),
     "collect.collector": ("Collector", "SyncCollector"),
     "collect.filters": ("GroupFilter", "RewardSpread"),
     "collect.pipeline": ("RolloutPipeline",),

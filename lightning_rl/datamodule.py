@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from tensordict import TensorDict
 
+from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.algos.ratio_losses import SFTMix
-from lightning_rl.collect.agents import Agent, SingleTurn
 from lightning_rl.collect.collector import Collector, SyncCollector
 from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.collect.pipeline import RolloutPipeline
@@ -141,6 +141,7 @@ class RLDataModule(LightningDataModule):
                 f"(not {type(module.advantage).__name__}): expert rows have no reward"
             )
         self._tokenizer = tokenizer = load_tokenizer(module.model)
+        self.agent.configure(tokenizer)
         self.train_prompts.load(tokenizer)
         if self.expert_prompts is not None:
             self.expert_prompts.load(tokenizer)

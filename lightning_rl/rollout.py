@@ -42,7 +42,8 @@ class Rollout:
     ``loss_mask`` is True for tokens the model wrote (False for an environment's), ``logprobs`` are
     the engine's at the sampling temperature (0.0 where the mask is False) and ``versions`` the
     weight version that wrote each token (-1 where the mask is False). ``expert`` marks a given
-    completion to imitate, which no engine wrote.
+    completion to imitate, which no engine wrote. ``environment_reward`` is what an environment
+    paid, for rewards to use.
     """
 
     prompt: Prompt
@@ -63,6 +64,7 @@ class Rollout:
     top_k: int = 0
     top_p: float = 1.0
     expert: bool = False
+    environment_reward: float | None = None
 
     @property
     def id(self) -> str:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from lightning_rl.collect.agents import Agent
+from lightning_rl.agents.base import Agent
 from lightning_rl.engines.base import Engine, Sampling, request_seed
 from lightning_rl.rollout import Prompt, Rollout
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.collect.agents import Agent
+from lightning_rl.agents.base import Agent
 from lightning_rl.collect.collector import Collector, new_rollouts, run_async
 from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.engines.base import Engine, Sampling
@@ -137,6 +137,8 @@ class RolloutPipeline:
         return rollouts
 
     def _decode(self, rollouts: list[Rollout]) -> None:
+        """Set ``completion``, unless the agent did (it knows which tokens are whose message)."""
+        rollouts = [rollout for rollout in rollouts if not rollout.completion]
         token_ids = [rollout.token_ids for rollout in rollouts]
         texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         for rollout, text in zip(rollouts, texts, strict=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_rl.collect.agents import SingleTurn
+from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.collector import new_rollouts, run_async
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import Engine, Sampling

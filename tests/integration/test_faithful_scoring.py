@@ -5,8 +5,8 @@ import torch
 from lightning.pytorch import Trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from lightning_rl.agents.base import SingleTurn
 from lightning_rl.algos.losses import PolicyLoss
-from lightning_rl.collect.agents import SingleTurn
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.data.packing import pack_rollouts

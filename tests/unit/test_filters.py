@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_rl.collect.agents import SingleTurn
+from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.filters import GroupFilter, RewardSpread
 from lightning_rl.collect.pipeline import RolloutPipeline

@@ -2,12 +2,25 @@
 
 from abc import ABC, abstractmethod
 
+from transformers import PreTrainedTokenizerBase
+
 from lightning_rl.engines.base import Engine, Sampling
 from lightning_rl.rollout import Rollout, RolloutStatus
 
 
 class Agent(ABC):
-    """Fills a rollout's tokens by talking to an engine."""
+    """Fills a rollout's tokens by talking to an engine.
+
+    One object runs many rollouts at the same time: keep a rollout's state in ``run``'s own
+    variables, or in the rollout.
+    """
+
+    def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Called once, before the first rollout; what encodes or decodes text keeps it.
+
+        Raises:
+            ConfigError: if the agent cannot work with this tokenizer or its chat template.
+        """
 
     @abstractmethod
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
