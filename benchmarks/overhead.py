@@ -35,7 +35,6 @@ from lightning_rl import (
     Sampling,
     SingleTurn,
     StepTimer,
-    SyncCollector,
     VLLMLocal,
     WeightSync,
     pack_rollouts,
@@ -77,17 +76,15 @@ class BareLoop:
         self.pipeline = RolloutPipeline(
             engine,
             SingleTurn(),
-            SyncCollector(),
             Rewards([exact_match]),
             self.policy.tokenizer,
-            seed=0,
         )
 
     def iterate(self) -> list[Rollout]:
         """Collect, learn, then sync and probe, in the Trainer's order."""
         module, iteration = self.module, self.module.iteration
         drawn = self.prompts.draw(GROUPS)
-        rollouts = self.pipeline.run(drawn, GROUP_SIZE, SAMPLING, iteration)
+        rollouts = self.pipeline.run(drawn, GROUP_SIZE, SAMPLING, iteration=iteration)
         module.update(module.compute_advantages(pack_rollouts(rollouts)))
         module.iteration += 1
         self.engine.load_weights(self.policy.named_weights(), version=module.iteration)

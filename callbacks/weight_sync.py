@@ -1,19 +1,20 @@
 """WeightSync: the engine always samples from the weights that it says it does."""
 
 import time
+from itertools import cycle, islice
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rl.collect.collector import run_async
+from lightning_rl.collect.loop import run_async
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.errors import ConfigError, WeightSyncError
+from lightning_rl.errors import ConfigError, StaleWeightsError
 from lightning_rl.hooks import RLCallback, call_hook
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
 from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.memory import MemoryTransport
-from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule, SyncState
+from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
 from lightning_rl.sync.verify import probe_gap
 
 
@@ -25,14 +26,15 @@ class WeightSync(RLCallback):
     the logprobs of engine and trainer on tokens that the engine writes for real prompts.
 
     Args:
-        transport: how weights travel; None: in memory, to an engine in this process.
+        transport: how weights travel; None: in memory.
         schedule: when.
         max_gap: largest tolerated difference of logprobs in nats; None: the engine's own tolerance
             (1e-3 in float32, 0.25 in 16-bit formats).
-        probe_prompts: prompts in the probe; 0 switches it off.
+        probe_prompts: prompts in the probe, at least one for each replica; 0 switches it off.
 
     Raises:
-        WeightSyncError: naming the gap, its bound and the token, when the probe fails.
+        ConfigError: at start, if the transport cannot reach the engine.
+        StaleWeightsError: naming the gap, its bound and the token, when the probe fails.
     """
 
     def __init__(
@@ -57,7 +59,10 @@ class WeightSync(RLCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         datamodule = _datamodule(trainer)
         self.transport.connect(datamodule.engine)
-        self._prompts = datamodule.train_prompts.first(self.probe_prompts)
+        prompts = datamodule.train_prompts.first(self.probe_prompts)
+        # Requests go to the replica with the fewest, so this many reach every one.
+        count = max(len(prompts), datamodule.engine.replica_count) if prompts else 0
+        self._prompts = list(islice(cycle(prompts), count))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.transport.close()
@@ -80,24 +85,26 @@ class WeightSync(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, PolicyModule)
-        state = SyncState(pl_module.iteration, _datamodule(trainer).engine.version)
-        if self.schedule.should_sync(state):
+        if self.schedule.should_sync(_datamodule(trainer).sync_state(pl_module.iteration)):
             self.sync(trainer, pl_module)
 
     def sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pause, push, verify, resume; then tell the other callbacks."""
         assert isinstance(pl_module, PolicyModule) and pl_module.policy is not None
-        engine, version = _datamodule(trainer).engine, pl_module.iteration
+        datamodule, version = _datamodule(trainer), pl_module.iteration
+        engine = datamodule.engine
+        datamodule.before_sync()
         begin = time.perf_counter()
         with pl_module.clock("sync"):
             run_async(engine.pause())
             try:
-                self.transport.push(pl_module.policy.named_weights(), version)
+                self.transport.push(self.transport.weights_of(pl_module.policy), version)
             finally:
                 run_async(engine.resume())
             pl_module.record({"sync/seconds": time.perf_counter() - begin, "sync/version": version})
             if self._prompts:
                 self._verify(trainer, pl_module)
+        datamodule.after_sync()
         call_hook(trainer, "on_weights_synced", version)
 
     def _verify(self, trainer: Trainer, module: PolicyModule) -> None:
@@ -114,7 +121,7 @@ class WeightSync(RLCallback):
             )
         module.record({"sync/probe_gap": gap.value})
         if gap.value > bound:
-            raise WeightSyncError(
+            raise StaleWeightsError(
                 f"after the sync of version {module.iteration}, engine and trainer disagree by "
                 f"{gap.value:.3g} nats on token {gap.token!r} (trainer {gap.trainer:.4f}, engine "
                 f"{gap.engine:.4f}; max_gap={bound:g}): the engine holds other weights, or a stale "

@@ -2,17 +2,23 @@
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tensordict import TensorDict
 
 from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.algos.ratio_losses import SFTMix
+from lightning_rl.buffer.replay import ReplayBuffer
+from lightning_rl.collect.batches import RolloutBatches
 from lightning_rl.collect.collector import Collector, SyncCollector
 from lightning_rl.collect.filters import GroupFilter
-from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.collect.loop import run_async
+from lightning_rl.collect.pipeline import RolloutPipeline, in_groups
+from lightning_rl.collect.source import GroupSource
 from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines import default_engine
@@ -27,6 +33,10 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Rollout
 from lightning_rl.seeding import run_seed
 from lightning_rl.sft import supervised_rollout
+from lightning_rl.sync.schedule import SyncState
+
+STOP_SECONDS = 10.0
+"""How long a failed run waits for what is in flight to stop."""
 
 
 class RLDataModule(LightningDataModule):
@@ -39,11 +49,13 @@ class RLDataModule(LightningDataModule):
         eval_prompts: held-out prompts, for ``Evaluate``, ``validate`` and ``test``.
         expert_prompts: rows with a ``completion`` to imitate beside the rollouts; see ``SFTMix``.
         expert_per_iteration: how many of them per iteration.
+        buffer: keeps the groups of a run, and mixes older ones into each batch; None: none.
         filters: groups that any of them rejects are dropped and replaced by groups of new prompts.
         max_rounds: how often to generate for one batch before giving up on the filters; each round
             replaces only the groups that are missing.
         agent: how one rollout comes about.
-        collector: when which rollout is generated.
+        collector: when which group is generated for training; None: all of a batch at once,
+            ``SyncCollector``, which is also what collects without training.
         sampling: for training.
         eval_sampling: for evaluation; None: as ``sampling``. Greedy: ``temperature: 0``.
         group_size: rollouts per prompt (G).
@@ -68,10 +80,11 @@ class RLDataModule(LightningDataModule):
         eval_prompts: PromptDataset | None = None,
         expert_prompts: PromptDataset | None = None,
         expert_per_iteration: int = 0,
+        buffer: ReplayBuffer | None = None,
         filters: list[GroupFilter] | None = None,
         max_rounds: int = 40,
         agent: Agent = SingleTurn(),
-        collector: Collector = SyncCollector(),
+        collector: Collector | None = None,
         sampling: Sampling = Sampling(),
         eval_sampling: Sampling | None = None,
         group_size: int = 8,
@@ -100,12 +113,14 @@ class RLDataModule(LightningDataModule):
         self.engine = engine if engine is not None else default_engine()
         self.expert_prompts = expert_prompts
         self.expert_per_iteration = expert_per_iteration
+        self.buffer = buffer
         self.filters = filters or []
         self.max_rounds = max_rounds
         self.agent = agent
-        self.collector = collector
+        self.collector = collector if collector is not None else SyncCollector()
         self.sampling = sampling
-        self.eval_sampling = eval_sampling or sampling
+        # An evaluation does not wait for rollouts that are generated ahead.
+        self.eval_sampling = replace(eval_sampling or sampling, priority=sampling.priority - 1)
         self.group_size = group_size
         self.groups_per_iteration = groups_per_iteration
         self.iterations_per_epoch = iterations_per_epoch
@@ -114,8 +129,10 @@ class RLDataModule(LightningDataModule):
         self.success_reward = success_reward
         self.seed = run_seed(seed)
         self._model_dir: tempfile.TemporaryDirectory[str] | None = None
+        self._batches: RolloutBatches | None = None
         self._loader: RolloutLoader | None = None
         self._loader_state: dict[str, Any] | None = None
+        self.first_iteration = 0  # of those collected without training
 
     # ---------------------------------------------------------------- Lightning's hooks
 
@@ -135,6 +152,8 @@ class RLDataModule(LightningDataModule):
                 f"{self.groups_per_iteration}; a group is never split over minibatches"
             )
         mixes = isinstance(module.objective.loss, SFTMix) and smallest > 1
+        if self.buffer is not None and stage == "fit":
+            self.buffer.check(module.objective, module.trust_engine_logprobs)
         if self.expert_prompts is not None and not mixes:
             raise ConfigError(
                 "data.expert_prompts needs model.loss=SFTMix and an advantage that compares groups "
@@ -142,11 +161,11 @@ class RLDataModule(LightningDataModule):
             )
         self._tokenizer = tokenizer = load_tokenizer(module.model)
         self.agent.configure(tokenizer)
-        self.train_prompts.load(tokenizer)
+        self.train_prompts.load(tokenizer, self.agent.chat_options)
         if self.expert_prompts is not None:
             self.expert_prompts.load(tokenizer)
         if self.eval_prompts is not None:
-            self.eval_prompts.load(tokenizer)
+            self.eval_prompts.load(tokenizer, self.agent.chat_options)
         # Where the configuration tells the engine's length, do not start it only to refuse.
         limit = getattr(self.engine, "max_model_len", None)
         for sampling in (self.sampling, self.eval_sampling):
@@ -159,9 +178,33 @@ class RLDataModule(LightningDataModule):
         self._leave_room(self.train_prompts, self.sampling)
         if self.eval_prompts is not None:
             self._leave_room(self.eval_prompts, self.eval_sampling)
+        self._pipeline = RolloutPipeline(
+            self.engine, self.agent, self.rewards, tokenizer, module.clock
+        )
+        source = GroupSource(
+            self.train_prompts, self.groups_per_iteration, self.group_size, self.sampling, self.seed
+        )
+        collector = self.collector if stage == "fit" else SyncCollector()
+        self._batches = RolloutBatches(
+            self._pipeline, collector, source, self.filters, self.max_rounds
+        )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Nothing goes on in the background of a run that failed or was interrupted."""
+        if self._batches is None:
+            return
+        try:
+            self._batches.close(timeout=STOP_SECONDS)
+        except TimeoutError:
+            rank_zero_warn("rollouts in flight could not be stopped: a reward or agent blocks")
 
     def teardown(self, stage: str) -> None:
+        if self._batches is not None:
+            self._batches.close()
         self.engine.close()
+        self.rewards.close()
+        if self.buffer is not None:
+            self.buffer.close()
         if self._model_dir is not None:
             self._model_dir.cleanup()
             self._model_dir = None
@@ -169,22 +212,29 @@ class RLDataModule(LightningDataModule):
     def train_dataloader(self) -> RolloutLoader:
         module = self._module()
         self._loader = RolloutLoader(
-            self.collect, self.train_prompts, self.iterations_per_epoch, lambda: module.iteration
+            self.collect, self._ready_batches(), self.iterations_per_epoch, lambda: module.iteration
         )
         if self._loader_state is not None:
             self._loader.load_state_dict(self._loader_state)
             self._loader_state = None
+        epochs = None if self.trainer is None else self.trainer.max_epochs
+        if epochs is not None and epochs > 0:
+            last = self._loader.first + epochs * self.iterations_per_epoch
+            self._ready_batches().source.iterations = last
         return self._loader
 
     # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
     def state_dict(self) -> dict[str, Any]:
         return {
             "loader": None if self._loader is None else self._loader.state_dict(),
+            "buffer": None if self.buffer is None else self.buffer.state_dict(),
             "experts": None if self.expert_prompts is None else self.expert_prompts.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loader_state = state_dict["loader"]
+        if self.buffer is not None and state_dict.get("buffer") is not None:
+            self.buffer.load_state_dict(state_dict["buffer"])
         if self.expert_prompts is not None and state_dict["experts"] is not None:
             self.expert_prompts.load_state_dict(state_dict["experts"])
 
@@ -199,7 +249,20 @@ class RLDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> Any:
         """What ``lightning-rl rollout`` runs through: batches of graded rollouts."""
-        return LazyLoader(self.collect, self.iterations_per_epoch)
+        return LazyLoader(
+            lambda place: self.collect(self.first_iteration + place), self.iterations_per_epoch
+        )
+
+    def rollout_state(self) -> dict[str, Any]:
+        """Where collecting without training stands, as primitives."""
+        experts = None if self.expert_prompts is None else self.expert_prompts.state_dict()
+        return {"batches": self._ready_batches().state_dict(), "experts": experts}
+
+    def load_rollout_state(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken, from ``first_iteration`` on."""
+        self._ready_batches().load_state_dict(state["batches"])
+        if self.expert_prompts is not None and state["experts"] is not None:
+            self.expert_prompts.load_state_dict(state["experts"])
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, TensorDict) else batch
@@ -211,23 +274,35 @@ class RLDataModule(LightningDataModule):
         module, trainer = self._module(), self.trainer
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
-        collection = self._pipeline(module).collect_kept(
-            self.train_prompts.draw,
-            self.groups_per_iteration,
-            self.group_size,
-            self.sampling,
-            iteration,
-            self.filters,
-            self.max_rounds,
-        )
-        rollouts = collection.kept
+        collection = self._ready_batches().collect(iteration)
+        rollouts = collection.rollouts
         module.record(rollout_metrics(collection.generated, collection.seconds, module.iteration))
-        if self.filters:
-            module.record(collection.metrics())
+        module.record(collection.metrics())
         if self.train_prompts.dropped:
             module.record({"data/prompts_dropped": float(self.train_prompts.dropped)})
+        self.train_prompts.observe(in_groups(collection.generated, self.group_size))
         call_hook(trainer, "on_collect_end", rollouts)
-        return rollouts + self._experts(iteration)
+        if self.buffer is not None and trainer.state.fn == "fit":
+            groups = self.buffer.exchange(collection.kept, module.iteration)
+            rollouts = [rollout for group in groups for rollout in group]
+            module.record(self.buffer.metrics)
+        rollouts += self._experts(iteration)
+        self._ready_batches().settle()
+        return rollouts
+
+    def sync_state(self, trainer_version: int) -> SyncState:
+        """What a schedule of weight syncs decides by."""
+        status = run_async(self.collector.status())
+        return SyncState(trainer_version, self.engine.version, status)
+
+    def before_sync(self) -> None:
+        """Called before the engine's weights change."""
+        with self._module().clock("generate"):
+            run_async(self._ready_batches().collector.before_sync())
+
+    def after_sync(self) -> None:
+        """Called when they have."""
+        run_async(self._ready_batches().collector.after_sync())
 
     def _experts(self, iteration: int) -> list[Rollout]:
         """Given completions, each a group of its own, so that its advantage is zero."""
@@ -250,22 +325,16 @@ class RLDataModule(LightningDataModule):
         if self.eval_prompts is None:
             raise ConfigError("there is nothing to evaluate on; set data.eval_prompts")
         module = self._module()
-        with module.clock("eval"):
-            prompts = self.eval_prompts.first(self.eval_limit)
-            pipeline = self._pipeline(module)
-            rollouts = pipeline.run(prompts, self.eval_samples, self.eval_sampling, iteration=-1)
+        prompts = self.eval_prompts.first(self.eval_limit)
+        with module.clock("eval"), self._ready_batches().yielding():
+            rollouts = self._pipeline.run(
+                prompts, self.eval_samples, self.eval_sampling, self.seed, iteration=-1
+            )
         return rollouts, evaluation_metrics(rollouts, self.success_reward)
 
-    def _pipeline(self, module: PolicyModule) -> RolloutPipeline:
-        return RolloutPipeline(
-            self.engine,
-            self.agent,
-            self.collector,
-            self.rewards,
-            self._tokenizer,
-            self.seed,
-            module.clock,
-        )
+    def _ready_batches(self) -> RolloutBatches:
+        assert self._batches is not None, "setup() comes first"
+        return self._batches
 
     def _leave_room(self, prompts: PromptDataset, sampling: Sampling) -> None:
         """Prompts that would leave no room for max_tokens are dropped like other long ones."""

@@ -1,26 +1,33 @@
 """RolloutLoader: Lightning's view of collection, one batch per RL iteration."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from tensordict import TensorDict
 
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.errors import RewardError
 from lightning_rl.rollout import Rollout, RolloutStatus
+
+
+class Stateful(Protocol):
+    """What a checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
 class RolloutLoader:
     """A sized plain iterable that collects lazily.
 
     Plain, because Lightning then collects after ``on_train_epoch_start`` in every epoch, never
-    prefetches, and keeps ``state_dict`` in its checkpoints. The state holds the prompt cursor, the
-    place in the epoch, and rollouts that were collected but not trained on yet.
+    prefetches, and keeps ``state_dict`` in its checkpoints. The state holds the source's, the place
+    in the epoch, and rollouts that were collected but not trained on yet.
 
     Args:
         collect: called with the iteration's number; returns its graded rollouts.
-        prompts: the dataset whose cursor is part of the state.
+        source: what ``collect`` draws on; its state is part of the loader's.
         length: iterations per epoch.
         trained: tells how many iterations have been trained on.
     """
@@ -28,20 +35,20 @@ class RolloutLoader:
     def __init__(
         self,
         collect: Callable[[int], list[Rollout]],
-        prompts: PromptDataset,
+        source: Stateful,
         length: int,
         trained: Callable[[], int],
     ) -> None:
         self._collect = collect
-        self._prompts = prompts
+        self._source = source
         self._length = length
         self._trained = trained
-        self._collected = trained()  # a second fit goes on counting, and so with other seeds
+        self.first = trained()  # a second fit goes on counting, and so with other seeds
+        self._collected = self.first
         self._place = 0  # iterations of this epoch that were handed out
         self._current: list[Rollout] = []  # what was handed out last
         self._due = 0  # trained on, once this many iterations are
         self._restored: list[Rollout] = []  # from a checkpoint, to be handed out first
-        self._before: dict[str, Any] | None = None  # prompt cursor, while collecting
 
     def __len__(self) -> int:
         return self._length
@@ -59,18 +66,22 @@ class RolloutLoader:
             yield batch
 
     def _collect_next(self) -> list[Rollout]:
-        self._before = self._prompts.state_dict()
         rollouts = self._collect(self._collected)
-        self._before = None
         self._collected += 1
         return rollouts
+
+    @property
+    def current(self) -> list[Rollout]:
+        """The rollouts that the last batch was made of, and those it left out."""
+        return self._current
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives only. An iteration that was cut short, in either half, is still to come."""
         untrained = bool(self._current) and self._trained() < self._due
         pending = self._restored or (self._current if untrained else [])
         return {
-            "prompts": self._before or self._prompts.state_dict(),
+            "source": self._source.state_dict(),
+            "first": self.first,
             "collected": self._collected,
             "place": self._place - 1 if pending and not self._restored else self._place,
             "pending": [r.to_dict() for r in pending],
@@ -78,7 +89,8 @@ class RolloutLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, first with the rollouts that were pending then."""
-        self._prompts.load_state_dict(state["prompts"])
+        self._source.load_state_dict(state["source"])
+        self.first = state["first"]
         self._collected = state["collected"]
         self._place = state["place"]
         self._restored = [Rollout.from_dict(record) for record in state["pending"]]
@@ -108,6 +120,6 @@ def trainable(rollouts: list[Rollout]) -> list[Rollout]:
     if not kept:
         first = next((r.error for r in rollouts if r.error), "all were aborted")
         raise RewardError(
-            f"none of {len(rollouts)} rollouts can be trained on; first error: {first}"
+            f"none of {len(rollouts)} rollouts can be trained on; first error: {first}", rollouts
         )
     return kept

@@ -1,30 +1,112 @@
-"""Collectors: from prompts to groups of rollouts."""
+"""Collectors: when which group is generated."""
 
-import asyncio
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from lightning_rl.agents.base import Agent
-from lightning_rl.engines.base import Engine, Sampling, request_seed
-from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.collect.source import Group, GroupSource
+from lightning_rl.errors import require_at_least
+from lightning_rl.rollout import Rollout, RolloutStatus
 
-T = TypeVar("T")
+
+@dataclass(frozen=True, slots=True)
+class CollectorStatus:
+    """What a schedule of weight syncs may know of a collector, between two batches.
+
+    ``in_flight`` and ``done`` are groups, ``wanted`` how many a batch takes; ``may_issue`` tells
+    whether more may be generated with the engine's present weights.
+    """
+
+    in_flight: int = 0
+    done: int = 0
+    wanted: int = 0
+    may_issue: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """New weights would come at a good moment: a batch is done, or nothing is being done."""
+        return self.done >= self.wanted or self.in_flight == 0 or not self.may_issue
+
+    @property
+    def used_up(self) -> bool:
+        """It needs new weights to go on: no rollouts are left, or no staleness."""
+        return not self.may_issue or (self.in_flight == 0 and self.done == 0)
 
 
 class Collector(ABC):
-    """Decides when which rollout is generated."""
+    """Turns groups from a source into batches.
+
+    It remembers every group that was issued until ``settle`` says that it became part of a batch:
+    what a checkpoint holds, so that no prompt is lost or trained on twice.
+    """
+
+    works_between_batches = False
+    """Whether it generates while the trainer trains."""
+
+    def __init__(self) -> None:
+        self._issued: dict[str, Group] = {}
+        self._restored: list[Group] = []
+        self.dropped: list[Group] = []
+        """Groups that were cut since this list was last emptied; their prompts are kept."""
 
     @abstractmethod
-    def collect(
-        self, rollouts: list[Rollout], agent: Agent, engine: Engine, sampling: Sampling
-    ) -> list[Rollout]:
-        """Let the agent fill all ``rollouts``, and return them in their order.
+    async def take(self, pipeline: RolloutPipeline, source: GroupSource, count: int) -> list[Group]:
+        """The next ``count`` generated groups, for iteration ``source.iteration``.
+
+        What works ahead grades its groups too, as they are done.
 
         Raises:
             EngineError: if the engine fails.
         """
+
+    def settle(self, groups: list[Group]) -> None:
+        """These groups, that ``take`` returned, are in a batch (or rejected by a filter)."""
+        for group in groups:
+            del self._issued[group[0].group_id]
+
+    async def status(self) -> CollectorStatus:
+        """Where it stands between two batches; one that does not work ahead has nothing."""
+        return CollectorStatus()
+
+    async def before_sync(self) -> None:
+        """Called before the engine's weights change."""
+
+    async def after_sync(self) -> None:
+        """Called when they have."""
+
+    @asynccontextmanager
+    async def yielding(self) -> AsyncIterator[None]:
+        """While an evaluation has the engine."""
+        yield
+
+    async def close(self) -> None:
+        """Stop what is in flight. It stays in the state, and comes first if a run goes on."""
+        self._restored = [*self._issued.values(), *self._restored]
+        self._issued = {}
+
+    def metrics(self) -> dict[str, float]:
+        """What it has in hand when a batch is complete."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All groups that are not in a batch yet, with what they have so far; primitives only."""
+        groups = [*self._issued.values(), *self._restored]
+        return {"groups": [[rollout.to_dict() for rollout in group] for group in groups]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Finish those groups first; what could not be graded is graded again."""
+        self._restored = [
+            [_retried(Rollout.from_dict(record)) for record in group] for group in state["groups"]
+        ]
+
+    def _next(self, source: GroupSource) -> Group:
+        """A restored group, or a new one; from now on remembered."""
+        group = self._restored.pop(0) if self._restored else source.next()
+        self._issued[group[0].group_id] = group
+        return group
 
 
 class SyncCollector(Collector):
@@ -35,84 +117,20 @@ class SyncCollector(Collector):
     """
 
     def __init__(self, max_concurrency: int | None = None) -> None:
+        super().__init__()
+        require_at_least(1, max_concurrency=max_concurrency)
         self.max_concurrency = max_concurrency
 
-    def collect(
-        self, rollouts: list[Rollout], agent: Agent, engine: Engine, sampling: Sampling
-    ) -> list[Rollout]:
-        return run_async(self._run_all(rollouts, agent, engine, sampling))
-
-    async def _run_all(
-        self, rollouts: list[Rollout], agent: Agent, engine: Engine, sampling: Sampling
-    ) -> list[Rollout]:
-        gate = asyncio.Semaphore(self.max_concurrency or max(1, len(rollouts)))
-
-        async def run(rollout: Rollout) -> Rollout:
-            async with gate:
-                return await agent.run(rollout, engine, sampling)
-
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(run(rollout)) for rollout in rollouts]
-        return [task.result() for task in running]
+    async def take(self, pipeline: RolloutPipeline, source: GroupSource, count: int) -> list[Group]:
+        groups = [self._next(source) for _ in range(count)]
+        rollouts = [rollout for group in groups for rollout in group]
+        await pipeline.generate(rollouts, source.sampling, self.max_concurrency)
+        return groups
 
 
-def new_rollouts(
-    prompts: Sequence[Prompt],
-    group_size: int,
-    sampling: Sampling,
-    seed: int,
-    iteration: int,
-    first_place: int = 0,
-) -> list[Rollout]:
-    """Empty rollouts, each with the seed that lets it be generated again.
-
-    ``first_place`` is the number of groups that the iteration has generated before.
-    """
-    return [
-        Rollout(
-            prompt=prompt,
-            # A prompt drawn twice in one iteration makes two groups: tell them apart by place.
-            group_id=f"{iteration}/{place}/{prompt.id}",
-            sample_index=index,
-            seed=request_seed(seed, f"{place}/{prompt.id}", index, iteration),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-        )
-        for place, prompt in enumerate(prompts, first_place)
-        for index in range(group_size)
-    ]
-
-
-def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run to the end, also from a notebook, whose own event loop is already running."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return _unwrapped(coroutine)
-    result: list[T] = []
-    failure: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            result.append(_unwrapped(coroutine))
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
-
-
-def _unwrapped(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Raise what went wrong, not the group that tasks wrap it in."""
-    try:
-        return asyncio.run(coroutine)
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from group
+def _retried(rollout: Rollout) -> Rollout:
+    if rollout.status is RolloutStatus.FAILED:
+        generated = rollout.finish_reason is not None
+        rollout.status = RolloutStatus.COMPLETED if generated else RolloutStatus.INIT
+        rollout.error = None
+    return rollout

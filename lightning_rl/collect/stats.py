@@ -3,26 +3,38 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from lightning_rl.agents.tools import tool_metrics
 from lightning_rl.metrics import summarize
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Rollout, RolloutStatus
 
 
 def rollout_metrics(
     rollouts: Sequence[Rollout], seconds: float, trainer_version: int
 ) -> dict[str, float]:
     """``reward/*`` and ``rollout/*`` of a batch; ``seconds`` is the time to generate it."""
-    graded = [r for r in rollouts if r.reward is not None]
+    statuses = Counter(r.status for r in rollouts)
+    metrics = {f"rollout/{status.value}": float(statuses[status]) for status in RolloutStatus}
+    # What a collector cut says nothing of how long rollouts are, or how they end.
+    ended = [r for r in rollouts if r.status not in (RolloutStatus.ABORTED, RolloutStatus.EXPIRED)]
+    rollouts = ended or rollouts
     tokens = sum(len(r.token_ids) for r in rollouts)
-    metrics = {
+    graded = [r for r in rollouts if r.reward is not None]
+    metrics |= {
         "rollout/tokens_mean": tokens / len(rollouts),
         "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
         "rollout/truncated_share": _share(r.finish_reason == "length" for r in rollouts),
+        "rollout/failed_share": _share(r.status is RolloutStatus.FAILED for r in rollouts),
     }
-    for status, count in Counter(r.status for r in rollouts).items():
-        metrics[f"rollout/{status.value}"] = float(count)
-    versions = [v for r in rollouts for v, m in zip(r.versions, r.loss_mask, strict=True) if m]
-    if versions:
-        metrics["rollout/staleness_max"] = float(trainer_version - min(versions))
+    metrics |= tool_metrics(rollouts)
+    ages = [
+        trainer_version - version
+        for r in rollouts
+        for version, written in zip(r.versions, r.loss_mask, strict=True)
+        if written
+    ]
+    if ages:
+        metrics["rollout/staleness_max"] = float(max(ages))
+        metrics["rollout/staleness_mean"] = sum(ages) / len(ages)
     if not graded:
         return metrics
     mean, std = summarize([r.reward for r in graded])  # type: ignore[misc]

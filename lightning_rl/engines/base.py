@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
+from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Sampling:
         top_k: keep the k likeliest tokens; 0 keeps all.
         min_tokens: no end token before this many.
         stop: strings that end a completion (kept in its tokens).
+        priority: of requests that wait, those with the lowest go first, where the engine can.
 
     Raises:
         ConfigError: for a value out of range.
@@ -34,6 +35,7 @@ class Sampling:
     top_k: int = 0
     min_tokens: int = 0
     stop: list[str] = field(default_factory=list)
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for name, ok, bound in (
@@ -68,18 +70,18 @@ def require_same_weights(
     """Check names and shapes of a push before an engine changes anything.
 
     Raises:
-        WeightSyncError: naming what is missing, unknown or of another shape.
+        IncompleteWeightsError: naming what is missing, unknown or of another shape.
     """
     missing = sorted(expected.keys() - pushed.keys())
     unknown = sorted(pushed.keys() - expected.keys())
     if missing or unknown:
-        raise WeightSyncError(
+        raise IncompleteWeightsError(
             f"the push misses {missing[:3]} and brings unknown {unknown[:3]}; is {engine}'s model "
             "the trainer's?"
         )
     for name, shape in expected.items():
         if pushed[name].shape != shape:
-            raise WeightSyncError(
+            raise IncompleteWeightsError(
                 f"the push brings {name!r} of shape {tuple(pushed[name].shape)}, {engine}'s is "
                 f"{tuple(shape)}; is its model the trainer's?"
             )
@@ -94,11 +96,13 @@ def request_seed(run_seed: int, prompt_id: str, sample_index: int, iteration: in
 class Engine(ABC):
     """Generates completions with a copy of the policy's weights.
 
-    ``version`` is the version of the weights it holds, -1 before the first push.
+    ``version`` is the version of the weights it holds, -1 before the first push; ``replica_count``,
+    how many processes share its requests.
     """
 
     version: int = -1
     dtype: str
+    replica_count: int = 1
 
     @property
     def logprob_tolerance(self) -> float:

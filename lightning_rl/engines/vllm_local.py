@@ -1,6 +1,7 @@
 """vLLM in the training process: continuous batching over one stepping loop."""
 
 import asyncio
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from lightning_rl.engines.base import Completion, Engine, Sampling, require_same_weights
 from lightning_rl.engines.vllm_adapter import (
+    EngineSettings,
     contained,
     last_line,
     reload_weights,
     skip_rank_compilation,
     weight_shapes,
 )
-from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
+from lightning_rl.errors import EngineError, StaleWeightsError
 
 
 @dataclass(slots=True)
@@ -59,28 +61,24 @@ class VLLMLocal(Engine):
                 "VLLMLocal needs vLLM, which is not installed; `pip install lightning_rl[cpu]` (or "
                 "[cuda]), or use engine: TransformersEngine"
             )
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise ConfigError(f"engine dtype={dtype!r} must be float32, bfloat16 or float16")
-        for name, value in (
-            ("max_model_len", max_model_len),
-            ("kv_cache_gb", kv_cache_gb),
-            ("gpu_memory_utilization", gpu_memory_utilization),
-            ("max_num_seqs", max_num_seqs),
-        ):
-            if value is not None and value <= 0:
-                raise ConfigError(f"engine {name}={value} must be > 0")
+        self._settings = EngineSettings(
+            dtype=dtype,
+            max_model_len=max_model_len,
+            kv_cache_gb=kv_cache_gb,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_num_seqs=max_num_seqs,
+            enable_prefix_caching=enable_prefix_caching,
+            options=options or {},
+        )
         self.dtype = dtype
         self.max_model_len = max_model_len
-        self.kv_cache_gb = kv_cache_gb
-        self.gpu_memory_utilization = gpu_memory_utilization
-        self.max_num_seqs = max_num_seqs
-        self.enable_prefix_caching = enable_prefix_caching
-        self.options = options or {}
         self._llm: Any = None
         self._shapes: dict[str, torch.Size] = {}
         self._requests: dict[str, _Request] = {}
         self._next_id = 0
         self._loop_task: asyncio.Task[None] | None = None
+        # Weights are pushed from the trainer's thread, while requests come from the event loop's.
+        self._exclusive = threading.RLock()
         self._may_step = asyncio.Event()
         self._may_step.set()
 
@@ -97,44 +95,15 @@ class VLLMLocal(Engine):
     def start(self, model_dir: Path) -> None:
         if self._llm is not None:
             return
-        on_cpu = not torch.cuda.is_available()
-        if on_cpu and self.dtype == "float16":
-            raise ConfigError("engine dtype='float16' is not for CPUs; use float32 or bfloat16")
-        arguments: dict[str, Any] = {
-            "model": str(model_dir),
-            "dtype": self.dtype,
-            "load_format": "dummy",  # weights come from the trainer, by a push
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "enable_prefix_caching": self.enable_prefix_caching,
-            "logprobs_mode": "processed_logprobs",  # of the distribution really sampled from
-            "disable_log_stats": True,
-            "seed": 0,
-        }
-        cache_gb = 0.25 if on_cpu and self.kv_cache_gb is None else self.kv_cache_gb
-        if cache_gb is None:
-            arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
-        else:
-            arguments["kv_cache_memory_bytes"] = int(cache_gb * 2**30)
-        if on_cpu:
-            arguments |= {
-                "enforce_eager": True,
-                # With the default of 128, prompts shorter than that never share a cached prefix.
-                "block_size": 32,
-                # A seeded request whose prompt is cut in two rewinds its generator, which torch's
-                # CPU generator cannot do.
-                "enable_chunked_prefill": False,
-                # A tied head would keep a packed copy of the old embedding after each push.
-                "hf_overrides": {"tie_word_embeddings": False},
-            }
+        arguments = self._settings.arguments(model_dir)
         with contained():
             from vllm import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
-            if on_cpu:
+            if not torch.cuda.is_available():
                 skip_rank_compilation()
             try:
-                self._llm = LLMEngine.from_engine_args(EngineArgs(**(arguments | self.options)))
+                self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
             except (ValueError, RuntimeError, TypeError, AssertionError) as error:
                 raise EngineError(f"vLLM did not start: {last_line(error)}") from error
         self._detach_process_group()
@@ -160,23 +129,28 @@ class VLLMLocal(Engine):
     # ---------------------------------------------------------------- generation
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        self.require_ready()
-        self.require_room(len(token_ids), sampling)
         loop = asyncio.get_running_loop()
         request_id = str(self._next_id)
         self._next_id += 1
         request = _Request(loop.create_future())
-        internal_id = self._llm.add_request(
-            request_id, {"prompt_token_ids": list(token_ids)}, self._params(sampling, seed)
-        )
-        self._requests[request_id] = request
+        with self._exclusive:
+            self.require_ready()  # which it is not in the middle of a push
+            self.require_room(len(token_ids), sampling)
+            internal_id = self._llm.add_request(
+                request_id,
+                {"prompt_token_ids": list(token_ids)},
+                self._params(sampling, seed),
+                priority=sampling.priority,
+            )
+            self._requests[request_id] = request
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = loop.create_task(self._step_while_busy())
         try:
             return await request.future
         except asyncio.CancelledError:
-            if self._requests.pop(request_id, None) is not None and self._llm is not None:
-                self._llm.abort_request([internal_id], internal=True)
+            with self._exclusive:
+                if self._requests.pop(request_id, None) is not None and self._llm is not None:
+                    self._llm.abort_request([internal_id], internal=True)
             raise
 
     async def pause(self) -> None:
@@ -190,13 +164,14 @@ class VLLMLocal(Engine):
         try:
             while self._requests:
                 await self._may_step.wait()
-                random_state = torch.get_rng_state()
-                outputs = self._llm.step()
-                # vLLM draws from the global generator too, and then uses each request's own.
-                torch.set_rng_state(random_state)
-                for output in outputs:
-                    if output.finished:
-                        self._finish(output)
+                with self._exclusive:
+                    random_state = torch.get_rng_state()
+                    outputs = self._llm.step()
+                    # vLLM draws from the global generator too, and then uses each request's own.
+                    torch.set_rng_state(random_state)
+                    for output in outputs:
+                        if output.finished:  # before a push changes the version
+                            self._finish(output)
                 await asyncio.sleep(0)  # let finished requests' owners, and new requests, in
         except Exception as error:  # whatever vLLM raises must reach those who wait
             requests, self._requests = self._requests, {}
@@ -246,19 +221,20 @@ class VLLMLocal(Engine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._llm is None:
             raise EngineError("VLLMLocal is not running; call start() first")
-        for request_id, request in self._requests.items():
-            self._stamp(request_id, request)
         dtype = getattr(torch, self.dtype)
         state = {name: weight.to(dtype) for name, weight in weights}
         # vLLM merges some weights, and does not notice if one of the parts is missing.
         require_same_weights(state, self._shapes, "VLLMLocal")
-        self.version = -1  # until all of it has arrived
-        with contained():
-            self._llm.collective_rpc(reload_weights, args=(list(state.items()),))
-        # Keys and values of the old weights would poison every later prompt that shares a prefix.
-        if not self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise WeightSyncError("vLLM refused to reset its prefix cache after a weight push")
-        self.version = version
+        with self._exclusive:
+            for request_id, request in self._requests.items():
+                self._stamp(request_id, request)
+            self.version = -1  # until all of it has arrived
+            with contained():
+                self._llm.collective_rpc(reload_weights, args=(list(state.items()),))
+            # Keys and values of old weights would poison every later prompt that shares a prefix.
+            if not self._llm.reset_prefix_cache(reset_running_requests=True):
+                raise StaleWeightsError("vLLM refused to reset its prefix cache after a push")
+            self.version = version
 
     def _stamp(self, request_id: str, request: _Request) -> None:
         """Note which version wrote the tokens that a request in flight has so far."""

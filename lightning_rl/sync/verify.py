@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from lightning_rl.agents.base import SingleTurn
-from lightning_rl.collect.collector import new_rollouts, run_async
+from lightning_rl.collect.loop import run_async
+from lightning_rl.collect.source import new_rollouts
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import Engine, Sampling
 from lightning_rl.models.policy import Policy

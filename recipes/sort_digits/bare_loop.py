@@ -21,7 +21,6 @@ from lightning_rl import (
     RolloutPipeline,
     Sampling,
     SingleTurn,
-    SyncCollector,
     VLLMLocal,
     pack_rollouts,
 )
@@ -52,9 +51,7 @@ def train(model: str, prompts_path: str, iterations: int) -> list[float]:
         save_skeleton(model, directory)
         engine.start(Path(directory))
     sampling = Sampling(max_tokens=10, temperature=1.0)
-    pipeline = RolloutPipeline(
-        engine, SingleTurn(), SyncCollector(), Rewards([exact_match]), tokenizer
-    )
+    pipeline = RolloutPipeline(engine, SingleTurn(), Rewards([exact_match]), tokenizer)
 
     mean_rewards = []
     for iteration in range(iterations):
@@ -62,7 +59,7 @@ def train(model: str, prompts_path: str, iterations: int) -> list[float]:
         drawn = prompts.draw(32)
         gap = probe_gap(engine, policy, drawn[:4], sampling.temperature).value
 
-        rollouts = pipeline.run(drawn, 8, sampling, iteration)
+        rollouts = pipeline.run(drawn, 8, sampling, iteration=iteration)
         batch = fabric.to_device(pack_rollouts(rollouts))
         batch = module.compute_old_logprobs(batch)
         batch = module.compute_advantages(batch)

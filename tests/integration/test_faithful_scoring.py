@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.algos.losses import PolicyLoss
-from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
@@ -87,11 +86,9 @@ def test_the_first_minibatchs_ratios_are_one(model, engine, tmp_path, top_k, top
     tokenizer = load_tokenizer(str(model))
     prompts = IterablePrompts([{"prompt": f"{n}="} for n in range(100, 132)], shuffle=False)
     prompts.load(tokenizer)
-    pipeline = RolloutPipeline(
-        engine, SingleTurn(), SyncCollector(), Rewards([share_of_even_tokens]), tokenizer, seed=3
-    )
+    pipeline = RolloutPipeline(engine, SingleTurn(), Rewards([share_of_even_tokens]), tokenizer)
     sampling = Sampling(max_tokens=8, temperature=0.7, top_p=top_p, top_k=top_k)
-    rollouts = pipeline.run(prompts.draw(32), 4, sampling, iteration=0)
+    rollouts = pipeline.run(prompts.draw(32), 4, sampling, seed=3)
     loss = Recorded()
     module = PolicyModule(
         str(model), loss=loss, minibatches=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.5)

@@ -1,11 +1,15 @@
 """Filters and dynamic sampling: what is kept, what takes a rejected group's place, when it ends."""
 
+import json
+
 import pytest
 
 from lightning_rl.agents.base import SingleTurn
+from lightning_rl.collect.batches import Collection, RolloutBatches
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.filters import GroupFilter, RewardSpread
 from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.collect.source import GroupSource
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.base import Completion, Engine, Sampling
 from lightning_rl.errors import FilterError, LightningRLError
@@ -67,6 +71,18 @@ class Dice(Engine):
     def close(self) -> None: ...
 
 
+class Noted(SyncCollector):
+    """Writes down how many groups it was asked for."""
+
+    def __init__(self, asked: list[int]) -> None:
+        super().__init__()
+        self.asked = asked
+
+    async def take(self, pipeline, source, count):
+        self.asked.append(count)
+        return await super().take(pipeline, source, count)
+
+
 class Collecting:
     """A pipeline over numbered prompts, of which only multiples of ``useful`` can spread."""
 
@@ -82,19 +98,16 @@ class Collecting:
             counts = range(len(completion_ids))
             return [float(n % useful == 0 and i == 0) for i, n in zip(counts, number, strict=True)]
 
-        self.pipeline = RolloutPipeline(
-            self.engine, SingleTurn(), SyncCollector(), Rewards([reward]), tokenizer, seed=4
-        )
-
-    def draw(self, count: int):
-        self.drawn.append(count)
-        return self.prompts.draw(count)
+        self.pipeline = RolloutPipeline(self.engine, SingleTurn(), Rewards([reward]), tokenizer)
+        self.collector = Noted(self.drawn)
 
     def collect(self, filters, groups: int = 4, rounds: int = 10, iteration: int = 0):
         sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5)
-        return self.pipeline.collect_kept(
-            self.draw, groups, 3, sampling, iteration, filters, rounds
-        )
+        source = GroupSource(self.prompts, groups, 3, sampling, seed=4)
+        batches = RolloutBatches(self.pipeline, self.collector, source, filters, rounds)
+        collection = batches.collect(iteration)
+        batches.settle()
+        return collection
 
 
 def numbers(rollouts) -> list[int]:
@@ -105,8 +118,8 @@ def test_without_filters_one_round_is_all(tiny_model):
     run = Collecting(tiny_model, useful=100)
     collection = run.collect(filters=[], rounds=1)
     assert run.drawn == [4]
-    assert collection.kept == collection.generated
-    assert {r.status for r in collection.kept} == {RolloutStatus.COMPLETED}
+    assert collection.rollouts == collection.generated
+    assert {r.status for r in collection.rollouts} == {RolloutStatus.COMPLETED}
     assert collection.metrics() == {}
 
 
@@ -115,7 +128,7 @@ def test_rejected_groups_are_replaced_by_groups_of_new_prompts(tiny_model):
     collection = run.collect([RewardSpread()])
     # 1 2 [3] 4 | 5 [6] 7 | 8 [9] | 10 | 11 | [12]
     assert run.drawn == [4, 3, 2, 1, 1, 1]
-    assert numbers(collection.kept) == [n for n in (3, 6, 9, 12) for _ in range(3)]
+    assert numbers(collection.rollouts) == [n for n in (3, 6, 9, 12) for _ in range(3)]
     assert numbers(collection.generated) == [n for n in range(1, 13) for _ in range(3)]
     assert collection.metrics() == {"filter/RewardSpread": 8.0}
     for rollout in collection.generated:
@@ -170,17 +183,34 @@ def test_all_filters_must_agree_and_each_counts_what_it_rejected_first(tiny_mode
     run = Collecting(tiny_model, useful=3)
     collection = run.collect([Even(), RewardSpread()], groups=2)
     # 1 2 | 3 4 | 5 6 | 7 | ... | 12
-    assert numbers(collection.kept) == [6, 6, 6, 12, 12, 12]
+    assert numbers(collection.rollouts) == [6, 6, 6, 12, 12, 12]
     assert collection.metrics() == {"filter/Even": 6.0, "filter/RewardSpread": 4.0}
     assert collection.tell() == "Even rejected 6, RewardSpread rejected 4"
 
 
 def test_a_kept_group_keeps_its_failures_for_what_they_are(tiny_model, make_rollout):
-    from lightning_rl.collect.pipeline import Collection
-
     collection = Collection()
     group = group_of(make_rollout, 1.0, 1.0, None)
     group[2].status = RolloutStatus.FAILED
     collection.add(group, [RewardSpread()])
     assert [r.status.value for r in group] == ["skipped", "skipped", "failed"]
     assert collection.kept == []
+
+
+def test_a_collection_that_failed_is_gone_on_with_as_it_was(tiny_model):
+    whole = Collecting(tiny_model, useful=3).collect([RewardSpread()], rounds=10)
+
+    def batches(run, rounds):
+        sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5)
+        source = GroupSource(run.prompts, 4, 3, sampling, seed=4)
+        return RolloutBatches(run.pipeline, SyncCollector(), source, [RewardSpread()], rounds)
+
+    first = batches(Collecting(tiny_model, useful=3), rounds=2)
+    with pytest.raises(FilterError):
+        first.collect(0)
+    second = batches(Collecting(tiny_model, useful=3), rounds=10)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    again = second.collect(0)
+    assert [r.to_dict() for r in again.rollouts] == [r.to_dict() for r in whole.rollouts]
+    second.settle()
+    assert second.state_dict()["collector"] == {"groups": []}

@@ -133,25 +133,6 @@ def test_a_restored_batch_is_kept_until_it_is_trained_on(run):
     assert second.collected == [1]
 
 
-def test_prompts_of_a_collection_that_failed_are_drawn_again(run):
-    whole = run()
-    expected = whole.train(2)
-    first = run()
-    first.train(1)
-    iterator, collect = iter(first.loader), first.loader._collect
-
-    def fails(iteration):
-        collect(iteration)
-        raise RewardError("down")
-
-    first.loader._collect = fails
-    with pytest.raises(RewardError):
-        next(iterator)
-    second = run(trained=1)
-    second.loader.load_state_dict(first.state())
-    assert second.train(1) == expected[1:]
-
-
 def test_a_trained_batch_is_not_in_the_state(run):
     started = run()
     next(iter(started.loader))

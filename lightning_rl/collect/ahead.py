@@ -1,0 +1,235 @@
+"""What collectors share that keep groups in flight from one batch to the next."""
+
+import asyncio
+import math
+from abc import abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from lightning_rl.collect.collector import Collector, CollectorStatus
+from lightning_rl.collect.loop import innermost
+from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.collect.source import Group, GroupSource
+from lightning_rl.errors import ConfigError, EngineError, require_at_least
+from lightning_rl.rollout import RolloutStatus
+
+
+class WorkingAhead(Collector):
+    """Groups are generated and graded one by one; batches are made of those that are done.
+
+    No token that is trained on in iteration ``n`` is older than version ``n - max_staleness``. Each
+    group has a deadline: the last iteration that may train on it. A group is only issued if, with
+    ``num_groups`` a batch, all deadlines can be met; and a batch waits for groups that would miss
+    theirs in a later one. So nothing is thrown away for being stale, however long it takes.
+
+    Args:
+        max_staleness: versions by which a token may be older than the policy that trains on it.
+    """
+
+    def __init__(self, max_staleness: int) -> None:
+        super().__init__()
+        require_at_least(0, max_staleness=max_staleness)
+        self.max_staleness = max_staleness
+        self._running: dict[asyncio.Task[None], Group] = {}
+        self._done: list[Group] = []
+        self._deadline: dict[str, int] = {}
+        self._failure: BaseException | None = None
+        self._progress = asyncio.Event()
+        self._work: tuple[RolloutPipeline, GroupSource] | None = None
+        self._batch = 0  # the iteration whose batch is being made
+        self._missing = 0  # groups that this batch still lacks
+        self._yielding = False
+
+    # ---------------------------------------------------------------- batches
+
+    async def take(self, pipeline: RolloutPipeline, source: GroupSource, count: int) -> list[Group]:
+        """``count`` groups that are done; those with the earliest deadline first.
+
+        Raises:
+            ConfigError: if weights are synced too seldom for ``max_staleness``.
+            EngineError: if the engine fails.
+        """
+        pipeline.engine.require_ready()
+        self._work = pipeline, source
+        self._batch, self._missing = source.iteration, count
+        while True:
+            self._progress.clear()
+            self._fill()
+            if self._failure is not None:
+                raise self._failure
+            if self._ready(count):
+                break
+            if not self._running:
+                raise self._stuck(pipeline.engine.version)
+            await self._progress.wait()
+        taken, self._done = self._done[:count], self._done[count:]
+        self._missing = 0
+        return taken
+
+    def settle(self, groups: list[Group]) -> None:
+        super().settle(groups)
+        for group in groups:
+            self._deadline.pop(group[0].group_id)
+        self._batch, self._missing = self._batch + 1, self._num_groups
+        self._fill_or_fail()
+
+    def _ready(self, count: int) -> bool:
+        """Whether the first ``count`` done groups may go without making others miss deadlines."""
+        self._done.sort(key=self._deadline_of)
+        taken, left = self._done[:count], [*self._done[count:], *self._running.values()]
+        return len(taken) == count and all(
+            self._due(iteration, left) <= self._slots(iteration, missing=0)
+            for iteration in self._horizon()
+        )
+
+    def _fits(self, deadline: int) -> bool:
+        """Whether one more group with this deadline leaves a place in time for every group."""
+        groups = [*self._done, *self._running.values()]
+        return all(
+            self._due(iteration, groups) < self._slots(iteration, self._missing)
+            for iteration in self._horizon()
+            if iteration >= deadline
+        )
+
+    def _horizon(self) -> range:
+        return range(self._batch, self._batch + self.max_staleness + 1)
+
+    def _slots(self, iteration: int, missing: int) -> int:
+        """Places in all batches up to this iteration; the current one has ``missing``."""
+        return missing + (iteration - self._batch) * self._num_groups
+
+    def _due(self, iteration: int, groups: list[Group]) -> int:
+        return sum(self._deadline_of(group) <= iteration for group in groups)
+
+    def _deadline_of(self, group: Group) -> int:
+        return self._deadline[group[0].group_id]
+
+    @property
+    def _num_groups(self) -> int:
+        assert self._work is not None
+        return self._work[1].num_groups
+
+    @abstractmethod
+    def _allowance(self) -> int:
+        """How many groups may be in flight or waiting, for all the collector cares."""
+
+    # ---------------------------------------------------------------- groups in flight
+
+    def _fill(self) -> None:
+        """Issue as many groups as may be, those of a checkpoint first."""
+        if self._work is None or self._yielding or self._failure is not None:
+            return
+        pipeline, source = self._work
+        version = pipeline.engine.version
+        if version < 0:  # weights are being pushed, by the trainer's thread
+            return
+        newest = version + self.max_staleness
+        while len(self._running) + len(self._done) < min(self._allowance(), self._to_come(source)):
+            if self._restored:
+                group = self._next(source)
+                deadline = _oldest_version(group, default=version) + self.max_staleness
+                if deadline < self._batch or not self._fits(deadline):
+                    self._drop(group, source, RolloutStatus.EXPIRED)
+                    continue
+            elif newest >= self._batch and self._fits(newest):
+                group, deadline = self._next(source), newest
+            else:
+                return
+            self._deadline[group[0].group_id] = deadline
+            task = asyncio.get_running_loop().create_task(self._finish(group, pipeline, source))
+            self._running[task] = group
+            task.add_done_callback(self._on_done)
+
+    def _to_come(self, source: GroupSource) -> float:
+        """Groups that the run can still train on."""
+        if source.iterations is None:
+            return math.inf
+        return (source.iterations - 1 - self._batch) * source.num_groups + self._missing
+
+    async def _finish(self, group: Group, pipeline: RolloutPipeline, source: GroupSource) -> None:
+        await pipeline.generate(group, source.sampling)
+        await pipeline.rewards.grade([group])
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        group = self._running.pop(task, None)
+        self._progress.set()
+        if task.cancelled() or group is None:
+            return
+        if (error := task.exception()) is not None:
+            # The first is the cause. The group stays among those issued, for another run.
+            self._failure = self._failure or innermost(error)
+            return
+        self._done.append(group)
+        self._fill_or_fail()
+
+    def _fill_or_fail(self) -> None:
+        """For callbacks of the loop, whose errors nobody hears: ``take`` raises them."""
+        try:
+            self._fill()
+        except Exception as failure:
+            self._failure = failure
+            self._progress.set()
+
+    def _drop(self, group: Group, source: GroupSource, status: RolloutStatus) -> None:
+        """Give a group up; its prompt is issued again."""
+        for rollout in group:
+            rollout.status = status
+        del self._issued[group[0].group_id]
+        self.dropped.append(group)
+        source.give_back(group[0].prompt)
+
+    def _stuck(self, version: int) -> Exception:
+        if self._yielding:
+            return EngineError("a batch was asked for while an evaluation had the engine")
+        return ConfigError(
+            f"iteration {self._batch} may train on no token older than version "
+            f"{self._batch - self.max_staleness}, but the engine holds version {version}; sync "
+            f"more often (WeightSync's schedule), or raise max_staleness={self.max_staleness}"
+        )
+
+    # ---------------------------------------------------------------- around it
+
+    async def status(self) -> CollectorStatus:
+        if self._work is None:
+            return CollectorStatus()
+        pipeline, source = self._work
+        newest = pipeline.engine.version + self.max_staleness
+        return CollectorStatus(
+            in_flight=len(self._running),
+            done=len(self._done),
+            wanted=source.num_groups,
+            may_issue=newest >= self._batch and self._fits(newest),
+        )
+
+    async def after_sync(self) -> None:
+        self._fill()
+
+    @asynccontextmanager
+    async def yielding(self) -> AsyncIterator[None]:
+        """Nothing new is issued meanwhile."""
+        self._yielding = True
+        try:
+            yield
+        finally:
+            self._yielding = False
+            self._fill()
+
+    async def close(self) -> None:
+        tasks, self._running = list(self._running), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await super().close()
+        self._done, self._deadline, self._missing = [], {}, 0
+        self._work = self._failure = None
+        self._progress = asyncio.Event()  # another run may have another loop
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "collect/in_flight": float(len(self._running)),
+            "collect/waiting": float(len(self._done)),
+        }
+
+
+def _oldest_version(group: Group, default: int) -> int:
+    return min((v for rollout in group for v in rollout.versions if v >= 0), default=default)

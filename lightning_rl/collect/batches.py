@@ -1,0 +1,176 @@
+"""RolloutBatches: batch after batch of graded groups that the filters keep."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_rl.collect.collector import Collector
+from lightning_rl.collect.filters import GroupFilter
+from lightning_rl.collect.loop import background_loop, run_async
+from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.collect.source import Group, GroupSource
+from lightning_rl.errors import FilterError
+from lightning_rl.rollout import Rollout, RolloutStatus
+
+
+@dataclass
+class Collection:
+    """One iteration's groups: all that were generated, and those that the filters kept.
+
+    ``seconds`` is how long they took to come about; what works while the trainer trains has had the
+    time since the last batch. ``ahead`` are the collector's own metrics.
+    """
+
+    generated: list[Rollout] = field(default_factory=list)
+    kept: list[Group] = field(default_factory=list)
+    rejected: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    ahead: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The kept ones."""
+        return [rollout for group in self.kept for rollout in group]
+
+    def add(self, group: Group, filters: Sequence[GroupFilter]) -> None:
+        """Keep a group, or mark its rollouts SKIPPED and note which filter rejected it."""
+        self.generated += group
+        for group_filter in filters:
+            if not group_filter.keep(group):
+                self.rejected[type(group_filter).__name__] += 1
+                for rollout in group:
+                    if rollout.status is RolloutStatus.COMPLETED:
+                        rollout.status = RolloutStatus.SKIPPED
+                return
+        self.kept.append(group)
+
+    def metrics(self) -> dict[str, float]:
+        """Groups that each filter rejected, and what the collector has in hand."""
+        return self.ahead | {f"filter/{name}": float(n) for name, n in self.rejected.items()}
+
+    def tell(self) -> str:
+        """The same in words."""
+        parts = (f"{name} rejected {count}" for name, count in self.rejected.items())
+        return ", ".join(parts) or "none was rejected"
+
+
+class RolloutBatches:
+    """Takes groups from a collector, grades them, and replaces those that filters reject.
+
+    Args:
+        pipeline: generates and grades.
+        collector: decides when which group is generated.
+        source: issues the groups.
+        filters: rejected groups are replaced by groups of new prompts (DAPO's dynamic sampling).
+        max_rounds: how often to ask for replacements in one iteration.
+    """
+
+    def __init__(
+        self,
+        pipeline: RolloutPipeline,
+        collector: Collector,
+        source: GroupSource,
+        filters: Sequence[GroupFilter] = (),
+        max_rounds: int = 1,
+    ) -> None:
+        self.pipeline = pipeline
+        self.collector = collector
+        self.source = source
+        self.filters = filters
+        self.max_rounds = max_rounds
+        self._taken: list[Group] = []
+        self._settled: float | None = None
+
+    def collect(self, iteration: int) -> Collection:
+        """``source.num_groups`` groups that all filters keep; in the state until ``settle``.
+
+        Raises:
+            EngineError: if the engine is not ready, or fails.
+            FilterError: if too few groups were kept in ``max_rounds`` rounds.
+            RewardError: if too large a share could not be graded.
+        """
+        self.pipeline.engine.require_ready()
+        collection, self._taken = Collection(), []
+        for _ in range(self.max_rounds):
+            missing = self.source.num_groups - len(collection.kept)
+            if missing == 0:
+                break
+            groups = self._take(iteration, missing, collection)
+            self._taken += groups
+            for group in groups:
+                collection.add(group, self.filters)
+            self.pipeline.rewards.require_graded([r for group in groups for r in group])
+        self._require_enough(collection)
+        return collection
+
+    def settle(self) -> None:
+        """What ``collect`` returned is in safe hands; begin to work on the next batch."""
+        # Nobody waits: the loop may be in the middle of an engine's step.
+        background_loop().call_soon_threadsafe(self.collector.settle, self._taken)
+        self._settled = time.perf_counter()
+
+    def _take(self, iteration: int, count: int, collection: Collection) -> list[Group]:
+        begin, since = time.perf_counter(), self._settled
+        if self.collector.works_between_batches and since is not None:
+            begin, self._settled = since, None
+        with self.pipeline.clock("generate"):
+            groups = run_async(self._in_loop(iteration, count, collection))
+        collection.seconds += time.perf_counter() - begin
+        self.pipeline.grade(groups)
+        return groups
+
+    async def _in_loop(self, iteration: int, count: int, collection: Collection) -> list[Group]:
+        # All that works ahead is in this thread too, so nothing changes in the middle of it.
+        self.source.begin(iteration)
+        groups = await self.collector.take(self.pipeline, self.source, count)
+        dropped, self.collector.dropped = self.collector.dropped, []
+        collection.generated += [rollout for group in dropped for rollout in group]
+        collection.ahead = self.collector.metrics()
+        return groups
+
+    def _require_enough(self, collection: Collection) -> None:
+        if len(collection.kept) < self.source.num_groups:
+            raise FilterError(
+                f"after {self.max_rounds} rounds only {len(collection.kept)} of "
+                f"groups_per_iteration={self.source.num_groups} groups passed the filters "
+                f"({collection.tell()}): the prompts are exhausted, too easy or too hard; raise "
+                "max_rounds, change the prompts, or drop the filter"
+            )
+
+    @contextmanager
+    def yielding(self) -> Iterator[None]:
+        """Let an evaluation have the engine first."""
+        context = self.collector.yielding()
+        run_async(context.__aenter__())
+        try:
+            yield
+        finally:
+            run_async(context.__aexit__(None, None, None))
+
+    # Taken in the loop, between two steps of whatever works ahead there.
+    def state_dict(self) -> dict[str, Any]:
+        """Where the source stands, and every group that is not in a batch yet; primitives only."""
+
+        async def snapshot() -> dict[str, Any]:
+            return {
+                "source": self.source.state_dict(),
+                "collector": self.collector.state_dict(),
+            }
+
+        return run_async(snapshot())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken."""
+        self.source.load_state_dict(state["source"])
+        self.collector.load_state_dict(state["collector"])
+
+    def close(self, timeout: float | None = None) -> None:
+        """Stop what is in flight; it stays in the state.
+
+        Raises:
+            TimeoutError: if something blocks the loop for longer than ``timeout`` seconds.
+        """
+        run_async(self.collector.close(), timeout)

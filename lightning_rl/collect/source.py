@@ -1,0 +1,119 @@
+"""GroupSource: issues groups of empty rollouts, prompt after prompt."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from lightning_rl.engines.base import Sampling, request_seed
+from lightning_rl.rollout import Prompt, Rollout
+
+Group = list[Rollout]
+"""Rollouts of one prompt, to be compared with each other."""
+
+
+class Prompts(Protocol):
+    """Draws prompts without end; a ``PromptDataset``."""
+
+    def draw(self, count: int, /) -> list[Prompt]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any, /) -> None: ...
+
+
+def new_rollouts(
+    prompts: Sequence[Prompt],
+    group_size: int,
+    sampling: Sampling,
+    seed: int,
+    iteration: int,
+    first_place: int = 0,
+) -> list[Rollout]:
+    """Empty rollouts, group by group, each with the seed that lets it be generated again.
+
+    ``first_place`` is the number of groups that were issued for the iteration before.
+    """
+    return [
+        Rollout(
+            prompt=prompt,
+            # A prompt drawn twice in one iteration makes two groups: tell them apart by place.
+            group_id=f"{iteration}/{place}/{prompt.id}",
+            sample_index=index,
+            seed=request_seed(seed, f"{place}/{prompt.id}", index, iteration),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        )
+        for place, prompt in enumerate(prompts, first_place)
+        for index in range(group_size)
+    ]
+
+
+class GroupSource:
+    """Draws prompts and turns each into a group; knows how many groups make a batch.
+
+    Args:
+        prompts: where prompts come from; loaded.
+        num_groups: groups per iteration (B).
+        group_size: rollouts per group (G).
+        sampling: for all of them.
+        seed: from which every rollout's own is derived.
+        iterations: how many the run has; no collector works ahead beyond them. None: no end.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        num_groups: int,
+        group_size: int,
+        sampling: Sampling,
+        seed: int = 0,
+        iterations: int | None = None,
+    ) -> None:
+        self.prompts = prompts
+        self.num_groups = num_groups
+        self.group_size = group_size
+        self.sampling = sampling
+        self.seed = seed
+        self.iterations = iterations
+        self.iteration = 0
+        self._place = 0
+        self._again: deque[Prompt] = deque()
+
+    def begin(self, iteration: int) -> None:
+        """From now on groups are issued for this iteration (or ahead of later ones)."""
+        if iteration != self.iteration:
+            self.iteration, self._place = iteration, 0
+
+    def next(self) -> Group:
+        """The next prompt's group; prompts that were given back come first."""
+        prompt = self._again.popleft() if self._again else self.prompts.draw(1)[0]
+        return self.issue(prompt)
+
+    def issue(self, prompt: Prompt) -> Group:
+        """A new group of this prompt."""
+        group = new_rollouts(
+            [prompt], self.group_size, self.sampling, self.seed, self.iteration, self._place
+        )
+        self._place += 1
+        return group
+
+    def give_back(self, prompt: Prompt) -> None:
+        """Issue a prompt again whose group came to nothing."""
+        self._again.append(prompt)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives only."""
+        return {
+            "prompts": self.prompts.state_dict(),
+            "iteration": self.iteration,
+            "place": self._place,
+            "again": [asdict(prompt) for prompt in self._again],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken."""
+        self.prompts.load_state_dict(state["prompts"])
+        self.iteration, self._place = state["iteration"], state["place"]
+        self._again = deque(Prompt(**record) for record in state["again"])

@@ -1,0 +1,313 @@
+"""Collectors on a virtual clock: nothing lost, nothing doubled, nothing too old, nothing hangs."""
+
+import asyncio
+import json
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_rl.agents.base import SingleTurn
+from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
+from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
+from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.collect.source import GroupSource
+from lightning_rl.engines.base import Sampling
+from lightning_rl.engines.simulated import SimulatedEngine
+from lightning_rl.errors import ConfigError, EngineError
+from lightning_rl.rewards.base import Rewards
+from lightning_rl.rollout import RolloutStatus
+from lightning_rl.simulate import CountedPrompts, run_virtual, simulate
+
+
+def lengths(*pattern):
+    """Completion lengths by seed: a pattern picked from pseudo-randomly, but fixed."""
+    return lambda prompt, seed: pattern[seed % len(pattern)]
+
+
+def heavy(prompt: int, seed: int) -> int:
+    """Pareto-like: most are short, some are a hundred times longer."""
+    u = (seed % 10_007 + 1) / 10_008
+    return min(400, math.ceil(4 * u**-0.8))
+
+
+collectors = st.one_of(
+    st.builds(SyncCollector, st.sampled_from([None, 1, 3])),
+    st.builds(AsyncCollector, st.integers(0, 4), st.sampled_from([None, 1, 5])),
+    st.builds(OneStepOffCollector),
+    st.builds(PartialCollector, st.sampled_from([1.1, 1.5, 3.0]), st.integers(1, 4)),
+    st.builds(TailBatchingCollector, st.sampled_from([1.1, 1.5, 3.0])),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    collector=collectors,
+    pattern=st.lists(st.integers(1, 300), min_size=1, max_size=7),
+    num_groups=st.integers(1, 5),
+    group_size=st.integers(1, 3),
+    iterations=st.integers(1, 7),
+    slots=st.sampled_from([2, 8, 64]),
+    train=st.sampled_from([0.0, 1.0, 30.0]),
+    sync=st.sampled_from([0.0, 0.5]),
+)
+def test_no_prompt_is_lost_or_doubled_and_no_token_is_too_old(
+    collector, pattern, num_groups, group_size, iterations, slots, train, sync
+):
+    engine = SimulatedEngine(lengths(*pattern), max_num_seqs=slots)
+    prompts = CountedPrompts()
+    result = simulate(
+        collector, engine, iterations, num_groups, group_size, lambda tokens: train, sync,
+        prompts=prompts,
+    )  # fmt: skip
+    assert [len(groups) for groups in result.batches] == [num_groups] * iterations
+    bound = {SyncCollector: 0, TailBatchingCollector: 0}.get(type(collector))
+    bound = collector.max_staleness if bound is None else bound
+    assert max(result.staleness) <= bound
+    trained = [group for groups in result.batches for group in groups]
+    assert all(len(group) == group_size for group in trained)
+    assert all(r.status is RolloutStatus.COMPLETED for group in trained for r in group)
+    assert all(len(r.versions) == len(r.token_ids) for group in trained for r in group)
+    # Each prompt drawn is trained on once, or will be: it is in the collector's state.
+    state = json.loads(json.dumps(collector.state_dict()))
+    waiting = [group[0]["prompt"]["id"] for group in state["groups"]]
+    waiting += [prompt["id"] for prompt in state.get("tail", [])]
+    seen = Counter([group[0].prompt.id for group in trained] + waiting)
+    assert seen == Counter(str(n) for n in range(prompts.drawn))
+    ids = [r.id for group in trained + result.dropped for r in group]
+    assert len(set(ids)) == len(ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    make=st.sampled_from(
+        [
+            SyncCollector,
+            lambda: AsyncCollector(1),
+            lambda: AsyncCollector(3),
+            OneStepOffCollector,
+            PartialCollector,
+            TailBatchingCollector,
+        ]
+    ),
+    pattern=st.lists(st.integers(1, 300), min_size=1, max_size=7),
+    first=st.integers(1, 4),
+    then=st.integers(1, 4),
+    lower_bound=st.booleans(),
+)
+def test_a_run_that_stopped_and_goes_on_trains_on_every_prompt_once(
+    make, pattern, first, then, lower_bound
+):
+    collector, prompts = make(), CountedPrompts()
+    result = simulate(
+        collector, SimulatedEngine(lengths(*pattern)), first, 3, 2, lambda _: 1.0, prompts=prompts,
+        ahead=True,
+    )  # fmt: skip
+    state = json.loads(json.dumps(collector.state_dict()))
+    again = make()
+    again.load_state_dict(state)
+    if lower_bound and hasattr(again, "max_staleness"):
+        again.max_staleness = max(1, again.max_staleness - 2)
+    engine = SimulatedEngine(lengths(*pattern))
+    engine.version = first
+    rest = simulate(
+        again, engine, first + then, 3, 2, lambda _: 1.0, prompts=prompts, first=first
+    )  # fmt: skip
+    trained = [g[0].prompt.id for r in (result, rest) for groups in r.batches for g in groups]
+    assert len(trained) == len(set(trained)) == 3 * (first + then)
+    assert max(rest.staleness) <= getattr(again, "max_staleness", 0)
+    state = again.state_dict()
+    waiting = [group[0]["prompt"]["id"] for group in state["groups"]]
+    waiting += [prompt["id"] for prompt in state.get("tail", [])] + rest.given_back
+    assert Counter(trained + waiting) == Counter(str(n) for n in range(prompts.drawn))
+
+
+def test_one_batch_ahead_hides_training_behind_generation():
+    # 10 tokens at 1 s each, then 10 s of training. Sync: 4 x 20 s. One ahead: the first batch takes
+    # 10 s, then each 10 s of training hides the next batch: 10 + 4 x 10.
+    def engine():
+        return SimulatedEngine(lengths(10), step=1.0)
+
+    sync = simulate(SyncCollector(), engine(), 4, train_seconds=lambda _: 10.0)
+    ahead = simulate(AsyncCollector(1), engine(), 4, train_seconds=lambda _: 10.0)
+    assert (sync.seconds, ahead.seconds) == (pytest.approx(80), pytest.approx(50))
+    assert sync.staleness == {0: 4 * 320}
+    # The first batch is fresh, the others were written while the version before was trained.
+    assert ahead.staleness == {0: 320, 1: 3 * 320}
+
+
+def test_one_step_off_waits_for_the_batch_before_weights_change():
+    # Generation takes 30 s, training 10: each sync waits for the batch, so no rollout has two
+    # versions; plain asynchrony lets them go on instead.
+    def versions_per_rollout(collector):
+        engine = SimulatedEngine(lengths(30), step=1.0)
+        result = simulate(collector, engine, 4, train_seconds=lambda _: 10.0)
+        return {len(set(r.versions)) for b in result.batches for g in b for r in g}
+
+    assert versions_per_rollout(OneStepOffCollector()) == {1}
+    assert versions_per_rollout(AsyncCollector(1)) == {1, 2}
+
+
+def test_partial_rollouts_keep_what_they_wrote():
+    # One slow prompt in four, of 20 tokens against 5. Two groups of two are a batch; the third in
+    # flight is cut and goes on with the next version, from where it was.
+    order = iter([5, 20, 5, 5] * 10)
+    drawn = {}
+
+    def length(prompt, seed):
+        return drawn.setdefault(seed, next(order))
+
+    engine = SimulatedEngine(length, step=1.0)
+    collector = PartialCollector(over_issue=1.5, max_staleness=4)
+    result = simulate(collector, engine, 4, 2, 1)
+    # 0 and 2 are done after 5 s; 1 goes on beside 3 and 4, and so on.
+    rollouts = [[g[0] for g in batch] for batch in result.batches]
+    assert [r.prompt.id for r in rollouts[0]] == ["0", "2"]
+    slow = next(r for batch in rollouts for r in batch if r.prompt.id == "1")
+    assert slow.versions == [0] * 5 + [1] * 5 + [2] * 10
+    assert engine.tokens == pytest.approx(
+        result.tokens
+    )  # nothing was written twice, or for nothing
+
+
+def test_too_seldom_synced_is_an_error_and_no_hang():
+    class Never(SimulatedEngine):
+        def load_weights(self, weights, version):
+            pass
+
+    with pytest.raises(
+        ConfigError, match=r"iteration 2 may train on no token older than version 1"
+    ):
+        simulate(AsyncCollector(1), Never(lengths(5)), 5)
+
+
+class Breaks(SimulatedEngine):
+    """Fails in the middle."""
+
+    left = 7
+
+    async def generate(self, token_ids, sampling, seed):
+        self.left -= 1
+        if self.left == 0:
+            raise EngineError("out of memory")
+        return await super().generate(token_ids, sampling, seed)
+
+
+@pytest.mark.parametrize(
+    "make", [SyncCollector, AsyncCollector, OneStepOffCollector, PartialCollector,
+             TailBatchingCollector],
+)  # fmt: skip
+def test_an_engine_that_fails_is_heard_of_and_its_groups_are_kept(make):
+    collector, prompts = make(), CountedPrompts()
+    with pytest.raises(EngineError, match="out of memory"):
+        simulate(collector, Breaks(heavy), 5, 4, 2, prompts=prompts, train_seconds=lambda _: 1.0)
+    state = collector.state_dict()
+    kept = {group[0]["prompt"]["id"] for group in state["groups"]}
+    # Nothing was trained on before the seventh request, so all that was drawn is kept.
+    assert kept == {str(n) for n in range(prompts.drawn)}
+    # The same collector serves another run, which begins with them.
+    result = simulate(collector, SimulatedEngine(heavy), 2, 4, 2, prompts=prompts)
+    trained = [group[0].prompt.id for groups in result.batches for group in groups]
+    assert len(set(trained)) == 8
+    assert set(trained) <= kept | {str(n) for n in range(12)}
+
+
+def test_nothing_is_issued_while_an_evaluation_has_the_engine():
+    async def run():
+        engine = SimulatedEngine(lengths(10), step=1.0)
+        pipeline = RolloutPipeline(engine, SingleTurn(), Rewards([lambda **_: []]), None)
+        prompts = CountedPrompts()
+        source = GroupSource(prompts, 2, 1, Sampling())
+        collector = AsyncCollector(max_staleness=3)
+        collector._work = pipeline, source
+        collector._missing = 2
+        async with collector.yielding():
+            collector._fill()
+            assert prompts.drawn == 0
+        assert prompts.drawn == 8
+        await collector.close()
+
+    run_virtual(run())
+
+
+def test_a_simulation_that_would_hang_says_so():
+    async def waits_for_nobody():
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(EngineError, match="hangs"):
+        run_virtual(waits_for_nobody())
+
+
+def ready_to_take(collector, engine, num_groups):
+    """A pipeline and a source, to call a collector's own methods with."""
+
+    async def reward(completions):
+        return [0.0] * len(completions)
+
+    class Undecoded(RolloutPipeline):
+        def _decode(self, rollouts):
+            pass
+
+    pipeline = Undecoded(engine, SingleTurn(), Rewards([reward]), None)
+    return pipeline, GroupSource(CountedPrompts(), num_groups, 1, Sampling())
+
+
+def test_what_is_in_flight_and_what_waits():
+    async def run():
+        # With room for two batches of two: prompts 0 and 2 take 10 s, 1 and 3 take 20.
+        engine = SimulatedEngine(lambda prompt, seed: 20 if prompt % 2 else 10, step=1.0)
+        collector = AsyncCollector(max_staleness=1)
+        pipeline, source = ready_to_take(collector, engine, 2)
+        taken = await collector.take(pipeline, source, 2)
+        assert [group[0].prompt.id for group in taken] == ["0", "2"]
+        assert collector.metrics() == {"collect/in_flight": 2, "collect/waiting": 0}
+        collector.settle(taken)
+        engine.load_weights([], version=1)
+        await collector.after_sync()  # now 4 and 5 may begin, after 10 of 1's and 3's 20 s
+        await asyncio.sleep(15)
+        assert collector.metrics() == {"collect/in_flight": 1, "collect/waiting": 3}
+        await collector.close()
+
+    run_virtual(run())
+
+
+def test_an_interrupted_batch_leaves_the_engine_paused_for_the_trainer():
+    async def run():
+        engine = SimulatedEngine(lengths(50), step=1.0)
+        collector = PartialCollector(over_issue=1.5)
+        task = asyncio.create_task(collector.take(*ready_to_take(collector, engine, 2), 2))
+        await asyncio.sleep(5)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        written = engine.tokens
+        await asyncio.sleep(5)
+        await engine.resume()  # brings the count up to date
+        assert engine.tokens == pytest.approx(written) == pytest.approx(3 * 5)
+        await collector.close()
+        assert len(collector.state_dict()["groups"]) == 3
+
+    run_virtual(run())
+
+
+def test_the_first_failure_in_the_background_is_the_one_told():
+    class Dies(SimulatedEngine):
+        async def generate(self, token_ids, sampling, seed):
+            if token_ids[0] > 0:
+                await asyncio.sleep(5 + token_ids[0])
+                raise EngineError(f"prompt {token_ids[0]} broke it")
+            return await super().generate(token_ids, sampling, seed)
+
+    async def run():
+        engine = Dies(lengths(2), step=1.0)
+        collector = AsyncCollector(max_staleness=3)
+        pipeline, source = ready_to_take(collector, engine, 1)
+        collector.settle(await collector.take(pipeline, source, 1))
+        await asyncio.sleep(30)
+        with pytest.raises(EngineError, match="prompt 1 broke it"):
+            await collector.take(pipeline, source, 1)
+        await collector.close()
+
+    run_virtual(run())
