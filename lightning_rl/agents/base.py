@@ -1,6 +1,8 @@
 """Agents: how one rollout comes about from a prompt and an engine."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,7 +15,11 @@ class Agent(ABC):
 
     One object runs many rollouts at the same time: keep a rollout's state in ``run``'s own
     variables, or in the rollout.
+
+    ``chat_options``: further variables for the tokenizer's chat template when it renders prompts.
     """
+
+    chat_options: Mapping[str, Any] = {}
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Called once, before the first rollout; what encodes or decodes text keeps it.

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.rollout import Message, Prompt
+from lightning_rl.rollout import Message, Prompt, Rollout
 from lightning_rl.seeding import run_seed
 
 Row = dict[str, Any]
@@ -45,6 +45,7 @@ class PromptDataset(ABC):
         self.dropped = 0
         self._rows: Sequence[tuple[str, Row]] | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._chat_options: dict[str, Any] = {}
         self._epoch = 0
         self._cursor = 0
         self._order: list[int] = []
@@ -58,9 +59,15 @@ class PromptDataset(ABC):
             DataError: naming the place and what was expected there.
         """
 
-    def load(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Read and check all rows; ``tokenizer`` is what turns them into tokens when drawn."""
+    def load(
+        self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Read and check all rows; ``tokenizer`` is what turns them into tokens when drawn.
+
+        ``chat_options`` are further variables for its chat template, such as ``tools``.
+        """
         self._tokenizer = tokenizer
+        self._chat_options = dict(chat_options or {})
         if self._rows is not None:
             return
         rows = []
@@ -124,6 +131,9 @@ class PromptDataset(ABC):
             if self.fits(prompt):
                 prompts.append(prompt)
         return prompts
+
+    def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
+        """Told of every group of these prompts that was graded, kept or not; here: nothing."""
 
     def fits(self, prompt: Prompt) -> bool:
         """Whether the prompt is within ``max_prompt_tokens``."""
@@ -206,7 +216,7 @@ class PromptDataset(ABC):
             )
         else:
             text = self._tokenizer.apply_chat_template(
-                prompt, tokenize=False, add_generation_prompt=True
+                prompt, tokenize=False, add_generation_prompt=True, **self._chat_options
             )
             token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if not token_ids:

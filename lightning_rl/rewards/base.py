@@ -1,11 +1,15 @@
 """Grading: user functions in TRL's form, several with weights, none of which can lose a rollout."""
 
 import asyncio
+import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
+from lightning_rl.collect.loop import run_async
 from lightning_rl.errors import ConfigError, RewardError
 from lightning_rl.rollout import Rollout, RolloutStatus
 
@@ -13,9 +17,19 @@ RewardFunction = Callable[..., list[float]]
 """``f(prompts, completions, **columns) -> list[float]``, plain or ``async``.
 
 It gets one group at a time. Besides the dataset's columns it may ask by name for
-``completion_ids`` (list[list[int]]) and ``finish_reasons`` (list[str]). ``None`` in the returned
-list means that this reward does not apply to that completion.
+``completion_ids`` (list[list[int]]), ``finish_reasons`` (list[str]) and ``environment_rewards``
+(list[float | None]). ``None`` in the returned list means that this reward does not apply to that
+completion, a :class:`RewardFailure` that it could not be graded.
 """
+
+_Call = Callable[[RewardFunction, dict[str, Any]], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class RewardFailure:
+    """Stands in a list of scores for one that could not be had: only that rollout is FAILED."""
+
+    reason: str
 
 
 class Rewards:
@@ -52,39 +66,81 @@ class Rewards:
             )
         self.weights = dict(zip(self.functions, weights or [1.0] * len(functions), strict=True))
         self.max_failed_share = max_failed_share
+        self._thread = _one_thread()
 
     async def grade(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Set ``reward`` and ``reward_parts`` of every completed rollout, in place.
 
-        A function that raises or returns something unusable marks its group FAILED, with the error
-        kept in ``rollout.error``.
+        A function that raises, or returns another number of scores, marks its group FAILED; a score
+        that is no finite number, or a :class:`RewardFailure`, only its own rollout. The reason is
+        kept in ``rollout.error``. What is graded already stays as it is.
+        """
+        await asyncio.gather(*(self._grade_group(group, self._in_thread) for group in groups))
+
+    def grade_here(self, groups: Sequence[Sequence[Rollout]]) -> None:
+        """The same, and wait for it; plain functions run in the calling thread.
+
+        Some of them (math-verify's time limit) use signals, which only the main thread may.
+        """
+        if any(is_async(function) for function in self.functions.values()):
+            run_async(self.grade(groups))
+            return
+        for group in groups:
+            _finish(self._grade_group(group, _call_here))
+
+    def require_graded(self, rollouts: Sequence[Rollout]) -> None:
+        """Stop a run whose rewards break too often.
 
         Raises:
-            RewardError: when more than ``max_failed_share`` of the rollouts failed here.
+            RewardError: when more than ``max_failed_share`` of the rollouts failed; it holds them
+                all, so that what they cost is not lost.
         """
-        await asyncio.gather(*(self._grade_group(group) for group in groups))
-        rollouts = [rollout for group in groups for rollout in group]
         failed = [r for r in rollouts if r.status is RolloutStatus.FAILED]
         share = len(failed) / max(1, len(rollouts))
         if share > self.max_failed_share:
             raise RewardError(
                 f"{len(failed)} of {len(rollouts)} rollouts could not be graded ({share:.0%}, "
-                f"max_failed_share={self.max_failed_share}); first error: {failed[0].error}"
+                f"max_failed_share={self.max_failed_share}); first error: {failed[0].error}",
+                rollouts,
             )
 
-    async def _grade_group(self, group: Sequence[Rollout]) -> None:
-        rollouts = [r for r in group if r.status is RolloutStatus.COMPLETED]
-        if not rollouts:
-            return
+    def close(self) -> None:
+        """Let go of what rewards hold, such as worker processes; they start again when needed."""
+        self._thread.shutdown(cancel_futures=True)
+        self._thread = _one_thread()
+        for function in self.functions.values():
+            close = getattr(function, "close", None)
+            if close is not None:
+                close()
+
+    async def _in_thread(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
+        """Off the loop, in which engines step; one at a time, as it may not be thread-safe."""
+        if is_async(function):
+            return await function(**arguments)  # type: ignore[misc]
+        call = functools.partial(function, **arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    async def _grade_group(self, group: Sequence[Rollout], call: _Call) -> None:
+        rollouts = [r for r in group if r.status is RolloutStatus.COMPLETED and r.reward is None]
         for name, function in self.functions.items():
+            if not rollouts:
+                return
             try:
-                scores = list(await _call(function, rollouts))
-                _check(scores, len(rollouts))
+                result = await call(function, _arguments(function, rollouts))
+                scores = list(await result if inspect.isawaitable(result) else result)
+                if len(scores) != len(rollouts):
+                    raise ValueError(
+                        f"returned {len(scores)} scores for {len(rollouts)} completions"
+                    )
             except Exception as error:  # a user's code may raise anything; it is kept, not hidden
                 _fail(rollouts, f"reward {name}: {type(error).__name__}: {error}")
                 return
             for rollout, score in zip(rollouts, scores, strict=True):
-                rollout.reward_parts[name] = None if score is None else float(score)
+                if problem := _problem(score):
+                    _fail([rollout], f"reward {name}: {problem}")
+                else:
+                    rollout.reward_parts[name] = None if score is None else float(score)
+            rollouts = [r for r in rollouts if r.status is RolloutStatus.COMPLETED]
         for rollout in rollouts:
             parts = {n: s for n, s in rollout.reward_parts.items() if s is not None}
             if parts:
@@ -93,26 +149,45 @@ class Rewards:
                 _fail([rollout], "no reward applies: every function returned None")
 
 
+def is_async(function: RewardFunction) -> bool:
+    """Whether it is an ``async`` function, or an object whose ``__call__`` is one."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
 def reward_name(function: RewardFunction) -> str:
     """The name under which a function's scores are logged."""
     return getattr(function, "__name__", type(function).__name__)
 
 
-async def _call(function: RewardFunction, rollouts: list[Rollout]) -> Any:
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="reward")  # starts with its first call
+
+
+async def _call_here(function: RewardFunction, arguments: dict[str, Any]) -> Any:
+    return function(**arguments)
+
+
+def _finish(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that waits for nothing, without an event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    coroutine.close()
+    raise ConfigError("a plain reward function returned an awaitable; make it `async def`")
+
+
+def _arguments(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, Any]:
     available: dict[str, Any] = {
         "prompts": [r.prompt.prompt for r in rollouts],
         "completions": [r.completion for r in rollouts],
         "completion_ids": [r.token_ids for r in rollouts],
         "finish_reasons": [r.finish_reason for r in rollouts],
+        "environment_rewards": [r.environment_reward for r in rollouts],
     }
     for column in rollouts[0].prompt.columns:
         available.setdefault(column, [r.prompt.columns[column] for r in rollouts])
-    result = function(**_accepted(function, available))
-    return await result if inspect.isawaitable(result) else result
-
-
-def _accepted(function: RewardFunction, available: dict[str, Any]) -> dict[str, Any]:
-    """Only what the function has parameters for, unless it takes ``**kwargs``."""
+    # Only what the function has parameters for, unless it takes ``**kwargs``.
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return available
@@ -120,12 +195,15 @@ def _accepted(function: RewardFunction, available: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in available.items() if name in names}
 
 
-def _check(scores: list[Any], count: int) -> None:
-    if len(scores) != count:
-        raise ValueError(f"returned {len(scores)} scores for {count} completions")
-    for score in scores:
-        if score is not None and not math.isfinite(float(score)):
-            raise ValueError(f"returned {score!r}; a score must be a finite number or None")
+def _problem(score: Any) -> str | None:
+    """What is wrong with a score, if anything."""
+    if isinstance(score, RewardFailure):
+        return score.reason
+    try:
+        usable = score is None or math.isfinite(float(score))
+    except (TypeError, ValueError, OverflowError):
+        usable = False
+    return None if usable else f"returned {score!r}; a score must be a finite number or None"
 
 
 def _fail(rollouts: Sequence[Rollout], error: str) -> None:

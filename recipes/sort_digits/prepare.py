@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
@@ -27,14 +28,16 @@ STRATEGIES = {"ascending": 0.35, "descending": 0.45, "copy": 0.20}
 SEED = 0
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
+def make_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> Qwen2Tokenizer:
     """One token per character: a byte-level BPE with no merges. Encoding adds no special token.
+
+    A vocabulary begins with PAD and EOS.
 
     Qwen2Tokenizer because transformers makes one of any tokenizer that lies beside a Qwen2
     config, whatever it was when saved. It leaves out characters that are not in the vocabulary.
     """
     return Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(VOCABULARY)},
+        vocab={token: i for i, token in enumerate(vocabulary)},
         merges=[],
         unk_token=None,
         eos_token=EOS,
@@ -43,10 +46,13 @@ def make_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def make_model() -> Qwen2ForCausalLM:
-    """A randomly initialised Qwen2 with 1.58M parameters, float32; leaves torch's RNG alone."""
+def make_model(vocab_size: int = 16) -> Qwen2ForCausalLM:
+    """A randomly initialised Qwen2 with 1.58M parameters, float32; leaves torch's RNG alone.
+
+    The vocabulary is padded to a power of two, here from 13 tokens to 16.
+    """
     config = Qwen2Config(
-        vocab_size=16,  # the 13 tokens, padded to a power of two
+        vocab_size=vocab_size,
         hidden_size=192,
         intermediate_size=512,
         num_hidden_layers=4,
@@ -56,8 +62,8 @@ def make_model() -> Qwen2ForCausalLM:
         initializer_range=0.05,  # at 0.02, meant for wider models, the warm start learns slower
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=VOCABULARY.index(EOS),
-        pad_token_id=VOCABULARY.index(PAD),
+        eos_token_id=1,
+        pad_token_id=0,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
@@ -111,7 +117,7 @@ def expert_rows() -> list[dict[str, str]]:
     return [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
 
 
-def write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
+def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     # Written beside its place and renamed, so that a file that exists is always whole.
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -119,11 +125,10 @@ def write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
     print(f"wrote {path}: {len(rows):,} rows")
 
 
-def write_model(path: Path) -> None:
+def write_model(path: Path, model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> None:
     partial = path.with_name(path.name + ".partial")
-    model = make_model()
     model.save_pretrained(partial)
-    make_tokenizer().save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
     partial.replace(path)
     print(f"wrote {path}: Qwen2, {model.num_parameters():,} parameters, and its tokenizer")
 
@@ -133,7 +138,7 @@ def prepare(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     train, heldout = draw_prompts()
     if not (out / "model").exists():
-        write_model(out / "model")
+        write_model(out / "model", make_model(), make_tokenizer())
     for name, rows in {
         "train.jsonl": rl_rows(train),
         "heldout.jsonl": rl_rows(heldout),

@@ -1,0 +1,246 @@
+"""MultiTurn: the model and an environment take turns."""
+
+import asyncio
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.agents.base import Agent
+from lightning_rl.agents.environment import Environment, EnvironmentFactory, Reply, resolve
+from lightning_rl.agents.templates import TurnTemplate
+from lightning_rl.agents.turns import append_given, generate_turn, recorded_turns, room
+from lightning_rl.engines.base import Engine, Sampling
+from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.rollout import Message, Rollout, RolloutStatus
+
+
+class MultiTurn(Agent):
+    """Lets an environment answer each turn, until it is done or a limit is reached.
+
+    Exact to the token: what the model writes is appended as it is and never encoded again, the
+    environment's answer is encoded alone and has no loss. ``finish_reason`` becomes ``stop`` (the
+    environment is done), ``length`` (``sampling.max_tokens``, which counts all tokens after the
+    prompt, or the engine's length), ``max_turns`` or ``max_seconds``. All of these are completed
+    rollouts, with what the environment paid until then as ``environment_reward``; a last turn that
+    a token limit cut in the middle is not shown to the environment.
+
+    A rollout that holds turns already is gone on with: a new environment is led through them
+    without generating anything, then the rest is played. ``max_seconds`` counts anew.
+
+    Args:
+        environment: makes the environment of one rollout from its prompt: an
+            :class:`Environment`'s class (in YAML with ``init_args``), or any callable.
+        max_turns: turns of the model at most.
+        max_turn_tokens: tokens in one turn at most; a turn that long is over. None: no such limit.
+        max_seconds: wall time of one rollout at most; what is being generated then is lost.
+        min_tokens: finished rollouts with fewer tokens after the prompt are SKIPPED.
+        allow_rewrites: train on chats although the chat template rewrites earlier turns.
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    def __init__(
+        self,
+        environment: EnvironmentFactory,
+        max_turns: int = 8,
+        max_turn_tokens: int | None = None,
+        max_seconds: float | None = None,
+        min_tokens: int = 0,
+        allow_rewrites: bool = False,
+    ) -> None:
+        require_at_least(1, max_turns=max_turns, max_turn_tokens=max_turn_tokens)
+        require_at_least(0, min_tokens=min_tokens)
+        if max_seconds is not None and not max_seconds > 0:
+            raise ConfigError(f"max_seconds={max_seconds} must be > 0 (None: no limit)")
+        self.environment = environment
+        self.max_turns = max_turns
+        self.max_turn_tokens = max_turn_tokens
+        self.max_seconds = max_seconds
+        self.min_tokens = min_tokens
+        self.allow_rewrites = allow_rewrites
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
+        clock = asyncio.timeout(self.max_seconds)
+        try:
+            async with clock:
+                rollout.finish_reason = await self._play(rollout, engine, sampling)
+        except TimeoutError:
+            if not clock.expired():  # the engine's own
+                raise
+            rollout.finish_reason = "max_seconds"
+        except _EnvironmentFailure as failure:
+            rollout.status, rollout.error = RolloutStatus.FAILED, str(failure)
+            rollout.finish_reason = None
+            return rollout
+        count = len(rollout.token_ids)
+        if rollout.finish_reason == "abort" or count == 0:
+            rollout.status = RolloutStatus.ABORTED
+        elif count < self.min_tokens:
+            rollout.status = RolloutStatus.SKIPPED
+            rollout.error = f"{count} tokens after the prompt; min_tokens={self.min_tokens}"
+        else:
+            rollout.status = RolloutStatus.COMPLETED
+        return rollout
+
+    async def _play(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> str:
+        """Play until something ends the rollout, and return what it was."""
+        if self._tokenizer is None:
+            raise ConfigError("MultiTurn has no tokenizer yet; call configure(tokenizer) first")
+        chat = None if isinstance(rollout.prompt.prompt, str) else self._chat
+        with _blaming("environment"):
+            environment = self.environment(rollout.prompt)
+        try:
+            episode = _Episode(self, rollout, environment, self._tokenizer, chat)
+            return await episode.play(engine, sampling)
+        finally:
+            with _blaming(f"{type(environment).__name__}.close"):
+                await resolve(environment.close())
+
+    @cached_property
+    def _chat(self) -> TurnTemplate:
+        """How chats go on; made for the first, since text prompts need no template."""
+        assert self._tokenizer is not None
+        template = TurnTemplate(self._tokenizer)
+        template.check([_user("Reply.")], allow_rewrites=self.allow_rewrites)
+        return template
+
+
+class _Episode:
+    """One rollout, its environment, and what they say to each other."""
+
+    def __init__(
+        self,
+        limits: MultiTurn,
+        rollout: Rollout,
+        environment: Environment,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: TurnTemplate | None,
+    ) -> None:
+        self.limits = limits
+        self.rollout = rollout
+        self.environment = environment
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.messages: list[Message] = []
+        rollout.environment_reward = 0.0
+        if chat is not None:  # of a text prompt the pipeline decodes all tokens
+            rollout.completion = self.messages
+
+    async def play(self, engine: Engine, sampling: Sampling) -> str:
+        """Take turns, first those that the rollout holds already; return what ended them."""
+        recorded = recorded_turns(self.rollout)
+        for number in range(self.limits.max_turns):
+            turn, answer = recorded[number] if number < len(recorded) else ([], [])
+            cut = None
+            if not answer and not self._is_over(turn, sampling):
+                turn, cut = await self._write(turn, engine, sampling)
+            if turn:
+                self.messages.append({"role": "assistant", "content": self._text(turn)})
+            if cut is not None:
+                return cut
+            reply = await self._ask(turn)
+            if reply.done:
+                return "stop"
+            if number == self.limits.max_turns - 1:
+                break  # the answer would have no reader
+            given = self._encoded(turn, reply)
+            if answer:
+                self._require_same(given, answer, number)
+            elif len(given) >= room(self.rollout, engine, sampling):
+                return "length"
+            else:
+                append_given(self.rollout, given)
+        return "max_turns"
+
+    async def _write(
+        self, turn: list[int], engine: Engine, sampling: Sampling
+    ) -> tuple[list[int], str | None]:
+        """Let the model end a turn; also returns the reason if it could not."""
+        left, longest = room(self.rollout, engine, sampling), self.limits.max_turn_tokens
+        if longest is not None:
+            left = min(left, longest - len(turn))
+        if left < 1:
+            return turn, "length"
+        completion = await generate_turn(self.rollout, engine, sampling, left, len(turn))
+        turn = turn + completion.token_ids
+        over = completion.finish_reason == "stop" or len(turn) == longest
+        return turn, None if over else completion.finish_reason
+
+    def _is_over(self, turn: list[int], sampling: Sampling) -> bool:
+        """Whether a turn found in a rollout had been written to its end."""
+        if not turn:
+            return False
+        ended = turn[-1] == self.tokenizer.eos_token_id
+        stopped = bool(sampling.stop) and self._text(turn).endswith(tuple(sampling.stop))
+        return ended or stopped or len(turn) == self.limits.max_turn_tokens
+
+    async def _ask(self, turn: list[int]) -> Reply:
+        name = f"{type(self.environment).__name__}.step"
+        with _blaming(name):
+            reply = await resolve(self.environment.step(self._text(turn)))
+            if not isinstance(reply, Reply):
+                raise TypeError(f"returned {reply!r:.80}; expected a Reply")
+            if not math.isfinite(reply.reward):
+                raise ValueError(f"returned reward={reply.reward}; it must be finite")
+            if not reply.observation and not reply.done:
+                raise ValueError("returned no observation; the model needs one unless done=True")
+            if self.chat is None and not isinstance(reply.observation, str):
+                raise TypeError("returned messages for a text prompt; return text")
+        assert self.rollout.environment_reward is not None
+        self.rollout.environment_reward += reply.reward
+        self.messages += _as_messages(reply)
+        return reply
+
+    def _encoded(self, turn: list[int], reply: Reply) -> list[int]:
+        """The tokens that the model reads after its turn."""
+        with _blaming(f"{type(self.environment).__name__}.step"):
+            if self.chat is not None:
+                return self.chat.suffix(turn, _as_messages(reply))
+            encoded = self.tokenizer(reply.observation, add_special_tokens=False)["input_ids"]
+            if not encoded:
+                raise ValueError(f"returned {reply.observation!r:.80}, which has no tokens")
+            return list(encoded)
+
+    def _require_same(self, given: list[int], answer: list[int], number: int) -> None:
+        if given != answer:
+            raise _EnvironmentFailure(
+                f"{type(self.environment).__name__}.step answered {self._text(given)!r:.80} to "
+                f"turn {number + 1} of a resumed rollout, which it had answered by "
+                f"{self._text(answer)!r:.80}; make it deterministic, e.g. draw from "
+                "random.Random(prompt.id)"
+            )
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+class _EnvironmentFailure(Exception):
+    """A user's environment raised, or returned something unusable."""
+
+
+@contextmanager
+def _blaming(what: str) -> Iterator[None]:
+    """Tell an environment's errors, which cost one rollout, from the engine's, which end a run."""
+    try:
+        yield
+    except Exception as error:
+        raise _EnvironmentFailure(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _as_messages(reply: Reply) -> list[Message]:
+    """The observation as chat messages: none if it is empty."""
+    if not isinstance(reply.observation, str):
+        return list(reply.observation)
+    return [_user(reply.observation)] if reply.observation else []

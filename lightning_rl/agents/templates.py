@@ -1,0 +1,226 @@
+"""TurnTemplate: what stands between two turns of a chat, in tokens, and what templates change."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.errors import ConfigError
+from lightning_rl.rollout import Message
+
+MARK = "\ue000"  # private use: no template writes it, none trims it, JSON keeps it as it is
+QUESTION: Message = {"role": "user", "content": "Question?"}
+THOUGHT = "<think>\nFirst.\n</think>\n\nSecond."
+PADDED = "  Padded.\n"
+
+
+class TurnTemplate:
+    """Continues a chat at the level of tokens, in the format of the tokenizer's chat template.
+
+    Only what *follows* a turn of the model is rendered: the end of that turn, if the model did not
+    write it itself, the new messages, and the opening of the model's next turn. The tokens that the
+    model wrote stay as they are.
+
+    Args:
+        tokenizer: with a chat template, whose turns end with the tokenizer's ``eos_token``.
+        chat_options: further variables of the template, such as ``tools``.
+
+    Raises:
+        ConfigError: if the tokenizer has no chat template or no end token.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, Any] | None = None
+    ) -> None:
+        if tokenizer.chat_template is None or tokenizer.eos_token is None:
+            raise ConfigError(
+                "a chat of several turns needs a tokenizer with a chat template and an end token; "
+                "take the instruct model, or set tokenizer.chat_template and tokenizer.eos_token "
+                "and save the tokenizer"
+            )
+        self.tokenizer = tokenizer
+        self.chat_options = dict(chat_options or {})
+        self.eos: str = tokenizer.eos_token
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """The text of a chat with the opening of the model's next turn.
+
+        Raises:
+            ConfigError: if the template cannot render such messages.
+        """
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=True,
+                **(self.chat_options | options),
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            roles = [
+                f"{message['role']} with tool calls" if "tool_calls" in message else message["role"]
+                for message in messages
+            ]
+            raise ConfigError(
+                f"the chat template cannot render [{', '.join(roles)}]: {error}; use a model whose "
+                "template knows such messages"
+            ) from error
+        return str(text)
+
+    def suffix(
+        self, wrote: Sequence[int], reply: Sequence[Message], calls: Sequence[Message] = ()
+    ) -> list[int]:
+        """Token ids that follow a turn of tokens ``wrote``: the replies and the next opening.
+
+        Args:
+            wrote: the model's turn, with or without its end token.
+            reply: the messages that answer it.
+            calls: for tool results the calls that they answer, as in a message's ``tool_calls``.
+
+        Raises:
+            ConfigError: if the template cannot render such replies.
+        """
+        text = self._after_turn(reply, calls)
+        token_ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ended = bool(wrote) and wrote[-1] == self.tokenizer.eos_token_id
+        return token_ids[1:] if ended else token_ids
+
+    def call_text(self, call: Message) -> str:
+        """How the template writes a turn that is one tool call, without the end token."""
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        # A reply follows, because some templates treat a last message otherwise.
+        text = self.render([QUESTION, turn, tool_reply(call, "A result.")])
+        opened = self.render([QUESTION])
+        return text[_shared(opened, text) :].split(self.eos)[0]
+
+    def check(
+        self, reply: Sequence[Message], calls: Sequence[Message] = (), allow_rewrites: bool = False
+    ) -> None:
+        """Refuse a template that shows the model another past than the one it lived through.
+
+        Conversations are rendered step by step: each must be the one before, plus what was added.
+
+        Args:
+            reply: messages such as those that will answer a turn.
+            calls: for tool results the calls that they answer.
+            allow_rewrites: check only that a turn can be continued at all.
+
+        Raises:
+            ConfigError: naming what differs, or why no turn can follow.
+        """
+        text = self._checked_end(reply, calls)
+        if allow_rewrites:
+            return
+        differences = [
+            *self._rewritten_turns(reply, calls),
+            *self._changed_later(reply, calls, text),
+            *self._dated(),
+        ]
+        if differences:
+            raise ConfigError(
+                "this chat template rewrites what was said before, so a model would be trained on "
+                "conversations that it never sees when served:\n"
+                + "\n".join(f"- {difference}" for difference in differences)
+                + "\nChange tokenizer.chat_template so that it leaves earlier turns as they were "
+                "written and save the tokenizer, or set allow_rewrites: true to train on the "
+                "tokens as they were"
+            )
+
+    # ---------------------------------------------------------------- inside
+
+    def _after_turn(self, reply: Sequence[Message], calls: Sequence[Message]) -> str:
+        """The text from the end token of the model's turn on."""
+        turn: Message = {"role": "assistant", "content": "" if calls else MARK}
+        if calls:  # as a server would show it, since templates look back at calls
+            marked = {"name": calls[-1]["function"]["name"], "arguments": {"x": MARK}}
+            turn["tool_calls"] = [*calls[:-1], {**calls[-1], "function": marked}]
+        text = self.render([QUESTION, turn, *reply])
+        place = text.rfind(MARK)
+        if place < 0:
+            what = "a turn's tool calls" if calls else "a turn"
+            raise ConfigError(
+                f"the chat template leaves out {what} of the model; use a model whose template "
+                "renders them"
+            )
+        end = text.find(self.eos, place)
+        gap = text[place + 1 : end if end >= 0 else place + 41]
+        if end < 0 or (gap and not calls):
+            raise ConfigError(
+                f"the chat template closes a turn of the model with {gap[:40]!r}, the tokenizer's "
+                f"end token is {self.eos!r}: the engine would not stop there; set "
+                "tokenizer.eos_token to the token that ends a turn, and save the tokenizer"
+            )
+        return text[end:]
+
+    def _checked_end(self, reply: Sequence[Message], calls: Sequence[Message]) -> str:
+        text = self._after_turn(reply, calls)
+        first = self.tokenizer(text, add_special_tokens=False)["input_ids"][0]
+        if first != self.tokenizer.eos_token_id:
+            raise ConfigError(
+                f"the tokenizer cuts its own end token {self.eos!r} into pieces; add it as a "
+                "special token and save the tokenizer"
+            )
+        return text
+
+    def _rewritten_turns(self, reply: Sequence[Message], calls: Sequence[Message]) -> list[str]:
+        """What becomes of several ways to write a turn, once a reply follows."""
+        opened = self.render([QUESTION])
+        inside = opened.rstrip().endswith("<think>")  # the opening begins the thought already
+        found = []
+        for content in ("Plain.", THOUGHT.removeprefix("<think>\n") if inside else THOUGHT, PADDED):
+            text = self.render([QUESTION, _turn(content, calls), *reply])
+            if not text.startswith(opened):
+                return [f"what comes before a turn, {_difference(opened, text)}"]
+            if not text.startswith(opened + content + ("" if calls else self.eos)):
+                became = text[len(opened) :].split(self.eos)[0]
+                found.append(f"a turn written as {content!r} becomes {became!r:.120}")
+        return found
+
+    def _changed_later(
+        self, reply: Sequence[Message], calls: Sequence[Message], suffix: str
+    ) -> list[str]:
+        """Whether a second exchange leaves the first as it was, and is rendered as it was."""
+        turn = _turn("Plain.", calls)
+        once = self.render([QUESTION, turn, *reply])
+        try:
+            twice = self.render([QUESTION, turn, *reply, turn, *reply])
+        except ConfigError as error:
+            return [str(error)]
+        if not twice.startswith(once):
+            return [f"when the chat goes on, {_difference(once, twice)}"]
+        if not twice.endswith(suffix):
+            return [
+                f"what follows a turn, {suffix!r}, becomes {twice[-len(suffix) :]!r} after the next"
+            ]
+        return []
+
+    def _dated(self) -> list[str]:
+        """Whether the prompt changes from day to day, which no resumed run could repeat."""
+        days = [self.render([QUESTION], strftime_now=lambda _, d=d: d) for d in ("May 1", "May 2")]
+        return [] if days[0] == days[1] else ["the prompt holds today's date"]
+
+
+def tool_reply(call: Message, content: str) -> Message:
+    """The message that answers a tool call."""
+    return {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "name": call["function"]["name"],
+        "content": content,
+    }
+
+
+def _turn(content: str, calls: Sequence[Message]) -> Message:
+    turn: Message = {"role": "assistant", "content": content}
+    return turn | ({"tool_calls": list(calls)} if calls else {})
+
+
+def _shared(a: str, b: str) -> int:
+    """Length of the common prefix."""
+    shortest = min(len(a), len(b))
+    return next((i for i in range(shortest) if a[i] != b[i]), shortest)
+
+
+def _difference(before: str, after: str) -> str:
+    place = _shared(before, after)
+    return f"{before[place : place + 60]!r} becomes {after[place : place + 60]!r}"

@@ -1,0 +1,166 @@
+"""Toolbox: Python functions as tools that a model may call, and that cannot hurt the run."""
+
+import asyncio
+import inspect
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
+
+from lightning_rl.agents.templates import tool_reply
+from lightning_rl.errors import ConfigError
+from lightning_rl.rollout import Message, Rollout
+
+
+def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The OpenAI-style JSON schema of a typed function with a Google-style docstring.
+
+    Raises:
+        ConfigError: if a type hint or a line of the docstring is missing.
+    """
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException, AttributeError) as error:
+        raise ConfigError(
+            f"no tool can be made of {function!r}: {error}. A tool is a function with a type hint "
+            "for every argument, and a docstring that says what it does and, under `Args:`, what "
+            "each argument is"
+        ) from error
+    return schema
+
+
+class Toolbox:
+    """Runs the tool calls of any number of rollouts at once; each is answered by a message.
+
+    What goes wrong is told to the model: the message's content then starts with ``Error:``, and its
+    ``error`` holds the kind: ``unreadable`` (not the parser's format), ``unknown_tool``,
+    ``arguments``, ``exception`` or ``timeout``.
+
+    Args:
+        functions: tools; see :func:`tool_schema`. ``async`` ones run on the event loop, plain ones
+            in a thread each. A thread cannot be stopped: after a timeout it goes on unheard, so
+            what may hang should be ``async``, or bound itself.
+        call_timeout: seconds that one call may take.
+
+    Raises:
+        ConfigError: if a function is no tool, or two share a name.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], call_timeout: float) -> None:
+        try:
+            from pydantic import PydanticUserError, validate_call
+        except ImportError as error:
+            raise ConfigError(
+                "tools need pydantic to check arguments; `pip install lightning_rl[tools]`"
+            ) from error
+        if not call_timeout > 0:
+            raise ConfigError(f"call_timeout={call_timeout} must be > 0 seconds")
+        if not functions:
+            raise ConfigError("tools=[] leaves nothing to call; name at least one function")
+        self.schemas = [tool_schema(function) for function in functions]
+        self.call_timeout = call_timeout
+        self._functions: dict[str, Callable[..., Any]] = {}
+        for schema, function in zip(self.schemas, functions, strict=True):
+            name = schema["function"]["name"]
+            if name in self._functions:
+                raise ConfigError(f"two tools share the name {name!r}; rename one")
+            try:
+                self._functions[name] = validate_call(function)
+            except PydanticUserError as error:
+                raise ConfigError(
+                    f"arguments of tool {name!r} cannot be checked: {error}"
+                ) from error
+
+    async def answer(self, calls: Sequence[Message]) -> list[Message]:
+        """Run the calls of one turn side by side; their results in the calls' order."""
+        return list(await asyncio.gather(*(self._answer(call) for call in calls)))
+
+    async def _answer(self, call: Message) -> Message:
+        from pydantic import ValidationError
+
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if "error" in call:
+            return _error(call, "unreadable", call["error"])
+        if name not in self._functions:
+            known = ", ".join(self._functions)
+            return _error(call, "unknown_tool", f"there is no tool {name!r}; there are: {known}")
+        if not isinstance(arguments, dict):
+            return _error(call, "arguments", "the arguments must be a JSON object")
+        try:
+            async with asyncio.timeout(self.call_timeout) as limit:
+                result = await _run(self._functions[name], arguments)
+            return tool_reply(call, _as_text(result))
+        except ValidationError as error:
+            wrong = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            return _error(call, "arguments", "; ".join(wrong))
+        except Exception as error:  # a tool may raise anything; the model is told
+            if isinstance(error, TimeoutError) and limit.expired():
+                return _error(call, "timeout", f"{name} took longer than {self.call_timeout:g} s")
+            return _error(call, "exception", f"{type(error).__name__}: {error}")
+
+
+def tool_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Tool calls per rollout, and the share of them with each kind of error; {} without calls."""
+    replies = [
+        message
+        for rollout in rollouts
+        if isinstance(rollout.completion, list)
+        for message in rollout.completion
+        if message["role"] == "tool"
+    ]
+    if not replies:
+        return {}
+    kinds = Counter(message["error"] for message in replies if "error" in message)
+    return {
+        "tool/calls_mean": len(replies) / len(rollouts),
+        "tool/error_share": kinds.total() / len(replies),
+    } | {f"tool/error_{kind}": count / len(replies) for kind, count in kinds.items()}
+
+
+def _error(call: Message, kind: str, text: str) -> Message:
+    return tool_reply(call, f"Error: {text}") | {"error": kind}
+
+
+def _as_text(result: Any) -> str:
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+
+async def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    return await _in_thread(function, arguments)
+
+
+async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call in a daemon thread: unlike a pool's, one that hangs delays neither others nor exit."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result((result, error))
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = function(**arguments)
+        except BaseException as error:
+            failure = error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, daemon=True).start()
+    result, error = await done
+    if isinstance(error, Exception):
+        raise error
+    if error is not None:  # such as SystemExit, which would end the run
+        raise RuntimeError(f"the tool raised {type(error).__name__}: {error}")
+    return result

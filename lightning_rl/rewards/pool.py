@@ -1,0 +1,207 @@
+"""Isolated: a reward function in processes of its own, where it can hurt nothing."""
+
+import asyncio
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from typing import Any
+
+from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.machine import usable_cores
+from lightning_rl.rewards.base import RewardFailure, RewardFunction, is_async, reward_name
+from lightning_rl.rewards.per_sample import PerSample, Score
+from lightning_rl.rewards.pool_worker import Limits
+
+START_S = 120.0
+"""Seconds that a worker may take to start and to import the function's module."""
+GRACE_S = 10.0
+"""Seconds beyond ``timeout_s`` after which the worker itself counts as stuck."""
+_KEPT_ENVIRONMENT = {"PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"}
+_WORKER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from lightning_rl.rewards.pool_worker import main; main(int(sys.argv[1]), sys.argv[3])"
+)
+
+
+class Isolated(PerSample):
+    """Runs a reward function per completion, each in a fresh process with limits.
+
+    A completion whose process takes too long, too much memory, crashes or raises is FAILED with
+    that reason, and everything that it started is killed; the others are graded. What the function
+    prints is dropped. It runs in an empty directory, which is removed afterwards. Processes are
+    forked from a few workers that have imported the function's module, and nothing of the trainer.
+
+    Args:
+        function: a plain reward function, or object with ``__call__``, of a module that can be
+            imported; it gets lists of one element.
+        workers: completions graded at the same time; None: one per usable core.
+        timeout_s: wall-clock seconds per completion.
+        memory_mb: MiB that a completion's process may use beyond what the imports take.
+        sandbox: also without network, other processes in sight, secrets of the environment, or
+            files to write but 64 MiB of its own; for functions that run what a model wrote.
+        fault_score: score for completions whose process broke a limit or died; None: FAILED. A
+            function that raises is always FAILED.
+
+    Raises:
+        ConfigError: if the function is ``async`` or cannot be imported in another process, values
+            are out of range, or the machine does not allow a sandbox.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        workers: int | None = None,
+        timeout_s: float = 10.0,
+        memory_mb: int = 1024,
+        sandbox: bool = False,
+        fault_score: float | None = None,
+    ) -> None:
+        require_at_least(1, workers=workers, memory_mb=memory_mb)
+        require_at_least(0.001, timeout_s=timeout_s)
+        super().__init__(function)
+        self.workers = workers or usable_cores()
+        self.limits = Limits(timeout_s, memory_mb, sandbox)
+        self.fault_score = fault_score
+        self._pickled = _pickled(function)
+        self._threads: ThreadPoolExecutor | None = None
+        self._idle: deque[_Worker] = deque()
+        if sandbox:
+            self._idle.append(self._start())  # else it is refused only after the first generation
+
+    async def grade_one(self, sample: dict[str, list[Any]]) -> Score:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix=self.__name__)
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(self._threads, self._grade, sample)
+        if "score" in result:
+            return result["score"]
+        if "fault" in result and self.fault_score is not None:
+            return self.fault_score
+        return RewardFailure(str(result.get("fault") or result.get("error")))
+
+    def close(self) -> None:
+        """Wait for what is being graded, and end the workers; grading again starts new ones."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = None
+        while self._idle:
+            self._idle.pop().close()
+
+    # As many threads as workers: one that finds no idle worker may start one.
+    def _grade(self, sample: dict[str, list[Any]]) -> dict[str, Any]:
+        try:
+            worker = self._idle.pop() if self._idle else self._start()
+        except ConfigError as error:
+            return {"error": str(error)}
+        result = worker.grade(sample)
+        if result is None:  # with the worker gone nobody can say more
+            worker.kill()
+            return {"fault": "its worker died or got stuck, and was replaced"}
+        self._idle.append(worker)
+        return result
+
+    def _start(self) -> "_Worker":
+        worker = _Worker(self.limits)
+        refusal = worker.load(self._pickled)
+        if refusal is None:
+            return worker
+        worker.kill()
+        if refusal.startswith("no sandbox"):
+            raise ConfigError(
+                f"sandbox=True is not possible on this machine ({refusal}): allow user namespaces "
+                "(sysctl user.max_user_namespaces; in Docker a seccomp profile that allows unshare "
+                "and mount), or set sandbox=False if you trust what is run"
+            )
+        raise ConfigError(f"a worker could not load reward {self.__name__}: {refusal}")
+
+
+class _Worker:
+    """The trainer's end of a worker process; see ``pool_worker`` for the other one."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.connection, far_end = Pipe()
+        environment = dict(os.environ)
+        if limits.sandbox:
+            environment = {k: v for k, v in environment.items() if k in _KEPT_ENVIRONMENT}
+        self.home = tempfile.mkdtemp(prefix="lightning_rl_reward_")
+        path = json.dumps([os.path.abspath(place) for place in sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _WORKER, str(far_end.fileno()), path, self.home],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={"OMP_NUM_THREADS": "1"} | environment,
+            pass_fds=[far_end.fileno()],
+            start_new_session=True,  # or Ctrl-C in a terminal would reach it too
+        )
+        far_end.close()
+
+    def load(self, function: bytes) -> str | None:
+        """Have the worker import the function; why it could not, or None."""
+        try:
+            self.connection.send_bytes(pickle.dumps(self.limits))
+            self.connection.send_bytes(function)
+            if not self.connection.poll(START_S):
+                return f"not done after {START_S:g} s"
+            return json.loads(self.connection.recv_bytes()).get("error")
+        except (EOFError, OSError):
+            return "the worker died; its error is printed above"
+
+    def grade(self, sample: dict[str, list[Any]]) -> dict[str, Any] | None:
+        """What came of a sample; None if the worker is of no use any more."""
+        request = pickle.dumps(sample)
+        try:
+            self.connection.send_bytes(request)
+            if not self.connection.poll(self.limits.timeout_s + GRACE_S):
+                return None
+            answer = self.connection.recv_bytes()
+        except (EOFError, OSError):
+            return None
+        try:
+            result = json.loads(answer)
+        except (ValueError, RecursionError):
+            result = None
+        return result if isinstance(result, dict) else {"fault": "it wrote over its own result"}
+
+    def close(self) -> None:
+        """Ask it to end, which also removes its directory; insist after a while."""
+        try:
+            self.connection.send_bytes(b"")
+            self.process.wait(GRACE_S)
+        except (OSError, subprocess.TimeoutExpired):
+            self.kill()
+        self.connection.close()
+
+    def kill(self) -> None:
+        """End it at once. What it runs notices and ends too."""
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+def _pickled(function: RewardFunction) -> bytes:
+    name = reward_name(function)
+    if is_async(function):
+        raise ConfigError(
+            f"reward {name} is async, so it waits elsewhere: wrap it in Remote instead"
+        )
+    if getattr(function, "__module__", None) == "__main__":
+        raise ConfigError(
+            f"reward {name} is defined in the script itself, which other processes cannot import: "
+            "move it to a module of its own and import it"
+        )
+    try:
+        return pickle.dumps(function)
+    except Exception as error:
+        raise ConfigError(
+            f"reward {name} cannot be sent to another process ({error}): define it at the top of a "
+            "module, and give its class only what can be pickled"
+        ) from error

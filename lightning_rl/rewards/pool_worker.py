@@ -1,0 +1,208 @@
+"""What runs in a worker process of the reward pool: every sample in a process forked from it.
+
+So no sample finds what another left behind, and one that hangs or crashes takes nothing with it.
+Results come back as JSON, never as a pickle: whoever unpickles runs what the sender likes.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import resource
+import select
+import shutil
+import signal
+import tempfile
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lightning_rl.rewards.base import RewardFailure
+from lightning_rl.rewards.per_sample import only_score
+from lightning_rl.rewards.sandbox import adopt_orphans, die_with_parent, run_in_sandbox
+
+FILES_MB = 64
+"""What a sample may write: in all when sandboxed, else per file."""
+MAX_PROCESSES = 64
+"""Processes and threads of a sandboxed sample; the kernel exempts root."""
+_RESULT_BYTES = 65536  # what a pipe holds: the sample never waits for a reader
+_ERROR_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a sample may use."""
+
+    timeout_s: float
+    memory_mb: int
+    sandbox: bool
+
+
+def main(descriptor: int, home: str) -> None:
+    """Serve samples until told to stop, or until the other end of the connection is gone.
+
+    ``home`` is an empty directory; it is removed at the end.
+    """
+    connection = Connection(descriptor)
+    limits: Limits = pickle.loads(connection.recv_bytes())
+    server = Server(connection, limits, home)
+    with open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # where memory runs out, the kernel takes samples, not the trainer
+    try:
+        if limits.sandbox:
+            run_in_sandbox(server.serve, home, FILES_MB)
+        else:
+            adopt_orphans()
+            server.serve()
+    except OSError as error:
+        connection.send_bytes(_json(error=f"no sandbox: {error}"))
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@dataclass
+class Server:
+    """Answers each request, a pickled sample, with the JSON of what came of it.
+
+    ``{"score": x}``, ``{"error": reason}`` if the function failed, or ``{"fault": reason}`` if its
+    process broke a limit or died.
+    """
+
+    connection: Connection
+    limits: Limits
+    home: str
+
+    def serve(self) -> None:
+        """First load the function, and say ``{}`` or ``{"error": reason}``."""
+        try:
+            function = pickle.loads(self.connection.recv_bytes())
+        except Exception as error:  # importing a user's module may raise anything; it is sent on
+            self.connection.send_bytes(_json(error=_describe(error)))
+            return
+        self.connection.send_bytes(_json())
+        with contextlib.suppress(EOFError, ConnectionError):  # the other end is gone: the end
+            while request := self.connection.recv_bytes():
+                self.connection.send_bytes(self._run(function, request))
+
+    def _run(self, function: Any, request: bytes) -> bytes:
+        place = tempfile.mkdtemp(dir=self.home)
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(reader)
+                self.connection.close()
+                _confine(place, self.limits)
+                me = os.getpid()
+                result = _grade(function, request, self.limits)
+                if os.getpid() == me:  # and no copy that the function forked
+                    os.write(writer, result)
+            finally:
+                os._exit(0)  # whatever happened: this process must not become a second server
+        os.close(writer)
+        in_time = self._wait(pid)
+        status = _end_all(pid)
+        os.set_blocking(reader, False)
+        with os.fdopen(reader, "rb", buffering=0) as results:
+            result = results.read(_RESULT_BYTES)
+        shutil.rmtree(place, ignore_errors=True)
+        if not in_time:
+            return _json(fault=f"ran longer than timeout_s={self.limits.timeout_s:g}")
+        if os.WIFSIGNALED(status):
+            return _json(fault=f"its process was killed by {_signal_name(os.WTERMSIG(status))}")
+        if not result:
+            code = os.WEXITSTATUS(status)
+            return _json(fault=f"its process ended without a score (exit status {code})")
+        return result
+
+    def _wait(self, pid: int) -> bool:
+        """Whether the process ended in time; not, if nobody waits for its result any more."""
+        descriptor = os.pidfd_open(pid)
+        try:
+            watched = [descriptor, self.connection.fileno()]
+            ready, _, _ = select.select(watched, [], [], self.limits.timeout_s)
+        finally:
+            os.close(descriptor)
+        return descriptor in ready
+
+
+def _confine(place: str, limits: Limits) -> None:
+    """Limits, a directory, and nowhere to print to, for the process of one sample."""
+    os.setsid()
+    die_with_parent()
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    os.chdir(place)
+    os.environ |= {"HOME": place, "TMPDIR": place}
+    tempfile.tempdir = None
+    bounds = {
+        resource.RLIMIT_AS: _address_space() + limits.memory_mb * 2**20,
+        resource.RLIMIT_FSIZE: FILES_MB * 2**20,
+        resource.RLIMIT_CORE: 0,
+    }
+    if limits.sandbox:
+        # Counted per user and namespace; outside it would count everything the user runs.
+        bounds[resource.RLIMIT_NPROC] = MAX_PROCESSES
+    for kind, bound in bounds.items():
+        resource.setrlimit(kind, (bound, bound))
+
+
+def _grade(function: Any, request: bytes, limits: Limits) -> bytes:
+    try:
+        score = only_score(function(**pickle.loads(request)))
+        if isinstance(score, RewardFailure):
+            return _json(error=score.reason[:_ERROR_CHARACTERS])
+        return _json(score=None if score is None else float(score))
+    except MemoryError:
+        return _json(fault=f"needed more than memory_mb={limits.memory_mb}")
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt end the sample only
+        return _json(error=_describe(error))
+
+
+def _end_all(pid: int) -> int:
+    """Kill and reap everything below this process; the wait status of ``pid``.
+
+    A killed process's children become ours, so this ends only when there is none left.
+    """
+    status = 0
+    while True:
+        _kill_children()
+        try:
+            ended, code = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return status
+        if ended == pid:
+            status = code
+
+
+def _kill_children() -> None:
+    with contextlib.suppress(ProcessLookupError):  # there is none, or it has just ended
+        me = os.getpid()
+        if me == 1:  # of a sandbox: all at once, so that nothing can fork away
+            os.kill(-1, signal.SIGKILL)
+            return
+        with open(f"/proc/{me}/task/{me}/children") as children:
+            for child in children.read().split():
+                os.kill(int(child), signal.SIGKILL)
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped already, by its imports above all."""
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[0]) * resource.getpagesize()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+
+
+def _json(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()

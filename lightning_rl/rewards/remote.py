@@ -1,0 +1,116 @@
+"""Rewards that wait for something else: how many at once, how long, and how often to try."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.rewards.base import RewardFailure, RewardFunction, is_async
+from lightning_rl.rewards.per_sample import PerSample, Score, only_score
+
+T = TypeVar("T")
+
+# Of its own: waiting must not move the random numbers that the run is reproduced from.
+_jitter = random.Random()
+
+
+async def retry(
+    call: Callable[[], Awaitable[T]],
+    retries: int = 3,
+    timeout_s: float | None = None,
+    first_wait_s: float = 0.5,
+    longest_wait_s: float = 30.0,
+    on: tuple[type[Exception], ...] = (Exception,),
+) -> T:
+    """Await ``call()``, and again after an error, waiting twice as long each time.
+
+    The i-th wait (from 0) is between half and all of ``min(first_wait_s * 2**i, longest_wait_s)``,
+    so that many clients that failed together do not come back together.
+
+    Args:
+        call: makes a new attempt.
+        retries: attempts after the first.
+        timeout_s: seconds per attempt; None: no limit.
+        first_wait_s: seconds before the first retry, at most.
+        longest_wait_s: seconds before any retry, at most.
+        on: errors after which to try again; others are raised at once. A timeout always counts.
+
+    Raises:
+        TimeoutError: if the last attempt took longer than ``timeout_s``.
+        Exception: whatever else the last attempt raised.
+    """
+    expected: tuple[type[Exception], ...] = (TimeoutError, *on)
+    for attempt in range(retries):
+        try:
+            return await _within(timeout_s, call)
+        except expected:
+            wait = min(first_wait_s * 2**attempt, longest_wait_s)
+            await asyncio.sleep(wait * _jitter.uniform(0.5, 1.0))
+    return await _within(timeout_s, call)
+
+
+async def _within(timeout_s: float | None, call: Callable[[], Awaitable[T]]) -> T:
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await call()
+    except TimeoutError as error:
+        if limit.expired():  # else it is the call's own, which says more
+            raise TimeoutError(f"no answer within timeout_s={timeout_s}") from error
+        raise
+
+
+class Remote(PerSample):
+    """Runs an ``async`` reward per completion: some at a time, with a time limit and retries.
+
+    A completion whose last attempt failed is FAILED with that error; the others are graded.
+
+    Args:
+        function: an ``async`` reward function; it gets lists of one element.
+        max_concurrency: completions that it grades at the same time.
+        retries: attempts after the first, see :func:`retry`.
+        timeout_s: seconds per attempt.
+        first_wait_s: seconds before the first retry, at most; each next wait is twice as long.
+
+    Raises:
+        ConfigError: if the function is not ``async``, or values are out of range.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        max_concurrency: int = 16,
+        retries: int = 3,
+        timeout_s: float = 60.0,
+        first_wait_s: float = 0.5,
+    ) -> None:
+        require_at_least(1, max_concurrency=max_concurrency)
+        require_at_least(0, retries=retries, first_wait_s=first_wait_s)
+        require_at_least(0.001, timeout_s=timeout_s)
+        super().__init__(function)
+        if not is_async(function):
+            raise ConfigError(
+                f"reward {self.__name__} is not async, so it computes rather than waits: wrap it "
+                "in Isolated instead"
+            )
+        self.retries = retries
+        self.timeout_s = timeout_s
+        self.first_wait_s = first_wait_s
+        self.max_concurrency = max_concurrency
+        # A semaphore serves one event loop, and a script may use one after the other.
+        self._gates: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()
+
+    async def grade_one(self, sample: dict[str, list[Any]]) -> Score:
+        async def attempt() -> Any:
+            return only_score(await self.function(**sample))  # type: ignore[misc]
+
+        loop = asyncio.get_running_loop()
+        gate = self._gates.setdefault(loop, asyncio.Semaphore(self.max_concurrency))
+        async with gate:
+            try:
+                return await retry(attempt, self.retries, self.timeout_s, self.first_wait_s)
+            except Exception as error:  # anything may come from afar; it is kept, not hidden
+                return RewardFailure(
+                    f"{type(error).__name__}: {error} (after {self.retries + 1} attempts)"
+                )

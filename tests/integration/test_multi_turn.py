@@ -1,0 +1,170 @@
+"""MultiTurn on a real vLLM engine: exact logprobs over turns and weights, resuming, learning."""
+
+import asyncio
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_rl.agents.environment import Environment, Reply
+from lightning_rl.agents.multi_turn import MultiTurn
+from lightning_rl.callbacks import RunReport, WeightSync
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines import Sampling, VLLMLocal
+from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.module import PolicyModule
+from lightning_rl.rewards.environment import EnvironmentReward
+from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+
+# Longer than a cache block of 32 tokens, so that turns really go on from cached prefixes.
+PROMPT = [3 + i % 10 for i in range(40)]
+
+
+class Echo(Environment):
+    """Says a turn backwards after "="; pays for sevens."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        pass
+
+    def step(self, turn: str) -> Reply:
+        return Reply(f"={turn[::-1]}", reward=turn.count("7") / 6)
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_model):
+    return dict(Policy(str(tiny_model)).named_weights())
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model, weights, tmp_path_factory):
+    class Kept(VLLMLocal):
+        def close(self) -> None:
+            self.version = -1
+
+    directory = tmp_path_factory.mktemp("skeleton")
+    save_skeleton(str(tiny_model), directory)
+    engine = Kept(max_model_len=128, kv_cache_gb=0.05)
+    engine.start(directory)
+    yield engine
+    VLLMLocal.close(engine)
+
+
+@pytest.fixture
+def agent(tiny_model):
+    def make(environment=Echo, **limits):
+        agent = MultiTurn(environment, **{"max_turns": 4, "max_turn_tokens": 6} | limits)
+        agent.configure(AutoTokenizer.from_pretrained(tiny_model))
+        return agent
+
+    return make
+
+
+def new(seed: int) -> Rollout:
+    return Rollout(Prompt("p", "text", PROMPT), "g", 0, seed, temperature=1.0)
+
+
+def own_logprobs(tiny_model, weights, rollout) -> list[float]:
+    """Of all tokens after the prompt, by transformers."""
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    plain.load_state_dict(weights)
+    ids = torch.tensor([PROMPT + rollout.token_ids])
+    with torch.no_grad():
+        rows = plain(input_ids=ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    return rows.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0].tolist()
+
+
+def test_turns_span_a_weight_push_exactly(tiny_model, weights, engine, agent):
+    changed = {name: weight * 0.8 for name, weight in weights.items()}
+
+    class Pushing(Echo):
+        async def step(self, turn: str) -> Reply:
+            if engine.version == 3:
+                engine.load_weights(changed.items(), 4)
+            return super().step(turn)
+
+    for seed in range(3):
+        engine.load_weights(weights.items(), 3)
+        rollout = asyncio.run(agent(Pushing).run(new(seed), engine, Sampling(max_tokens=60)))
+        by_version = {
+            3: own_logprobs(tiny_model, weights, rollout),
+            4: own_logprobs(tiny_model, changed, rollout),
+            -1: [0.0] * len(rollout.token_ids),
+        }
+        expected = [by_version[v][place] for place, v in enumerate(rollout.versions)]
+        assert rollout.logprobs == pytest.approx(expected, abs=1e-4)
+        first = rollout.loss_mask.index(False)
+        assert rollout.versions[:first] == [3] * first
+        assert set(rollout.versions[first:]) == {-1, 4}
+        # The two policies are told apart.
+        assert by_version[3][first:] != pytest.approx(by_version[4][first:], abs=1e-2)
+
+
+def test_cancelled_rollouts_go_on_where_they_were(weights, engine, agent):
+    """A cancelled turn is lost, earlier ones are kept, and the end is the same."""
+    engine.load_weights(weights.items(), 3)
+    sampling = Sampling(max_tokens=60)
+
+    async def interrupted(rollout: Rollout, steps: int) -> int:
+        task = asyncio.create_task(agent().run(rollout, engine, sampling))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        kept = len(rollout.token_ids)
+        await agent().run(rollout, engine, sampling)
+        return kept
+
+    kept = []
+    for seed, steps in enumerate((2, 15, 30, 45)):
+        whole = asyncio.run(agent().run(new(seed), engine, sampling))
+        rollout = new(seed)
+        kept.append(asyncio.run(interrupted(rollout, steps)))
+        assert rollout.token_ids == whole.token_ids
+        assert rollout.loss_mask == whole.loss_mask
+        assert rollout.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+        assert rollout.environment_reward == whole.environment_reward
+        assert rollout.status is RolloutStatus.COMPLETED
+    assert kept[0] == 0 < kept[-1]
+
+
+def test_greedy_turns_do_not_depend_on_the_seed(weights, engine, agent):
+    engine.load_weights(weights.items(), 3)
+    sampling = Sampling(max_tokens=60, temperature=0.0)
+    one, other = (asyncio.run(agent().run(new(seed), engine, sampling)) for seed in (1, 2))
+    assert one.token_ids == other.token_ids
+    assert sum(one.loss_mask) > 6  # more than one turn
+
+
+def test_the_reward_of_an_environment_rises(tiny_model, tmp_path, engine):
+    module = PolicyModule(
+        str(tiny_model),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0),
+        seed=7,
+    )
+    data = RLDataModule(
+        IterablePrompts([{"prompt": f"{n}="} for n in range(10, 30)], seed=1),
+        [EnvironmentReward()],
+        engine=engine,
+        agent=MultiTurn(Echo, max_turns=2, max_turn_tokens=3),
+        sampling=Sampling(max_tokens=12),
+        groups_per_iteration=6,
+        group_size=8,
+        iterations_per_epoch=10,
+        seed=7,
+    )
+    report = RunReport()
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, enable_checkpointing=False, logger=False,
+        enable_model_summary=False, enable_progress_bar=False, default_root_dir=tmp_path,
+        callbacks=[WeightSync(), report],
+    )  # fmt: skip
+    trainer.fit(module, data)
+    rewards = [row["reward/environment"] for row in report.history if "reward/mean" in row]
+    assert len(rewards) == 10
+    assert rewards[-1] > rewards[0] + 0.3
+    name = "rollout/logprob_gap_max"
+    gaps = [row[name] for row in report.history if name in row]
+    assert len(gaps) >= 3  # not where all rewards are alike: nothing is scored then
+    assert max(gaps) < 1e-4
