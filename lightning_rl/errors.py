@@ -1,5 +1,8 @@
 """The library's errors: each message names the value, the bound it broke and the fix."""
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class LightningRLError(Exception):
     """Root of every error raised on purpose by lightning_rl."""
@@ -14,7 +17,11 @@ class DataError(LightningRLError, ValueError):
 
 
 class RewardError(LightningRLError):
-    """Too large a share of rollouts could not be graded."""
+    """Too large a share of rollouts could not be graded; ``rollouts`` are those and their like."""
+
+    def __init__(self, message: str, rollouts: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.rollouts = list(rollouts)
 
 
 class FilterError(LightningRLError):
@@ -25,8 +32,48 @@ class EngineError(LightningRLError):
     """The generation engine is missing, broken or not ready."""
 
 
+class ReplicaError(EngineError):
+    """A process of the engine does not start or answer, and no other takes its place."""
+
+
+class CheckpointError(LightningRLError):
+    """A checkpoint could not be written, or is damaged."""
+
+
+class RunInterrupted(LightningRLError):
+    """A signal or a deadline stopped the run, which was saved; ``status`` is its exit status."""
+
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.status = status
+        self.checkpoint = ""
+        """The file to go on from; empty if none was written."""
+
+    def __str__(self) -> str:
+        if not self.checkpoint:
+            return f"{self.reason}; nothing was trained yet, so nothing was saved"
+        return f"{self.reason}; saved {self.checkpoint}; go on with --ckpt_path last"
+
+
 class WeightSyncError(EngineError):
     """After a weight sync, engine and trainer do not agree."""
+
+
+class IncompleteWeightsError(WeightSyncError):
+    """A push left weights out, or brought some that the engine's model does not have."""
+
+
+class DamagedWeightsError(WeightSyncError):
+    """What arrived is not what was sent: a file cut short, or of another version."""
+
+
+class StaleWeightsError(WeightSyncError):
+    """The engine answers from other weights than were pushed, or from what old ones cached."""
+
+
+class SyncTimeoutError(WeightSyncError):
+    """A process did not do its part of a push in time."""
 
 
 def require_at_least(bound: float, **values: float | None) -> None:

@@ -1,12 +1,14 @@
 """Grading: every form of reward function, and everything that can go wrong in one."""
 
 import asyncio
+import signal
+import threading
 
 import pytest
 
-from lightning_rl.collect.collector import run_async
+from lightning_rl.collect.loop import run_async
 from lightning_rl.errors import ConfigError, RewardError
-from lightning_rl.rewards.base import Rewards
+from lightning_rl.rewards.base import RewardFailure, Rewards
 from lightning_rl.rollout import RolloutStatus
 
 
@@ -31,7 +33,9 @@ def groups(make_rollout):
 
 
 def grade(groups, *functions, **options):
-    run_async(Rewards(list(functions), **options).grade(groups))
+    rewards = Rewards(list(functions), **options)
+    run_async(rewards.grade(groups))
+    rewards.require_graded([rollout for group in groups for rollout in group])
     return [[r.reward for r in group] for group in groups]
 
 
@@ -42,7 +46,7 @@ def last_digit(prompts, completions, **columns):
 def test_a_plain_function_gets_columns_by_name(groups):
     def trl_style(prompts, completions, n, **kwargs):
         assert prompts == ["text"] * 2
-        assert set(kwargs) == {"completion_ids", "finish_reasons"}
+        assert set(kwargs) == {"completion_ids", "finish_reasons", "environment_rewards"}
         return [x + float(c[-1]) for x, c in zip(n, completions, strict=True)]
 
     assert grade(groups, trl_style) == [[10, 11], [20, 21]]
@@ -129,8 +133,6 @@ def not_a_list(completions, **columns):
     [
         (raises, "reward raises: KeyError: 'answer'"),
         (too_few, "reward too_few: ValueError: returned 1 scores for 2 completions"),
-        (not_a_number, "reward not_a_number: ValueError: returned nan; a score must be a finite"),
-        (not_even_a_float, "reward not_even_a_float: ValueError"),
         (not_a_list, "reward not_a_list: TypeError"),
     ],
 )
@@ -144,9 +146,63 @@ def test_a_failing_reward_fails_its_group_and_no_other(groups, function, message
         assert rollout.error is None
 
 
-def test_too_many_failures_stop_the_run_with_the_first_error(groups):
-    with pytest.raises(RewardError, match=r"2 of 4 .*50%, max_failed_share=0\.49.*'answer'"):
+def own_failure(completions, **columns):
+    return [RewardFailure("no answer from the judge") if c == "a1" else 1.0 for c in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            not_a_number,
+            "reward not_a_number: returned nan; a score must be a finite number or None",
+        ),
+        (
+            not_even_a_float,
+            "reward not_even_a_float: returned 'good'; a score must be a finite number or None",
+        ),
+        (own_failure, "reward own_failure: no answer from the judge"),
+    ],
+)
+def test_a_score_that_is_none_fails_its_rollout_and_no_other(groups, function, message):
+    assert grade(groups, function, last_digit, max_failed_share=0.25) == [[1, None], [1, 2]]
+    assert groups[0][1].status is RolloutStatus.FAILED
+    assert groups[0][1].error == message
+    assert groups[0][0].status is RolloutStatus.COMPLETED
+
+
+def test_what_failed_is_not_given_to_the_next_reward(groups):
+    seen = []
+
+    def later(completions):
+        seen.append(completions)
+        return [1.0] * len(completions)
+
+    grade(groups, own_failure, later, max_failed_share=0.25)
+    assert seen == [["a0"], ["b0", "b1"]]
+
+
+def test_too_many_failures_stop_the_run_with_the_first_error_and_lose_nothing(groups):
+    with pytest.raises(
+        RewardError, match=r"2 of 4 .*50%, max_failed_share=0\.49.*'answer'"
+    ) as stop:
         grade(groups, raises, max_failed_share=0.49)
+    assert stop.value.rollouts == [*groups[0], *groups[1]]
+
+
+def test_closing_closes_what_can_be_closed():
+    class Holding:
+        closed = 0
+
+        def __call__(self, completions):
+            return [1.0] * len(completions)
+
+        def close(self):
+            self.closed += 1
+
+    holding = Holding()
+    Rewards([last_digit, holding]).close()
+    assert holding.closed == 1
 
 
 def test_aborted_rollouts_are_not_graded_and_are_no_failure(groups):
@@ -170,3 +226,41 @@ def test_grading_works_inside_a_running_event_loop(groups):
         return grade(groups, last_digit)
 
     assert asyncio.run(notebook()) == [[0, 1], [0, 1]]
+
+
+def test_plain_functions_may_use_signals_as_in_any_main_thread(groups):
+    def alarmed(completions):
+        previous = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # only the main thread may
+        signal.signal(signal.SIGALRM, previous)
+        return [1.0] * len(completions)
+
+    rewards = Rewards([alarmed])
+    rewards.grade_here(groups)
+    assert [r.reward for group in groups for r in group] == [1.0] * 4
+
+
+def test_a_plain_function_that_returns_an_awaitable_is_refused(groups):
+    async def later():
+        await asyncio.sleep(0)
+        return [1.0, 1.0]
+
+    with pytest.raises(ConfigError, match="async def"):
+        Rewards([lambda completions: later()]).grade_here(groups)
+
+
+def test_a_slow_plain_function_does_not_hold_up_the_event_loop(groups):
+    turns, graded = [], threading.Event()
+
+    def slow(completions):
+        graded.wait(10)  # ends only if the loop goes on meanwhile
+        return [1.0] * len(completions)
+
+    async def both():
+        grading = asyncio.create_task(Rewards([slow]).grade(groups))
+        await asyncio.sleep(0.01)
+        turns.append(grading.done())
+        graded.set()
+        await grading
+
+    run_async(both())
+    assert turns == [False]

@@ -1,0 +1,341 @@
+"""Isolated: real processes, real faults; what a completion does stays with that completion."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faulty_rewards import FAULTS, SANDBOX_ONLY, faulty
+from lightning_rl.errors import ConfigError
+from lightning_rl.rewards.base import RewardFailure, Rewards
+from lightning_rl.rewards.code import PythonTests, program_in
+from lightning_rl.rewards.pool import Isolated
+
+HELPERS = """
+import os
+
+calls = 0
+
+
+def state(completions, n):
+    global calls
+    calls += 1
+    open("left", "w").close()
+    return [calls + 10 * len(os.listdir()) + 100 * n[0]]
+
+
+def mixed(completions):
+    text = completions[0]
+    return [None if text == "none" else float(text)]
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, completions):
+        return [self.factor * len(completions[0])]
+
+
+def secret(completions):
+    return [float("SECRET" in os.environ)]
+
+
+def pids(completions):
+    return [os.getppid()]
+
+
+def announce_and_hang(completions, path):
+    with open(path[0], "w") as file:
+        file.write(f"{os.getppid()} {os.getpid()}")
+    while True:
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def helpers(tmp_path_factory):
+    """A module of reward functions that other processes can import."""
+    directory = tmp_path_factory.mktemp("helpers")
+    (directory / "pool_helpers.py").write_text(HELPERS)
+    sys.path.insert(0, str(directory))
+    import pool_helpers
+
+    yield pool_helpers
+    sys.path.remove(str(directory))
+    del sys.modules["pool_helpers"]
+
+
+def run(pool, **columns):
+    return asyncio.run(pool(**columns))
+
+
+def alive(pid: int) -> bool:
+    """A zombie has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(*pids: int) -> None:
+    """Fails by the test's own time limit, not by a guess of how long it takes."""
+    while any(alive(pid) for pid in pids):
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def sandboxed():
+    try:
+        pool = Isolated(faulty, workers=1, timeout_s=30, memory_mb=256, sandbox=True)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    yield pool
+    pool.close()
+
+
+OUTCOMES = {
+    "raises": "KeyError: 'answer'",
+    "wrong_count": "returned 3 scores for 1 completion",
+    "exits": "SystemExit: 0",
+    "exits_at_once": "ended without a score (exit status 0)",
+    "segfault": "killed by SIGSEGV",
+    "deep_recursion": "RecursionError",
+    "large_allocation": "needed more than memory_mb=256",
+    "large_output": 1.0,
+    "large_file": "File too large",
+    "lingering_child": 1.0,
+    "kills_parent": "its worker died or got stuck",
+    "damages_result": "it wrote over its own result",
+}
+
+
+def test_each_fault_fails_its_completion_and_no_other():
+    pool = Isolated(faulty, workers=2, timeout_s=60, memory_mb=256)
+    completions = [text for fault in OUTCOMES for text in (fault, "good")]
+    scores = run(pool, completions=completions)
+    pool.close()
+    assert scores[1::2] == [1.0] * len(OUTCOMES)
+    for (fault, expected), score in zip(OUTCOMES.items(), scores[::2], strict=True):
+        if isinstance(expected, float):
+            assert score == expected, fault
+        else:
+            assert isinstance(score, RewardFailure), fault
+            assert expected in score.reason, fault
+
+
+HANGING = ["stubborn_loop", "many_children", "stopped", "floods_result"]
+
+
+def test_what_hangs_is_ended_and_its_worker_serves_on():
+    pool = Isolated(faulty, workers=2, timeout_s=0.4)
+    run(pool, completions=["raises"] * 4)
+    workers = {worker.process.pid for worker in pool._idle}
+    scores = run(pool, completions=HANGING)
+    assert scores == [RewardFailure("ran longer than timeout_s=0.4")] * 4
+    assert {worker.process.pid for worker in pool._idle} >= workers
+    pool.close()
+
+
+def test_what_is_not_tried_here_is_in_the_benchmark():
+    """NaN passes the pool and is refused by Rewards; the other two differ little from the above."""
+    rest = {f.__name__ for f in FAULTS} - OUTCOMES.keys() - set(HANGING)
+    assert rest == {"not_a_number", "endless_loop", "stack_overflow"}
+
+
+def test_what_a_completion_started_ends_with_it(tmp_path, monkeypatch):
+    """In a session of its own, and asleep for a day."""
+    (tmp_path / "leaving.py").write_text(
+        "import subprocess\n"
+        "def leave(completions):\n"
+        "    child = subprocess.Popen(['sleep', '86400'], start_new_session=True)\n"
+        "    return [child.pid]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from leaving import leave
+
+    pool = Isolated(leave, workers=1)
+    (pid,) = run(pool, completions=["x"])
+    assert not alive(int(pid))
+    pool.close()
+
+
+def test_a_sandbox_keeps_from_network_files_processes_and_secrets(sandboxed):
+    reasons = [
+        "No such process", "Read-only file system", "Network is unreachable", "Permission denied",
+    ]  # fmt: skip
+    scores = run(sandboxed, completions=[*(f.__name__ for f in SANDBOX_ONLY), "good"])
+    assert scores.pop() == 1.0
+    for score, reason in zip(scores, reasons, strict=True):
+        assert reason in score.reason
+
+
+def test_a_sandbox_that_the_machine_forbids_is_refused_at_once(sandboxed):
+    """In a user namespace that may have no other; nothing runs unprotected instead."""
+    script = (
+        "from benchmarks.faulty_rewards import faulty\n"
+        "from lightning_rl.rewards.pool import Isolated\n"
+        "Isolated(faulty, workers=1, sandbox=True)\n"
+    )
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, sys.executable, script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "ConfigError: sandbox=True is not possible on this machine (no sandbox:" in done.stderr
+    assert "unshare" in done.stderr
+
+
+def test_a_sandbox_hides_the_environment(sandboxed, helpers, monkeypatch):
+    monkeypatch.setenv("SECRET", "x")
+    found = {}
+    for sandbox in (False, True):
+        pool = Isolated(helpers.secret, workers=1, sandbox=sandbox)
+        found[sandbox] = run(pool, completions=["x"])
+        pool.close()
+    assert found == {False: [1.0], True: [0.0]}
+
+
+def test_every_completion_starts_afresh_and_gets_its_own_columns(helpers):
+    pool = Isolated(helpers.state, workers=1)
+    # One call, one file in the directory, and the row's n.
+    assert run(pool, completions=["a", "b", "c"], n=[3, 4, 5]) == [311, 411, 511]
+    pool.close()
+
+
+def test_in_rewards_only_what_failed_is_failed(helpers, make_rollout):
+    pool = Isolated(helpers.mixed, workers=1)
+    texts = ["0.5", "nan", "none", "x", "2"]
+    group = [
+        make_rollout([3], [4], sample_index=i, completion=t, reward=None)
+        for i, t in enumerate(texts)
+    ]
+    asyncio.run(Rewards([pool]).grade([group]))
+    pool.close()
+    assert [r.reward for r in group] == [0.5, None, None, None, 2.0]
+    assert [r.error for r in group] == [
+        None,
+        "reward mixed: returned nan; a score must be a finite number or None",
+        "no reward applies: every function returned None",
+        "reward mixed: ValueError: could not convert string to float: 'x'",
+        None,
+    ]
+
+
+def test_an_object_with_settings_keeps_them_and_its_name(helpers):
+    pool = Isolated(helpers.Scaled(3), workers=1)
+    assert run(pool, completions=["ab", ""]) == [6, 0]
+    assert pool.__name__ == "Scaled"
+    pool.close()
+
+
+def test_closing_ends_the_workers_and_grading_starts_new_ones(helpers):
+    pool = Isolated(helpers.pids, workers=1)
+    first = run(pool, completions=["x", "y"])
+    assert first[0] == first[1]  # one worker serves again and again
+    pool.close()
+    assert not alive(int(first[0]))
+    second = run(pool, completions=["x"])
+    assert second[0] != first[0]
+    pool.close()
+
+
+def test_a_killed_trainer_leaves_no_process_and_no_directory(helpers, tmp_path):
+    script = (
+        "import asyncio, pool_helpers\n"
+        "from lightning_rl.rewards.pool import Isolated\n"
+        "pool = Isolated(pool_helpers.announce_and_hang, workers=1, timeout_s=3600)\n"
+        f"asyncio.run(pool(completions=['x'], path=[{str(tmp_path / 'pids')!r}]))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    trainer = subprocess.Popen([sys.executable, "-c", script], env=environment)
+    while not (tmp_path / "pids").exists() or " " not in (tmp_path / "pids").read_text():
+        assert trainer.poll() is None
+        time.sleep(0.01)
+    worker, sample = map(int, (tmp_path / "pids").read_text().split())
+    assert alive(worker)
+    assert alive(sample)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    wait_until_gone(worker, sample)
+    assert [p.name for p in tmp_path.iterdir()] == ["pids"]
+
+
+def test_what_cannot_be_isolated_is_refused(helpers):
+    async def waits(completions):
+        return [1.0]
+
+    def local(completions):
+        return [1.0]
+
+    with pytest.raises(ConfigError, match=r"waits is async.*Remote"):
+        Isolated(waits)
+    with pytest.raises(ConfigError, match="local cannot be sent to another process"):
+        Isolated(local)
+    with pytest.raises(ConfigError, match=r"timeout_s=0 must be >="):
+        Isolated(helpers.mixed, timeout_s=0)
+
+
+def test_a_function_that_only_the_trainer_can_import_says_so(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("def one(completions): return [1.0]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from only_here import one
+
+    pool = Isolated(one, workers=1)
+    (tmp_path / "only_here.py").unlink()
+    (score,) = run(pool, completions=["x"])
+    assert "could not load reward one: ModuleNotFoundError" in score.reason
+    pool.close()
+
+
+ADD = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "score"),
+    [
+        (ADD, "assert add(1, 2) == 3", 1.0),
+        (f"Sure!\n```python\n{ADD}```\nDone.", ["assert add(1, 2) == 3"], 1.0),
+        (ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], 0.0),
+        ("def add(a, b) return a", "assert add(1, 2) == 3", 0.0),
+        ("raise SystemExit(0)", "assert True", 0.0),
+        ("import os; os._exit(0)", "assert True", 0.0),
+        ("x = bytearray(10**10)", "assert True", 0.0),
+    ],
+)
+def test_python_tests(python_tests, program, tests, score):
+    assert run(python_tests, completions=[program], tests=[tests]) == [score]
+
+
+def test_a_program_that_hangs_is_wrong(sandboxed):
+    pool = PythonTests(workers=1, timeout_s=0.2)
+    assert run(pool, completions=["while True: pass"], tests=["assert True"]) == [0.0]
+    pool.close()
+
+
+def test_broken_tests_are_no_fault_of_the_program(python_tests):
+    (score,) = run(python_tests, completions=[ADD], tests=["assert add(1, 2 == 3"])
+    assert "SyntaxError" in score.reason
+    (score,) = run(python_tests, completions=[ADD], asserts=["assert True"])
+    assert "no column 'tests'; it has ['asserts']" in score.reason
+
+
+@pytest.fixture(scope="module")
+def python_tests(sandboxed):
+    pool = PythonTests(workers=1, timeout_s=60)
+    yield pool
+    pool.close()
+
+
+def test_the_program_is_the_last_block_or_everything():
+    assert program_in("a = 1") == "a = 1"
+    assert program_in("```\nold\n```\nbetter:\n```py\nnew\n```") == "new\n"
+    assert program_in([{"role": "assistant", "content": "```python\nx\n```"}]) == "x\n"

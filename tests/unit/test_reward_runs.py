@@ -1,0 +1,100 @@
+"""Isolated rewards in whole runs: graded, closed, and nothing lost where too many fail."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_rl.callbacks import RunReport, WeightSync
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.errors import RewardError
+from lightning_rl.module import PolicyModule
+from lightning_rl.rewards.pool import Isolated
+
+# A row says whether grading its completions crashes.
+REWARD = """
+import os
+
+
+def length(completion_ids, completions, fate):
+    if fate[0] == "die":
+        os.abort()
+    return [float(len(completion_ids[0]))]
+
+
+def worker(completions):
+    return [os.getppid()]
+"""
+
+
+@pytest.fixture(scope="module")
+def run_rewards(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("rewards")
+    (directory / "run_rewards.py").write_text(REWARD)
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(str(directory))
+    import run_rewards
+
+    yield run_rewards
+    patch.undo()
+
+
+def fit(tiny_model, tmp_path, functions, fates, **options):
+    rows = [{"prompt": f"{n}=", "fate": fate} for n, fate in enumerate(fates, 100)]
+    data = RLDataModule(
+        IterablePrompts(rows, shuffle=False),
+        [Isolated(function, workers=1) for function in functions],
+        TransformersEngine(device="cpu"),
+        sampling=Sampling(max_tokens=3),
+        group_size=2,
+        groups_per_iteration=4,
+        iterations_per_epoch=1,
+        seed=0,
+        **options,
+    )
+    report = RunReport()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=CSVLogger(tmp_path, "csv"),
+        callbacks=[WeightSync(), report],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(PolicyModule(str(tiny_model), seed=0), data)
+    return report.history[-1]
+
+
+def test_a_crashing_reward_costs_its_group_and_the_share_is_recorded(
+    tiny_model, tmp_path, run_rewards
+):
+    fates = ["", "die", "", ""]
+    functions = [run_rewards.length, run_rewards.worker]
+    row = fit(tiny_model, tmp_path, functions, fates, max_failed_share=0.25)
+    assert row["rollout/failed"] == 2
+    assert row["rollout/failed_share"] == 0.25
+    assert 1 <= row["reward/length"] <= 3
+    assert row["reward/worker_std"] == 0  # one worker
+    pid = int(row["reward/worker"])
+    assert not Path(f"/proc/{pid}").exists()  # it ended with the run
+    assert pid != os.getpid()
+
+
+def test_too_many_failures_stop_the_run_and_keep_the_rollouts(tiny_model, tmp_path, run_rewards):
+    with pytest.raises(
+        RewardError, match=r"2 of 8 .*25%.*length: its process was killed by SIGABRT"
+    ):
+        fit(tiny_model, tmp_path, [run_rewards.length], ["", "die", "", ""])
+    directory = tmp_path / "csv" / "version_0"
+    assert json.loads((directory / "summary.json").read_text())["status"] == "failed"
+    kept = [json.loads(line) for line in (directory / "failed_0.jsonl").read_text().splitlines()]
+    assert [r["status"] for r in kept] == ["completed"] * 2 + ["failed"] * 2 + ["completed"] * 4
+    assert [r["reward"] is None for r in kept] == [False] * 2 + [True] * 2 + [False] * 4
+    assert kept[2]["error"] == "reward length: its process was killed by SIGABRT"
+    assert all(r["token_ids"] for r in kept)
