@@ -1,21 +1,50 @@
-"""RolloutWriter: collected rollouts as a JSONL file, without training."""
+"""RolloutWriter: collected rollouts in a file, without training, and where to go on with them."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.buffer.files import open_rollouts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.errors import ConfigError
 from lightning_rl.hooks import RLCallback
+from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
 
 
 class RolloutWriter(RLCallback):
-    """Appends every rollout of ``lightning-rl rollout`` to ``path``, one JSON object per line."""
+    """Appends every rollout of ``lightning-rl rollout`` to ``path``.
+
+    The ending tells the format: ``.jsonl``, ``.parquet`` (a folder) or ``.sqlite``. If the file
+    already holds iterations, the run goes on after them, with the next prompts.
+
+    Raises:
+        ConfigError: for another ending, or if the file was written by another model or seed.
+        DataError: if the file holds something else.
+    """
 
     def __init__(self, path: str) -> None:
-        self.path = Path(path)
+        self.file = open_rollouts(path)
         self.written = 0
+
+    def done(self) -> int:
+        """How many whole iterations the file holds; what a killed run left behind is removed."""
+        progress = self.file.recover()
+        return 0 if progress is None else int(progress["iterations"])
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        datamodule = _datamodule(trainer)
+        progress = self.file.recover()
+        if progress is None:
+            return
+        for name, value in _origin(datamodule, pl_module).items():
+            if progress["origin"][name] != value:
+                raise ConfigError(
+                    f"{self.file.path} was written with {name}={progress['origin'][name]!r}, now "
+                    f"it is {value!r}; name another file, or set it back to go on with this one"
+                )
+        datamodule.first_iteration = int(progress["iterations"])
+        datamodule.load_rollout_state(progress["state"])
 
     def on_predict_batch_end(
         self,
@@ -26,9 +55,33 @@ class RolloutWriter(RLCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as lines:
-            for rollout in outputs:
-                record = {"id": rollout.id} | rollout.to_dict()
-                lines.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        datamodule = _datamodule(trainer)
+        iteration = datamodule.first_iteration + batch_idx
+        progress = {
+            "iterations": iteration + 1,
+            "origin": _origin(datamodule, pl_module),
+            "state": datamodule.rollout_state(),
+        }
+        self.file.append(outputs, iteration, progress)
         self.written += len(outputs)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.file.close()
+
+
+def _datamodule(trainer: Trainer) -> RLDataModule:
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(datamodule, RLDataModule):
+        raise ConfigError(f"RolloutWriter needs an RLDataModule, not {type(datamodule).__name__}")
+    return datamodule
+
+
+def _origin(datamodule: RLDataModule, module: LightningModule) -> dict[str, Any]:
+    """What a run must share with the one that began the file."""
+    assert isinstance(module, PolicyModule)
+    return {
+        "model": module.model,
+        "seed": datamodule.seed,
+        "group_size": datamodule.group_size,
+        "groups_per_iteration": datamodule.groups_per_iteration,
+    }

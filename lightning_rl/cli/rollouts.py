@@ -1,0 +1,161 @@
+"""``lightning-rl rollouts``: what a rollout file or replay buffer holds, as a table and in sum."""
+
+import argparse
+import json
+import sqlite3
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_rl.buffer.files import open_rollouts
+from lightning_rl.buffer.store import RolloutStore
+from lightning_rl.errors import ConfigError, DataError, require_at_least
+
+COLUMNS = (
+    "id", "group_id", "prompt_id", "iteration", "version_min", "version_max", "reward", "status",
+    "finish_reason", "tokens", "created", "run", "state",
+)  # fmt: skip
+"""What can be sorted and searched by."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see lightning-rl rollouts --help)")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """What the command line says.
+
+    Raises:
+        ConfigError: for what it cannot mean.
+    """
+    parser = _Parser(
+        prog="lightning-rl rollouts",
+        description="Show recorded rollouts, and count them.",
+        epilog=f"Columns: {', '.join(COLUMNS)}.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", help=".jsonl, .parquet or .sqlite")
+    parser.add_argument("--status", help="only those: completed, failed, aborted, skipped, ...")
+    parser.add_argument("--where", help='an SQL condition, e.g. "reward < 0.5 AND tokens > 100"')
+    parser.add_argument("--sort", choices=COLUMNS, help="largest first (default: as written)")
+    parser.add_argument("--ascending", action="store_true", help="smallest first")
+    parser.add_argument("--limit", type=int, default=20, help="rows to show (default: 20)")
+    options = parser.parse_args(arguments)
+    require_at_least(0, limit=options.limit)
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table and the summary."""
+    options = parse_arguments(arguments)
+    rows = find_rows(options)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if options.limit and rows:
+        console.print(table(rows[: options.limit]))
+    for line in summary(rows):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def find_rows(options: argparse.Namespace) -> list[sqlite3.Row]:
+    """The rows that the options ask for, in their order.
+
+    Raises:
+        ConfigError: for a condition that SQLite does not understand.
+        DataError: for a file that is missing or damaged.
+    """
+    database = _searchable(options.file).connection
+    database.execute("PRAGMA query_only = ON")
+    conditions, values = ["state != 'undone'"], []
+    if options.status is not None:
+        conditions.append("status = ?")
+        values.append(options.status)
+    if options.where is not None:
+        conditions.append(f"({options.where})")
+    order = "row" if options.sort is None else f"{options.sort} IS NULL, {options.sort}"
+    direction = "" if options.sort is None or options.ascending else " DESC"
+    query = (
+        f"SELECT {', '.join(COLUMNS)}, rest FROM rollouts WHERE {' AND '.join(conditions)} "
+        f"ORDER BY {order}{direction}, row"
+    )
+    try:
+        return database.execute(query, values).fetchall()
+    except sqlite3.Error as error:
+        if options.where is None:  # not the user's words
+            raise DataError(f"{options.file}: cannot be read ({error})") from error
+        raise ConfigError(
+            f"--where {options.where!r}: {error}; write an SQL condition over the columns "
+            f"{', '.join(COLUMNS)}"
+        ) from error
+
+
+def _searchable(path: str) -> RolloutStore:
+    """The file as a database; other formats are read into one in memory."""
+    file = open_rollouts(path)
+    if isinstance(file, RolloutStore):
+        file.require_existing()
+        return file
+    store = RolloutStore(":memory:")
+    for iteration, recorded in groupby(file.read(), key=lambda r: r.iteration):
+        store.append([r.rollout for r in recorded], iteration)
+    return store
+
+
+def table(rows: Sequence[sqlite3.Row]) -> Table:
+    """One line per rollout."""
+    made = Table(header_style="bold", expand=True)
+    for name in ("id", "reward", "status", "end", "tokens", "version"):
+        made.add_column(name, justify="right" if name == "tokens" else "left")
+    for name in ("prompt", "completion or error"):
+        made.add_column(name, no_wrap=True, overflow="ellipsis", ratio=1)
+    for row in rows:
+        rest = json.loads(row["rest"])
+        status = row["status"] if row["state"] == "kept" else f"{row['status']}, {row['state']}"
+        versions = {row["version_min"], row["version_max"]} - {None}
+        cells = (
+            row["id"],
+            "" if row["reward"] is None else f"{row['reward']:.4g}",
+            status,
+            row["finish_reason"] or "",
+            row["tokens"],
+            "-".join(str(v) for v in sorted(versions)),
+            as_line(rest["prompt"]["prompt"]),
+            rest["error"] or as_line(rest["completion"]),
+        )
+        made.add_row(*(Text(str(cell)) for cell in cells))
+    return made
+
+
+def summary(rows: Sequence[sqlite3.Row]) -> list[str]:
+    """Counts, rewards and tokens of all rows."""
+    if not rows:
+        return ["no rollouts"]
+    groups = {(row["run"], row["group_id"]) for row in rows}
+    iterations = {(row["run"], row["iteration"]) for row in rows}
+    lines = [f"{len(rows)} rollouts in {len(groups)} groups and {len(iterations)} iterations"]
+    for name in ("status", "state"):
+        values = [row[name] for row in rows]
+        counts = {value: values.count(value) for value in sorted(set(values))}
+        if name == "status" or set(counts) != {"kept"}:
+            parts = (f"{value} {count}" for value, count in counts.items())
+            lines.append(f"{name}: {', '.join(parts)}")
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    if rewards:
+        mean = sum(rewards) / len(rewards)
+        lines.append(f"reward: mean {mean:.4g}, from {min(rewards):.4g} to {max(rewards):.4g}")
+    tokens = [row["tokens"] for row in rows]
+    lines.append(f"tokens: {sum(tokens)} in completions, mean {sum(tokens) / len(rows):.4g}")
+    return lines
+
+
+def as_line(content: Any) -> str:
+    """Text, or the last of some chat messages, in one line."""
+    if not isinstance(content, str):
+        content = str(content[-1].get("content")) if content else ""
+    return " ".join(content.split())

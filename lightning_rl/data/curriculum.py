@@ -1,0 +1,149 @@
+"""PassRateCurriculum: prompts that are sometimes solved are drawn more often."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.rollout import Prompt, Rollout
+
+
+class PassRateCurriculum(PromptDataset):
+    """Draws a prompt with weight floor + 4 p (1 - p), where p is its estimated pass rate.
+
+    p (1 - p) is the variance of a reward of 0 or 1: what a group of this prompt is worth to a
+    method that compares its rollouts. p starts at 1/2 and follows the share of passed rollouts of
+    each graded group, p <- memory p + (1 - memory) share. A prompt that was drawn is not drawn
+    again until its group was graded, as long as there are others.
+
+    Args:
+        prompts: where prompts come from; its columns, seed and limits hold, its order does not.
+        success_reward: a rollout with at least this reward passed.
+        floor: weight of prompts that are always or never solved, beside 1 for those at p = 1/2;
+            above 0 they come back now and then, in case the policy has changed.
+        memory: how slowly p follows, in [0, 1).
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptDataset,
+        success_reward: float = 1.0,
+        floor: float = 0.05,
+        memory: float = 0.5,
+    ) -> None:
+        if floor <= 0 or not 0 <= memory < 1:
+            raise ConfigError(
+                f"PassRateCurriculum(floor={floor}, memory={memory}): need floor > 0 and memory "
+                "in [0, 1)"
+            )
+        super().__init__(
+            prompt_column=prompts.prompt_column,
+            id_column=prompts.id_column,
+            max_prompt_tokens=prompts.max_prompt_tokens,
+            seed=prompts.seed,
+        )
+        self.prompts = prompts
+        self.success_reward = success_reward
+        self.floor = floor
+        self.memory = memory
+        self.pass_rates = np.zeros(0)
+        """Estimated p of every row."""
+        self._draws = 0
+        self._waiting: set[int] = set()
+        self._index: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"PassRateCurriculum({self.prompts!r})"
+
+    def read(self) -> Iterable[tuple[str, Any]]:
+        return self.prompts.read()
+
+    def load(
+        self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, Any] | None = None
+    ) -> None:
+        fresh = self._rows is None
+        super().load(tokenizer, chat_options)
+        if not fresh:
+            return
+        rows = self._loaded()
+        self.pass_rates = np.full(len(rows), 0.5)
+        self._index = {self._prompt_id(index, row): index for index, (_, row) in enumerate(rows)}
+        if len(self._index) < len(rows):
+            raise DataError(
+                f"{self!r}: {self.id_column!r} is not unique ({len(self._index)} different ids in "
+                f"{len(rows)} rows), so pass rates cannot be told apart; name another id_column"
+            )
+
+    def draw(self, count: int) -> list[Prompt]:
+        self._loaded()
+        prompts: list[Prompt] = []
+        while len(prompts) < count:
+            index = self._draw_index()
+            prompt = self[index]
+            if self.fits(prompt):
+                self._waiting.add(index)
+                prompts.append(prompt)
+            else:
+                self._dropped_rows.add(index)
+                self.dropped = len(self._dropped_rows)
+        return prompts
+
+    def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
+        """Learn from graded groups, also from those that a filter rejected."""
+        for group in groups:
+            index = self._index.get(group[0].prompt.id)
+            if index is None:  # from a replay buffer, say, of other prompts
+                continue
+            self._waiting.discard(index)
+            rewards = [rollout.reward for rollout in group if rollout.reward is not None]
+            if rewards:
+                share = sum(reward >= self.success_reward for reward in rewards) / len(rewards)
+                old = self.pass_rates[index]
+                self.pass_rates[index] = self.memory * old + (1 - self.memory) * share
+
+    def weights(self) -> np.ndarray:
+        """How likely each row is drawn next, up to a factor, shape (rows,)."""
+        weights = self.floor + 4 * self.pass_rates * (1 - self.pass_rates)
+        weights[list(self._dropped_rows)] = 0.0
+        return weights
+
+    def state_dict(self) -> dict[str, Any]:
+        learned = np.flatnonzero(self.pass_rates != 0.5)
+        return super().state_dict() | {
+            "draws": self._draws,
+            "waiting": sorted(self._waiting),
+            "learned": learned.tolist(),
+            "pass_rates": self.pass_rates[learned].tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._draws, self._waiting = state["draws"], set(state["waiting"])
+        self.pass_rates = np.full(len(self), 0.5)
+        self.pass_rates[state["learned"]] = state["pass_rates"]
+
+    def _draw_index(self) -> int:
+        weights = self.weights()
+        if not weights.any():
+            raise DataError(
+                f"{self!r}: all {len(self)} prompts are longer than "
+                f"max_prompt_tokens={self.max_prompt_tokens}; raise it"
+            )
+        free = weights.copy()
+        free[list(self._waiting)] = 0.0
+        if not free.any():  # all are under way: begin anew
+            self._waiting.clear()
+            free = weights
+        # Stateless, so that a resumed run draws the same.
+        random = np.random.default_rng([self.seed, self._draws])
+        self._draws += 1
+        return int(random.choice(len(free), p=free / free.sum()))
+
+    def _prompt_id(self, index: int, row: Mapping[str, Any]) -> str:
+        return str(row[self.id_column] if self.id_column else index)
