@@ -34,10 +34,16 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "RLOO": {ADVANTAGE: {"RLOO": {}}, LOSS: {"Reinforce": {}}},
     "REINFORCE++": {ADVANTAGE: {"ReinforcePlusPlus": {}}},
     "REINFORCE++ baseline": {ADVANTAGE: {"ReinforcePlusPlus": {"group_baseline": True}}},
-    "REINFORCE, running baseline": {ADVANTAGE: {"RunningBaseline": {}}, LOSS: {"Reinforce": {}}},
+    # Nothing bounds the second update on a batch of this loss, and one seed fell apart with two.
+    "REINFORCE, running baseline": {
+        ADVANTAGE: {"RunningBaseline": {}},
+        LOSS: {"Reinforce": {}},
+        **ONE_STEP,
+    },
     "MaxRL": {ADVANTAGE: {"MaxRL": {}}},
     "pass@2": {ADVANTAGE: {"PassAtK": {"k": 2}}},
-    "OPMD": {ADVANTAGE: {"OPMD": {}}, LOSS: {"Reinforce": {}}},
+    # The smaller tau, the higher the baseline lies above the group's mean.
+    "OPMD": {ADVANTAGE: {"OPMD": {"tau": 5.0}}, LOSS: {"Reinforce": {}}},
     "PPO, GAE": {
         ADVANTAGE: {"GAE": {}},
         "value_head": {"SharedValueHead": {}},
@@ -50,9 +56,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "data": {"filters": [{"class_path": "RewardSpread"}]},
     },
     "dual clip": {LOSS: {"PPOClip": {"dual_clip": 3.0}}},
-    "GSPO": {LOSS: {"GSPO": {}}, AVERAGE: {"SequenceMean": {}}},
+    # The paper's bounds are for far longer completions, whose mean ratio moves less.
+    "GSPO": {
+        LOSS: {"GSPO": {"clip_low": 0.1, "clip_high": 0.1}},
+        AVERAGE: {"SequenceMean": {}},
+        "optimizer.init_args.lr": 1.0e-4,
+    },
     "CISPO": {LOSS: {"CISPO": {}}},
-    "SAPO": {LOSS: {"SAPO": {}}},
+    "SAPO": {LOSS: {"SAPO": {}}, "optimizer.init_args.lr": 1.0e-4},
     "GRPO, KL k3 in loss": {"kl": {"K3Penalty": {"coef": 0.001}}},
     "GRPO, KL k1 in reward": {"kl_reward": {"K1Penalty": {"coef": 0.001}}},
     "GRPO, token TIS": {"correction": {"TokenTIS": {}}},

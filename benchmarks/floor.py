@@ -6,8 +6,10 @@ Runs the quickstart's GRPO through `Trainer.fit` with its callbacks and logger, 
 iteration the bare work of the same rollouts: `vllm.LLM.generate` of as many tokens for the same
 prompts (no logprobs, no seeds), and a hand-written torch forward, backward and AdamW step on the
 same tokens, prompts shared within a group. The ratio of CPU seconds, iteration by iteration, is
-what the library costs. The last line is JSON with `ratio` (against the floor with shared prompts)
-and `ratio_unshared`.
+what the library costs. Groups whose rewards are all alike are trained on by the bare step, but left
+out by the library, which is exact; `skipped` is their share. The last line is JSON with `ratio`
+(against the floor with shared prompts), `ratio_unshared`, and `ratio_skipping` (against a floor
+with shared prompts that leaves out the same rollouts).
 """
 
 import argparse
@@ -74,6 +76,7 @@ class Floor(RLCallback):
             share: PlainStep(policy.lm.config, policy.lm.state_dict(), LR)
             for share in (True, False)
         }
+        self.plain_skipping = PlainStep(policy.lm.config, policy.lm.state_dict(), LR)
 
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begin = time.process_time()
@@ -97,8 +100,12 @@ class Floor(RLCallback):
             share: cpu_seconds(self.plain[share].step, self.rollouts, advantages, share)
             for share in order
         }
+        moving = with_spread(self.rollouts)
+        trained = advantages[: sum(len(r.token_ids) for r in moving)]
         row = {
             "iteration": iteration,
+            "skipped": metrics["policy/skipped_share"],
+            "step_skipping": cpu_seconds(self.plain_skipping.step, moving, trained, True),
             "generate": cpu_seconds(self.generate),
             "step": steps[True],
             "step_unshared": steps[False],
@@ -126,6 +133,14 @@ class Floor(RLCallback):
         outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
         produced = sum(len(output.outputs[0].token_ids) for output in outputs)
         assert produced == sum(len(r.token_ids) for r in self.rollouts)
+
+
+def with_spread(rollouts: list[Rollout]) -> list[Rollout]:
+    """Those in whose group rewards differ."""
+    rewards: dict[str, set[float | None]] = {}
+    for rollout in rollouts:
+        rewards.setdefault(rollout.group_id, set()).add(rollout.reward)
+    return [rollout for rollout in rollouts if len(rewards[rollout.group_id]) > 1]
 
 
 def cpu_seconds(function: Any, *arguments: Any) -> float:
@@ -185,12 +200,16 @@ def main() -> None:
     median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     ratios = {
         name: statistics.median(r["iteration"] / (r["generate"] + r[step]) for r in rows)
-        for name, step in (("ratio", "step"), ("ratio_unshared", "step_unshared"))
+        for name, step in (
+            ("ratio", "step"),
+            ("ratio_unshared", "step_unshared"),
+            ("ratio_skipping", "step_skipping"),
+        )
     }
     print(f"\nCPU seconds, median of {len(rows)} iterations, {arguments.threads} thread(s):")
-    for key in ("iteration", "generate", "step", "step_unshared"):
+    for key in ("iteration", "generate", "step", "step_unshared", "step_skipping"):
         print(f"  {key:<14} {median[key]:.3f}")
-    print(f"  {'tokens':<14} {median['tokens']:.0f} per iteration")
+    print(f"  {'tokens':<14} {median['tokens']:.0f} per iteration, {median['skipped']:.0%} skipped")
     print(json.dumps({k: round(v, 3) for k, v in (ratios | median).items()}))
 
 

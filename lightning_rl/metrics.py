@@ -11,7 +11,7 @@ from lightning_rl.dist import all_max, all_sum
 class TokenMetrics:
     """Accumulates per-token tensors; means do not depend on how tokens were cut into packs.
 
-    A name that ends in ``_max`` is the maximum instead.
+    A name that ends in ``_max`` is the maximum instead. What no rank has a value of is left out.
     """
 
     def __init__(self) -> None:
@@ -20,13 +20,11 @@ class TokenMetrics:
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, metrics: dict[str, Tensor]) -> None:
-        """Add tensors of shape (M,) each; empty ones change nothing."""
+        """Add tensors of shape (M,) each; empty ones make a name known, as all ranks must."""
         for name, values in metrics.items():
-            if values.numel() == 0:
-                continue
             values = values.detach().float()
             if name.endswith("_max"):
-                peak = values.max()
+                peak = values.max() if values.numel() else values.new_tensor(-math.inf)
                 known = self._maxima.get(name)
                 self._maxima[name] = peak if known is None else torch.maximum(known, peak)
             else:
@@ -41,10 +39,14 @@ class TokenMetrics:
             sums = torch.stack(list(self._sums.values())).double()
             counts = torch.tensor(list(self._counts.values()), device=sums.device).double()
             totals = all_sum(torch.stack([sums, counts]))
-            result |= dict(zip(self._sums, (totals[0] / totals[1]).tolist(), strict=True))
+            for name, total, count in zip(self._sums, *totals.tolist(), strict=True):
+                if count:
+                    result[name] = total / count
         if self._maxima:
             peaks = all_max(torch.stack(list(self._maxima.values())))
-            result |= dict(zip(self._maxima, peaks.tolist(), strict=True))
+            for name, value in zip(self._maxima, peaks.tolist(), strict=True):
+                if value != -math.inf:  # nan stays: it is what one wants to see
+                    result[name] = value
         return result
 
 

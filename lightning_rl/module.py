@@ -13,10 +13,18 @@ from lightning_rl.algos.correction import Correction, add_effective_share
 from lightning_rl.algos.entropy import EntropyBonus
 from lightning_rl.algos.kl import KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
-from lightning_rl.algos.objective import Objective
+from lightning_rl.algos.objective import Objective, loss_tokens
 from lightning_rl.checks import check_parts
-from lightning_rl.data.packing import select, split_minibatches, split_packs, token_rows
+from lightning_rl.data.packing import (
+    is_idle,
+    select,
+    split_minibatches,
+    split_packs,
+    token_rows,
+    without_idle,
+)
 from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.hooks import call_hook
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.metrics import TokenMetrics
 from lightning_rl.models.heads import ValueHead
@@ -32,6 +40,8 @@ class PolicyModule(RecordingModule):
     """Wraps a causal LM (policy head, optional value head) and improves it from rollouts.
 
     ``training_step`` runs the named steps below on one packed batch; each can be called by itself.
+    Rollouts that cannot move the policy (``skips_idle``) are left out of them: the gradient is the
+    same, and ``policy/*`` and ``rollout/logprob_gap_*`` are over the tokens that were trained on.
 
     Args:
         model: directory or hub name of the causal LM to train.
@@ -59,6 +69,7 @@ class PolicyModule(RecordingModule):
         max_tokens_per_pack: forward tokens in one forward/backward (bounds memory).
         max_grad_norm: clip the gradient's global norm; None: leave it.
         gradient_checkpointing: recompute activations in backward.
+        compile: let ``torch.compile`` make the layers faster; the first iteration pays for it.
         random_init: start from random weights instead of those in ``model``.
         seed: of the order in which groups are dealt to minibatches; None: ``seed_everything``'s.
 
@@ -80,7 +91,9 @@ class PolicyModule(RecordingModule):
         reference: Reference | None = None,
         entropy: EntropyBonus | None = None,
         lora: LoRA | None = None,
-        optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-6, weight_decay=0.0),
+        optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(
+            p, lr=1e-6, weight_decay=0.0, fused=True
+        ),
         lr_scheduler: LRSchedulerCallable | None = None,
         value_lr: float | None = None,
         value_warmup_iterations: int = 0,
@@ -91,6 +104,7 @@ class PolicyModule(RecordingModule):
         max_tokens_per_pack: int = 16384,
         max_grad_norm: float | None = 1.0,
         gradient_checkpointing: bool = False,
+        compile: bool = False,
         random_init: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -124,6 +138,7 @@ class PolicyModule(RecordingModule):
         self.advantage = advantage
         self.aggregation = aggregation
         self.objective = objective
+        self.skips_idle = objective.advantage_moves_alone and kl_reward is None
         self.kl = kl
         self.kl_reward = kl_reward
         self.lora = lora
@@ -137,6 +152,7 @@ class PolicyModule(RecordingModule):
         self.max_tokens_per_pack = max_tokens_per_pack
         self.max_grad_norm = max_grad_norm
         self.gradient_checkpointing = gradient_checkpointing
+        self.compile_layers = compile
         self.random_init = random_init
         self.seed = run_seed(seed)
         self.policy: Policy | None = None
@@ -156,21 +172,14 @@ class PolicyModule(RecordingModule):
             self.random_init,
             self.gradient_checkpointing,
             self.lora,
+            self.compile_layers,
         )
         if self.kl is not None or self.kl_reward is not None:
             self.reference = self._reference[0] or FrozenReference()
             self.reference.configure(self.policy)
 
     def configure_optimizers(self) -> Any:
-        policy = self._policy()
-        critic = [] if policy.value_head is None else list(policy.value_head.parameters())
-        trained = [p for p in policy.lm.parameters() if p.requires_grad]
-        groups: list[dict[str, Any]] = [{"params": trained}]
-        if critic:
-            groups.append(
-                {"params": critic} | ({} if self.value_lr is None else {"lr": self.value_lr})
-            )
-        optimizer = self.optimizer(groups)
+        optimizer = self.optimizer(self._policy().parameter_groups(self.value_lr))
         if self.lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
@@ -178,10 +187,15 @@ class PolicyModule(RecordingModule):
     # ---------------------------------------------------------------- the named steps
 
     def compute_old_logprobs(self, batch: TensorDict) -> TensorDict:
-        """Add ``old_logprobs`` (T,), the policy's before any update (with a critic, ``values``)."""
+        """Add ``old_logprobs`` (T,), the policy's before any update (with a critic, ``values``).
+
+        Rollouts that are known to be left out of the update get zeros.
+        """
         if self.advantage.needs_values or not self.trust_engine_logprobs:
+            known = self.skips_idle and "advantages" in batch["tokens"]
+            rows = (~is_idle(batch)).nonzero().squeeze(1) if known else None
             with self.clock("logprob"):
-                batch = self._policy().score(batch, "old_logprobs", self.max_tokens_per_pack)
+                batch = self._policy().score(batch, "old_logprobs", self.max_tokens_per_pack, rows)
         if self.trust_engine_logprobs:
             batch["tokens", "old_logprobs"] = batch["tokens", "rollout_logprobs"]
         return batch
@@ -224,6 +238,8 @@ class PolicyModule(RecordingModule):
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One RL iteration on a packed batch."""
+        if self.skips_idle:  # then advantages depend on rewards alone, and tell what to score
+            batch = self.compute_advantages(batch)
         # With one update per batch the current policy is the old one: nothing to recompute.
         if self.ppo_epochs * self.minibatches > 1 or self.trust_engine_logprobs or self.kl_reward:
             batch = self.compute_old_logprobs(batch)
@@ -231,7 +247,9 @@ class PolicyModule(RecordingModule):
             batch = self.compute_values(batch)
         if self.reference is not None:
             batch = self.compute_ref_logprobs(batch)
-        batch = self.compute_advantages(batch)
+        if not self.skips_idle:
+            batch = self.compute_advantages(batch)
+        call_hook(self.trainer, "on_update_start", batch)
         metrics = self.update(batch)
         self.iteration += 1
         self._follow(metrics)
@@ -270,6 +288,9 @@ class PolicyModule(RecordingModule):
             truncated_T = minibatch["rollouts", "truncated"][token_rows(minibatch)]
             minibatch["tokens", "loss_mask"] = minibatch["tokens", "loss_mask"] & ~truncated_T
         minibatch["tokens", "loss_weights"] = self.aggregation(minibatch)
+        if self.skips_idle:  # only now: they count where the loss is averaged
+            metrics.add({"policy/skipped_share": is_idle(minibatch)})
+            minibatch = without_idle(minibatch)
         optimizer.zero_grad()
         for rows in split_packs(minibatch, self.max_tokens_per_pack):
             loss, pack_metrics = self._pack_loss(select(minibatch, rows))
@@ -290,34 +311,12 @@ class PolicyModule(RecordingModule):
 
     def _pack_loss(self, pack: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         scores = self._policy()(pack)
-        tokens = pack["tokens"][scores.live]
-        tokens["row"] = token_rows(pack)[scores.live]
-        tokens["expert"] = pack["rollouts", "expert"][tokens["row"]]
-        if "old_logprobs" not in tokens:
-            tokens["old_logprobs"] = scores.logprobs.detach()
+        tokens = loss_tokens(pack, scores)
         loss, metrics = self.objective(scores, tokens, self.iteration)
         if "token_rewards" in tokens and self.kl_reward is not None:
             metrics["reward/kl"] = -tokens["token_rewards"] / self.kl_reward.coef
         return (loss * tokens["loss_weights"]).sum(), metrics
 
-    # ---------------------------------------------------------------- state
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # Most checkpoints are taken before the iteration's row is written.
-        checkpoint["lightning_rl"] = {
-            "iteration": self.iteration,
-            "recorded": self._recorded,
-            "parts": {name: part.state_dict() for name, part in self._stateful().items()},
-        }
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint["lightning_rl"]
-        self.iteration, self._recorded = state["iteration"], dict(state["recorded"])
-        for name, part in self._stateful().items():
-            if name in state["parts"]:  # else it is new in this configuration, and starts afresh
-                part.load_state_dict(state["parts"][name])
-
-    def _stateful(self) -> dict[str, Any]:
-        """The parts besides the weights that change as training goes on."""
+    def stateful_parts(self) -> dict[str, Any]:
         parts = {"advantage": self.advantage, "kl": self.kl, "kl_reward": self.kl_reward}
         return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}

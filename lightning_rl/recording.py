@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_rl.hooks import call_hook
+from lightning_rl.seeding import gather_random_states, restore_random_states
 from lightning_rl.stages import StageClock
 
 
@@ -20,6 +21,13 @@ class RecordingModule(LightningModule):
         self.clock = StageClock()
         self.iteration = 0
         self._recorded: dict[str, float] = {}
+        self._written = -1  # the iteration whose row was written last
+        self._restored: dict[str, Any] | None = None
+
+    @property
+    def recorded(self) -> dict[str, float]:
+        """What was recorded since the last row."""
+        return dict(self._recorded)
 
     def record(self, metrics: dict[str, float]) -> None:
         """Add metrics to this iteration's row; callbacks use this instead of ``self.log``.
@@ -36,13 +44,48 @@ class RecordingModule(LightningModule):
         """Write the row of recorded metrics to every logger, at step ``iteration``."""
         if self._recorded:
             metrics, self._recorded = self._recorded, {}
+            self._written = self.iteration
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics, step=self.iteration)
             call_hook(self.trainer, "on_iteration_end", metrics)
 
+    def stateful_parts(self) -> dict[str, Any]:
+        """Parts besides the weights that change as training goes on; each has a ``state_dict``."""
+        return {}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Most checkpoints are taken before the iteration's row is written.
+        checkpoint["lightning_rl"] = {
+            "iteration": self.iteration,
+            "recorded": self._recorded,
+            "written": self._written,
+            "parts": {name: part.state_dict() for name, part in self.stateful_parts().items()},
+            "random": gather_random_states(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["lightning_rl"]
+        self.iteration, self._recorded = state["iteration"], dict(state["recorded"])
+        for name, part in self.stateful_parts().items():
+            if name in state["parts"]:  # else it is new in this configuration, and starts afresh
+                part.load_state_dict(state["parts"][name])
+        self._written = state.get("written", -1)
+        self._restored = state
+
     # Lightning runs these after the callbacks' own, so one row holds what all of them recorded.
     def on_train_start(self) -> None:
-        self.flush_metrics()
+        state, self._restored = self._restored, None
+        if not self.trainer.ckpt_path:  # weights of another run, perhaps, but this one is new
+            state = None
+        if state is not None and self._written == self.iteration:
+            # What the resumed run measured so far is in that row already, and what the checkpoint
+            # holds belongs to the next.
+            self._recorded = dict(state["recorded"])
+        else:
+            self.flush_metrics()
+        # Last of all: starting an engine has drawn on them, or reseeded them.
+        if state is not None and "random" in state:
+            restore_random_states(state["random"])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.flush_metrics()

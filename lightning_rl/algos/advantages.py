@@ -15,8 +15,11 @@ from lightning_rl.dist import global_mean_std
 def group_means(rewards: Tensor, group: Tensor) -> Tensor:
     """Mean reward of each rollout's group, shape (R,), for rewards (R,) and group ids (R,)."""
     _, inverse, counts = group.unique(return_inverse=True, return_counts=True)
-    sums = torch.zeros(len(counts), dtype=rewards.dtype, device=rewards.device)
-    return (sums.index_add(0, inverse, rewards) / counts)[inverse]
+    # Summed in float64: rewards that are all alike then have exactly that mean, so that nothing
+    # but rounding is never mistaken for an advantage.
+    sums = torch.zeros(len(counts), dtype=torch.double, device=rewards.device)
+    means = sums.index_add(0, inverse, rewards.double()) / counts
+    return means[inverse].to(rewards.dtype)
 
 
 def group_stds(rewards: Tensor, group: Tensor) -> Tensor:
@@ -65,7 +68,11 @@ def total_rewards(batch: TensorDict) -> Tensor:
 
 
 class Advantage(ABC):
-    """Adds ``("tokens", "advantages")``, shape (T,), zero outside of the loss mask, to a batch."""
+    """Adds ``("tokens", "advantages")``, shape (T,), zero outside of the loss mask, to a batch.
+
+    From rewards, groups, ``values`` and ``token_rewards``: ``old_logprobs`` may not be there yet,
+    since a rollout whose advantages are all exactly 0 needs none.
+    """
 
     needs_values: ClassVar[bool] = False
 

@@ -8,6 +8,7 @@ A loss sees the M model tokens of a pack: ``logprobs`` (M,) under the current po
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -21,7 +22,13 @@ Metrics = dict[str, Tensor]
 
 
 class PolicyLoss(ABC):
-    """Maps current logprobs to a loss per token."""
+    """Maps current logprobs to a loss per token.
+
+    ``zero_at_zero_advantage``: the loss of a sampled token without advantage is 0, whatever its
+    logprobs. Rollouts without any advantage are then left out of the update, which is exact.
+    """
+
+    zero_at_zero_advantage: ClassVar[bool] = False  # unless a loss says so, nothing is left out
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
@@ -87,6 +94,7 @@ class PPOClip(PolicyLoss):
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.dual_clip is not None and self.dual_clip <= 1:

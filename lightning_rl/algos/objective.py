@@ -10,7 +10,18 @@ from lightning_rl.algos.correction import Correction
 from lightning_rl.algos.entropy import EntropyBonus
 from lightning_rl.algos.kl import KLPenalty
 from lightning_rl.algos.losses import Metrics, PolicyLoss, ValueLoss
+from lightning_rl.data.packing import token_rows
 from lightning_rl.models.policy import Scores
+
+
+def loss_tokens(pack: TensorDict, scores: Scores) -> TensorDict:
+    """The M tokens of a pack that ``scores`` are of, with what losses want to know of each."""
+    tokens = pack["tokens"][scores.live]
+    tokens["row"] = token_rows(pack)[scores.live]
+    tokens["expert"] = pack["rollouts", "expert"][tokens["row"]]
+    if "old_logprobs" not in tokens:  # one update per batch: the current policy is the old one
+        tokens["old_logprobs"] = scores.logprobs.detach()
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,12 @@ class Objective:
     entropy: EntropyBonus | None = None
     value_loss: ValueLoss | None = None
     value_warmup_iterations: int = 0
+
+    @property
+    def advantage_moves_alone(self) -> bool:
+        """Nothing but an advantage gives a sampled token a gradient."""
+        others = (self.kl, self.entropy, self.value_loss)
+        return self.loss.zero_at_zero_advantage and others == (None, None, None)
 
     def __call__(
         self, scores: Scores, tokens: TensorDict, iteration: int

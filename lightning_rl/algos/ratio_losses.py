@@ -1,6 +1,7 @@
 """Policy losses that treat the ratio otherwise than PPO does, and one that has none."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -13,6 +14,8 @@ from lightning_rl.errors import ConfigError
 @dataclass(frozen=True)
 class Reinforce(PolicyLoss):
     """-A log p (Williams 1992): the policy gradient, exact for the first update of a batch."""
+
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         return -tokens["advantages"] * logprobs, divergence(logprobs, tokens)
@@ -29,6 +32,7 @@ class GSPO(PolicyLoss):
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip_low, self.clip_high)
@@ -56,6 +60,7 @@ class CISPO(PolicyLoss):
 
     clip_low: float = 1.0
     clip_high: float = 2.0
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.clip_low <= 0 or self.clip_high <= 0:
@@ -83,6 +88,7 @@ class SAPO(PolicyLoss):
 
     tau_positive: float = 1.0
     tau_negative: float = 1.05
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.tau_positive <= 0 or self.tau_negative <= 0:
@@ -114,6 +120,11 @@ class SFTMix(PolicyLoss):
 
     loss: PolicyLoss = PPOClip()
     coef: float = 0.1
+
+    @property
+    def zero_at_zero_advantage(self) -> bool:  # type: ignore[override]
+        """As ``loss`` has it, which sees the sampled tokens."""
+        return self.loss.zero_at_zero_advantage
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         expert = tokens["expert"]

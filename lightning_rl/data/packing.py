@@ -89,9 +89,9 @@ def token_rows(batch: TensorDict) -> Tensor:
 def select(batch: TensorDict, rows: Tensor) -> TensorDict:
     """The sub-batch of the given rollouts (indices, shape (r,)), in that order."""
     length = batch["rollouts", "length"]
-    if len(rows) == len(length) and torch.equal(rows, torch.arange(len(length))):
-        return batch
     rows = rows.to(length.device)
+    if len(rows) == len(length) and torch.equal(rows, torch.arange(len(length)).to(rows)):
+        return batch
     starts = (length.cumsum(0) - length)[rows]
     lengths = length[rows]
     ends = lengths.cumsum(0)
@@ -100,6 +100,27 @@ def select(batch: TensorDict, rows: Tensor) -> TensorDict:
     return TensorDict(
         {"tokens": batch["tokens"][tokens], "rollouts": batch["rollouts"][rows]}, batch_size=[]
     )
+
+
+def is_idle(batch: TensorDict) -> Tensor:
+    """Which rollouts, (R,), are sampled and have no advantage on any of their loss tokens."""
+    tokens = batch["tokens"]
+    idle = ~batch["rollouts", "expert"]
+    idle[token_rows(batch)[(tokens["advantages"] != 0) & tokens["loss_mask"]]] = False
+    return idle
+
+
+def without_idle(batch: TensorDict) -> TensorDict:
+    """The rollouts that are not idle; if all are, the first one, without loss tokens.
+
+    Its gradient is zero, and not missing: the optimizer steps as ever, together with other ranks.
+    """
+    idle = is_idle(batch)
+    if not idle.all():
+        return select(batch, (~idle).nonzero().squeeze(1))
+    first = select(batch, torch.zeros(1, dtype=torch.long))
+    first["tokens", "loss_mask"] = torch.zeros_like(first["tokens", "loss_mask"])
+    return first
 
 
 def split_minibatches(batch: TensorDict, count: int, generator: torch.Generator) -> list[Tensor]:

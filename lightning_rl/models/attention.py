@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from lightning_rl.data.packing import token_rows
 from lightning_rl.errors import ConfigError
+from lightning_rl.models.varlen import Varlen, attend, build_varlen, fused_kernel, varlen_dtype
 
 ATTENTION = "lightning_rl_packed"
 
@@ -52,7 +53,8 @@ class PackLayout:
 
     ``input_ids`` and ``position_ids`` (S,) feed the model; ``live`` (M,) are the loss tokens as
     indices into the pack's T tokens, ``predictors`` (M,) the positions in S that predict them.
-    ``restore`` (S,) picks each token's output from the flattened, concatenated bucket outputs.
+    ``restore`` (S,) picks each token's output from the flattened, concatenated bucket outputs;
+    ``varlen`` describes the same attention for a fused kernel.
     """
 
     input_ids: Tensor
@@ -61,6 +63,7 @@ class PackLayout:
     predictors: Tensor
     buckets: list[Bucket]
     restore: Tensor
+    varlen: Varlen
 
 
 def build_layout(pack: TensorDict) -> PackLayout:
@@ -115,6 +118,12 @@ def build_layout(pack: TensorDict) -> PackLayout:
         predictors=predictors.to(device),
         buckets=[bucket.to(device) for bucket in buckets],
         restore=restore.to(device),
+        varlen=build_varlen(
+            segment_start,
+            segment_length,
+            torch.cat([torch.zeros(count, dtype=torch.long), prefix_start]),
+            torch.cat([torch.zeros(count, dtype=torch.long), prompt_length]),
+        ).to(device),
     )
 
 
@@ -138,9 +147,14 @@ def packed_attention(
             rollout is longer than its sliding window.
     """
     _refuse(module, layout, sliding_window, unsupported)
-    repeats = query.shape[1] // key.shape[1]
     # Token-major rows make every gather below a copy of whole rows.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    dtype = None if dropout else varlen_dtype(query)
+    if dtype is not None:
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        out = attend(q, k, v, layout.varlen, scaling, fused_kernel())
+        return out[None], None
+    repeats = query.shape[1] // key.shape[1]
     outputs = []
     for bucket in layout.buckets:
         out = F.scaled_dot_product_attention(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,21 @@ class LoRA:
                 f"lora.target_modules={self.target_modules} adapts the output layer (or an "
                 "embedding tied to it), which packed scoring does not compute; leave it out"
             )
+
+
+def adapter_config(lm: PreTrainedModel) -> dict[str, Any]:
+    """What peft writes to ``adapter_config.json``; plain values only."""
+    config = lm.peft_config[ADAPTER].to_dict()
+    return {
+        key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
+    }
+
+
+def adapter_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The adapters' A and B, under the names in peft's ``adapter_model.safetensors``."""
+    for name, weight in lm.state_dict().items():
+        if ".lora_" in name:
+            yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", weight.detach()
 
 
 @torch.no_grad()

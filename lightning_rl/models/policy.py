@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -18,9 +19,10 @@ from transformers import (
 
 from lightning_rl.data.packing import select, split_packs, token_rows
 from lightning_rl.errors import ConfigError
+from lightning_rl.models import compiling
 from lightning_rl.models.attention import ATTENTION, build_layout
 from lightning_rl.models.heads import ValueHead, token_logprobs
-from lightning_rl.models.lora import LoRA, merged_weights
+from lightning_rl.models.lora import LoRA, adapter_config, adapter_weights, merged_weights
 from lightning_rl.models.parity import require_exact_packing
 
 
@@ -44,6 +46,8 @@ class Policy(nn.Module):
         gradient_checkpointing: recompute activations in backward: less memory, about a third
             more compute.
         lora: train adapters only; None: all weights.
+        compile_layers: let ``torch.compile`` make the layers faster; needs a C++ compiler, on CUDA
+            Triton.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Policy(nn.Module):
         random_init: bool = False,
         gradient_checkpointing: bool = False,
         lora: LoRA | None = None,
+        compile_layers: bool = False,
     ) -> None:
         super().__init__()
         self.lm = _load_lm(model, random_init)
@@ -70,6 +75,8 @@ class Policy(nn.Module):
         if lora is not None:
             lora.attach(self.lm)
         require_exact_packing(self.lm, lambda pack: self(pack).logprobs)
+        if compile_layers:
+            compiling.compile_layers(self.lm)
 
     def forward(self, pack: TensorDict) -> Scores:
         """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`)."""
@@ -93,19 +100,40 @@ class Policy(nn.Module):
         return Scores(layout.live, logprobs, entropy, values)
 
     @torch.no_grad()
-    def score(self, batch: TensorDict, name: str, max_tokens: int) -> TensorDict:
-        """Add the logprobs of a whole batch as ``name`` (T,), and ``values`` (T,) of a critic."""
+    def score(
+        self, batch: TensorDict, name: str, max_tokens: int, rows: Tensor | None = None
+    ) -> TensorDict:
+        """Add the logprobs of a batch as ``name`` (T,), and ``values`` (T,) of a critic.
+
+        ``rows`` (r,), ascending, are the rollouts to score; the others get 0. None: all.
+        """
         tokens, row = batch["tokens"], token_rows(batch)
+        rows = torch.arange(len(batch["rollouts"])) if rows is None else rows
+        part = select(batch, rows)
         outputs = {name: torch.zeros_like(tokens["rollout_logprobs"])}
-        for rows in split_packs(batch, max_tokens):
-            scores = self(select(batch, rows))
+        for pack in split_packs(part, max_tokens):
+            scores = self(select(part, pack))
             # Rows of a pack ascend, so its tokens stand in it in the batch's own order.
-            live = torch.isin(row, rows.to(row.device)).nonzero().squeeze(1)[scores.live]
+            members = rows[pack.to(rows.device)].to(row.device)
+            live = torch.isin(row, members).nonzero().squeeze(1)[scores.live]
             outputs[name][live] = scores.logprobs
             if scores.values is not None:
                 outputs.setdefault("values", torch.zeros_like(outputs[name]))[live] = scores.values
         tokens.update(outputs)
         return batch
+
+    def parameter_groups(self, value_lr: float | None) -> list[dict[str, Any]]:
+        """What an optimizer trains: the LM, and in a group of its own, at ``value_lr``, the critic.
+
+        None: at the same learning rate.
+        """
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in self.lm.parameters() if p.requires_grad]}
+        ]
+        if self.value_head is not None:
+            own = {} if value_lr is None else {"lr": value_lr}
+            groups.append({"params": list(self.value_head.parameters())} | own)
+        return groups
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The LM's weights under their Hugging Face names; a tied output head comes twice, a LoRA
@@ -113,6 +141,18 @@ class Policy(nn.Module):
         weights = self.lm.state_dict().items() if self.lora is None else merged_weights(self.lm)
         for name, weight in weights:
             yield name, weight.detach()
+
+    def named_adapter_weights(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+        """The LoRA by itself, as peft stores one: its configuration, and weights under their names.
+
+        Far less to push than :meth:`named_weights`, for an engine that adds adapters itself.
+
+        Raises:
+            ConfigError: if the policy has no LoRA.
+        """
+        if self.lora is None:
+            raise ConfigError("named_adapter_weights needs a LoRA policy; set lora")
+        return adapter_config(self.lm), adapter_weights(self.lm)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write a directory that transformers and vLLM load; a LoRA is merged into it."""

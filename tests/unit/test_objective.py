@@ -206,6 +206,8 @@ def test_with_a_critic_too(tiny_model, random_batch):
 @pytest.mark.parametrize("trust", [False, True])
 def test_whose_logprobs_the_first_ratio_is_to(tiny_model, train_on, random_rollouts, trust):
     rollouts = random_rollouts(74)
+    for rollout in rollouts:  # each with an advantage, so that each is trained on
+        rollout.reward = float(rollout.sample_index**2)
     batch = pack_rollouts(rollouts)
     module = module_of(tiny_model, trust_engine_logprobs=trust, loss=PPOClip(0.9, 9.0))
     with torch.no_grad():

@@ -44,8 +44,8 @@ def test_loss_and_gradient_by_hand():
     assert len(metrics["clip_frac"]) == 2  # of sampled tokens only
 
 
-def zero_reward(completions):
-    return [0.0] * len(completions)
+def every_second(completions):
+    return [float(place % 2) for place in range(len(completions))]
 
 
 def fit(tiny_model, tmp_path, advantage=GRPO(), loss=None, value_head=None):
@@ -64,7 +64,7 @@ def fit(tiny_model, tmp_path, advantage=GRPO(), loss=None, value_head=None):
 
     data = RLDataModule(
         IterablePrompts([{"prompt": f"{n}="} for n in range(20)]),
-        [zero_reward],
+        [every_second],
         TransformersEngine(),
         expert_prompts=IterablePrompts(
             [{"prompt": f"{n}=", "completion": "777"} for n in range(20)]
@@ -94,7 +94,7 @@ def test_experts_are_learnt_from_and_kept_out_of_what_is_measured(tiny_model, tm
     assert len(rows) == 8
     assert rows[-1]["policy/expert_nll"] < 0.5 * rows[0]["policy/expert_nll"]
     assert all(row["rollout/logprob_gap_max"] < 1e-4 for row in rows)
-    assert all(row["reward/mean"] == 0.0 and row["rollout/completed"] == 4 for row in rows)
+    assert all(row["reward/mean"] == 0.5 and row["rollout/completed"] == 4 for row in rows)
 
 
 @pytest.mark.parametrize(

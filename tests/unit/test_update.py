@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningArgumentParser
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -287,3 +288,22 @@ def test_iterations_are_counted(tiny_model, train_on, random_batch):
     module = module_of(tiny_model, minibatches=2)
     train_on(module, [random_batch(s) for s in (1, 2, 3)])
     assert module.iteration == 3
+
+
+def test_a_fused_optimizer_from_yaml_steps_as_the_plain_one(tiny_model, train_on, random_batch):
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(PolicyModule, "model")
+    weights = []
+    for fused in (True, False):
+        text = f"""
+        model:
+          model: {tiny_model}
+          optimizer:
+            class_path: torch.optim.AdamW
+            init_args: {{lr: 0.01, eps: 1.0e-4, fused: {fused}}}
+        """
+        module = parser.instantiate_classes(parser.parse_string(text)).model
+        trainer = train_on(module, [random_batch(20), random_batch(21)])
+        assert trainer.optimizers[0].defaults["fused"] is fused
+        weights.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)

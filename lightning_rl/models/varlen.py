@@ -1,0 +1,150 @@
+"""Packed attention in one fused kernel call, where the device has one: torch's ``varlen_attn``.
+
+The kernel takes segments of queries and of keys, one after another without padding. Queries are the
+pack's own row; a completion's keys are its prompt's and its own. Causal, with fewer queries than
+keys, means aligned at the end: just what a completion behind its prompt needs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CAUSAL = (-1, 0)  # the kernel's window: any number of tokens to the left, none to the right
+LARGEST_HEAD = 256
+
+
+@dataclass(slots=True)
+class Varlen:
+    """N segments: ``keys`` (K,) index the pack's S tokens; the rest is where segments begin.
+
+    ``query_ends`` and ``key_ends`` (N + 1,), int32, are cumulative lengths from 0.
+    """
+
+    keys: Tensor
+    query_ends: Tensor
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
+
+    def to(self, device: torch.device) -> "Varlen":
+        """On another device."""
+        keys, query_ends, key_ends = (
+            x.to(device) for x in (self.keys, self.query_ends, self.key_ends)
+        )
+        return Varlen(keys, query_ends, key_ends, self.longest_query, self.longest_key)
+
+
+def build_varlen(
+    start: Tensor, length: Tensor, prefix_start: Tensor, prefix_length: Tensor
+) -> Varlen:
+    """From the place and length of each segment and of what it sees before itself, all (N,).
+
+    Segments without a token are left out; the others follow each other without a gap.
+    """
+    full = length > 0
+    start, length, prefix_start, prefix_length = (
+        x[full] for x in (start, length, prefix_start, prefix_length)
+    )
+    starts = torch.stack([prefix_start, start], 1).flatten()
+    lengths = torch.stack([prefix_length, length], 1).flatten()
+    ends = lengths.cumsum(0)
+    keys = torch.arange(int(lengths.sum())) + torch.repeat_interleave(
+        starts - (ends - lengths), lengths
+    )
+    key_length = prefix_length + length
+    query_ends, key_ends = (F.pad(x.cumsum(0), (1, 0)).int() for x in (length, key_length))
+    longest = int(length.max()), int(key_length.max())
+    return Varlen(keys, query_ends, key_ends, *longest)
+
+
+def varlen_dtype(query: Tensor) -> torch.dtype | None:
+    """What the kernel would compute attention in; None: it cannot, here and now."""
+    if query.device.type != "cuda":
+        return None
+    autocast = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if autocast else query.dtype
+    usable = dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= LARGEST_HEAD
+    return dtype if usable and kernel_works(query.device, dtype, query.shape[-1]) else None
+
+
+def fused_kernel() -> Callable[..., Any]:
+    """torch's kernel; imported where it is used, since that takes a second."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+@cache
+def kernel_works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Try the kernel: it must exist for this device and mask as this module needs it to."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(n, heads, width, generator=generator).to(device, dtype)
+        for n, heads in ((5, 2), (7, 1), (7, 1))
+    )
+    # Two segments: 2 queries on the last of 4 keys, and 3 on 3.
+    layout = build_varlen(*(torch.tensor(x) for x in ([0, 2], [2, 3], [0, 0], [2, 0])))
+    layout.keys = torch.arange(7)
+    try:
+        ours = attend(q, k, v, layout.to(device), None, fused_kernel())
+    except (ImportError, NotImplementedError, RuntimeError, TypeError):  # not here, or not yet so
+        return False
+    theirs = attend(q.float(), k.float(), v.float(), layout, None, plain_varlen)
+    return bool((ours.float() - theirs).abs().max() < 0.05)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Varlen,
+    scale: float | None,
+    kernel: Callable[..., Tensor],
+) -> Tensor:
+    """Attention of q (S, H, D) on k and v (S, Hkv, D), of shape (S, H, D)."""
+    return kernel(
+        q,
+        k[layout.keys],
+        v[layout.keys],
+        layout.query_ends,
+        layout.key_ends,
+        layout.longest_query,
+        layout.longest_key,
+        scale=scale,
+        window_size=CAUSAL,
+        enable_gqa=True,
+    )
+
+
+def plain_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """What the kernel computes, segment by segment: its definition, on any device."""
+    outputs = []
+    for (i, j), (m, n) in zip(query_ends.unfold(0, 2, 1), key_ends.unfold(0, 2, 1), strict=True):
+        seen = torch.ones(int(j - i), int(n - m), dtype=torch.bool, device=q.device)
+        out = F.scaled_dot_product_attention(
+            q[i:j].transpose(0, 1)[None],
+            k[m:n].transpose(0, 1)[None],
+            v[m:n].transpose(0, 1)[None],
+            attn_mask=seen.tril(int((n - m) - (j - i))),
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)

@@ -1,0 +1,24 @@
+"""``compile: true`` changes what a step costs, and nothing else."""
+
+import torch
+
+from lightning_rl.algos.kl import K3Penalty
+from lightning_rl.module import PolicyModule
+
+
+def test_a_compiled_module_trains_the_same_whatever_the_pack(tiny_model, train_on, random_batch):
+    """Packs of several sizes, scoring without gradient and a reference included."""
+    weights = []
+    for compiled in (False, True):
+        module = PolicyModule(
+            str(tiny_model),
+            kl=K3Penalty(0.1),
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            minibatches=2,
+            compile=compiled,
+        )
+        train_on(module, [random_batch(1, groups=3), random_batch(2, groups=8)])
+        weights.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))
+        names = {name for name, _ in module.policy.named_weights()}
+        assert not any("_orig_mod" in name for name in names)
+    assert float((weights[1] - weights[0]).norm() / weights[0].norm()) < 1e-5

@@ -1,0 +1,74 @@
+"""The layout for the fused attention kernel, which needs CUDA, against the one for CPUs."""
+
+import pytest
+import torch
+
+from lightning_rl.models import varlen
+from lightning_rl.models.attention import build_layout, packed_attention
+from lightning_rl.models.varlen import attend, build_varlen, plain_varlen, varlen_dtype
+
+
+def test_segments_by_hand():
+    # Row: prompt 0-2, prompt 3-4, then completions 5-6 (after the first) and 7 (after the second);
+    # one completion has no token to run.
+    layout = build_varlen(
+        *map(torch.tensor, ([0, 3, 5, 7, 7], [3, 2, 2, 0, 1], [0, 0, 0, 0, 3], [0, 0, 3, 3, 2]))
+    )
+    assert layout.keys.tolist() == [0, 1, 2, *(3, 4), *(0, 1, 2, 5, 6), *(3, 4, 7)]
+    assert layout.query_ends.tolist() == [0, 3, 5, 7, 8]
+    assert layout.key_ends.tolist() == [0, 3, 5, 10, 13]
+    assert (layout.longest_query, layout.longest_key) == (3, 5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_call_over_segments_is_the_attention_over_buckets(random_batch, seed):
+    layout = build_layout(random_batch(seed))
+    size, generator = len(layout.input_ids), torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(1, heads, size, 8, generator=generator, dtype=torch.double, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    expected, _ = packed_attention(torch.nn.Identity(), q, k, v, None, layout=layout, scaling=0.3)
+    out = attend(*(x[0].transpose(0, 1) for x in (q, k, v)), layout.varlen, 0.3, plain_varlen)
+    torch.testing.assert_close(out[None], expected, rtol=0, atol=1e-12)
+    towards = torch.randn(expected.shape, generator=generator, dtype=torch.double)
+    ours, theirs = (
+        torch.autograd.grad((o * towards).sum(), (q, k, v)) for o in (out[None], expected)
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_the_definition_is_causal_from_the_end():
+    # 2 queries on the last of 3 keys: the first may see 2 keys, the second 3. Equal scores: means.
+    q, k = torch.zeros(2, 1, 1), torch.zeros(3, 1, 1)
+    v = torch.tensor([3.0, 6.0, 18.0]).reshape(3, 1, 1)
+    ends = (torch.tensor([0, 2]), torch.tensor([0, 3]))
+    out = plain_varlen(q, k, v, *ends, 2, 3, scale=None, window_size=varlen.CAUSAL, enable_gqa=True)
+    assert out.flatten().tolist() == [4.5, 9.0]
+
+
+def test_a_cpu_has_no_such_kernel():
+    assert varlen_dtype(torch.zeros(1, 2, 3, 16, dtype=torch.bfloat16)) is None
+    assert not varlen.kernel_works(torch.device("cpu"), torch.bfloat16, 16)
+
+
+def test_a_kernel_that_masks_otherwise_is_not_used(monkeypatch):
+    device, dtype = torch.device("cpu"), torch.float32
+    monkeypatch.setattr(varlen, "fused_kernel", lambda: plain_varlen)
+    assert varlen.kernel_works.__wrapped__(device, dtype, 16)
+
+    def from_the_start(q, k, v, query_ends, key_ends, *longest, **options):
+        """Aligned at the first key, as SDPA's ``is_causal`` is."""
+        spans = zip(query_ends.unfold(0, 2, 1), key_ends.unfold(0, 2, 1), strict=True)
+        parts = [
+            plain_varlen(
+                q[i:j], k[m : m + j - i], v[m : m + j - i], ends, ends, *longest, **options
+            )
+            for (i, j), (m, _) in spans
+            for ends in [torch.stack([i - i, j - i])]
+        ]
+        return torch.cat(parts)
+
+    monkeypatch.setattr(varlen, "fused_kernel", lambda: from_the_start)
+    assert not varlen.kernel_works.__wrapped__(device, dtype, 16)
