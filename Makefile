@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint docs doctor bench-floor lock
+.PHONY: help setup quickstart test lint docs browser doctor bench-floor lock
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -36,6 +36,9 @@ lint: setup  ## ruff and mypy
 docs: export NO_MKDOCS_2_WARNING ?= 1
 docs: setup  ## build the documentation into site/, warnings are errors
 	$(PY) -m mkdocs build --strict
+
+browser: setup  ## a Chromium for the viewer's tests, into build/browser (needs npm)
+	install/browser.sh
 
 doctor: setup  ## versions, engine, devices, threads, and what is wrong with each
 	@$(PY) -m lightning_rl.doctor

@@ -1,0 +1,59 @@
+"""``lightning-rl view``: runs as one HTML file."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.view.page import build_page
+from lightning_rl.view.runs import find_runs, is_rollout_file, read_run
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see lightning-rl view --help)")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """What the command line says.
+
+    Raises:
+        ConfigError: for what it cannot mean.
+    """
+    parser = _Parser(
+        prog="lightning-rl view",
+        description="Write one self-contained HTML file: curves, step times, rollouts by token.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, help="run directories, folders of some, or rollout files"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the file to write (default: view.html in the first RUN)"
+    )
+    parser.add_argument(
+        "--rollouts", type=int, default=2000, help="the last N of each run (default: 2000)"
+    )
+    parsed = parser.parse_args(arguments)
+    require_at_least(1, rollouts=parsed.rollouts)
+    return parsed
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the file and say where it is."""
+    options = parse_arguments(arguments)
+    paths = [path for given in options.runs for path in find_runs(given)]
+    runs = [read_run(path, options.rollouts) for path in paths]
+    first = options.runs[0]
+    out: Path = options.out or (first.parent if is_rollout_file(first) else first) / "view.html"
+    if out.is_dir():
+        raise ConfigError(f"out={str(out)!r} is a directory; name a file")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(build_page(runs), encoding="utf-8")
+    shown = sum(len(run.rollouts) for run in runs)
+    total = sum(run.rollouts_total for run in runs)
+    more = "" if shown == total else f" of {total} (more: --rollouts N)"
+    size = f"{out.stat().st_size / 2**20:.1f} MiB"
+    print(f"runs: {len(runs)}, rollouts: {shown}{more}, {size}: {out}")
+    return 0

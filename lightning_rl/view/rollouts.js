@@ -1,0 +1,131 @@
+// All rollouts: filters, a sorted list in pages, and the one that is open.
+
+const PAGE = 25;
+const rollouts = { open: null, page: 0, sort: "place", descending: false, found: [], filters: {} };
+
+const COLUMNS = [
+  { name: "iteration", key: (r) => r.iteration, number: true },
+  { name: "prompt", key: (r) => r.prompt, cell: (r) => r.prompt, text: true },
+  { name: "completion", key: (r) => r.completion, cell: (r) => r.completion, text: true },
+  { name: "reward", key: (r) => r.reward, number: true },
+  { name: "tokens", key: (r) => r.tokens, number: true },
+  { name: "gap", key: (r) => r.gap, number: true },
+  { name: "version", key: (r) => r.oldest, cell: (r) => (r.oldest === r.newest ? format(r.oldest) : `${r.oldest}–${r.newest}`), number: true },
+  { name: "end", key: (r) => r.status + r.finish_reason, cell: (r) => (r.status === "completed" ? r.finish_reason ?? "–" : r.status) },
+  { name: "flags", key: (r) => Object.keys(r.flags).length, cell: (r) => Object.keys(r.flags).map((flag) => el("span", { class: "flag" }, flag)) },
+];
+
+function drawRollouts() {
+  const section = $("#rollouts");
+  if (!view.rollouts.length) {
+    section.replaceChildren(el("p", { class: "empty" }, "No rollouts: add the callback RolloutRecorder or PreviewTable."));
+    return;
+  }
+  const list = el("div", { class: "card list" });
+  const detail = el("aside", { class: "card detail" }, el("p", { class: "empty" }, "Choose a rollout; ↑ and ↓ go on."));
+  section.replaceChildren(...notes(), filterBar(), el("div", { class: "browser" }, list, detail));
+  applyFilters();
+}
+
+function notes() {
+  const cut = view.runs.map((run, place) => [run, view.rollouts.filter((r) => r.run === place).length]);
+  return cut.filter(([run, shown]) => shown < run.rollouts_total).map(([run, shown]) =>
+    el("p", { class: "note" }, `${run.name}: showing the last ${shown} of ${run.rollouts_total} rollouts; use --rollouts ${run.rollouts_total} for all.`));
+}
+
+function filterBar() {
+  const distinct = (key) => [...new Set(view.rollouts.map(key))].filter((value) => value != null).sort();
+  const change = (name, value) => { rollouts.filters[name] = value; rollouts.page = 0; applyFilters(); };
+  const choice = (name, options) => el("label", {}, name, el("select", { "data-filter": name, onchange: (event) => change(name, event.target.value) },
+    el("option", { value: "" }, "all"), ...options.map((option) => el("option", { value: option }, option))));
+  const bound = (name) => el("input", { type: "number", step: "any", "data-filter": name, placeholder: name.split(" ")[1], "aria-label": name,
+    oninput: (event) => change(name, event.target.value) });
+  const range = (name) => el("label", {}, name, el("span", { class: "range" }, bound(`${name} from`), bound(`${name} to`)));
+  return el("div", { class: "card filters" },
+    el("label", {}, "text", el("input", { type: "search", "data-filter": "text", placeholder: "prompt, completion, id", value: rollouts.filters.text, oninput: (event) => change("text", event.target.value) })),
+    choice("flag", ["any", ...Object.keys(view.flags)]),
+    choice("status", distinct((r) => r.status)),
+    choice("end", distinct((r) => r.finish_reason)),
+    range("iteration"), range("reward"),
+    el("button", { "data-filter": "reset", onclick: () => { rollouts.filters = {}; rollouts.page = 0; drawRollouts(); } }, "Reset"));
+}
+
+function matches(row) {
+  const f = rollouts.filters;
+  if (curves.hiddenRuns.has(row.run)) return false;
+  if (f.status && row.status !== f.status) return false;
+  if (f.end && row.finish_reason !== f.end) return false;
+  if (f.flag && !(f.flag === "any" ? Object.keys(row.flags).length : f.flag in row.flags)) return false;
+  for (const name of ["iteration", "reward"]) {
+    const [low, high] = [f[`${name} from`], f[`${name} to`]];
+    if ((low || high) && typeof row[name] !== "number") return false;
+    if (low && row[name] < Number(low)) return false;
+    if (high && row[name] > Number(high)) return false;
+  }
+  if (!f.text) return true;
+  const wanted = f.text.toLowerCase();
+  return [row.prompt, row.completion, row.id ?? "", row.error ?? ""].some((text) => text.toLowerCase().includes(wanted));
+}
+
+// Missing values come last in either direction.
+function compare(a, b) {
+  const missing = (value) => value == null || value === "nan";
+  if (missing(a) || missing(b)) return missing(a) - missing(b);
+  return (a < b ? -1 : a > b ? 1 : 0) * (rollouts.descending ? -1 : 1);
+}
+
+function applyFilters() {
+  const column = COLUMNS.find((c) => c.name === rollouts.sort);
+  const found = view.rollouts.map((row, place) => ({ row, place })).filter(({ row }) => matches(row));
+  if (column) found.sort((a, b) => compare(column.key(a.row), column.key(b.row)) || a.place - b.place);
+  rollouts.found = found.map(({ place }) => place);
+  drawList();
+}
+
+function sortBy(column) {
+  rollouts.descending = rollouts.sort === column.name ? !rollouts.descending : Boolean(column.number) && column.name !== "iteration";
+  rollouts.sort = column.name;
+  rollouts.page = 0;
+  applyFilters();
+}
+
+function drawList() {
+  const pages = Math.max(1, Math.ceil(rollouts.found.length / PAGE));
+  rollouts.page = Math.min(rollouts.page, pages - 1);
+  const head = COLUMNS.map((column) => {
+    const arrow = rollouts.sort === column.name ? (rollouts.descending ? " ↓" : " ↑") : "";
+    return el("th", { class: `sortable${column.number ? " number" : ""}`, "data-sort": column.name, onclick: () => sortBy(column) }, column.name + arrow);
+  });
+  const shown = rollouts.found.slice(rollouts.page * PAGE, (rollouts.page + 1) * PAGE);
+  const turn = (by) => { rollouts.page += by; drawList(); };
+  $(".list").replaceChildren(
+    el("table", {}, el("thead", {}, el("tr", {}, view.runs.length > 1 ? el("th", {}) : null, ...head)), el("tbody", {}, ...shown.map(listRow))),
+    el("div", { class: "pager" },
+      el("button", { disabled: rollouts.page === 0, "data-turn": "back", onclick: () => turn(-1) }, "← Back"),
+      el("span", { id: "count", class: "soft" }, `${rollouts.found.length} of ${view.rollouts.length} rollouts · page ${rollouts.page + 1} of ${pages}`),
+      el("button", { disabled: rollouts.page >= pages - 1, "data-turn": "on", onclick: () => turn(1) }, "On →")));
+}
+
+function listRow(place) {
+  const row = view.rollouts[place];
+  const cells = COLUMNS.map((column) => {
+    const content = column.cell ? column.cell(row) : format(column.key(row));
+    const kind = column.number ? "number" : column.text ? "text mono" : "";
+    return el("td", { class: kind, title: column.text ? String(content).slice(0, 300) : null }, ...[content].flat());
+  });
+  const run = view.runs.length > 1 ? el("td", {}, el("i", { class: "dot", title: view.runs[row.run].name, style: `display: inline-block; background: ${runColour(row.run)}` })) : null;
+  return el("tr", { "data-rollout": place, "aria-selected": String(place === rollouts.open), onclick: () => openRollout(place) }, run, ...cells);
+}
+
+function openRollout(place) {
+  rollouts.open = place;
+  const at = rollouts.found.indexOf(place);
+  if (at >= 0) rollouts.page = Math.floor(at / PAGE);
+  drawList();
+  return drawDetail(place);
+}
+
+function step(by) {
+  const at = rollouts.found.indexOf(rollouts.open) + by;
+  if (at >= 0 && at < rollouts.found.length) openRollout(rollouts.found[at]);
+}

@@ -1,0 +1,154 @@
+"""What run directories hold, as the viewer reads it."""
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.buffer.files import open_rollouts
+from lightning_rl.errors import DataError
+from lightning_rl.view.pieces import TokenPieces
+
+Record = dict[str, Any]
+
+ROLLOUT_FILES = ("recorded.jsonl", "rollouts.jsonl")
+"""Of RolloutRecorder and PreviewTable; the first that is there is read, for it tells more."""
+
+
+@dataclass
+class Run:
+    """One run: metrics by iteration, its summary, and its last rollouts, oldest first."""
+
+    name: str
+    metrics: list[Record] = field(default_factory=list)
+    summary: Record = field(default_factory=dict)
+    rollouts: list[Record] = field(default_factory=list)
+    rollouts_total: int = 0
+
+
+def find_runs(path: Path) -> list[Path]:
+    """``path`` itself if it is a run or a rollout file, else the runs in the folders below it.
+
+    Rollout files are what ``lightning-rl rollout`` writes: ``.jsonl``, ``.parquet``, ``.sqlite``.
+
+    Raises:
+        DataError: if there is nothing to show.
+    """
+    if is_rollout_file(path) or _is_run(path):
+        return [path]
+    found = [folder for folder in sorted(path.rglob("*")) if folder.is_dir() and _is_run(folder)]
+    if found:
+        return sorted(found, key=_by_number)
+    if not path.exists():
+        raise DataError(f"{path} does not exist (working directory: {Path.cwd()})")
+    raise DataError(
+        f"{path} holds no run: neither metrics.jsonl (written by the callback RunReport) nor "
+        "recorded.jsonl or rollouts.jsonl (RolloutRecorder, PreviewTable); add a callback, or name "
+        "another directory"
+    )
+
+
+def is_rollout_file(path: Path) -> bool:
+    """Parquet files may be spread over a folder."""
+    return path.is_file() or (path.is_dir() and path.suffix == ".parquet")
+
+
+def read_run(path: Path, max_rollouts: int) -> Run:
+    """Read a run directory or a rollout file.
+
+    Raises:
+        DataError: for a line that is not a JSON object; a last one that a killed run left
+            unfinished is skipped.
+    """
+    run = Run(str(path) if not path.is_absolute() else str(Path(*path.parts[-3:])))
+    if is_rollout_file(path):
+        source: Path | None = path
+    else:
+        run.metrics = _merge_rows(path / "metrics.jsonl")
+        summary = path / "summary.json"
+        run.summary = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
+        files = (path / name for name in ROLLOUT_FILES)
+        source = next((file for file in files if file.exists()), None)
+    if source is not None:
+        run.rollouts, run.rollouts_total = _last_rollouts(source, max_rollouts)
+        _add_pieces(run.rollouts, path, run.summary)
+    return run
+
+
+def _merge_rows(path: Path) -> list[Record]:
+    """A row per iteration; a resumed run writes some again, and the later one wins."""
+    rows: dict[int, Record] = {}
+    for _, line in _lines(path):
+        row = json.loads(line)
+        rows[row["iteration"]] = rows.get(row["iteration"], {}) | row
+    return [rows[iteration] for iteration in sorted(rows)]
+
+
+def _last_rollouts(path: Path, count: int) -> tuple[list[Record], int]:
+    """The last ``count`` rollouts of a file, and how many it holds."""
+    last: deque[tuple[int, Any]] = deque(maxlen=count)
+    total = 0
+    for item in _lines(path) if path.suffix == ".jsonl" else _stored(path):
+        last.append(item)
+        total += 1
+    records: dict[tuple[int, str], Record] = {}
+    for number, item in last:
+        # Tolerant, unlike the buffer's reader: what is wrong with a record is to be seen.
+        record = json.loads(item) if isinstance(item, str) else item
+        if not isinstance(record.get("token_ids"), list):
+            raise DataError(f"{path}:{number}: not a rollout: token_ids is missing")
+        key = (record.setdefault("iteration", 0), record.setdefault("id", str(number)))
+        records.pop(key, None)  # recorded again by a resumed run
+        records[key] = record
+    return list(records.values()), total
+
+
+def _stored(path: Path) -> Iterator[tuple[int, Record]]:
+    """Rollouts of a Parquet or SQLite file."""
+    for number, stored in enumerate(open_rollouts(path).read(), 1):
+        named = {"iteration": stored.iteration, "id": stored.rollout.id}
+        yield number, stored.rollout.to_dict() | named
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines that hold an object; without reading, by their braces."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            whole = line.startswith("{") and line.rstrip().endswith("}")
+            if whole:
+                yield number, line
+            elif line.endswith("\n"):  # else it is the last one, cut off by a kill
+                raise DataError(f"{path}:{number}: not a JSON object: {line[:60]!r}")
+
+
+def _add_pieces(rollouts: list[Record], run: Path, summary: Record) -> None:
+    """Decode tokens that were recorded without their text, if a tokenizer is at hand."""
+    if all("pieces" in rollout for rollout in rollouts):
+        return
+    folders = [run / "hf", *([Path(summary["model"])] if "model" in summary else [])]
+    file = next((f for folder in folders if (f := folder / "tokenizer.json").exists()), None)
+    if file is None:
+        return
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    pieces = TokenPieces(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+    for rollout in rollouts:
+        rollout.setdefault("pieces", pieces(rollout["token_ids"]))
+        rollout.setdefault("prompt_pieces", pieces(rollout["prompt"]["token_ids"]))
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in ("metrics.jsonl", *ROLLOUT_FILES))
+
+
+def _by_number(path: Path) -> tuple[str, int, str]:
+    """version_10 after version_9."""
+    stem, _, number = path.name.rpartition("_")
+    if not number.isdigit():
+        return str(path.parent), -1, path.name
+    return str(path.parent), int(number), stem

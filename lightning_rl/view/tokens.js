@@ -1,0 +1,146 @@
+// One rollout, token by token.
+
+const blend = (hue, strength) => `rgb(var(--hue-${hue}) / ${Math.min(1, strength).toFixed(3)})`;
+const diverging = (value, limit) => blend(value < 0 ? "orange" : "blue", 0.75 * Math.abs(value) / limit);
+const peak = (values, atLeast) => Math.max(atLeast, most(Array.from(values, (v) => (Number.isFinite(v) ? Math.abs(v) : 0))));
+const present = (values) => values.some((value) => !Number.isNaN(value));
+
+// A quantity: its numbers, and the colours they get. `floor` is the least end of a colour scale, so
+// that rounding errors stay pale.
+const QUANTITIES = {
+  logprobs: { label: "engine logprob", kind: "low" },
+  trainer_logprobs: { label: "trainer logprob", kind: "low" },
+  gap: { label: "gap: trainer − engine", kind: "signed", floor: 0.05, from: (c) => c.trainer_logprobs.map((v, i) => v - c.logprobs[i]) },
+  advantages: { label: "advantage", kind: "signed", floor: 1e-6 },
+  ref_logprobs: { label: "reference logprob", kind: "low" },
+  drift: { label: "drift: trainer − reference", kind: "signed", floor: 0.05, from: (c) => c.trainer_logprobs.map((v, i) => v - c.ref_logprobs[i]) },
+  values: { label: "value", kind: "signed", floor: 1e-6 },
+  returns: { label: "return", kind: "signed", floor: 1e-6 },
+};
+const LOWEST = 4; // nats at which a logprob's colour is full
+let colourBy = "logprobs";
+
+function quantitiesOf(tokens) {
+  const found = {};
+  for (const [name, { from }] of Object.entries(QUANTITIES)) {
+    const values = from ? from(tokens.columns) : tokens.columns[name];
+    if (present(values)) found[name] = values;
+  }
+  return found;
+}
+
+function painter(name, tokens, found) {
+  if (name === "mask") return (i) => (tokens.mask[i] ? blend("blue", 0.28) : "transparent");
+  if (name === "versions") return (i) => (tokens.versions[i] < 0 ? "transparent" : `${COLOURS[tokens.versions[i] % COLOURS.length]}59`);
+  const values = found[name];
+  if (!values) return () => "transparent";
+  const { kind, floor } = QUANTITIES[name];
+  const limit = peak(values, floor ?? 0);
+  const colour = kind === "low" ? (v) => blend("violet", 0.75 * -v / LOWEST) : (v) => diverging(v, limit);
+  return (i) => (Number.isFinite(values[i]) ? colour(values[i]) : "transparent");
+}
+
+function legend(name, tokens, found) {
+  const bar = (...colours) => el("i", { style: `background: linear-gradient(90deg, ${colours.join(", ")})` });
+  if (name === "mask") return el("span", { class: "scale" }, el("em", { style: `background: ${blend("blue", 0.28)}` }, "trained on"), "others: an environment's, or left out");
+  if (name === "versions") {
+    const versions = [...new Set(tokens.versions)].filter((v) => v >= 0).sort((a, b) => a - b);
+    return el("span", { class: "scale" }, ...versions.map((v) => el("em", { style: `background: ${COLOURS[v % COLOURS.length]}59` }, `version ${v}`)));
+  }
+  if (!found[name]) return el("span", { class: "scale" }, "not recorded");
+  if (QUANTITIES[name].kind === "low") return el("span", { class: "scale" }, "0", bar("transparent", blend("violet", 0.75)), `−${LOWEST} nats and less`);
+  const limit = peak(found[name], QUANTITIES[name].floor);
+  return el("span", { class: "scale" }, format(-limit), bar(blend("orange", 0.75), "transparent", blend("blue", 0.75)), format(limit));
+}
+
+// Whitespace that would not be seen gets a mark; a token inside a character has no text of its own.
+function visible(text) {
+  if (text === "") return [el("span", { class: "mark" }, "◦")];
+  return text.split(/(\n|\t)/).filter(Boolean).flatMap((part) => {
+    if (part === "\n") return [el("span", { class: "mark" }, "↵"), "\n"];
+    return part === "\t" ? [el("span", { class: "mark" }, "⇥"), "\t"] : [part];
+  });
+}
+
+function tokenBlock(row, tokens, found) {
+  const flagged = new Map();
+  for (const [flag, places] of Object.entries(row.flags)) for (const i of places) flagged.set(i, [...(flagged.get(i) ?? []), flag]);
+  const spans = tokens.texts.map((text, i) => el("span", {
+    class: `token${flagged.has(i) ? " flagged" : ""}${tokens.mask[i] ? "" : " unmasked"}`, "data-token": i,
+  }, ...visible(text)));
+  const block = el("div", { class: "text-block mono", id: "completion" }, ...spans);
+  block.addEventListener("mousemove", (event) => {
+    const span = event.target.closest(".token");
+    if (span) showTip(event, tokenTip(Number(span.dataset.token), tokens, found, flagged)); else hideTip();
+  });
+  block.addEventListener("mouseleave", hideTip);
+  return block;
+}
+
+function tokenTip(i, tokens, found, flagged) {
+  const line = (name, value) => el("tr", {}, el("td", {}, name), el("td", {}, value));
+  const lines = [
+    line("token", `${i + 1} of ${tokens.texts.length}`),
+    line("mask", tokens.mask[i] ? "trained on" : "not trained on"),
+    line("version", tokens.versions[i] < 0 ? "none" : String(tokens.versions[i])),
+    ...Object.entries(found).map(([name, values]) => line(QUANTITIES[name].label, format(values[i]))),
+  ];
+  if (tokens.mask[i]) lines.push(line("engine probability", `${(100 * Math.exp(tokens.columns.logprobs[i])).toPrecision(3)} %`));
+  const flags = (flagged.get(i) ?? []).map((flag) => el("div", { class: "bad" }, view.flags[flag]));
+  return el("div", {}, el("b", { class: "mono" }, JSON.stringify(tokens.texts[i])), el("table", {}, ...lines), ...flags);
+}
+
+function paint(row, tokens, found) {
+  const colour = painter(colourBy, tokens, found);
+  document.querySelectorAll("#completion .token").forEach((span, i) => { span.style.background = colour(i); });
+  $("#legend").replaceChildren(legend(colourBy, tokens, found));
+}
+
+async function drawDetail(place) {
+  const row = view.rollouts[place];
+  const tokens = await tokensOf(place);
+  if (rollouts.open !== place) return; // another one was opened meanwhile
+  const found = quantitiesOf(tokens);
+  const choices = { mask: "mask", versions: "version", ...Object.fromEntries(Object.entries(QUANTITIES).map(([name, q]) => [name, q.label])) };
+  const select = el("select", { "aria-label": "colour by", onchange: (event) => { colourBy = event.target.value; paint(row, tokens, found); } },
+    ...Object.entries(choices).filter(([name]) => !(name in QUANTITIES) || name in found)
+      .map(([name, label]) => el("option", { value: name, selected: name === colourBy }, label)));
+  if (!(colourBy in found) && colourBy in QUANTITIES) colourBy = select.value = "logprobs" in found ? "logprobs" : "mask";
+  $(".detail").replaceChildren(...details(row, place), el("h3", {}, `Prompt, ${row.prompt_tokens} tokens`),
+    el("div", { class: "text-block mono prompt" }, tokens.prompt.join("")),
+    el("h3", {}, `Completion, ${row.tokens} tokens`),
+    el("div", { class: "colour" }, el("label", {}, "Colour by ", select), el("span", { id: "legend" })),
+    tokenBlock(row, tokens, found), ...given(row));
+  paint(row, tokens, found);
+}
+
+function details(row, place) {
+  const fact = (name, value) => el("div", {}, el("small", {}, name), value);
+  const versions = row.oldest === null ? "none" : row.oldest === row.newest ? row.oldest : `${row.oldest} to ${row.newest}`;
+  const facts = [
+    fact("reward", format(row.reward)),
+    ...Object.entries(row.reward_parts ?? {}).map(([name, value]) => fact(name, value === null ? "failed" : format(value))),
+    fact("iteration", row.iteration), fact("status", row.status), fact("end", row.finish_reason ?? "–"),
+    fact("version", versions), fact("largest gap", format(row.gap)), fact("temperature", format(row.temperature)),
+  ];
+  const said = Object.entries(row.flags).map(([flag, places]) => el("li", {}, el("span", { class: "flag" }, flag), view.flags[flag],
+    ...places.slice(0, 5).map((i) => el("button", { onclick: () => $(`#completion [data-token="${i}"]`).scrollIntoView({ block: "center" }) }, `token ${i + 1}`)),
+    places.length > 5 ? ` and ${places.length - 5} more` : null));
+  const group = view.rollouts.map((other, at) => ({ other, at }))
+    .filter(({ other }) => other.group_id === row.group_id && other.iteration === row.iteration && other.run === row.run);
+  return [
+    el("h2", { class: "mono" }, row.id ?? `rollout ${place}`),
+    said.length ? el("ul", { class: "flags-said" }, ...said) : null,
+    row.error ? el("p", { class: "bad" }, row.error) : null,
+    el("div", { class: "facts" }, ...facts),
+    group.length > 1 ? el("h3", {}, `Rewards of its group (${group.length} recorded)`) : null,
+    group.length > 1 ? el("div", { class: "siblings" }, ...group.map(({ other, at }) => el("button", { "aria-current": String(at === place), onclick: () => openRollout(at) }, format(other.reward)))) : null,
+  ].filter(Boolean);
+}
+
+function given(row) {
+  const columns = Object.entries(row.columns ?? {});
+  if (!columns.length) return [];
+  const value = (item) => (typeof item === "string" ? item : JSON.stringify(item));
+  return [el("h3", {}, "Columns of its prompt"), el("table", {}, ...columns.map(([name, item]) => el("tr", {}, el("th", {}, name), el("td", { class: "mono" }, value(item)))))];
+}

@@ -1,0 +1,151 @@
+"""The same numbers in metrics.jsonl, CSV, TensorBoard and, where installed, W&B and MLflow."""
+
+import csv
+import json
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from lightning_rl.callbacks import Evaluate, RunReport, StepTimer, WeightSync
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.module import PolicyModule
+
+Rows = dict[int, dict[str, float]]
+"""Metrics by iteration."""
+
+
+def share_of_sevens(completions, completion_ids, **columns):
+    pairs = zip(completions, completion_ids, strict=True)
+    return [text.count("7") / len(ids) for text, ids in pairs]
+
+
+def fit(tiny_model, *loggers: Logger) -> Rows:
+    """Two iterations; what metrics.jsonl says of them, without its own two columns."""
+    rows = [{"prompt": f"{n}="} for n in range(100, 140)]
+    data = RLDataModule(
+        IterablePrompts(rows[8:], seed=1),
+        [share_of_sevens],
+        TransformersEngine(device="cpu"),
+        IterablePrompts(rows[:8]),
+        sampling=Sampling(max_tokens=6),
+        groups_per_iteration=2,
+        iterations_per_epoch=2,
+        seed=7,
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=list(loggers),
+        callbacks=[WeightSync(), Evaluate(), RunReport(), StepTimer()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    optimizer = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)}
+    trainer.fit(PolicyModule(str(tiny_model), seed=7, **optimizer), data)
+    lines = (Path(trainer.log_dir) / "metrics.jsonl").read_text().splitlines()
+    table = {row.pop("iteration"): row for row in map(json.loads, lines)}
+    for row in table.values():
+        del row["cpu_s"]
+    assert sorted(table) == [0, 1, 2]
+    assert {"reward/mean", "eval/accuracy", "time/train"} <= set(table[2])
+    return table
+
+
+def assert_same(logged: Rows, wanted: Rows, rel: float = 0.0) -> None:
+    assert {step: set(row) for step, row in logged.items()} == {
+        step: set(row) for step, row in wanted.items()
+    }
+    for step, row in wanted.items():
+        assert logged[step] == pytest.approx(row, rel=rel, abs=0.0, nan_ok=True)
+
+
+def test_csv_and_tensorboard(tiny_model, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    wanted = fit(tiny_model, CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "tb"))
+    with (tmp_path / "csv/version_0/metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = {
+        int(row["step"]): {k: float(v) for k, v in row.items() if v and k != "step"} for row in rows
+    }
+    assert_same(columns, wanted)
+
+    events = EventAccumulator(str(tmp_path / "tb/version_0")).Reload()
+    logged: Rows = defaultdict(dict)
+    for name in set(events.Tags()["scalars"]) - {"hp_metric"}:
+        for event in events.Scalars(name):
+            logged[event.step][name] = event.value
+    assert_same(logged, wanted, rel=2**-23)  # TensorBoard keeps 32 bits
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """Records of a LevelDB log, the format of .wandb files, after the 7 bytes that name it.
+
+    Blocks of 32 KiB hold pieces: checksum (4 bytes), length (2), kind (1: whole, 2: first,
+    3: middle, 4: last), content; no piece starts in the last 6 bytes of a block.
+    """
+    place, parts = 7, []
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        parts.append(data[place + 7 : place + 7 + length])
+        place += 7 + length
+        if kind in (1, 4):
+            yield b"".join(parts)
+            parts = []
+
+
+def test_wandb_offline(tiny_model, tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    from lightning.pytorch.loggers import WandbLogger
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(project="test", save_dir=tmp_path, offline=True)
+    wanted = fit(tiny_model, CSVLogger(tmp_path, "csv"), logger)
+    logger.experiment.finish()
+
+    (file,) = tmp_path.rglob("run-*.wandb")
+    logged: Rows = {}
+    for data in log_records(file.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") != "history":
+            continue
+        row = {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in record.history.item
+        }
+        step = int(row.pop("trainer/global_step"))
+        logged[step] = {k: v for k, v in row.items() if not k.startswith("_")}
+    assert_same(logged, wanted)
+
+
+def test_mlflow_files(tiny_model, tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    from lightning.pytorch.loggers import MLFlowLogger
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks for a database otherwise
+    logger = MLFlowLogger(tracking_uri=(tmp_path / "mlruns").as_uri())
+    wanted = fit(tiny_model, CSVLogger(tmp_path, "csv"), logger)
+    logged: Rows = defaultdict(dict)
+    for name in {name for row in wanted.values() for name in row}:
+        for metric in logger.experiment.get_metric_history(logger.run_id, name):
+            logged[metric.step][name] = metric.value
+    assert math.isfinite(logged[2]["policy/loss"])
+    assert_same(logged, wanted)

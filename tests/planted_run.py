@@ -1,0 +1,104 @@
+"""A run directory written by hand, with one rollout for each thing that can be wrong with one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+HOSTILE = "</script><img src=x onerror=\"document.title='hacked'\"> 😀"
+"""What a model may write to break a page."""
+
+PLANTED = {
+    "mask": {"loss_mask": [True, True, True, True], "versions": [3, -1, 3, 3]},
+    "gap": {"trainer_logprobs": [-0.5, -0.25, -3.0, -0.125]},  # 2 nats at the third token
+    "version": {"versions": [3, 3, 2, 3]},
+    "number": {"advantages": [0.5, 0.5, float("nan"), 0.5]},
+    "lengths": {"logprobs": [-0.5, -0.25, -1.0]},
+    "reward": {"reward_parts": {"exact": 1.0, "style": float("nan")}},
+    "failed": {
+        "status": "failed",
+        "reward": None,
+        "error": "TimeoutError: the judge did not answer within 5 s",
+    },
+}
+"""What is changed in a good rollout, by the flag that it must get."""
+
+PLACES = {"mask": [1], "gap": [2], "version": [2], "number": [2]}
+"""Of the tokens that the flags are about; the others are about the rollout."""
+
+
+def good_rollout(**changes: Any) -> dict[str, Any]:
+    """A completed rollout of four tokens, as RolloutRecorder writes it."""
+    record: dict[str, Any] = {
+        "iteration": 3,
+        "id": "3/0/0/0",
+        "prompt": {
+            "id": "0",
+            "prompt": "Say hello.",
+            "token_ids": [5, 6],
+            "columns": {"answer": "hello"},
+        },
+        "group_id": "3/0/0",
+        "sample_index": 0,
+        "seed": 1,
+        "temperature": 1.0,
+        "token_ids": [7, 8, 9, 1],
+        "loss_mask": [True, True, True, True],
+        "logprobs": [-0.5, -0.25, -1.0, -0.125],
+        "versions": [3, 3, 3, 3],
+        "completion": "hello you",
+        "status": "completed",
+        "finish_reason": "stop",
+        "reward": 1.0,
+        "reward_parts": {"exact": 1.0, "style": 0.5},
+        "error": None,
+        "pieces": ["hel", "lo", " you", "<eos>"],
+        "prompt_pieces": ["Say", " hello."],
+        "trainer_logprobs": [-0.5, -0.25, -1.0, -0.125],
+        "advantages": [0.5, 0.5, 0.5, 0.5],
+    }
+    return record | changes
+
+
+def planted_rollouts() -> list[dict[str, Any]]:
+    """Forty good ones of five groups and rewards 0.00 to 0.39, a hostile one, the planted ones."""
+    good = [
+        good_rollout(
+            id=f"{i // 8}/0/{i}/0",
+            group_id=f"{i // 8}/0/0",
+            iteration=i // 8,
+            reward=i / 100,
+            completion=f"answer {i}",
+            finish_reason="length" if i % 10 == 0 else "stop",
+        )
+        for i in range(40)
+    ]
+    hostile = good_rollout(
+        id="hostile", iteration=5, completion=HOSTILE, pieces=[HOSTILE, "", "\n", "<eos>"]
+    )
+    planted = [
+        good_rollout(id=flag, group_id="planted", iteration=6, **changes)
+        for flag, changes in PLANTED.items()
+    ]
+    return [*good, hostile, *planted]
+
+
+def write_run(directory: Path) -> Path:
+    """``metrics.jsonl`` of seven iterations, one loss not finite, ``recorded.jsonl``, a summary."""
+    directory.mkdir(parents=True)
+    rows = [
+        {
+            "iteration": i,
+            "reward/mean": i / 8,
+            "policy/loss": float("nan") if i == 4 else 0.5 - i / 16,
+            "time/generate": 0.5,
+            "time/train": 0.25 + i / 4,
+            "time/other": 0.25,
+            "time/iteration": 1 + i / 4,
+        }
+        for i in range(1, 8)
+    ]
+    summary = {"status": "completed", "error": None, "accuracy_after": 0.875}
+    for name, records in (("metrics.jsonl", rows), ("recorded.jsonl", planted_rollouts())):
+        (directory / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    (directory / "summary.json").write_text(json.dumps(summary))
+    return directory

@@ -1,0 +1,181 @@
+"""RolloutRecorder: what it writes is what training used."""
+
+import json
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_rl.algos.advantages import GAE
+from lightning_rl.callbacks import RLCallback, RolloutRecorder, WeightSync
+from lightning_rl.data.packing import token_rows
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.errors import ConfigError
+from lightning_rl.loader import RolloutLoader
+from lightning_rl.models.heads import SharedValueHead
+from lightning_rl.module import PolicyModule
+from lightning_rl.rollout import RolloutStatus
+from lightning_rl.view.flags import find_flags
+
+
+def share_of_sevens(completions, completion_ids, **columns):
+    pairs = zip(completions, completion_ids, strict=True)
+    return [text.count("7") / len(ids) for text, ids in pairs]
+
+
+def fit(tiny_model, tmp_path, *callbacks, iterations=2, **module) -> list[dict]:
+    """Train for some iterations of 3 groups of 4; the lines of recorded.jsonl."""
+    data = RLDataModule(
+        IterablePrompts([{"prompt": f"{n}="} for n in range(100, 120)], seed=1),
+        [share_of_sevens],
+        TransformersEngine(device="cpu"),
+        sampling=Sampling(max_tokens=6),
+        group_size=4,
+        groups_per_iteration=3,
+        iterations_per_epoch=iterations,
+        seed=7,
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=CSVLogger(tmp_path, "csv"),
+        callbacks=[WeightSync(), *callbacks],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    optimizer = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)}
+    trainer.fit(PolicyModule(str(tiny_model), seed=7, **(optimizer | module)), data)
+    file = tmp_path / "csv" / "version_0" / "recorded.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+class Used(RLCallback):
+    """Advantages of each iteration's batch, per rollout, as the update got them."""
+
+    def __init__(self) -> None:
+        self.advantages: list[list[float]] = []
+
+    def on_update_start(self, trainer, pl_module, batch) -> None:
+        rows = token_rows(batch)
+        for row in range(len(batch["rollouts"])):
+            whole = batch["tokens", "advantages"][rows == row].tolist()
+            self.advantages.append(whole[batch["rollouts", "prompt_length"][row] :])
+
+
+# With two minibatches old logprobs are known, with one they are not; a critic adds its columns.
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_every_token_is_recorded_as_it_was_used(tiny_model, tmp_path, minibatches):
+    used = Used()
+    records = fit(
+        tiny_model, tmp_path, used, RolloutRecorder(num_groups=None), minibatches=minibatches
+    )
+    assert [r["iteration"] for r in records] == [0] * 12 + [1] * 12
+    assert len({r["id"] for r in records}) == 24
+    assert [r["advantages"] for r in records] == used.advantages
+    # On policy, so the trainer's logprobs before the update are the engine's: after it they would
+    # differ by much more (lr 1e-2), as would zeros.
+    for record in records:
+        assert record["trainer_logprobs"] == pytest.approx(record["logprobs"], abs=1e-4)
+        assert find_flags(record) == {}
+        # A completion's text is without special tokens.
+        text = "".join(record["pieces"]).replace("<eos>", "").replace("<pad>", "")
+        assert text == record["completion"]
+        assert "".join(record["prompt_pieces"]) == record["prompt"]["prompt"]
+
+
+def test_a_critic_adds_its_values(tiny_model, tmp_path):
+    records = fit(
+        tiny_model,
+        tmp_path,
+        RolloutRecorder(),
+        iterations=1,
+        advantage=GAE(),
+        value_head=SharedValueHead(),
+    )
+    for record in records:
+        # Advantages are whitened after returns were made, so these two are enough.
+        assert len(record["values"]) == len(record["returns"]) == len(record["token_ids"])
+        assert record["returns"][-1] == pytest.approx(record["reward"], abs=1e-5)  # lambda is 1
+
+
+def test_engine_logprobs_that_are_trusted_are_still_compared(tiny_model, tmp_path):
+    class Shifted(RLCallback):
+        def on_collect_end(self, trainer, pl_module, rollouts) -> None:
+            for rollout in rollouts:
+                rollout.logprobs = [logprob - 2 for logprob in rollout.logprobs]
+
+    records = fit(
+        tiny_model, tmp_path, Shifted(), RolloutRecorder(), iterations=1, trust_engine_logprobs=True
+    )
+    for record in records:
+        gaps = zip(record["trainer_logprobs"], record["logprobs"], strict=True)
+        assert [a - b for a, b in gaps] == pytest.approx([2.0] * len(record["pieces"]), abs=1e-4)
+        assert list(find_flags(record)) == ["gap"]
+
+
+def test_whole_groups_every_so_often(tiny_model, tmp_path):
+    recorder = RolloutRecorder(num_groups=2, every_n_iterations=2)
+    records = fit(tiny_model, tmp_path, recorder, iterations=3)
+    assert [r["iteration"] for r in records] == [0] * 8 + [2] * 8
+    assert len({r["group_id"] for r in records}) == 4
+
+
+def test_what_failed_is_recorded_whatever_its_group(tiny_model, tmp_path):
+    class Break(RLCallback):
+        def on_collect_end(self, trainer, pl_module, rollouts) -> None:
+            rollouts[-1].status, rollouts[-1].reward = RolloutStatus.FAILED, None
+            rollouts[-1].error = "boom"
+
+    records = fit(tiny_model, tmp_path, Break(), RolloutRecorder(num_groups=1), iterations=1)
+    assert len(records) == 5
+    assert records[-1]["error"] == "boom"
+    assert "trainer_logprobs" not in records[-1]
+    assert "advantages" not in records[-1]
+    assert all("trainer_logprobs" in record for record in records[:-1])
+    assert find_flags(records[-1]) == {"failed": []}
+
+
+def test_recording_changes_nothing(tiny_model, tmp_path):
+    class Weights(RLCallback):
+        def on_train_end(self, trainer, pl_module) -> None:
+            self.weights = [p.detach().clone() for p in pl_module.parameters()]
+
+    plain, recorded = Weights(), Weights()
+    assert fit(tiny_model, tmp_path / "a", recorded, RolloutRecorder(), iterations=1, minibatches=3)
+    assert not fit(tiny_model, tmp_path / "b", plain, iterations=1, minibatches=3)
+    assert all(map(torch.equal, plain.weights, recorded.weights))
+
+
+def test_without_a_data_module_it_says_so(tiny_model, train_on, random_batch):
+    with pytest.raises(ConfigError, match="not Batches; remove it, or train with an RLDataModule"):
+        train_on(PolicyModule(str(tiny_model)), [random_batch(0)], callbacks=[RolloutRecorder()])
+
+
+def test_bounds():
+    with pytest.raises(ConfigError, match="num_groups=0 must be >= 1"):
+        RolloutRecorder(num_groups=0)
+
+
+def test_after_a_resume_the_pending_rollouts_are_recorded(make_rollout):
+    class Source:
+        def state_dict(self) -> dict:
+            return {}
+
+        def load_state_dict(self, state: dict) -> None:
+            pass
+
+    def loader() -> RolloutLoader:
+        failed = make_rollout([3], [1], reward=None, status=RolloutStatus.FAILED, sample_index=1)
+        return RolloutLoader(lambda i: [make_rollout([3], [1]), failed], Source(), 2, lambda: 0)
+
+    interrupted = loader()
+    next(iter(interrupted))
+    resumed = RolloutLoader(lambda i: pytest.fail("collected again"), Source(), 2, lambda: 0)
+    resumed.load_state_dict(interrupted.state_dict())
+    next(iter(resumed))
+    assert [r.status.value for r in resumed.current] == ["completed", "failed"]
