@@ -10,10 +10,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.algos.preference import dpo
+from lightning_rl.buffer.files import open_rollouts
 from lightning_rl.data.packing import pack_rollouts, token_rows
 from lightning_rl.data.prompts import PromptDataset
-from lightning_rl.data.sources import JSONLPrompts
-from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.errors import ConfigError
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy, Scores
@@ -159,43 +159,35 @@ class PairDataModule(SFTDataModule):
         return pack_rollouts([rollout for pair in rows for rollout in pair])
 
 
-class RolloutPairs(JSONLPrompts):
+class RolloutPairs(PromptDataset):
     """Pairs from graded rollouts, as ``lightning-rl rollout`` writes them.
 
     Of each group, the best against the worst; completions are the recorded tokens, so nothing is
     tokenised again.
 
     Args:
-        path: the JSONL file of rollouts.
+        path: the file of rollouts: ``.jsonl``, ``.parquet`` or ``.sqlite``.
         min_gap: the best reward must exceed the worst by more than this.
     """
 
     def __init__(self, path: str, min_gap: float = 0.0, **options: Any) -> None:
-        super().__init__(path, **options)
+        super().__init__(**options)
+        self.path = path
         self.min_gap = min_gap
 
+    def __repr__(self) -> str:
+        return f"RolloutPairs({self.path!r})"
+
     def read(self) -> Iterable[tuple[str, Any]]:
-        groups: dict[str, list[Rollout]] = {}
-        where: dict[str, str] = {}
-        for place, record in super().read():
-            try:
-                rollout = Rollout.from_dict(record)
-            except (KeyError, TypeError, ValueError) as error:
-                raise DataError(
-                    f"{place}: expected a rollout as `lightning-rl rollout` writes it ({error!r})"
-                ) from error
-            if rollout.reward is not None and rollout.token_ids:
-                groups.setdefault(rollout.group_id, []).append(rollout)
-                where.setdefault(rollout.group_id, place)
-        for group_id, group in groups.items():
-            best = max(group, key=lambda r: r.reward or 0.0)
-            worst = min(group, key=lambda r: r.reward or 0.0)
-            if (best.reward or 0.0) - (worst.reward or 0.0) > self.min_gap:
-                yield (
-                    where[group_id],
-                    {
-                        self.prompt_column: best.prompt.prompt,
-                        "chosen": best.token_ids,
-                        "rejected": worst.token_ids,
-                    },
-                )
+        for group in open_rollouts(self.path).groups():
+            graded = [r for r in group if r.reward is not None and r.token_ids]
+            best = max(graded, key=_reward, default=None)
+            worst = min(graded, key=_reward, default=None)
+            if best and worst and _reward(best) - _reward(worst) > self.min_gap:
+                pair = {"chosen": best.token_ids, "rejected": worst.token_ids}
+                where = f"{self.path}, group {best.group_id!r}"
+                yield where, {self.prompt_column: best.prompt.prompt, **pair}
+
+
+def _reward(rollout: Rollout) -> float:
+    return rollout.reward or 0.0

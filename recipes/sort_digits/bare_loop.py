@@ -69,7 +69,7 @@ def train(model: str, prompts_path: str, iterations: int) -> list[float]:
         mean_rewards.append(float(batch["rollouts", "reward"].mean()))
         print(
             f"iteration {iteration + 1}: reward {mean_rewards[-1]:.3f}, entropy "
-            f"{metrics['policy/entropy']:.3f}, engine-trainer gap {gap:.1e}",
+            f"{metrics.get('policy/entropy', 0.0):.3f}, engine-trainer gap {gap:.1e}",
             flush=True,
         )
     engine.close()

@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_rl.algos.preference import dpo
+from lightning_rl.buffer.files import open_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.dpo import DPOModule, PairDataModule, RolloutPairs
 from lightning_rl.errors import ConfigError, DataError
@@ -125,6 +126,14 @@ def test_pairs_from_rollouts_are_best_against_worst_of_each_group(
     ]
     rows = [row for _, row in RolloutPairs(str(path), min_gap=0.2).read()]
     assert [row["chosen"] for row in rows] == [[4, 1]]
+
+
+def test_pairs_come_from_any_rollout_file(make_rollout, tmp_path):
+    path = str(tmp_path / "rollouts.sqlite")
+    group = [make_rollout([3], [token, 1], reward=r) for token, r in ((4, 0.0), (5, 1.0))]
+    open_rollouts(path).append(group, iteration=0)
+    ((_, row),) = RolloutPairs(path).read()
+    assert (row["chosen"], row["rejected"]) == ([5, 1], [4, 1])
 
 
 def test_a_line_that_is_no_rollout_is_named(tmp_path):
