@@ -5,8 +5,9 @@ from typing import Any, Protocol
 
 from tensordict import TensorDict
 
+from lightning_rl import dist
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.errors import RewardError
+from lightning_rl.errors import ConfigError, RewardError
 from lightning_rl.rollout import Rollout, RolloutStatus
 
 
@@ -58,9 +59,10 @@ class RolloutLoader:
         # yield. So an epoch's end is tidied up here, at the start of the next.
         self._place %= self._length
         while self._place < self._length:
-            self._current = self._restored or self._collect_next()
-            self._restored = []
-            batch = pack_rollouts(trainable(self._current))
+            with dist.every_rank():
+                self._current = self._restored or self._collect_next()
+                self._restored = []
+                batch = pack_rollouts(trainable(self._current))
             self._place += 1
             self._due = self._trained() + 1
             yield batch
@@ -76,7 +78,27 @@ class RolloutLoader:
         return self._current
 
     def state_dict(self) -> dict[str, Any]:
-        """Primitives only. An iteration that was cut short, in either half, is still to come."""
+        """The state of every rank's loader, since one rank writes the checkpoint; primitives only.
+
+        An iteration that was cut short, in either half, is still to come.
+        """
+        return {"ranks": dist.gather(self._own_state())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken, first with the rollouts that were pending then.
+
+        Raises:
+            ConfigError: if the state is of another number of ranks.
+        """
+        if len(state["ranks"]) != dist.world_size():
+            raise ConfigError(
+                f"the checkpoint is of {len(state['ranks'])} processes, each with rollouts of its "
+                f"own, and now there are {dist.world_size()}; set trainer.devices and "
+                "trainer.num_nodes back to go on where the run stopped"
+            )
+        self._load_own_state(state["ranks"][dist.rank()])
+
+    def _own_state(self) -> dict[str, Any]:
         untrained = bool(self._current) and self._trained() < self._due
         pending = self._restored or (self._current if untrained else [])
         return {
@@ -87,8 +109,7 @@ class RolloutLoader:
             "pending": [r.to_dict() for r in pending],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken, first with the rollouts that were pending then."""
+    def _load_own_state(self, state: dict[str, Any]) -> None:
         self._source.load_state_dict(state["source"])
         self.first = state["first"]
         self._collected = state["collected"]

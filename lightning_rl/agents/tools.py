@@ -3,10 +3,8 @@
 import asyncio
 import inspect
 import json
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from transformers.utils.chat_template_utils import (
@@ -16,6 +14,7 @@ from transformers.utils.chat_template_utils import (
 )
 
 from lightning_rl.agents.templates import tool_reply
+from lightning_rl.collect.threads import in_daemon_thread
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Rollout
 
@@ -29,8 +28,9 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException, AttributeError) as error:
+        name = getattr(function, "__qualname__", function)
         raise ConfigError(
-            f"no tool can be made of {function!r}: {error}. A tool is a function with a type hint "
+            f"no tool can be made of {name!r}: {error}. A tool is a function with a type hint "
             "for every argument, and a docstring that says what it does and, under `Args:`, what "
             "each argument is"
         ) from error
@@ -136,31 +136,4 @@ def _as_text(result: Any) -> str:
 async def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    return await _in_thread(function, arguments)
-
-
-async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call in a daemon thread: unlike a pool's, one that hangs delays neither others nor exit."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result((result, error))
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = function(**arguments)
-        except BaseException as error:
-            failure = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, daemon=True).start()
-    result, error = await done
-    if isinstance(error, Exception):
-        raise error
-    if error is not None:  # such as SystemExit, which would end the run
-        raise RuntimeError(f"the tool raised {type(error).__name__}: {error}")
-    return result
+    return await in_daemon_thread(function, arguments)

@@ -215,7 +215,9 @@ class WorkingAhead(Collector):
             self._fill()
 
     async def close(self) -> None:
-        tasks, self._running = list(self._running), {}
+        # Those of a loop that hung and was given up end with the process.
+        here = asyncio.get_running_loop()
+        tasks, self._running = [t for t in self._running if t.get_loop() is here], {}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -106,6 +106,14 @@ class RolloutBatches:
         self._require_enough(collection)
         return collection
 
+    def catch_up(self, drawn: int) -> None:
+        """Let the source draw as far as another rank's has."""
+
+        async def in_loop() -> None:
+            self.source.catch_up(drawn)
+
+        run_async(in_loop())
+
     def settle(self) -> None:
         """What ``collect`` returned is in safe hands; begin to work on the next batch."""
         # Nobody waits: the loop may be in the middle of an engine's step.

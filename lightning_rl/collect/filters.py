@@ -3,12 +3,18 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lightning_rl.rollout import Rollout, RolloutStatus
 
 
 class GroupFilter(ABC):
-    """Keeps or rejects a graded group; rejected ones are replaced by groups of new prompts."""
+    """Keeps or rejects a graded group; rejected ones are replaced by groups of new prompts.
+
+    ``min_group_size``: it would reject every group with fewer rollouts.
+    """
+
+    min_group_size: ClassVar[int] = 1
 
     @abstractmethod
     def keep(self, group: Sequence[Rollout]) -> bool:
@@ -22,6 +28,8 @@ class RewardSpread(GroupFilter):
     Args:
         min_spread: largest minus smallest reward must exceed this.
     """
+
+    min_group_size: ClassVar[int] = 2
 
     min_spread: float = 0.0
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent
-from lightning_rl.collect.loop import run_async
+from lightning_rl.collect.loop import note_progress, run_async
 from lightning_rl.collect.source import Group, new_rollouts
 from lightning_rl.engines.base import Engine, Sampling
 from lightning_rl.rewards.base import Rewards
@@ -47,13 +47,18 @@ class RolloutPipeline:
             EngineError: if the engine is not ready, or fails.
             RewardError: if too large a share could not be graded.
         """
-        self.engine.require_ready()
         rollouts = new_rollouts(prompts, group_size, sampling, seed, iteration)
+        self.complete(in_groups(rollouts, group_size), sampling)
+        return rollouts
+
+    def complete(self, groups: Sequence[Group], sampling: Sampling) -> None:
+        """Generate and grade empty groups; raises what :meth:`run` does."""
+        self.engine.require_ready()
+        rollouts = [rollout for group in groups for rollout in group]
         with self.clock("generate"):
             run_async(self.generate(rollouts, sampling))
-        self.grade(in_groups(rollouts, group_size))
+        self.grade(groups)
         self.rewards.require_graded(rollouts)
-        return rollouts
 
     async def generate(
         self, rollouts: Sequence[Rollout], sampling: Sampling, max_concurrency: int | None = None
@@ -69,6 +74,7 @@ class RolloutPipeline:
         async def fill(rollout: Rollout) -> None:
             async with gate:
                 await self.agent.run(rollout, self.engine, sampling)
+            note_progress()
 
         async with asyncio.TaskGroup() as tasks:
             for rollout in unfinished:

@@ -53,13 +53,18 @@ def new_rollouts(
 class GroupSource:
     """Draws prompts and turns each into a group; knows how many groups make a batch.
 
+    On several ranks each has a source. All draw the same prompts, and each keeps every n-th, with
+    the place and the seeds that it would have on one process.
+
     Args:
         prompts: where prompts come from; loaded.
-        num_groups: groups per iteration (B).
+        num_groups: groups per iteration (B), of this rank.
         group_size: rollouts per group (G).
         sampling: for all of them.
         seed: from which every rollout's own is derived.
         iterations: how many the run has; no collector works ahead beyond them. None: no end.
+        rank: which of the ``ranks`` this one is.
+        ranks: how many share the prompts.
     """
 
     def __init__(
@@ -70,6 +75,8 @@ class GroupSource:
         sampling: Sampling,
         seed: int = 0,
         iterations: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.prompts = prompts
         self.num_groups = num_groups
@@ -77,7 +84,11 @@ class GroupSource:
         self.sampling = sampling
         self.seed = seed
         self.iterations = iterations
+        self.rank = rank
+        self.ranks = ranks
         self.iteration = 0
+        self.drawn = 0
+        """Prompts of this rank's that were drawn, over the whole run."""
         self._place = 0
         self._again: deque[Prompt] = deque()
 
@@ -88,13 +99,22 @@ class GroupSource:
 
     def next(self) -> Group:
         """The next prompt's group; prompts that were given back come first."""
-        prompt = self._again.popleft() if self._again else self.prompts.draw(1)[0]
-        return self.issue(prompt)
+        return self.issue(self._again.popleft() if self._again else self._draw())
+
+    def _draw(self) -> Prompt:
+        self.drawn += 1
+        return self.prompts.draw(self.ranks)[self.rank]
+
+    def catch_up(self, drawn: int) -> None:
+        """Draw as far as another rank has, so that all go on from the same place."""
+        while self.drawn < drawn:
+            self.give_back(self._draw())
 
     def issue(self, prompt: Prompt) -> Group:
         """A new group of this prompt."""
+        place = self._place * self.ranks + self.rank
         group = new_rollouts(
-            [prompt], self.group_size, self.sampling, self.seed, self.iteration, self._place
+            [prompt], self.group_size, self.sampling, self.seed, self.iteration, place
         )
         self._place += 1
         return group
@@ -107,6 +127,7 @@ class GroupSource:
         """Primitives only."""
         return {
             "prompts": self.prompts.state_dict(),
+            "drawn": self.drawn,
             "iteration": self.iteration,
             "place": self._place,
             "again": [asdict(prompt) for prompt in self._again],
@@ -115,5 +136,6 @@ class GroupSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken."""
         self.prompts.load_state_dict(state["prompts"])
+        self.drawn = state["drawn"]
         self.iteration, self._place = state["iteration"], state["place"]
         self._again = deque(Prompt(**record) for record in state["again"])

@@ -1,15 +1,14 @@
 """Grading: user functions in TRL's form, several with weights, none of which can lose a rollout."""
 
 import asyncio
-import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_rl.collect.loop import run_async
+from lightning_rl.collect.threads import in_daemon_thread
 from lightning_rl.errors import ConfigError, RewardError
 from lightning_rl.rollout import Rollout, RolloutStatus
 
@@ -66,7 +65,7 @@ class Rewards:
             )
         self.weights = dict(zip(self.functions, weights or [1.0] * len(functions), strict=True))
         self.max_failed_share = max_failed_share
-        self._thread = _one_thread()
+        self._one_at_a_time = asyncio.Lock()
 
     async def grade(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Set ``reward`` and ``reward_parts`` of every completed rollout, in place.
@@ -106,8 +105,6 @@ class Rewards:
 
     def close(self) -> None:
         """Let go of what rewards hold, such as worker processes; they start again when needed."""
-        self._thread.shutdown(cancel_futures=True)
-        self._thread = _one_thread()
         for function in self.functions.values():
             close = getattr(function, "close", None)
             if close is not None:
@@ -117,8 +114,8 @@ class Rewards:
         """Off the loop, in which engines step; one at a time, as it may not be thread-safe."""
         if is_async(function):
             return await function(**arguments)  # type: ignore[misc]
-        call = functools.partial(function, **arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        async with self._one_at_a_time:
+            return await in_daemon_thread(function, arguments)
 
     async def _grade_group(self, group: Sequence[Rollout], call: _Call) -> None:
         rollouts = [r for r in group if r.status is RolloutStatus.COMPLETED and r.reward is None]
@@ -157,10 +154,6 @@ def is_async(function: RewardFunction) -> bool:
 def reward_name(function: RewardFunction) -> str:
     """The name under which a function's scores are logged."""
     return getattr(function, "__name__", type(function).__name__)
-
-
-def _one_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="reward")  # starts with its first call
 
 
 async def _call_here(function: RewardFunction, arguments: dict[str, Any]) -> Any:

@@ -43,7 +43,7 @@ collectors = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     collector=collectors,
     pattern=st.lists(st.integers(1, 300), min_size=1, max_size=7),
@@ -81,7 +81,7 @@ def test_no_prompt_is_lost_or_doubled_and_no_token_is_too_old(
     assert len(set(ids)) == len(ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     make=st.sampled_from(
         [

@@ -23,6 +23,15 @@ def test_means_are_over_tokens_not_over_packs():
     assert metrics.compute() == {"a": 4.0, "gap_max": 0.5}  # (1 + 2 + 3 + 10) / 4
 
 
+def test_a_broken_number_is_not_hidden():
+    metrics = TokenMetrics()
+    metrics.add({"a": torch.tensor([1.0, math.nan]), "gap_max": torch.tensor([math.nan, 1.0])})
+    metrics.add({"gap_max": torch.tensor([])})
+    computed = metrics.compute()
+    assert computed.keys() == {"a", "gap_max"}
+    assert all(math.isnan(value) for value in computed.values())
+
+
 def test_no_metrics_are_no_metrics():
     assert TokenMetrics().compute() == {}
 
@@ -178,9 +187,16 @@ def test_collection_metrics_by_hand(make_rollout):
             "rollout/tokens_mean": 9 / 5,
             "rollout/tokens_per_s": 4.5,
             "rollout/truncated_share": 0.2,
+            "rollout/failed_share": 0.2,
+            "rollout/init": 0.0,
             "rollout/completed": 4.0,
+            "rollout/aborted": 0.0,
             "rollout/failed": 1.0,
+            "rollout/archived": 0.0,
+            "rollout/expired": 0.0,
+            "rollout/skipped": 0.0,
             "rollout/staleness_max": 3.0,
+            "rollout/staleness_mean": (6 * 1 + 1 + 3) / 8,  # by the model's tokens
             "reward/mean": 0.5,
             "reward/std": math.sqrt(0.125),
             "reward/exact": 0.5,
@@ -197,3 +213,15 @@ def test_statistics_of_a_batch_in_which_nothing_was_graded(make_rollout):
     metrics = rollout_metrics([failed], seconds=1.0, trainer_version=0)
     assert metrics["rollout/failed"] == 1.0
     assert "reward/mean" not in metrics
+
+
+def test_what_a_collector_cut_is_counted_and_dilutes_no_mean(make_rollout):
+    rollouts = [
+        make_rollout([3], [4, 5, 1], finish_reason="length", versions=[2, 2, 2]),
+        make_rollout([3], [], status=RolloutStatus.ABORTED, finish_reason=None, reward=None),
+        make_rollout([3], [4], status=RolloutStatus.EXPIRED, finish_reason=None, reward=None),
+    ]
+    metrics = rollout_metrics(rollouts, seconds=1.0, trainer_version=2)
+    assert (metrics["rollout/aborted"], metrics["rollout/expired"]) == (1, 1)
+    assert (metrics["rollout/tokens_mean"], metrics["rollout/truncated_share"]) == (3, 1)
+    assert metrics["rollout/staleness_max"] == 0  # the expired token is not trained on

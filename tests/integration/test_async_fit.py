@@ -1,0 +1,217 @@
+"""Runs whose engine works while the trainer does: resumed, repeated, greedy, and failing."""
+
+import json
+import threading
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_rl.callbacks import RLCallback, RunReport, WeightSync
+from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
+from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
+from lightning_rl.collect.loop import run_async
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.errors import EngineError, RewardError
+from lightning_rl.module import PolicyModule
+
+COLLECTORS = [
+    SyncCollector, lambda: AsyncCollector(2), OneStepOffCollector, PartialCollector,
+    TailBatchingCollector,
+]  # fmt: skip
+
+
+def sevens(completions, **columns):
+    return [text.count("7") / 6 for text in completions]
+
+
+class Trained(RLCallback):
+    """Which prompts were trained on, and how stale their tokens were."""
+
+    def __init__(self) -> None:
+        self.prompts: list[str] = []
+        self.ages: list[int] = []
+        self.rollouts = []
+        self._collected = []
+
+    def on_collect_end(self, trainer, pl_module, rollouts) -> None:
+        self._collected = list(rollouts)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.prompts += [r.prompt.prompt for r in self._collected[::2]]
+        self.ages += [pl_module.iteration - 1 - v for r in self._collected for v in r.versions]
+        self.rollouts += self._collected
+
+
+def data_module(collector, **options) -> RLDataModule:
+    options = {
+        "train_prompts": IterablePrompts([{"prompt": f"{n}="} for n in range(100, 180)], seed=1),
+        "rewards": [sevens],
+        "engine": TransformersEngine(device="cpu"),
+        "sampling": Sampling(max_tokens=6),
+        "group_size": 2,
+        "groups_per_iteration": 3,
+        "iterations_per_epoch": 4,
+        "seed": 7,
+    } | options
+    return RLDataModule(collector=collector, **options)
+
+
+def make_module(tiny_model) -> PolicyModule:
+    return PolicyModule(str(tiny_model), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), seed=7)
+
+
+def make_trainer(tmp_path, *callbacks, **options) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=[WeightSync(), *callbacks],
+        default_root_dir=tmp_path,
+        logger=CSVLogger(tmp_path, "csv"),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **({"max_epochs": 1} | options),
+    )
+
+
+class StopsAfter(Callback):
+    def __init__(self, iteration, path=None) -> None:
+        self.iteration, self.path = iteration, path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if pl_module.iteration == self.iteration:
+            if self.path is not None:
+                trainer.save_checkpoint(self.path)
+            raise RuntimeError("power cut")
+
+
+@pytest.mark.parametrize("make", COLLECTORS)
+def test_a_resumed_run_trains_on_no_prompt_twice_and_skips_none(tiny_model, tmp_path, make):
+    first, then, path = Trained(), Trained(), tmp_path / "mid.ckpt"
+    with pytest.raises(RuntimeError, match="power cut"):
+        make_trainer(tmp_path / "a", first, StopsAfter(3, path), max_epochs=2).fit(
+            make_module(tiny_model), data_module(make())
+        )
+    collector = make()
+    module, data = make_module(tiny_model), data_module(collector)
+    make_trainer(tmp_path / "b", then, max_epochs=2).fit(module, data, ckpt_path=path)
+    assert module.iteration == 8
+    trained = first.prompts + then.prompts
+    assert len(trained) == len(set(trained)) == 8 * 3
+    state = json.loads(json.dumps(data._batches.state_dict()))
+    waiting = [g[0]["prompt"]["prompt"] for g in state["collector"]["groups"]]
+    waiting += [p["prompt"] for p in state["collector"].get("tail", [])]
+    drawn = IterablePrompts([{"prompt": f"{n}="} for n in range(100, 180)], seed=1)
+    drawn.load(data._tokenizer)
+    count = len(trained + waiting)
+    assert sorted(trained + waiting) == sorted(p.prompt for p in drawn.draw(count))
+    assert max(first.ages + then.ages) <= getattr(collector, "max_staleness", 0)
+    assert min(first.ages + then.ages) >= 0
+
+
+def test_a_second_fit_goes_on_working_ahead(tiny_model, tmp_path):
+    module, collector, seen = make_module(tiny_model), AsyncCollector(1), Trained()
+    for name in ("a", "b"):
+        make_trainer(tmp_path / name, seen).fit(module, data_module(collector))
+    assert module.iteration == 8
+    # The last batch of each run was the only one with nothing behind it.
+    assert set(seen.ages) == {0, 1}
+
+
+def test_rollouts_without_training_need_no_newer_weights(tiny_model, tmp_path):
+    trainer = make_trainer(tmp_path)
+    batches = trainer.predict(make_module(tiny_model), data_module(AsyncCollector(1)))
+    assert [len(batch) for batch in batches] == [6] * 4
+
+
+@pytest.mark.parametrize("make", COLLECTORS[:2])
+def test_greedy_collection(tiny_model, tmp_path, make):
+    seen = Trained()
+    data = data_module(make(), sampling=Sampling(max_tokens=6, temperature=0))
+    make_trainer(tmp_path).predict(make_module(tiny_model), data)
+    report = RunReport()
+    module = make_module(tiny_model)
+    make_trainer(tmp_path, seen, report).fit(
+        module, data_module(make(), sampling=Sampling(max_tokens=6, temperature=0))
+    )
+    pairs = zip(seen.rollouts[::2], seen.rollouts[1::2], strict=True)
+    # Two rollouts of one version are the same; a push in between may tell them apart.
+    alike = [a.token_ids == b.token_ids for a, b in pairs if a.versions == b.versions]
+    assert len(alike) >= 8
+    assert all(alike)
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+class FailsAfter(TransformersEngine):
+    """Breaks in the background, while the second batch is made ahead."""
+
+    left = 8
+
+    async def generate(self, token_ids, sampling, seed):
+        self.left -= sampling.max_tokens == 6  # the probe's are shorter
+        if self.left < 0:
+            raise EngineError("device lost")
+        return await super().generate(token_ids, sampling, seed)
+
+
+def nothing_runs(collector) -> bool:
+    async def look():
+        return not collector._running
+
+    return run_async(look())
+
+
+@pytest.mark.parametrize("make", [lambda: AsyncCollector(1), OneStepOffCollector, PartialCollector])
+def test_an_engine_that_breaks_in_the_background_ends_the_run_by_name(tiny_model, tmp_path, make):
+    collector, report = make(), RunReport()
+    data = data_module(collector, engine=FailsAfter(device="cpu"))
+    with pytest.raises(EngineError, match="device lost"):
+        make_trainer(tmp_path, report).fit(make_module(tiny_model), data)
+    assert nothing_runs(collector)
+    summary = json.loads((tmp_path / "csv" / "version_0" / "summary.json").read_text())
+    assert summary["error"] == "EngineError: device lost"
+
+
+def test_a_reward_that_breaks_in_the_background_ends_the_run_by_name(tiny_model, tmp_path):
+    def breaks(completions, **columns):
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("no such answer")
+        return [0.0] * len(completions)
+
+    collector = AsyncCollector(1)
+    with pytest.raises(RewardError, match="reward breaks: ValueError: no such answer"):
+        make_trainer(tmp_path).fit(
+            make_module(tiny_model), data_module(collector, rewards=[breaks])
+        )
+    assert nothing_runs(collector)
+
+
+def test_nothing_goes_on_in_the_background_of_a_failed_run(tiny_model, tmp_path):
+    collector = AsyncCollector(3)
+    with pytest.raises(RuntimeError, match="power cut"):
+        make_trainer(tmp_path, StopsAfter(1)).fit(make_module(tiny_model), data_module(collector))
+    assert nothing_runs(collector)
+    assert collector.state_dict()["groups"]
+
+
+def test_a_blocked_loop_does_not_keep_a_failed_run_from_ending(monkeypatch, tiny_model, tmp_path):
+    released = threading.Event()
+
+    class Blocks(AsyncCollector):
+        async def close(self) -> None:
+            released.wait(60)  # as an agent that computes instead of awaiting
+            await super().close()
+
+    monkeypatch.setattr("lightning_rl.datamodule.STOP_SECONDS", 0.1)
+    trainer = make_trainer(tmp_path, StopsAfter(1))
+    with (
+        pytest.raises(RuntimeError, match="power cut"),
+        pytest.warns(UserWarning, match="could not be stopped: a reward or agent blocks"),
+    ):
+        trainer.fit(make_module(tiny_model), data_module(Blocks(1)))
+    released.set()
