@@ -1,7 +1,7 @@
 """PreviewTable: rollouts that a person can read, none of them overwritten."""
 
-import json
 from collections.abc import Sequence
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
@@ -9,7 +9,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
-from lightning_rl.rundir import run_dir
+from lightning_rl.rundir import RunLines
 
 
 class PreviewTable(RLCallback):
@@ -31,6 +31,10 @@ class PreviewTable(RLCallback):
             )
         self.num_rollouts = num_rollouts
         self.every_n_iterations = every_n_iterations
+        self._lines = RunLines("rollouts.jsonl")
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._lines.begin(trainer)
 
     def on_collect_end(
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
@@ -39,14 +43,18 @@ class PreviewTable(RLCallback):
         if pl_module.iteration % self.every_n_iterations or not trainer.is_global_zero:
             return
         chosen = spread(rollouts, self.num_rollouts)
-        with (run_dir(trainer) / "rollouts.jsonl").open("a", encoding="utf-8") as lines:
-            for rollout in chosen:
-                record = {"iteration": pl_module.iteration, "id": rollout.id} | rollout.to_dict()
-                lines.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        named = ({"iteration": pl_module.iteration, "id": r.id} | r.to_dict() for r in chosen)
+        self._lines.append(trainer, named)
         for logger in trainer.loggers:
             experiment = getattr(logger, "experiment", None)
             if experiment is not None and hasattr(experiment, "add_text"):
                 experiment.add_text("rollouts", markdown_table(chosen), pl_module.iteration)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._lines.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._lines.load_state_dict(state_dict)
 
 
 def spread(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:

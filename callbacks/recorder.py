@@ -116,14 +116,16 @@ def token_columns(
 ) -> list[dict[str, list[float]]]:
     """For each of the given rollouts of a batch, a number per completion token by column name."""
     assert module.policy is not None
-    part = select(batch, torch.tensor(rows, dtype=torch.long)).copy()
+    batch, chosen = batch.copy(), torch.tensor(rows, dtype=torch.long)
     # The engine's where it is trusted, and zero where a rollout is left out of the update.
     partial = module.trust_engine_logprobs or module.skips_idle
-    if "old_logprobs" in part["tokens"] and not partial:
-        part["tokens"]["trainer_logprobs"] = part["tokens", "old_logprobs"]
+    if "old_logprobs" in batch["tokens"] and not partial:
+        batch["tokens"]["trainer_logprobs"] = batch["tokens", "old_logprobs"]
     else:
         with module.clock("logprob"):
-            part = module.policy.score(part, "trainer_logprobs", module.max_tokens_per_pack)
+            budget = module.max_tokens_per_pack
+            batch = module.policy.score(batch, "trainer_logprobs", budget, chosen)
+    part = select(batch, chosen)
     names = [name for name in ("trainer_logprobs", *COMPUTED) if name in part["tokens"]]
     values = {name: part["tokens", name].tolist() for name in names}
     table, start = [], 0

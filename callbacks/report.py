@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.errors import RewardError, RunInterrupted
 from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
 from lightning_rl.rundir import run_dir
@@ -21,18 +22,31 @@ class RunReport(RLCallback):
 
     ``metrics.jsonl`` grows by one row of metrics, with the CPU seconds so far, per iteration.
     ``curves.png`` shows reward, accuracy and the parts of the step time. ``summary.json`` holds
-    ``status``, ``error``, ``accuracy_before``, ``accuracy_after``, ``iterations``, ``wall_s`` and
-    ``cpu_s`` (from the start of ``fit``, all threads), ``versions``, ``device`` and the last row of
-    metrics.
+    ``status`` (completed, failed or interrupted), ``error``, ``accuracy_before``,
+    ``accuracy_after``, ``iterations``, ``wall_s`` and ``cpu_s`` (from the start of ``fit``, all
+    threads), ``versions``, ``device`` and the last row of metrics. A ``RewardError`` leaves the
+    rollouts that it stopped at in ``failed_<rank>.jsonl``.
+
+    A resumed run goes on with rows and times from where its checkpoint was taken.
     """
 
     def __init__(self) -> None:
         self.history: list[dict[str, float]] = []
         # A run can also fail before setup.
         self._wall, self._cpu = time.perf_counter(), time.process_time()
+        self._resumed = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Rows behind the checkpoint are written again, and half a line may have been left.
+        if self._resumed and trainer.is_global_zero:
+            file = run_dir(trainer) / "metrics.jsonl"
+            partial = file.with_name("metrics.jsonl.partial")
+            partial.write_text("".join(json.dumps(row) + "\n" for row in self.history), "utf-8")
+            partial.replace(file)
+        self._resumed = False
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
@@ -54,15 +68,29 @@ class RunReport(RLCallback):
     ) -> None:
         if trainer.state.fn == "fit":
             self._write(trainer, pl_module, exception)
+        if isinstance(exception, RewardError):
+            lines = [
+                json.dumps({"id": r.id} | r.to_dict(), ensure_ascii=False, default=str) + "\n"
+                for r in exception.rollouts
+            ]
+            file = run_dir(trainer) / f"failed_{trainer.global_rank}.jsonl"
+            file.write_text("".join(lines), encoding="utf-8")
 
     def _cpu_seconds(self) -> float:
         return round(time.process_time() - self._cpu, 3)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history}
+        return {
+            "history": self.history,
+            "wall_s": time.perf_counter() - self._wall,
+            "cpu_s": self._cpu_seconds(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = state_dict["history"]
+        self._wall -= state_dict.get("wall_s", 0.0)
+        self._cpu -= state_dict.get("cpu_s", 0.0)
+        self._resumed = True
 
     def _write(
         self, trainer: Trainer, pl_module: LightningModule, error: BaseException | None
@@ -73,7 +101,7 @@ class RunReport(RLCallback):
         accuracies = [row["eval/accuracy"] for row in self.history if "eval/accuracy" in row]
         before = [r["eval/accuracy"] for r in self.history[:1] if "eval/accuracy" in r]
         summary = {
-            "status": "completed" if error is None else "failed",
+            "status": _status(error),
             "error": None if error is None else f"{type(error).__name__}: {error}",
             "accuracy_before": before[0] if before else None,
             "accuracy_after": accuracies[-1] if accuracies else None,
@@ -89,6 +117,12 @@ class RunReport(RLCallback):
         (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         if self.history:
             plot_curves(self.history, str(directory / "curves.png"))
+
+
+def _status(error: BaseException | None) -> str:
+    if isinstance(error, RunInterrupted | KeyboardInterrupt):
+        return "interrupted"
+    return "completed" if error is None else "failed"
 
 
 def device_name(trainer: Trainer) -> str:

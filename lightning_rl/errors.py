@@ -47,13 +47,35 @@ class RunInterrupted(LightningRLError):
         super().__init__(reason)
         self.reason = reason
         self.status = status
-        self.checkpoint = ""
-        """The file to go on from; empty if none was written."""
+        self.checkpoint: str | None = None
+        """The file to go on from; empty if there is none, None before it was tried to save one."""
+
+    def __str__(self) -> str:
+        if self.checkpoint is None:
+            return self.reason
+        if not self.checkpoint:
+            return f"{self.reason}; nothing was saved"
+        return f"{self.reason}; saved {self.checkpoint}; go on with --ckpt_path last"
+
+
+class GuardError(RunInterrupted):
+    """A guard stopped the run; ``reason`` names its value, its bound and what may help."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, status=1)
 
     def __str__(self) -> str:
         if not self.checkpoint:
-            return f"{self.reason}; nothing was trained yet, so nothing was saved"
-        return f"{self.reason}; saved {self.checkpoint}; go on with --ckpt_path last"
+            return f"{self.reason}; no checkpoint was saved: IterationCheckpoint would do so"
+        return f"{self.reason}; saved {self.checkpoint}"
+
+
+class PackMemoryError(LightningRLError):
+    """Memory is too small for the smallest pack."""
+
+
+class StalledError(EngineError):
+    """No rollout came to an end for so long that it hangs."""
 
 
 class WeightSyncError(EngineError):

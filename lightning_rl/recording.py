@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
+from lightning_rl.errors import LightningRLError
 from lightning_rl.hooks import call_hook
 from lightning_rl.seeding import gather_random_states, restore_random_states
 from lightning_rl.stages import StageClock
@@ -23,6 +24,8 @@ class RecordingModule(LightningModule):
         self._recorded: dict[str, float] = {}
         self._written = -1  # the iteration whose row was written last
         self._restored: dict[str, Any] | None = None
+        self.stopping: LightningRLError | None = None
+        """Raised when the iteration is over: its row is written, and all callbacks have seen it."""
 
     @property
     def recorded(self) -> dict[str, float]:
@@ -48,6 +51,9 @@ class RecordingModule(LightningModule):
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics, step=self.iteration)
             call_hook(self.trainer, "on_iteration_end", metrics)
+        if self.stopping is not None:
+            error, self.stopping = self.stopping, None
+            raise error
 
     def stateful_parts(self) -> dict[str, Any]:
         """Parts besides the weights that change as training goes on; each has a ``state_dict``."""

@@ -1,0 +1,288 @@
+"""IterationCheckpoint: a run can go on from where it was, whatever stopped it."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from tensordict import TensorDict
+
+from lightning_rl.checkpoint_io import VerifiedCheckpointIO, checkpoints_in, newest_good
+from lightning_rl.collect.loop import is_waiting
+from lightning_rl.errors import (
+    CheckpointError,
+    ConfigError,
+    RunInterrupted,
+    require_at_least,
+)
+from lightning_rl.hooks import RLCallback
+from lightning_rl.interrupts import Interrupts, seconds_of
+from lightning_rl.recording import RecordingModule
+from lightning_rl.rundir import run_dir
+
+
+class IterationCheckpoint(ModelCheckpoint, RLCallback):
+    """Saves every N iterations, at the end, when a run fails, and when it is asked to stop.
+
+    SIGTERM, SIGUSR1, SIGINT (Ctrl-C) and ``max_time`` stop a run: at once while rollouts are
+    generated or graded, else after the update that is under way; with several processes always
+    after the update, when all agree. What was collected so far is saved too, and
+    ``RunInterrupted`` raised. A second Ctrl-C stops without saving.
+
+    Files are ``checkpoints/iteration_<n>.ckpt`` in the run directory, and the links ``last.ckpt``
+    and ``best.ckpt``. ``ckpt_path="last"`` takes the newest good one, and goes on in its run
+    directory. Lightning's ``ModelCheckpoint`` counts optimizer steps; this counts iterations.
+
+    Args:
+        every_n_iterations: how often to save.
+        keep_last: how many of these to keep.
+        monitor: a metric such as ``eval/accuracy``, of which the best are kept too; it is looked at
+            in iterations that recorded it.
+        keep_best: how many of the best.
+        mode: ``max`` or ``min``, which values of ``monitor`` are good.
+        dirpath: another directory; None: in the run directory.
+        max_time: ``DD:HH:MM:SS`` from when this object is made, after which to save and stop.
+        asynchronous: write in the background; whatever ends the run waits for it.
+
+    Raises:
+        ConfigError: for values out of range, or a module that counts no iterations.
+        CheckpointError: if a checkpoint cannot be written, or all are damaged.
+        RunInterrupted: after saving.
+    """
+
+    def __init__(
+        self,
+        every_n_iterations: int = 10,
+        keep_last: int = 2,
+        monitor: str | None = None,
+        keep_best: int = 1,
+        mode: str = "max",
+        dirpath: str | None = None,
+        max_time: str | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        require_at_least(
+            1, every_n_iterations=every_n_iterations, keep_last=keep_last, keep_best=keep_best
+        )
+        if mode not in ("max", "min"):
+            raise ConfigError(f"mode={mode!r} must be 'max' or 'min'")
+        # Never by Lightning's own triggers; it is a ModelCheckpoint so that "last" and "best" work.
+        super().__init__(dirpath, monitor=monitor, mode=mode, every_n_epochs=0)
+        self.every_n_iterations = every_n_iterations
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.asynchronous = asynchronous
+        self.saved: list[str] = []
+        """Names of this run's files, oldest first."""
+        self.best: list[tuple[float, str]] = []
+        """Values of ``monitor`` with their files, best first."""
+        self._given = None if dirpath is None else Path(str(self.dirpath))
+        self._interrupts = Interrupts(math.inf if max_time is None else seconds_of(max_time))
+        self._training = False
+        self._fresh = True  # nothing happened since the last save
+        self._updating: int | None = None  # the iteration whose update began last
+
+    # ---------------------------------------------------------------- Lightning's hooks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy = trainer.strategy
+        if type(strategy.checkpoint_io) is TorchCheckpointIO:  # else the user's own
+            strategy.checkpoint_io = VerifiedCheckpointIO()
+        self._directory = self._given or run_dir(trainer) / "checkpoints"
+        if stage != "fit":
+            return
+        if not isinstance(pl_module, RecordingModule):
+            raise ConfigError(
+                f"IterationCheckpoint counts RL iterations, which {type(pl_module).__name__} has "
+                "none of; use ModelCheckpoint"
+            )
+        if self.asynchronous and not isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+            strategy.checkpoint_io = AsyncCheckpointIO(strategy.checkpoint_io)
+        self.dirpath = str(self._directory)
+        if trainer.is_global_zero:
+            for left in self._directory.glob("*.ckpt.partial"):  # by a killed run
+                left.unlink()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, RecordingModule)
+        clock, alone = pl_module.clock, trainer.world_size == 1
+        stages = ("generate", "reward", "eval")  # in which nothing but the collector's state grows
+        self._training = self._fresh = True
+        self._updating = None
+        self._interrupts.install(lambda: alone and is_waiting() and clock.stage in stages)
+
+    def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fresh = False
+
+    def on_update_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
+    ) -> None:
+        assert isinstance(pl_module, RecordingModule)
+        self._updating, self._fresh = pl_module.iteration, False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, RecordingModule)
+        is_best = self._rank(pl_module)
+        if pl_module.iteration % self.every_n_iterations == 0 or is_best:
+            self._save(trainer, pl_module)
+
+    def on_iteration_end(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
+    ) -> None:
+        interruption = self._interrupts.requested()
+        # Any rank's signal stops all of them, in the same iteration.
+        if trainer.strategy.reduce_boolean_decision(interruption is not None, all=False):
+            raise interruption or RunInterrupted("a signal to another process", 143)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, RecordingModule)
+        if not self._fresh:
+            self._save(trainer, pl_module)
+        self._finish(trainer)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if not self._training or trainer.state.fn != "fit":
+            return
+        assert isinstance(pl_module, RecordingModule)
+        self._training = False
+        try:
+            if self._may_save(trainer, pl_module, exception):
+                self._save(trainer, pl_module)
+            self._finish(trainer)
+        except CheckpointError as error:  # what stopped the run comes first
+            rank_zero_warn(str(error))
+        if isinstance(exception, RunInterrupted):
+            exception.checkpoint = self.last_model_path
+        elif self.last_model_path:
+            rank_zero_info(f"The run failed; its last checkpoint is {self.last_model_path}")
+
+    # ---------------------------------------------------------------- saving
+
+    def _may_save(
+        self, trainer: Trainer, module: RecordingModule, exception: BaseException
+    ) -> bool:
+        if self._fresh or isinstance(exception, CheckpointError | KeyboardInterrupt):
+            return False
+        if self._updating == module.iteration:  # the optimizer may have stepped or not
+            rank_zero_warn(
+                f"the run failed within the update of iteration {module.iteration}, so it is not "
+                "saved as it is; go on from the checkpoint before"
+            )
+            return False
+        # An error is one process's own; the others would wait for it in vain.
+        return trainer.world_size == 1 or isinstance(exception, RunInterrupted)
+
+    def _save(self, trainer: Trainer, module: RecordingModule) -> None:
+        before, name = self.saved, f"iteration_{module.iteration}.ckpt"
+        self.saved = [*(old for old in before if old != name), name]
+        try:
+            trainer.save_checkpoint(self._directory / name, weights_only=False)
+        except CheckpointError:
+            self.saved = before
+            raise
+        self._fresh = True
+        self._tidy(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Wait for what is being written, and listen to signals no longer."""
+        try:
+            trainer.strategy.checkpoint_io.teardown()
+            self._tidy(trainer)
+        finally:
+            self._interrupts.remove()
+
+    def _rank(self, module: RecordingModule) -> bool:
+        """Whether this iteration is among the best so far; if so, remember it."""
+        value = None if self.monitor is None else module.recorded.get(self.monitor)
+        if value is None or math.isnan(value):
+            return False
+        entry = (value, f"iteration_{module.iteration}.ckpt")
+        others = [old for old in self.best if old[1] != entry[1]]
+        sign = -1 if self.mode == "max" else 1
+        # The earlier of equals stays.
+        self.best = sorted([*others, entry], key=lambda old: sign * old[0])[: self.keep_best]
+        return entry in self.best
+
+    def _tidy(self, trainer: Trainer) -> None:
+        """Delete what is neither among the last nor the best; point the links to what is."""
+        # Of files on disk: one that is being written replaces none yet.
+        there = [name for name in self.saved if (self._directory / name).exists()]
+        best = [name for _, name in self.best if name in there]
+        kept = {*there[-self.keep_last :], *best}
+        self.last_model_path = str(self._directory / there[-1]) if there else ""
+        self.best_model_path = str(self._directory / best[0]) if best else ""
+        if trainer.is_global_zero:
+            for name in there:
+                if name not in kept:
+                    (self._directory / name).unlink()
+            for link, names in (("last.ckpt", there[-1:]), ("best.ckpt", best[:1])):
+                for name in names:
+                    _link(self._directory / link, name)
+        self.saved = [name for name in self.saved if name in kept or name not in there]
+
+    # ---------------------------------------------------------------- going on
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved": self.saved, "best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._directory.exists():  # else another run begins from that checkpoint
+            there = {path.name for path in checkpoints_in(self._directory)}
+            self.saved = [name for name in state_dict["saved"] if name in there]
+            self.best = [(value, name) for value, name in state_dict["best"] if name in there]
+            self.last_model_path = str(self._directory / self.saved[-1]) if self.saved else ""
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """What Lightning asks for on ``ckpt_path="last"``."""
+        if self._given is None:
+            _continue_newest_run(trainer)
+        found = newest_good(self._given or run_dir(trainer) / "checkpoints")
+        return set() if found is None else {str(found)}
+
+
+def _continue_newest_run(trainer: Trainer) -> None:
+    """Let loggers that begin a new folder for every run go on in that of the newest checkpoint."""
+    loggers = [
+        logger
+        for logger in trainer.loggers
+        if isinstance(logger, TensorBoardLogger | CSVLogger) and logger._version is None
+    ]
+    if not loggers or loggers[0] is not trainer.logger:
+        return  # the run directory is fixed
+    runs = Path(loggers[0].save_dir or ".") / (loggers[0].name or "")
+    newest = [
+        (found[0].stat().st_mtime_ns, directory.parent)
+        for directory in runs.glob("version_*/checkpoints")
+        if (found := checkpoints_in(directory)) and directory.parent.name[8:].isdigit()
+    ]
+    if not newest:
+        return
+    version = int(max(newest)[1].name.removeprefix("version_"))
+    for logger in loggers:
+        logger._version = version
+        if isinstance(logger, CSVLogger) and trainer.is_global_zero:
+            _set_aside(Path(logger.log_dir) / "metrics.csv")
+
+
+def _set_aside(path: Path) -> None:
+    """Lightning's CSVLogger deletes the file of an earlier start."""
+    if path.exists():
+        number = sum(1 for _ in path.parent.glob(f"{path.stem}_before_*{path.suffix}")) + 1
+        path.rename(path.with_name(f"{path.stem}_before_{number}{path.suffix}"))
+
+
+def _link(link: Path, target: str) -> None:
+    """Point ``link`` to a file beside it, at no time to nothing."""
+    partial = link.with_name(f"{link.name}.partial")
+    partial.unlink(missing_ok=True)
+    os.symlink(target, partial)
+    partial.replace(link)

@@ -1,0 +1,191 @@
+"""Checkpoint files that are whole or not there, and that show when they were damaged."""
+
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_rl.errors import CheckpointError
+
+# torch.save writes a zip archive, and a zip archive may end with a comment: so the checksum travels
+# with the file, and torch.load reads it like any other checkpoint.
+_COMMENT = re.compile(rb"lightning_rl sha256 ([0-9a-f]{64})")
+_COMMENT_SIZE = len(b"lightning_rl sha256 ") + 64
+_BLOCK = 1 << 20
+
+
+class VerifiedCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoint files, written atomically, with a checksum that loading verifies.
+
+    A file appears under its name only when all of it is on disk, so a kill or a full disk leaves
+    what was there before. Files of others, which have no checksum, are loaded as they are; remote
+    paths (``s3://...``) are left to Lightning.
+
+    Raises:
+        CheckpointError: if a file cannot be written, or is damaged.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None or _is_remote(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            write_checkpoint(checkpoint, Path(path))
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if not _is_remote(path):
+            require_good(Path(path))
+        return super().load_checkpoint(path, *args, **kwargs)
+
+
+def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint with its checksum; ``path`` changes only if all of it is on disk.
+
+    Raises:
+        CheckpointError: if the disk is full, or the file cannot be written for another reason.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            hashing = _HashingFile(file)
+            torch.save(checkpoint, hashing)  # type: ignore[arg-type]
+            if hashing.error is not None:
+                raise hashing.error
+            _append_comment(file, hashing.digest.hexdigest())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{path} could not be written: {error.strerror or error} ({_free_space(path)}); what "
+            "was saved before is intact. Make room, or lower keep_last and keep_best, and go on "
+            "from the last checkpoint"
+        ) from error
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint file; None if nothing is, or it has no checksum.
+
+    A file without a checksum was not written here; it must at least end like a torch file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(0, size - _COMMENT_SIZE))
+        tail = file.read()
+        found = _COMMENT.fullmatch(tail)
+        if found is None:
+            # How an archive without a comment ends: with a record of 22 bytes.
+            whole = tail[-22:-18] == b"PK\x05\x06" and tail[-2:] == b"\0\0"
+            return None if whole else "it ends too early, or is no checkpoint"
+        file.seek(0)
+        digest = hashlib.sha256()
+        left = size - _COMMENT_SIZE - 2
+        while left > 0 and (block := file.read(min(_BLOCK, left))):
+            digest.update(block)
+            left -= len(block)
+        length = int.from_bytes(file.read(2), "little")
+    digest.update(b"\0\0")  # what torch wrote for the comment's length
+    if length == _COMMENT_SIZE and digest.hexdigest().encode() == found[1]:
+        return None
+    return "its content is not what was written (sha256 differs)"
+
+
+def require_good(path: Path) -> None:
+    """Check the checksum.
+
+    Raises:
+        CheckpointError: if the file is damaged; names the newest good one beside it.
+    """
+    if not path.is_file():  # a folder (a sharded checkpoint), or missing, which Lightning reports
+        return
+    what = damage(path)
+    if what is None:
+        return
+    good = next((p for p in checkpoints_in(path.parent) if damage(p) is None), None)
+    fix = f"use {good}" if good else "no good one is beside it; use another, or begin anew"
+    raise CheckpointError(f"{path} is damaged: {what}; {fix}")
+
+
+def newest_good(directory: Path) -> Path | None:
+    """The checkpoint written last that is not damaged; warns of those that are.
+
+    Raises:
+        CheckpointError: if there are checkpoints, and all of them are damaged.
+    """
+    bad: list[str] = []
+    for path in checkpoints_in(directory):
+        what = damage(path)
+        if what is None:
+            if bad:
+                rank_zero_warn(f"{'; '.join(bad)}. Going on from the one before: {path}")
+            return path
+        bad.append(f"{path} is damaged: {what}")
+    if bad:
+        raise CheckpointError(
+            f"{'; '.join(bad)}. No other is left in {directory}; begin anew (without --ckpt_path), "
+            "or name a checkpoint of another run"
+        )
+    return None
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """All checkpoint files of a folder, the one written last first; without links to them."""
+    files = [path for path in directory.glob("*.ckpt") if not path.is_symlink()]
+    return sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+class _HashingFile:
+    """Passes on what is written, and hashes it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        # torch's writer is C++ and ends the process if this raises while it tidies up.
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+            self.digest.update(data)
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def _append_comment(file: BinaryIO, digest: str) -> None:
+    """Let the archive, which ends with the length 0 of its comment, have one."""
+    comment = f"lightning_rl sha256 {digest}".encode()
+    file.seek(-2, os.SEEK_END)
+    file.write(len(comment).to_bytes(2, "little") + comment)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_space(path: Path) -> str:
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    return f"{shutil.disk_usage(existing).free / 2**20:.0f} MiB free"
+
+
+def _is_remote(path: Any) -> bool:
+    return "://" in str(path)

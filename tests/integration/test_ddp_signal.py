@@ -1,0 +1,39 @@
+"""Two processes (gloo): a signal to one stops both after the same update, and they go on."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_rl.checkpoint_io import checkpoints_in
+
+
+def run(out: Path, model: Path, *rank: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "tests.integration.ddp_run", str(out), str(model), *rank]
+    environment = os.environ | {"PL_GLOBAL_SEED": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(900)  # three starts of two processes
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_signal_to_one_process_stops_both_and_both_go_on(tiny_model, tmp_path, rank):
+    status, said = run(tmp_path / "whole", tiny_model)
+    assert status == 0, said
+    status, said = run(tmp_path / "stopped", tiny_model, rank)
+    assert status == 143, said
+    for expected in ("rank 0: ", "rank 1: ", "iteration_2.ckpt"):
+        assert expected in said
+    directory = tmp_path / "stopped" / "csv" / "version_0" / "checkpoints"
+    assert [p.name for p in checkpoints_in(directory)] == ["iteration_2.ckpt"]
+    status, said = run(tmp_path / "stopped", tiny_model)
+    assert status == 0, said
+    ours, theirs = (
+        torch.load(checkpoints_in(d)[0])["state_dict"]
+        for d in (directory, tmp_path / "whole" / "csv" / "version_0" / "checkpoints")
+    )
+    for name, weight in theirs.items():
+        assert torch.equal(ours[name], weight), name
