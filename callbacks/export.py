@@ -20,11 +20,9 @@ class HFExport(RLCallback):
         self.directory = directory
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            target = self.target(trainer)
-            policy = pl_module.policy
-            assert isinstance(policy, Policy)
-            policy.save_pretrained(target)
+        policy = pl_module.policy
+        assert isinstance(policy, Policy)
+        policy.save_pretrained(self.target(trainer))  # on all ranks; the first writes
 
     def target(self, trainer: Trainer) -> Path:
         """The directory that is written."""

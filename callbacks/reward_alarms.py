@@ -74,6 +74,8 @@ class RewardAlarms(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
     ) -> None:
         assert isinstance(pl_module, PolicyModule)
+        if trainer.world_size > 1:  # all ranks judge by the same
+            rollouts = trainer.datamodule.generated  # type: ignore[attr-defined]
         graded = [
             r for r in rollouts if r.status is RolloutStatus.COMPLETED and r.reward is not None
         ]

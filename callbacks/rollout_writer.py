@@ -34,6 +34,11 @@ class RolloutWriter(RLCallback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         datamodule = _datamodule(trainer)
+        if trainer.world_size > 1:
+            raise ConfigError(
+                f"rollouts are written by one process, not by {trainer.world_size}; set "
+                "trainer.devices=1"
+            )
         progress = self.file.recover()
         if progress is None:
             return

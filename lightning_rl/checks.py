@@ -1,8 +1,12 @@
 """Which parts of an algorithm do not go together; each refusal says what to change."""
 
+from collections.abc import Sequence
+
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.kl import KLPenalty
 from lightning_rl.algos.objective import Objective
+from lightning_rl.collect.filters import GroupFilter
+from lightning_rl.dist import world_size
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.reference import Reference
 
@@ -44,4 +48,53 @@ def check_parts(
             f"correction={type(objective.correction).__name__} has nothing to correct with "
             "trust_engine_logprobs=true, which takes the engine's logprobs for the old ones; leave "
             "one of them out"
+        )
+
+
+def check_group_size(advantage: Advantage, group_size: int) -> None:
+    """Check that groups are large enough to be compared.
+
+    Raises:
+        ConfigError: naming size and advantage.
+    """
+    if group_size < advantage.min_group_size:
+        raise ConfigError(
+            f"group_size={group_size} must be >= {advantage.min_group_size} for "
+            f"{type(advantage).__name__}, which compares the rollouts of a group; raise it, or use "
+            "GAE"
+        )
+
+
+def check_filters(filters: Sequence[GroupFilter], group_size: int) -> None:
+    """Check that each filter can keep a group of this size.
+
+    Raises:
+        ConfigError: naming the first that cannot.
+    """
+    for group_filter in filters:
+        if group_size < group_filter.min_group_size:
+            raise ConfigError(
+                f"group_size={group_size} must be >= {group_filter.min_group_size} for "
+                f"{type(group_filter).__name__}, which would reject every group; raise it, or "
+                "remove the filter"
+            )
+
+
+def check_groups(groups_per_iteration: int, minibatches: int) -> None:
+    """Check that an iteration's groups can be shared by ranks and minibatches.
+
+    Raises:
+        ConfigError: naming the keys, and the number of processes.
+    """
+    ranks = world_size()
+    if groups_per_iteration % ranks:
+        raise ConfigError(
+            f"groups_per_iteration={groups_per_iteration} cannot be shared by {ranks} processes; "
+            f"make it a multiple of {ranks}"
+        )
+    if groups_per_iteration < minibatches * ranks:
+        each = f" on {ranks} processes" if ranks > 1 else ""
+        raise ConfigError(
+            f"minibatches={minibatches} exceeds groups_per_iteration={groups_per_iteration}{each}; "
+            "a group is never split over minibatches"
         )

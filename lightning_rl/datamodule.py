@@ -10,15 +10,18 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tensordict import TensorDict
 
+from lightning_rl import dist
 from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.algos.ratio_losses import SFTMix
 from lightning_rl.buffer.replay import ReplayBuffer
+from lightning_rl.checks import check_filters, check_group_size, check_groups
 from lightning_rl.collect.batches import RolloutBatches
 from lightning_rl.collect.collector import Collector, SyncCollector
 from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.collect.loop import run_async
 from lightning_rl.collect.pipeline import RolloutPipeline, in_groups
-from lightning_rl.collect.source import GroupSource
+from lightning_rl.collect.ranks import collect_share, complete_together, feeds, of_all_ranks
+from lightning_rl.collect.source import GroupSource, new_rollouts
 from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines import default_engine
@@ -31,6 +34,7 @@ from lightning_rl.models.policy import load_tokenizer, save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Rollout
+from lightning_rl.rundir import run_dir
 from lightning_rl.seeding import run_seed
 from lightning_rl.sft import supervised_rollout
 from lightning_rl.sync.schedule import SyncState
@@ -133,27 +137,64 @@ class RLDataModule(LightningDataModule):
         self._loader: RolloutLoader | None = None
         self._loader_state: dict[str, Any] | None = None
         self.first_iteration = 0  # of those collected without training
+        self.generated: list[Rollout] = []
+        """All ranks' rollouts of the last iteration, for statistics: see ``of_all_ranks``."""
 
     # ---------------------------------------------------------------- Lightning's hooks
 
     def setup(self, stage: str) -> None:
         """Load prompts and start the engine, after Lightning has made its process group."""
+        assert self.trainer is not None
+        run_dir(self.trainer)
+        self.load_prompts(stage)
         module = self._module()
-        smallest = module.advantage.min_group_size
-        if self.group_size < smallest and stage == "fit":
-            raise ConfigError(
-                f"group_size={self.group_size} must be >= {smallest} for "
-                f"{type(module.advantage).__name__}, which compares the rollouts of a group; raise "
-                "it, or use GAE"
-            )
-        if self.groups_per_iteration < module.minibatches and stage == "fit":
-            raise ConfigError(
-                f"minibatches={module.minibatches} exceeds groups_per_iteration="
-                f"{self.groups_per_iteration}; a group is never split over minibatches"
-            )
-        mixes = isinstance(module.objective.loss, SFTMix) and smallest > 1
-        if self.buffer is not None and stage == "fit":
-            self.buffer.check(module.objective, module.trust_engine_logprobs)
+        with dist.every_rank():
+            room = self._start_engine(module.model)
+        room = dist.from_rank_zero(room)
+        _leave_room(room, self.train_prompts, self.sampling)
+        if self.eval_prompts is not None:
+            _leave_room(room, self.eval_prompts, self.eval_sampling)
+        self._pipeline = RolloutPipeline(
+            self.engine, self.agent, self.rewards, self._tokenizer, module.clock
+        )
+        # Where one engine serves all ranks, rank 0 issues all groups.
+        alone = self.engine.serves_all_ranks
+        rank, ranks = (0, 1) if alone else (dist.rank(), dist.world_size())
+        source = GroupSource(
+            self.train_prompts,
+            self.groups_per_iteration // ranks,
+            self.group_size,
+            self.sampling,
+            self.seed,
+            rank=rank,
+            ranks=ranks,
+        )
+        works = stage == "fit" and feeds(self.engine)
+        collector = self.collector if works else SyncCollector()
+        self._batches = RolloutBatches(
+            self._pipeline, collector, source, self.filters, self.max_rounds
+        )
+
+    def _start_engine(self, model: str) -> int:
+        """Returns the longest prompt plus completion; 0 without an engine."""
+        if not feeds(self.engine):
+            return 0
+        if not self.engine.running:
+            self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")
+            save_skeleton(model, self._model_dir.name)
+            self.engine.start(Path(self._model_dir.name))
+        return self.engine.max_length
+
+    def load_prompts(self, stage: str) -> None:
+        """The part of ``setup`` that needs no engine: check the settings, load the prompts."""
+        module = self._module()
+        if stage == "fit":
+            check_group_size(module.advantage, self.group_size)
+            check_filters(self.filters, self.group_size)
+            check_groups(self.groups_per_iteration, module.minibatches)
+            if self.buffer is not None:
+                self.buffer.check(module.objective, module.trust_engine_logprobs)
+        mixes = isinstance(module.objective.loss, SFTMix) and module.advantage.min_group_size > 1
         if self.expert_prompts is not None and not mixes:
             raise ConfigError(
                 "data.expert_prompts needs model.loss=SFTMix and an advantage that compares groups "
@@ -163,7 +204,7 @@ class RLDataModule(LightningDataModule):
         self.agent.configure(tokenizer)
         self.train_prompts.load(tokenizer, self.agent.chat_options)
         if self.expert_prompts is not None:
-            self.expert_prompts.load(tokenizer)
+            self.expert_prompts.load(tokenizer, self.agent.chat_options)
         if self.eval_prompts is not None:
             self.eval_prompts.load(tokenizer, self.agent.chat_options)
         # Where the configuration tells the engine's length, do not start it only to refuse.
@@ -171,23 +212,6 @@ class RLDataModule(LightningDataModule):
         for sampling in (self.sampling, self.eval_sampling):
             if limit is not None and sampling.max_tokens >= limit:
                 raise _no_room(sampling, limit)
-        if not self.engine.running:
-            self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")
-            save_skeleton(module.model, self._model_dir.name)
-            self.engine.start(Path(self._model_dir.name))
-        self._leave_room(self.train_prompts, self.sampling)
-        if self.eval_prompts is not None:
-            self._leave_room(self.eval_prompts, self.eval_sampling)
-        self._pipeline = RolloutPipeline(
-            self.engine, self.agent, self.rewards, tokenizer, module.clock
-        )
-        source = GroupSource(
-            self.train_prompts, self.groups_per_iteration, self.group_size, self.sampling, self.seed
-        )
-        collector = self.collector if stage == "fit" else SyncCollector()
-        self._batches = RolloutBatches(
-            self._pipeline, collector, source, self.filters, self.max_rounds
-        )
 
     def on_exception(self, exception: BaseException) -> None:
         """Nothing goes on in the background of a run that failed or was interrupted."""
@@ -271,23 +295,27 @@ class RLDataModule(LightningDataModule):
 
     def collect(self, iteration: int) -> list[Rollout]:
         """Generate and grade one iteration's rollouts, and tell the callbacks."""
-        module, trainer = self._module(), self.trainer
+        module, trainer, batches = self._module(), self.trainer, self._ready_batches()
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
-        collection = self._ready_batches().collect(iteration)
+        collection = collect_share(batches, iteration)
         rollouts = collection.rollouts
-        module.record(rollout_metrics(collection.generated, collection.seconds, module.iteration))
-        module.record(collection.metrics())
+        groups = of_all_ranks(in_groups(collection.generated, self.group_size))
+        generated = [rollout for group in groups for rollout in group]
+        seconds = dist.largest(collection.seconds)
+        module.record(rollout_metrics(generated, seconds, module.iteration))
+        module.record(dist.total(collection.metrics()))
         if self.train_prompts.dropped:
             module.record({"data/prompts_dropped": float(self.train_prompts.dropped)})
-        self.train_prompts.observe(in_groups(collection.generated, self.group_size))
+        self.train_prompts.observe(groups)
+        self.generated = generated
         call_hook(trainer, "on_collect_end", rollouts)
         if self.buffer is not None and trainer.state.fn == "fit":
             groups = self.buffer.exchange(collection.kept, module.iteration)
             rollouts = [rollout for group in groups for rollout in group]
             module.record(self.buffer.metrics)
         rollouts += self._experts(iteration)
-        self._ready_batches().settle()
+        batches.settle()
         return rollouts
 
     def sync_state(self, trainer_version: int) -> SyncState:
@@ -310,7 +338,7 @@ class RLDataModule(LightningDataModule):
             return []
         rollouts = [
             supervised_rollout(prompt, "completion", self._tokenizer)
-            for prompt in self.expert_prompts.draw(self.expert_per_iteration)
+            for prompt in dist.mine(self.expert_prompts.draw(self.expert_per_iteration))
         ]
         for place, rollout in enumerate(rollouts):
             rollout.group_id = f"{iteration}/expert/{place}"
@@ -327,22 +355,27 @@ class RLDataModule(LightningDataModule):
         module = self._module()
         prompts = self.eval_prompts.first(self.eval_limit)
         with module.clock("eval"), self._ready_batches().yielding():
-            rollouts = self._pipeline.run(
+            rollouts = new_rollouts(
                 prompts, self.eval_samples, self.eval_sampling, self.seed, iteration=-1
             )
+            groups = in_groups(rollouts, self.eval_samples)
+            groups = complete_together(self._pipeline, groups, self.eval_sampling)
+        rollouts = [rollout for group in groups for rollout in group]
         return rollouts, evaluation_metrics(rollouts, self.success_reward)
+
+    def try_out(self, groups: int, group_size: int) -> list[Rollout]:
+        """Graded rollouts of the first prompts, beside training: no prompt is used up.
+
+        Raises:
+            EngineError: if the engine is not ready, or fails.
+            RewardError: if too large a share could not be graded.
+        """
+        prompts = self.train_prompts.first(groups)
+        return self._pipeline.run(prompts, group_size, self.sampling, self.seed)
 
     def _ready_batches(self) -> RolloutBatches:
         assert self._batches is not None, "setup() comes first"
         return self._batches
-
-    def _leave_room(self, prompts: PromptDataset, sampling: Sampling) -> None:
-        """Prompts that would leave no room for max_tokens are dropped like other long ones."""
-        room = self.engine.max_length - sampling.max_tokens
-        if room < 1:
-            raise _no_room(sampling, self.engine.max_length)
-        if prompts.max_prompt_tokens is None or prompts.max_prompt_tokens > room:
-            prompts.max_prompt_tokens = room
 
     def _module(self) -> PolicyModule:
         module = None if self.trainer is None else self.trainer.lightning_module
@@ -352,6 +385,15 @@ class RLDataModule(LightningDataModule):
                 "supervised training use SFTDataModule"
             )
         return module
+
+
+def _leave_room(max_length: int, prompts: PromptDataset, sampling: Sampling) -> None:
+    """Prompts that would leave no room for max_tokens are dropped like other long ones."""
+    room = max_length - sampling.max_tokens
+    if room < 1:
+        raise _no_room(sampling, max_length)
+    if prompts.max_prompt_tokens is None or prompts.max_prompt_tokens > room:
+        prompts.max_prompt_tokens = room
 
 
 def _no_room(sampling: Sampling, max_length: int) -> ConfigError:

@@ -1,8 +1,20 @@
-"""Sums over all ranks that are exact no-ops on one process."""
+"""What ranks tell each other. On one process all of this is an exact no-op.
+
+Ranks that wait for each other in different places hang. So whatever may fail on one rank alone is
+put into ``every_rank()``, and nothing that may fail so stands between two collectives.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_rl.errors import LightningRLError
+
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -10,13 +22,22 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """The number of this one."""
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+# ---------------------------------------------------------------- tensors
+
+
 def all_sum(value: Tensor) -> Tensor:
     """The sum of ``value`` over all ranks, without gradient."""
-    if world_size() == 1:
-        return value
-    total = value.clone()
-    dist.all_reduce(total)
-    return total
+    return value if world_size() == 1 else _reduced(value, dist.ReduceOp.SUM)
+
+
+def all_max(value: Tensor) -> Tensor:
+    """The element-wise maximum of ``value`` over all ranks."""
+    return value if world_size() == 1 else _reduced(value, dist.ReduceOp.MAX)
 
 
 def global_mean_std(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,10 +49,115 @@ def global_mean_std(values: Tensor) -> tuple[Tensor, Tensor]:
     return mean.float(), variance.sqrt().float()
 
 
-def all_max(value: Tensor) -> Tensor:
-    """The element-wise maximum of ``value`` over all ranks."""
+def take_from_rank_zero(value: Tensor) -> None:
+    """Overwrite ``value`` with rank 0's."""
+    if world_size() > 1:
+        shared = value.detach().to(_group_device(), copy=True)
+        dist.broadcast(shared, 0)
+        value.detach().copy_(shared)
+
+
+def _reduced(value: Tensor, operation: Any) -> Tensor:
+    # A group may be able to reduce on GPUs only, or on CPUs only.
+    total = value.detach().to(_group_device(), copy=True)
+    dist.all_reduce(total, operation)
+    return total.to(value.device)
+
+
+def _group_device() -> torch.device:
+    nccl = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+# ---------------------------------------------------------------- anything else
+
+
+def largest(value: float) -> float:
+    """The largest of all ranks' numbers."""
+    return value if world_size() == 1 else float(all_max(torch.tensor(value, dtype=torch.double)))
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether it is so on any rank."""
+    return bool(largest(float(flag)))
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value (it is pickled), by rank."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank_zero(value: T) -> T:
+    """Rank 0's value (it is pickled)."""
     if world_size() == 1:
         return value
-    peak = value.clone()
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return peak
+    values = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def deal(items: Sequence[T]) -> list[T]:
+    """Rank 0's list (it is pickled), dealt out in turn; what others pass is not looked at."""
+    if world_size() == 1:
+        return list(items)
+    share: list[Any] = [None]
+    hands = [items[r :: world_size()] for r in range(world_size())] if rank() == 0 else None
+    dist.scatter_object_list(share, hands, 0)
+    return list(share[0])
+
+
+def mine(items: Sequence[T]) -> list[T]:
+    """This rank's share of a list that all ranks have: every n-th, in order."""
+    return list(items[rank() :: world_size()])
+
+
+def total(metrics: dict[str, float]) -> dict[str, float]:
+    """Sums over the ranks that have a metric of that name."""
+    sums: dict[str, float] = {}
+    for ours in gather(metrics):
+        for name, value in ours.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+@contextmanager
+def every_rank() -> Iterator[None]:
+    """What fails on one rank fails on all, with the same error; none waits for one that is gone.
+
+    All ranks must come here. In the block there may be no collective (but for blocks of this kind),
+    because a rank that fails does not reach it.
+
+    Raises:
+        LightningRLError: of the same class, and naming the rank, if another rank raised one.
+    """
+    if world_size() == 1:
+        yield
+        return
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # raised below, when the others know
+        if hasattr(error, _KNOWN):  # from a block within this one
+            raise
+        failure = error
+    if any_rank(failure is not None):
+        told = gather(None if failure is None else _description(failure))
+        if failure is None:
+            number, (kind, message) = next((n, d) for n, d in enumerate(told) if d is not None)
+            failure = kind(f"rank {number}: {message}")
+        setattr(failure, _KNOWN, True)
+        raise failure
+
+
+_KNOWN = "known_to_all_ranks"
+
+
+def _description(error: Exception) -> tuple[type[LightningRLError], str]:
+    """A class that the other ranks can raise, and a message."""
+    if isinstance(error, LightningRLError):
+        return type(error), str(error)
+    return LightningRLError, f"{type(error).__name__}: {error}"

@@ -1,9 +1,11 @@
 """PolicyModule: everything that is learning. One Lightning batch is one RL iteration."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import DDPStrategy
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -18,19 +20,23 @@ from lightning_rl.checks import check_parts
 from lightning_rl.data.packing import (
     is_idle,
     select,
+    silent,
     split_minibatches,
     split_packs,
     token_rows,
     without_idle,
 )
+from lightning_rl.dist import every_rank, largest
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.hooks import call_hook
 from lightning_rl.hparams import save_primitive_hparams
+from lightning_rl.memory import smaller_budget
 from lightning_rl.metrics import TokenMetrics
 from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import FrozenReference, Reference
+from lightning_rl.models.sharding import shard, whole
 from lightning_rl.recording import RecordingModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.seeding import run_seed
@@ -115,6 +121,7 @@ class PolicyModule(RecordingModule):
             minibatches=minibatches,
             max_tokens_per_pack=max_tokens_per_pack,
         )
+        require_at_least(0, value_lr=value_lr)
         objective = Objective(
             loss,
             correction,
@@ -138,6 +145,7 @@ class PolicyModule(RecordingModule):
         self.advantage = advantage
         self.aggregation = aggregation
         self.objective = objective
+        self.skip_update = False
         self.skips_idle = objective.advantage_moves_alone and kl_reward is None
         self.kl = kl
         self.kl_reward = kl_reward
@@ -177,6 +185,9 @@ class PolicyModule(RecordingModule):
         if self.kl is not None or self.kl_reward is not None:
             self.reference = self._reference[0] or FrozenReference()
             self.reference.configure(self.policy)
+        if self.device_mesh is not None:  # of a ModelParallelStrategy
+            for policy in [part for part in self.modules() if isinstance(part, Policy)]:
+                shard(policy, self.device_mesh)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self._policy().parameter_groups(self.value_lr))
@@ -232,7 +243,9 @@ class PolicyModule(RecordingModule):
                 # Stateless, so that a resumed run deals the same minibatches.
                 seed = (self.seed * 1_000_003 + self.iteration) * 1_000_003 + epoch
                 generator = torch.Generator().manual_seed(seed)
-                for rows in split_minibatches(batch, self.minibatches, generator):
+                with every_rank():
+                    parts = split_minibatches(batch, self.minibatches, generator)
+                for rows in parts:
                     self._optimize(select(batch, rows), metrics)
         return add_effective_share(metrics.compute())
 
@@ -249,8 +262,12 @@ class PolicyModule(RecordingModule):
             batch = self.compute_ref_logprobs(batch)
         if not self.skips_idle:
             batch = self.compute_advantages(batch)
-        call_hook(self.trainer, "on_update_start", batch)
-        metrics = self.update(batch)
+        objective, self.skip_update = self.objective, False
+        try:  # callbacks may leave this update out, or give it another objective
+            call_hook(self.trainer, "on_update_start", batch)
+            metrics = {} if self.skip_update else self.update(batch)
+        finally:
+            self.objective = objective
         self.iteration += 1
         self._follow(metrics)
         self.record(metrics)
@@ -291,16 +308,13 @@ class PolicyModule(RecordingModule):
         if self.skips_idle:  # only now: they count where the loss is averaged
             metrics.add({"policy/skipped_share": is_idle(minibatch)})
             minibatch = without_idle(minibatch)
-        optimizer.zero_grad()
-        for rows in split_packs(minibatch, self.max_tokens_per_pack):
-            loss, pack_metrics = self._pack_loss(select(minibatch, rows))
-            self.manual_backward(loss)
+        for pack_metrics in self._accumulate(minibatch, self.max_tokens_per_pack):
             metrics.add(pack_metrics)
         parameters = [p for p in self._policy().parameters() if p.grad is not None]
         norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or float("inf"))
         metrics.add(
             {
-                "policy/grad_norm": norm.reshape(1),
+                "policy/grad_norm": whole(norm).reshape(1),
                 "policy/lr": torch.tensor([optimizer.param_groups[0]["lr"]]),
             }
         )
@@ -308,6 +322,37 @@ class PolicyModule(RecordingModule):
         if self.lr_scheduler is not None:
             scheduler: Any = self.lr_schedulers()
             scheduler.step()
+
+    def _accumulate(self, minibatch: TensorDict, budget: int) -> list[dict[str, Tensor]]:
+        """Leave the sum of all packs' gradients; returns their metrics."""
+        self._policy().zero_grad()  # also of what a backward pass left that ran out of memory
+        packs = split_packs(minibatch, budget)
+        count = int(largest(len(packs)))  # sharded weights are gathered by all ranks together
+        measured = []
+        for place in range(count):
+            left = place < len(packs)
+            pack = select(minibatch, packs[place]) if left else silent(minibatch)
+            try:
+                measured.append(self._add_gradient(pack, last=place == count - 1))
+            except RuntimeError as error:
+                budget = smaller_budget(pack, error)
+                break
+        else:
+            return measured
+        return self._accumulate(minibatch, budget)
+
+    def _add_gradient(self, pack: TensorDict, last: bool) -> dict[str, Tensor]:
+        loss, metrics = self._pack_loss(pack)
+        with nullcontext() if last else self._without_averaging():
+            self.manual_backward(loss)
+        return metrics
+
+    def _without_averaging(self) -> AbstractContextManager[None]:
+        """Under DDP, for all packs but the last: their gradients are averaged together with its."""
+        strategy = self.trainer.strategy
+        return (
+            strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext()
+        )
 
     def _pack_loss(self, pack: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         scores = self._policy()(pack)

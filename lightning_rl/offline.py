@@ -9,14 +9,17 @@ from lightning.pytorch import LightningDataModule
 from tensordict import TensorDict
 from transformers import AutoConfig
 
+from lightning_rl import dist
 from lightning_rl.buffer.files import Group, open_rollouts
 from lightning_rl.buffer.replay import warn_if_uncorrected
+from lightning_rl.checks import check_groups
 from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.errors import ConfigError, DataError, require_at_least
 from lightning_rl.loader import RolloutLoader
 from lightning_rl.metrics import summarize
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.rundir import run_dir
 from lightning_rl.seeding import run_seed
 
 
@@ -131,11 +134,9 @@ class OfflineDataModule(LightningDataModule):
                 f"OfflineDataModule has nothing for {stage!r}, only recorded rollouts to fit; use "
                 "RLDataModule"
             )
-        if self.groups_per_iteration < module.minibatches:
-            raise ConfigError(
-                f"minibatches={module.minibatches} exceeds groups_per_iteration="
-                f"{self.groups_per_iteration}; a group is never split over minibatches"
-            )
+        assert self.trainer is not None
+        run_dir(self.trainer)
+        check_groups(self.groups_per_iteration, module.minibatches)
         warn_if_uncorrected("recorded", module.objective, module.trust_engine_logprobs)
         if self._groups is None:
             groups = self._read(module)
@@ -172,14 +173,15 @@ class OfflineDataModule(LightningDataModule):
     # ---------------------------------------------------------------- reading
 
     def collect(self, iteration: int) -> list[Rollout]:
-        """One iteration's recorded rollouts."""
+        """This rank's share of one iteration's recorded rollouts."""
         module, groups = self._module(), self._groups
         assert groups is not None, "setup() comes first"
         rollouts = groups.draw(self.groups_per_iteration)
         mean, std = summarize([r.reward for r in rollouts if r.reward is not None])
         tokens = summarize([float(len(r.token_ids)) for r in rollouts])[0]
         module.record({"reward/mean": mean, "reward/std": std, "rollout/tokens_mean": tokens})
-        return rollouts
+        share = set(dist.mine(list(dict.fromkeys(r.group_id for r in rollouts))))
+        return [r for r in rollouts if r.group_id in share]
 
     def _read(self, module: PolicyModule) -> list[Group]:
         recorded = open_rollouts(self.path).groups()

@@ -12,6 +12,7 @@ from lightning_rl.algos.ratio_losses import SFTMix
 from lightning_rl.buffer.files import Group
 from lightning_rl.buffer.samplers import Entry, Sampler, Uniform
 from lightning_rl.buffer.store import RolloutStore
+from lightning_rl.dist import world_size
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.metrics import summarize
 from lightning_rl.rollout import RolloutStatus
@@ -64,8 +65,14 @@ class ReplayBuffer:
         """Refuse a loss that cannot use the experts; warn where nothing corrects for old rollouts.
 
         Raises:
-            ConfigError: if the sampler gives experts, and the loss is not ``SFTMix``.
+            ConfigError: if the sampler gives experts, and the loss is not ``SFTMix``; or on several
+                processes.
         """
+        if world_size() > 1:
+            raise ConfigError(
+                f"data.buffer works in one process, not in {world_size()}; set trainer.devices=1, "
+                "or leave the buffer out"
+            )
         if self.sampler.gives_experts and not isinstance(objective.loss, SFTMix):
             raise ConfigError(
                 f"buffer.sampler={type(self.sampler).__name__} with expert > 0 needs "

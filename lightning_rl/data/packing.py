@@ -116,9 +116,12 @@ def without_idle(batch: TensorDict) -> TensorDict:
     Its gradient is zero, and not missing: the optimizer steps as ever, together with other ranks.
     """
     idle = is_idle(batch)
-    if not idle.all():
-        return select(batch, (~idle).nonzero().squeeze(1))
-    first = select(batch, torch.zeros(1, dtype=torch.long))
+    return silent(batch) if idle.all() else select(batch, (~idle).nonzero().squeeze(1))
+
+
+def silent(batch: TensorDict) -> TensorDict:
+    """The first rollout without loss tokens, as a pack for a rank that has none left."""
+    first = select(batch, torch.zeros(1, dtype=torch.long)).copy()
     first["tokens", "loss_mask"] = torch.zeros_like(first["tokens", "loss_mask"])
     return first
 

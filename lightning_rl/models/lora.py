@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, require_at_least
 
 ADAPTER = "default"
 
@@ -21,11 +21,17 @@ class LoRA:
         rank: of the update B A.
         alpha: the update is scaled by alpha / rank.
         target_modules: names of the layers, or ``all-linear``.
+
+    Raises:
+        ConfigError: if ``rank`` is below 1.
     """
 
     rank: int = 16
     alpha: float = 32.0
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+
+    def __post_init__(self) -> None:
+        require_at_least(1, **{"lora.rank": self.rank})
 
     def attach(self, lm: PreTrainedModel) -> None:
         """Add the adapters to ``lm``, in place; B starts at zero, so nothing changes yet.

@@ -1,14 +1,14 @@
 """The policy: a Hugging Face causal LM that scores packed rollouts."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,17 +17,18 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lightning_rl.data.packing import select, split_packs, token_rows
+from lightning_rl.data.packing import select, silent, split_packs, token_rows
+from lightning_rl.dist import largest, rank
 from lightning_rl.errors import ConfigError
 from lightning_rl.models import compiling
 from lightning_rl.models.attention import ATTENTION, build_layout
 from lightning_rl.models.heads import ValueHead, token_logprobs
 from lightning_rl.models.lora import LoRA, adapter_config, adapter_weights, merged_weights
 from lightning_rl.models.parity import require_exact_packing
+from lightning_rl.models.sharding import whole
 
 
-@dataclass(slots=True)
-class Scores:
+class Scores(NamedTuple):  # in which FSDP finds the tensors that a backward pass begins with
     """What the policy says of a pack's M loss tokens; ``live`` are their indices in the pack."""
 
     live: Tensor
@@ -111,7 +112,11 @@ class Policy(nn.Module):
         rows = torch.arange(len(batch["rollouts"])) if rows is None else rows
         part = select(batch, rows)
         outputs = {name: torch.zeros_like(tokens["rollout_logprobs"])}
-        for pack in split_packs(part, max_tokens):
+        packs = split_packs(part, max_tokens)
+        # Sharded weights are gathered by all ranks together, for as many packs as any has.
+        for _ in range(int(largest(len(packs))) - len(packs)):
+            self(silent(batch))
+        for pack in packs:
             scores = self(select(part, pack))
             # Rows of a pack ascend, so its tokens stand in it in the batch's own order.
             members = rows[pack.to(rows.device)].to(row.device)
@@ -137,10 +142,13 @@ class Policy(nn.Module):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The LM's weights under their Hugging Face names; a tied output head comes twice, a LoRA
-        merged."""
+        merged.
+
+        If they are sharded, all ranks have to go through them together.
+        """
         weights = self.lm.state_dict().items() if self.lora is None else merged_weights(self.lm)
         for name, weight in weights:
-            yield name, weight.detach()
+            yield name, whole(weight.detach())
 
     def named_adapter_weights(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
         """The LoRA by itself, as peft stores one: its configuration, and weights under their names.
@@ -152,18 +160,28 @@ class Policy(nn.Module):
         """
         if self.lora is None:
             raise ConfigError("named_adapter_weights needs a LoRA policy; set lora")
-        return adapter_config(self.lm), adapter_weights(self.lm)
+        weights = ((name, whole(weight)) for name, weight in adapter_weights(self.lm))
+        return adapter_config(self.lm), weights
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write a directory that transformers and vLLM load; a LoRA is merged into it."""
-        if self.lora is None:
-            self.lm.save_pretrained(directory)
-        else:
+        """Write a directory that transformers and vLLM load; a LoRA is merged into it.
+
+        Call it on all ranks, since sharded weights are gathered by all; rank 0 writes.
+        """
+        sharded = any(isinstance(parameter, DTensor) for parameter in self.lm.parameters())
+        tied = self.lm.config.get_text_config().tie_word_embeddings
+        state: dict[str, Tensor] = {}
+        if sharded or self.lora is not None:
+            for name, weight in self.named_weights():
+                if rank() == 0 and not (tied and name == "lm_head.weight"):
+                    state[name] = weight.cpu().contiguous()
+        if rank() > 0:
+            return
+        if state:
             self.lm.config.save_pretrained(directory)
-            state = {name: weight.contiguous() for name, weight in merged_weights(self.lm)}
-            if self.lm.config.get_text_config().tie_word_embeddings:
-                state.pop("lm_head.weight", None)
             save_torch_state_dict(state, directory, metadata={"format": "pt"})
+        else:
+            self.lm.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
 

@@ -108,7 +108,7 @@ def test_a_batch_whose_training_was_interrupted_is_kept_and_comes_first(run):
     first.trained = 1
     interrupted = next(iterator)  # collected and handed out, but never trained on
     state = first.state()
-    assert len(state["pending"]) == 2
+    assert len(state["ranks"][0]["pending"]) == 2
     second = run(trained=1)
     second.loader.load_state_dict(state)
     batches = list(second.loader)
@@ -136,9 +136,9 @@ def test_a_restored_batch_is_kept_until_it_is_trained_on(run):
 def test_a_trained_batch_is_not_in_the_state(run):
     started = run()
     next(iter(started.loader))
-    assert len(started.state()["pending"]) == 2
+    assert len(started.state()["ranks"][0]["pending"]) == 2
     started.trained = 1
-    assert started.state()["pending"] == []
+    assert started.state()["ranks"][0]["pending"] == []
 
 
 def test_only_completed_and_graded_rollouts_are_trained_on(make_rollout):

@@ -1,0 +1,287 @@
+"""What two training processes do in tests/integration/test_ddp.py, and one for comparison.
+
+    RANK=0 WORLD_SIZE=2 ... python -m tests.ranks_run <model> <folder>
+
+The environment is torchrun's. All scenarios run one after another in one process group, and each
+leaves ``<scenario>_<rank>.json``.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+
+from lightning_rl import dist
+from lightning_rl.algos.advantages import GAE
+from lightning_rl.algos.kl import K3Penalty
+from lightning_rl.callbacks import (
+    Evaluate,
+    HFExport,
+    IterationCheckpoint,
+    PreviewTable,
+    RewardAlarms,
+    RLCallback,
+    RolloutRecorder,
+    RunReport,
+    StepTimer,
+    WeightSync,
+)
+from lightning_rl.collect.filters import GroupFilter
+from lightning_rl.data.curriculum import PassRateCurriculum
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines.base import Sampling
+from lightning_rl.engines.transformers import TransformersEngine
+from lightning_rl.models.heads import SharedValueHead
+from lightning_rl.models.lora import LoRA
+from lightning_rl.module import PolicyModule
+
+GROUPS, GROUP_SIZE = 4, 3
+ITERATIONS = 3
+
+
+class Seen(RLCallback):
+    """Rows of metrics, what was monitored, and the rollouts that this rank trained on."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.monitored: list[dict[str, float]] = []
+        self.rollouts: list[list[tuple[str, list[int]]]] = []
+
+    def on_collect_end(self, trainer, pl_module, rollouts) -> None:
+        self.rollouts.append([(r.id, r.token_ids) for r in rollouts])
+
+    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
+        self.rows.append(dict(metrics))
+        known = trainer.callback_metrics
+        timed = ("time/", "sync/seconds")
+        self.monitored.append({n: float(v) for n, v in known.items() if not n.startswith(timed)})
+
+
+class SharedEngine(TransformersEngine):
+    """One for all ranks, as servers are."""
+
+    serves_all_ranks = True
+
+
+def share_of_even_digits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Rewards that differ within groups, so that all of them teach something."""
+    return [
+        sum(c in "02468" for c in completion) / max(1, len(completion))
+        for completion in completions
+    ]
+
+
+def rows(count: int = 40) -> Iterable[dict[str, str]]:
+    return [{"prompt": f"{i % 10}{i // 10}="} for i in range(count)]
+
+
+def sharded(save_distributed_checkpoint: bool = False) -> ModelParallelStrategy:
+    return ModelParallelStrategy(2, 1, save_distributed_checkpoint=save_distributed_checkpoint)
+
+
+def fit(
+    model: str,
+    where: Path,
+    strategy: Strategy | str = "auto",
+    *extra: Any,
+    iterations: int = ITERATIONS,
+    epochs: int = 1,
+    ckpt_path: str | None = None,
+    data: dict[str, Any] | None = None,
+    curriculum: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """A short run in this process, together with the others of its group."""
+    prompts = IterablePrompts(rows, seed=3)
+    settings: dict[str, Any] = {
+        "engine": TransformersEngine(),
+        "train_prompts": PassRateCurriculum(prompts, 0.5) if curriculum else prompts,
+        "eval_prompts": IterablePrompts(lambda: rows(5)),
+        "rewards": [share_of_even_digits],
+        "sampling": Sampling(max_tokens=6),
+        "groups_per_iteration": GROUPS,
+        "group_size": GROUP_SIZE,
+        "iterations_per_epoch": iterations,
+        "seed": 5,
+    }
+    settings |= data or {}
+    # What is drawn at random, such as a LoRA, is rank 0's on all ranks.
+    torch.manual_seed(11 + int(os.environ.get("RANK", 0)))
+    module = PolicyModule(
+        model,
+        **{
+            # Not Adam, to which a gradient that is twice too large is the same.
+            "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
+            "max_grad_norm": None,
+            "max_tokens_per_pack": 24,
+            "ppo_epochs": 2,
+            "seed": 7,
+            **options,
+        },
+    )
+    seen = Seen()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=dist.world_size() if strategy == "auto" else 2,
+        strategy=strategy,
+        max_epochs=epochs,
+        logger=CSVLogger(where),
+        enable_checkpointing=any(isinstance(e, IterationCheckpoint) for e in extra),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=where,
+        callbacks=[WeightSync(), *extra, seen, StepTimer()],
+    )
+    trainer.fit(module, RLDataModule(**settings), ckpt_path=ckpt_path)
+    return {"rows": seen.rows, "monitored": seen.monitored, "rollouts": seen.rollouts}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0, fused=True)
+
+
+def everything() -> list[Any]:
+    """Callbacks that look at rollouts, or write files."""
+    return [
+        Evaluate(every_n_iterations=2), PreviewTable(), RolloutRecorder(), RewardAlarms(window=1),
+        HFExport(), RunReport(),
+    ]  # fmt: skip
+
+
+def critic() -> dict[str, Any]:
+    """All that may be sharded, and an advantage that is normalised over all ranks."""
+    return {
+        "advantage": GAE(),
+        "value_head": SharedValueHead(),
+        "kl": K3Penalty(),
+        "optimizer": adamw,
+        "max_grad_norm": 1.0,
+    }
+
+
+class NotOnRankOne(GroupFilter):
+    """Rejects the first two groups that rank 1 sees; the others have no part in it."""
+
+    def __init__(self) -> None:
+        self.left = 2 * dist.rank()
+
+    def keep(self, group: Any) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def broken_on_rank_one(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    if dist.rank() == 1:
+        raise RuntimeError("the grader is down")
+    return [0.0 if i else 1.0 for i in range(len(completions))]
+
+
+class BreaksOnRankOne(TransformersEngine):
+    """Refuses the second push in the middle of it."""
+
+    def load_weights(self, weights, version) -> None:
+        if dist.rank() == 1 and version == 1:
+            next(iter(weights))
+            raise RuntimeError("out of memory")
+        super().load_weights(weights, version)
+
+
+class StaleOnRankOne(TransformersEngine):
+    """Keeps its first weights, and says otherwise."""
+
+    def load_weights(self, weights, version) -> None:
+        if dist.rank() == 1 and version == 1:
+            self.version = version
+        else:
+            super().load_weights(weights, version)
+
+
+def failure(call: Callable[[], Any]) -> dict[str, str]:
+    """The class and the message of what it raises."""
+    try:
+        call()
+    except Exception as error:  # whatever it is: the test looks at it
+        return {"error": type(error).__name__, "message": str(error)}
+    return {"error": "none", "message": ""}
+
+
+def resumed(
+    model: str, where: Path, strategy: Callable[[], Strategy], checkpoint: str
+) -> dict[str, Any]:
+    """A run of two epochs, and one that goes on from its first epoch's checkpoint."""
+    whole = fit(
+        model,
+        where / "whole",
+        strategy(),
+        IterationCheckpoint(1, 9),
+        iterations=2,
+        epochs=2,
+        optimizer=adamw,
+    )
+    directory = where / "whole" / "lightning_logs" / "version_0" / "checkpoints"
+    rest = fit(
+        model,
+        where / "rest",
+        strategy(),
+        iterations=2,
+        epochs=2,
+        optimizer=adamw,
+        ckpt_path=str(directory / checkpoint),
+    )
+    return {"whole": whole, "rest": rest}
+
+
+def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
+    def run(name: str, strategy: Strategy, *extra: Any, **options: Any) -> dict[str, Any]:
+        return fit(model, where / name, strategy, *extra, **options)
+
+    def fails(name: str, strategy: Strategy, **options: Any) -> dict[str, str]:
+        return failure(lambda: run(name, strategy, **options))
+
+    return {
+        "ddp": lambda: run("ddp", DDPStrategy(), *everything()),
+        "fsdp": lambda: run("fsdp", sharded(), *everything()),
+        "ddp_critic": lambda: run("ddp_critic", DDPStrategy(), **critic()),
+        "fsdp_critic": lambda: run("fsdp_critic", sharded(), **critic()),
+        "fsdp_lora": lambda: run("fsdp_lora", sharded(), HFExport(), lora=LoRA(rank=4)),
+        "curriculum": lambda: run("curriculum", DDPStrategy(), curriculum=True),
+        "shared": lambda: run(
+            "shared", DDPStrategy(), *everything(), data={"engine": SharedEngine()}
+        ),
+        "filter": lambda: run("filter", DDPStrategy(), data={"filters": [NotOnRankOne()]}),
+        "reward_error": lambda: fails(
+            "reward_error", DDPStrategy(), data={"rewards": [broken_on_rank_one]}
+        ),
+        "push_error": lambda: fails("push_error", sharded(), data={"engine": BreaksOnRankOne()}),
+        "stale_error": lambda: fails("stale_error", sharded(), data={"engine": StaleOnRankOne()}),
+        "config_error": lambda: fails(
+            "config_error", DDPStrategy(), data={"groups_per_iteration": 3}
+        ),
+        "tensor_parallel": lambda: fails("tensor_parallel", ModelParallelStrategy(1, 2)),
+        "resume_ddp": lambda: resumed(model, where / "resume_ddp", DDPStrategy, "iteration_3.ckpt"),
+        "resume_fsdp": lambda: resumed(model, where / "resume_fsdp", sharded, "iteration_3.ckpt"),
+        "resume_shards": lambda: resumed(
+            model, where / "resume_shards", lambda: sharded(True), "iteration_2.ckpt"
+        ),
+    }  # fmt: skip
+
+
+def main() -> None:
+    model, where, *only = sys.argv[1:]
+    rank = os.environ["RANK"]
+    for name, scenario in scenarios(model, Path(where)).items():
+        if not only or name in only:
+            result = scenario()
+            (Path(where) / f"{name}_{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
