@@ -7,9 +7,13 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.collect.loop import run_async
+from lightning_rl.collect.ranks import feeds
 from lightning_rl.datamodule import RLDataModule
+from lightning_rl.dist import any_rank, every_rank, largest
+from lightning_rl.engines.base import Engine
 from lightning_rl.errors import ConfigError, StaleWeightsError
 from lightning_rl.hooks import RLCallback, call_hook
+from lightning_rl.models.policy import Policy
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
 from lightning_rl.sync.base import WeightTransport
@@ -85,27 +89,43 @@ class WeightSync(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, PolicyModule)
-        if self.schedule.should_sync(_datamodule(trainer).sync_state(pl_module.iteration)):
+        datamodule = _datamodule(trainer)
+        wanted = self.schedule.should_sync(datamodule.sync_state(pl_module.iteration))
+        # All ranks push together: as soon as one engine needs new weights.
+        if any_rank(wanted and feeds(datamodule.engine)):
             self.sync(trainer, pl_module)
 
     def sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pause, push, verify, resume; then tell the other callbacks."""
         assert isinstance(pl_module, PolicyModule) and pl_module.policy is not None
         datamodule, version = _datamodule(trainer), pl_module.iteration
-        engine = datamodule.engine
-        datamodule.before_sync()
+        with every_rank():
+            datamodule.before_sync()
         begin = time.perf_counter()
         with pl_module.clock("sync"):
-            run_async(engine.pause())
-            try:
-                self.transport.push(self.transport.weights_of(pl_module.policy), version)
-            finally:
-                run_async(engine.resume())
+            with every_rank():
+                self._push(datamodule.engine, pl_module.policy, version)
             pl_module.record({"sync/seconds": time.perf_counter() - begin, "sync/version": version})
             if self._prompts:
                 self._verify(trainer, pl_module)
         datamodule.after_sync()
         call_hook(trainer, "on_weights_synced", version)
+
+    def _push(self, engine: Engine, policy: Policy, version: int) -> None:
+        weights = iter(self.transport.weights_of(policy))
+        try:
+            if not feeds(engine):
+                return
+            run_async(engine.pause())
+            try:
+                self.transport.push(weights, version)
+            finally:
+                run_async(engine.resume())
+        finally:
+            # Sharded weights are gathered by all ranks together: also by one that pushes nothing,
+            # or that failed.
+            for _ in weights:
+                pass
 
     def _verify(self, trainer: Trainer, module: PolicyModule) -> None:
         datamodule = _datamodule(trainer)
@@ -119,14 +139,16 @@ class WeightSync(RLCallback):
                 datamodule.sampling.temperature,
                 tokens=min(2, datamodule.sampling.max_tokens),  # prompts leave room for no more
             )
-        module.record({"sync/probe_gap": gap.value})
-        if gap.value > bound:
-            raise StaleWeightsError(
-                f"after the sync of version {module.iteration}, engine and trainer disagree by "
-                f"{gap.value:.3g} nats on token {gap.token!r} (trainer {gap.trainer:.4f}, engine "
-                f"{gap.engine:.4f}; max_gap={bound:g}): the engine holds other weights, or a stale "
-                "cache. Set max_gap higher only if both compute in different precision"
-            )
+        module.record({"sync/probe_gap": largest(gap.value)})
+        with every_rank():
+            if gap.value > bound:
+                raise StaleWeightsError(
+                    f"after the sync of version {module.iteration}, engine and trainer disagree by "
+                    f"{gap.value:.3g} nats on token {gap.token!r} (trainer {gap.trainer:.4f}, "
+                    f"engine {gap.engine:.4f}; max_gap={bound:g}): the engine holds other weights, "
+                    "or a stale cache. Set max_gap higher only if both compute in different "
+                    "precision"
+                )
 
 
 def _datamodule(trainer: Trainer) -> RLDataModule:

@@ -3,15 +3,19 @@
 from importlib.util import find_spec
 
 from lightning_rl.engines.base import Completion, Engine, Sampling, request_seed
+from lightning_rl.engines.ray_engine import RayEngine
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.engines.vllm_local import VLLMLocal
+from lightning_rl.engines.vllm_server import VLLMServer
 
 __all__ = [
     "Completion",
     "Engine",
+    "RayEngine",
     "Sampling",
     "TransformersEngine",
     "VLLMLocal",
+    "VLLMServer",
     "default_engine",
     "request_seed",
 ]

@@ -97,12 +97,16 @@ class Engine(ABC):
     """Generates completions with a copy of the policy's weights.
 
     ``version`` is the version of the weights it holds, -1 before the first push; ``replica_count``,
-    how many processes share its requests.
+    how many processes share its requests; ``kv_cache_gb``, its key/value cache in GiB, None where
+    the engine itself decides.
     """
 
     version: int = -1
     dtype: str
+    kv_cache_gb: float | None = None
     replica_count: int = 1
+    serves_all_ranks: bool = False
+    """Where several processes train: whether one of it, on rank 0, works for all of them."""
 
     @property
     def logprob_tolerance(self) -> float:

@@ -1,6 +1,7 @@
 """Plain transformers as an engine: the reference in parity tests, the fallback without vLLM."""
 
 import asyncio
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lightning_rl.engines.base import Completion, Engine, Sampling, require_same_weights
-from lightning_rl.errors import ConfigError, EngineError
+from lightning_rl.errors import ConfigError, EngineError, require_at_least
 
 
 @dataclass(slots=True)
@@ -35,12 +36,18 @@ class TransformersEngine(Engine):
     ) -> None:
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"engine dtype={dtype!r} must be float32, bfloat16 or float16")
+        require_at_least(1, max_batch_size=max_batch_size)
         self.dtype = dtype
         self.max_batch_size = max_batch_size
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        try:
+            self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        except RuntimeError as error:
+            raise ConfigError(f"engine device={device!r}: {str(error).splitlines()[0]}") from error
         self._lm: PreTrainedModel | None = None
         self._waiting: list[_Request] = []
         self._loop_task: asyncio.Task[None] | None = None
+        # Weights are pushed from the trainer's thread, while batches are sampled in another.
+        self._exclusive = threading.Lock()
 
     @property
     def running(self) -> bool:
@@ -87,7 +94,8 @@ class TransformersEngine(Engine):
             del self._waiting[: self.max_batch_size]
             batch = [request for request in batch if not request.future.done()]
             try:
-                completions = self._sample(batch)
+                with self._exclusive:
+                    completions = self._sample(batch)
             except Exception as error:  # must reach those who wait
                 for request in batch:
                     failure = EngineError(f"transformers failed while generating: {error}")
@@ -152,8 +160,9 @@ class TransformersEngine(Engine):
         state = dict(weights)
         shapes = {name: weight.shape for name, weight in self._lm.state_dict().items()}
         require_same_weights(state, shapes, "TransformersEngine")
-        self._lm.load_state_dict(state)
-        self.version = version
+        with self._exclusive:
+            self._lm.load_state_dict(state)
+            self.version = version
 
 
 def _draw(logits: Tensor, request: _Request, length: int, eos: int) -> tuple[int, float]:

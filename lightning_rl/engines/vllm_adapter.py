@@ -1,11 +1,14 @@
 """What is known of vLLM's insides, and what keeps it from changing the process around it."""
 
+import logging
 import os
 import random
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,67 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_rl.errors import WeightSyncError
+from lightning_rl.errors import ConfigError, IncompleteWeightsError, WeightSyncError
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What is set of a vLLM engine, in this process or another.
+
+    Raises:
+        ConfigError: for a value out of range.
+    """
+
+    dtype: str
+    max_model_len: int | None
+    kv_cache_gb: float | None
+    gpu_memory_utilization: float
+    max_num_seqs: int
+    enable_prefix_caching: bool
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"engine dtype={self.dtype!r} must be float32, bfloat16 or float16")
+        for name in ("max_model_len", "kv_cache_gb", "gpu_memory_utilization", "max_num_seqs"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"engine {name}={value} must be > 0")
+
+    def arguments(self, model_dir: Path) -> dict[str, Any]:
+        """Those of ``vllm.EngineArgs``, for the devices of this machine."""
+        on_cpu = not torch.cuda.is_available()
+        if on_cpu and self.dtype == "float16":
+            raise ConfigError("engine dtype='float16' is not for CPUs; use float32 or bfloat16")
+        arguments: dict[str, Any] = {
+            "model": str(model_dir),
+            "dtype": self.dtype,
+            "load_format": "dummy",  # weights come from the trainer, by a push
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "enable_prefix_caching": self.enable_prefix_caching,
+            "logprobs_mode": "processed_logprobs",  # of the distribution really sampled from
+            "disable_log_stats": True,
+            "scheduling_policy": "priority",
+            "seed": 0,
+        }
+        cache_gb = 0.25 if on_cpu and self.kv_cache_gb is None else self.kv_cache_gb
+        if cache_gb is None:
+            arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
+        else:
+            arguments["kv_cache_memory_bytes"] = int(cache_gb * 2**30)
+        if on_cpu:
+            arguments |= {
+                "enforce_eager": True,
+                # With the default of 128, prompts shorter than that never share a cached prefix.
+                "block_size": 32,
+                # A seeded request whose prompt is cut in two rewinds its generator, which torch's
+                # CPU generator cannot do.
+                "enable_chunked_prefill": False,
+                # A tied head would keep a packed copy of the old embedding after each push.
+                "hf_overrides": {"tie_word_embeddings": False},
+            }
+        return arguments | self.options
 
 
 def weight_shapes(model_dir: Path) -> dict[str, torch.Size]:
@@ -44,9 +107,19 @@ def reload_weights(worker: Any, items: list[tuple[str, Tensor]]) -> None:
         ) from error
     finally:
         del model.load_weights
-    missing = sorted({name for name, _ in model.named_parameters()} - loaded)
+    require_all_loaded(model, loaded)
+
+
+def require_all_loaded(model: Any, loaded: set[str]) -> None:
+    """Runs in vLLM's worker: has a push reached all parameters of its model?
+
+    Raises:
+        IncompleteWeightsError: naming the first that it has not.
+    """
+    names = (name.replace(".base_layer.", ".") for name, _ in model.named_parameters())
+    missing = sorted({name for name in names if ".lora_" not in name} - loaded)
     if missing:
-        raise WeightSyncError(
+        raise IncompleteWeightsError(
             f"the push left {len(missing)} of the engine's weights as they were, first "
             f"{missing[0]!r}; is the engine's model the trainer's?"
         )
@@ -57,6 +130,20 @@ def skip_rank_compilation() -> None:
     import vllm.v1.sample.sampler as sampler
 
     sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
+
+
+def divert_crash_dump() -> Path:
+    """The file to which vLLM from now on writes what it was computing when it failed.
+
+    Else these thousands of characters go to the terminal, before the line that says what happened.
+    To be called once an engine is there: to start one sets up vLLM's logging anew.
+    """
+    file = Path(tempfile.gettempdir()) / f"vllm_crash_{os.getpid()}.log"
+    logger = logging.getLogger("vllm.logging_utils.dump_input")
+    if logger.propagate:
+        logger.propagate = False
+        logger.addHandler(logging.FileHandler(file, delay=True, encoding="utf-8"))
+    return file
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from lightning_rl.engines.base import Completion, Engine, Sampling, require_same
 from lightning_rl.engines.vllm_adapter import (
     EngineSettings,
     contained,
+    divert_crash_dump,
     last_line,
     reload_weights,
     skip_rank_compilation,
@@ -72,6 +73,7 @@ class VLLMLocal(Engine):
         )
         self.dtype = dtype
         self.max_model_len = max_model_len
+        self.kv_cache_gb = kv_cache_gb
         self._llm: Any = None
         self._shapes: dict[str, torch.Size] = {}
         self._requests: dict[str, _Request] = {}
@@ -106,6 +108,7 @@ class VLLMLocal(Engine):
                 self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
             except (ValueError, RuntimeError, TypeError, AssertionError) as error:
                 raise EngineError(f"vLLM did not start: {last_line(error)}") from error
+        self._crash_file = divert_crash_dump()
         self._detach_process_group()
         self._shapes = weight_shapes(model_dir)
 
@@ -175,9 +178,12 @@ class VLLMLocal(Engine):
                 await asyncio.sleep(0)  # let finished requests' owners, and new requests, in
         except Exception as error:  # whatever vLLM raises must reach those who wait
             requests, self._requests = self._requests, {}
+            message = f"vLLM failed while generating: {last_line(error)}"
+            if self._crash_file.exists():
+                message += f" (what it was computing is in {self._crash_file})"
             for request in requests.values():
                 if not request.future.done():
-                    failure = EngineError(f"vLLM failed while generating: {last_line(error)}")
+                    failure = EngineError(message)
                     failure.__cause__ = error
                     request.future.set_exception(failure)
 
@@ -226,15 +232,22 @@ class VLLMLocal(Engine):
         # vLLM merges some weights, and does not notice if one of the parts is missing.
         require_same_weights(state, self._shapes, "VLLMLocal")
         with self._exclusive:
-            for request_id, request in self._requests.items():
-                self._stamp(request_id, request)
-            self.version = -1  # until all of it has arrived
+            self._leave_version()
             with contained():
                 self._llm.collective_rpc(reload_weights, args=(list(state.items()),))
-            # Keys and values of old weights would poison every later prompt that shares a prefix.
-            if not self._llm.reset_prefix_cache(reset_running_requests=True):
-                raise StaleWeightsError("vLLM refused to reset its prefix cache after a push")
-            self.version = version
+            self._enter_version(version)
+
+    def _leave_version(self) -> None:
+        """Before weights change: it holds no version until all have arrived."""
+        for request_id, request in self._requests.items():
+            self._stamp(request_id, request)
+        self.version = -1
+
+    def _enter_version(self, version: int) -> None:
+        # Keys and values of old weights would poison every later prompt that shares a prefix.
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise StaleWeightsError("vLLM refused to reset its prefix cache after a push")
+        self.version = version
 
     def _stamp(self, request_id: str, request: _Request) -> None:
         """Note which version wrote the tokens that a request in flight has so far."""

@@ -2,22 +2,37 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import ClassVar
 
 from torch import Tensor
 
 from lightning_rl.engines.base import Engine
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.policy import Policy
 
 
 class WeightTransport(ABC):
     """Carries weights to one engine."""
 
-    @abstractmethod
+    reaches: ClassVar[tuple[type[Engine], ...]] = (Engine,)
+    """Kinds of engines that it can reach."""
+    instead: ClassVar[str] = ""
+    """What to choose for the others."""
+
     def connect(self, engine: Engine) -> None:
         """Get ready to push to ``engine``.
 
         Raises:
             ConfigError: if this transport cannot reach that kind of engine.
         """
+        if not isinstance(engine, self.reaches):
+            raise ConfigError(
+                f"{type(self).__name__} cannot reach {type(engine).__name__}; {self.instead}"
+            )
+
+    def weights_of(self, policy: Policy) -> Iterable[tuple[str, Tensor]]:
+        """What to push of a policy: all weights, a LoRA merged into them."""
+        return policy.named_weights()
 
     @abstractmethod
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -1,17 +1,27 @@
 """When to sync: one predicate to override."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lightning_rl.errors import ConfigError
+from lightning_rl.collect.collector import CollectorStatus
+from lightning_rl.errors import require_at_least
 
 
 @dataclass(frozen=True, slots=True)
 class SyncState:
-    """What a schedule may look at: versions count iterations trained."""
+    """What a schedule may look at: versions count iterations trained.
+
+    ``engine_version`` is what all replicas generate with, ``collector`` how far it has got.
+    """
 
     trainer_version: int
     engine_version: int
+    collector: CollectorStatus = field(default_factory=CollectorStatus)
+
+    @property
+    def updates(self) -> int:
+        """Iterations trained since the engine's weights."""
+        return self.trainer_version - self.engine_version
 
 
 class SyncSchedule(ABC):
@@ -33,8 +43,37 @@ class FixedSchedule(SyncSchedule):
     every_n_iterations: int = 1
 
     def __post_init__(self) -> None:
-        if self.every_n_iterations < 1:
-            raise ConfigError(f"every_n_iterations={self.every_n_iterations} must be >= 1")
+        require_at_least(1, every_n_iterations=self.every_n_iterations)
 
     def should_sync(self, state: SyncState) -> bool:
-        return state.trainer_version - state.engine_version >= self.every_n_iterations
+        return state.updates >= self.every_n_iterations
+
+
+@dataclass(frozen=True)
+class TrainerSchedule(SyncSchedule):
+    """The trainer decides: after ``min_updates`` iterations, as soon as the collector is ready.
+
+    It is when a batch is done, nothing is in flight, or it may not go on with old weights.
+
+    Raises:
+        ConfigError: if ``min_updates`` is less than 1.
+    """
+
+    min_updates: int = 1
+
+    def __post_init__(self) -> None:
+        require_at_least(1, min_updates=self.min_updates)
+
+    def should_sync(self, state: SyncState) -> bool:
+        return state.updates >= self.min_updates and state.collector.ready
+
+
+@dataclass(frozen=True)
+class CollectorSchedule(SyncSchedule):
+    """The collector decides: when it has used up its rollouts, or the staleness they may have.
+
+    So weights are pushed as seldom as the collector's ``max_staleness`` allows.
+    """
+
+    def should_sync(self, state: SyncState) -> bool:
+        return state.updates >= 1 and state.collector.used_up

@@ -8,8 +8,10 @@ import torch
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.loop import run_async
+from lightning_rl.collect.ranks import feeds
 from lightning_rl.collect.source import new_rollouts
 from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.dist import every_rank, from_rank_zero
 from lightning_rl.engines.base import Engine, Sampling
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt
@@ -32,7 +34,7 @@ def probe_gap(
     """Let the engine write ``tokens`` tokens per prompt, score them with the policy, and compare.
 
     Generating (rather than asking for prompt logprobs) goes through the prefix cache, so that a
-    stale one shows up too.
+    stale one shows up too. On several ranks call it on all of them.
     """
     sampling = Sampling(max_tokens=tokens, temperature=temperature)
     rollouts = new_rollouts(prompts, 1, sampling, seed=0, iteration=-2)
@@ -41,7 +43,11 @@ def probe_gap(
     async def run() -> None:
         await asyncio.gather(*(agent.run(rollout, engine, sampling) for rollout in rollouts))
 
-    run_async(run())
+    with every_rank():
+        if feeds(engine):
+            run_async(run())
+    if engine.serves_all_ranks:
+        rollouts = from_rank_zero(rollouts)
     device = next(policy.parameters()).device
     batch = pack_rollouts(rollouts).to(device)
     scores = policy(batch)

@@ -1,27 +1,251 @@
-"""When weights are pushed, and by what."""
+"""When weights are pushed, and how they are cut, compared and written."""
+
+import json
+import os
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from lightning_rl.errors import ConfigError, WeightSyncError
+import lightning_rl
+from lightning_rl.collect.collector import CollectorStatus
+from lightning_rl.engines import TransformersEngine
+from lightning_rl.errors import (
+    ConfigError,
+    DamagedWeightsError,
+    IncompleteWeightsError,
+    WeightSyncError,
+)
+from lightning_rl.models.policy import Policy
+from lightning_rl.sync.buckets import checked, cut, unit_of
+from lightning_rl.sync.checkpoint import CheckpointTransport, write_safetensors
+from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
-from lightning_rl.sync.schedule import FixedSchedule, SyncState
+from lightning_rl.sync.schedule import (
+    CollectorSchedule,
+    FixedSchedule,
+    SyncState,
+    TrainerSchedule,
+)
+from lightning_rl.sync.sources import read_weights
+
+IDLE = CollectorStatus()  # what a collector that does not work ahead says
+BUSY = CollectorStatus(in_flight=3, done=1, wanted=4, may_issue=True)
+BATCH_DONE = CollectorStatus(in_flight=3, done=4, wanted=4, may_issue=True)
+TOO_OLD = CollectorStatus(in_flight=3, done=1, wanted=4, may_issue=False)
+
+
+def pushes(schedule, statuses):
+    """Versions at which it pushes, with one status after each iteration from 1 on."""
+    pushed, engine = [], 0
+    for trainer, status in enumerate(statuses, 1):
+        if schedule.should_sync(SyncState(trainer, engine, status)):
+            engine = trainer
+            pushed.append(trainer)
+    return pushed
 
 
 def test_a_fixed_schedule_waits_for_its_turn():
-    schedule = FixedSchedule(every_n_iterations=2)
-    pushed, engine = [], 0
-    for trainer in range(1, 7):
-        if schedule.should_sync(SyncState(trainer, engine)):
-            engine = trainer
-            pushed.append(trainer)
-    assert pushed == [2, 4, 6]
+    assert pushes(FixedSchedule(every_n_iterations=2), [IDLE] * 6) == [2, 4, 6]
+    assert pushes(FixedSchedule(), [BUSY, IDLE, BATCH_DONE]) == [1, 2, 3]
 
 
-def test_a_schedule_of_zero_is_refused():
-    with pytest.raises(ConfigError, match="every_n_iterations=0 must be >= 1"):
-        FixedSchedule(every_n_iterations=0)
+def test_the_trainers_schedule_waits_for_a_good_moment():
+    # 1: too early; 2: it works at a batch; 3: that is done. 4: too early; 5: it must not go on.
+    statuses = [BATCH_DONE, BUSY, BATCH_DONE, IDLE, TOO_OLD, BUSY, BUSY]
+    assert pushes(TrainerSchedule(min_updates=2), statuses) == [3, 5]
+    assert pushes(TrainerSchedule(min_updates=2), [IDLE] * 4) == [2, 4]
+
+
+def test_the_collectors_schedule_waits_until_it_has_used_up_what_it_may():
+    statuses = [BUSY, BATCH_DONE, TOO_OLD, BUSY, IDLE]
+    assert pushes(CollectorSchedule(), statuses) == [3, 5]
+    assert not CollectorSchedule().should_sync(SyncState(4, 4, IDLE))  # nothing new to push
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FixedSchedule(every_n_iterations=0), "every_n_iterations=0 must be >= 1"),
+        (lambda: TrainerSchedule(min_updates=0), "min_updates=0 must be >= 1"),
+        (lambda: MemoryTransport(bucket_mb=0), "bucket_mb=0 must be"),
+        (lambda: MemoryTransport(changed_only=True, keep_copy=False), "set keep_copy: true"),
+        (lambda: CollectiveTransport(timeout_s=0), "timeout_s=0 must be"),
+        (lambda: CollectiveTransport(backend="mpi"), r"backend='mpi' must be one of .*gloo"),
+        (lambda: CheckpointTransport("x", keep=0), "keep=0 must be >= 1"),
+        (lambda: CheckpointTransport("x", keep=1, changed_only=True), "keep=1 must be 2"),
+    ],
+)
+def test_impossible_settings_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_an_impossible_pair_is_refused_with_what_to_choose():
+    engine = TransformersEngine(device="cpu")
+    with pytest.raises(
+        ConfigError,
+        match=r"CollectiveTransport cannot reach TransformersEngine.*use MemoryTransport",
+    ):
+        CollectiveTransport().connect(engine)
 
 
 def test_a_transport_needs_an_engine():
     with pytest.raises(WeightSyncError, match="before connect"):
         MemoryTransport().push([], 0)
+
+
+# -------------------------------------------------------------------- buckets
+
+
+def test_a_unit_is_what_engines_fuse():
+    layer = "model.layers.3"
+    assert {unit_of(f"{layer}.self_attn.{x}_proj.weight") for x in "qkv"} == {f"{layer}.self_attn"}
+    assert unit_of(f"{layer}.mlp.gate_proj.weight") == unit_of(f"{layer}.mlp.up_proj.weight")
+    experts = {unit_of(f"{layer}.mlp.experts.{i}.gate_proj.weight") for i in range(3)}
+    assert experts == {f"{layer}.mlp"}
+    assert unit_of("lm_head.weight") == ""
+
+
+def layers(*sizes):
+    """Units 0, 1, ... of two tensors each, of these numbers of elements."""
+    return [
+        (f"{unit}.{part}.weight", torch.full((size,), float(10 * unit + part)))
+        for unit, size in enumerate(sizes)
+        for part in (0, 1)
+    ]
+
+
+def test_buckets_are_full_but_never_split_a_unit():
+    # Each tensor takes a multiple of 64 elements: units of 128, 128, 256 and 128.
+    found = list(cut(layers(64, 10, 100, 1), max_numel=256))
+    assert [[name[0] for name, _ in b.weights] for b in found] == [
+        ["0", "0", "1", "1"],
+        ["2", "2"],
+        ["3", "3"],
+    ]
+    assert [bucket.starts for bucket in found] == [[0, 64, 128, 192], [0, 128], [0, 64]]
+    assert [len(list(cut(layers(64, 10, 100, 1), n))) for n in (1, 640)] == [4, 1]
+
+
+def test_a_bucket_writes_what_changed_in_the_engines_dtype():
+    (bucket,) = cut(layers(3, 2), 10**6)
+    flat = torch.zeros(bucket.numel, dtype=torch.bfloat16)
+    assert bucket.copy_changed(flat, everything=True) == bucket.entries()
+    assert flat[:3].tolist() == [0, 0, 0]
+    assert flat[128:130].tolist() == [10, 10]
+    assert bucket.copy_changed(flat, everything=False) == []
+    bucket.weights[3][1][0] += 1e-3  # less than bfloat16 can tell: 11.001 -> 11
+    assert bucket.copy_changed(flat, everything=False) == []
+    bucket.weights[3][1][0] += 1
+    # Its unit goes as a whole: the engine may fuse the two.
+    assert bucket.copy_changed(flat, everything=False) == [
+        ("1.0.weight", [2], 128),
+        ("1.1.weight", [2], 192),
+    ]
+    assert flat[192:194].tolist() == [12, 11]
+
+
+def test_weights_are_checked_as_they_pass():
+    expected = {"a": torch.Size([2]), "b": torch.Size([3])}
+    good = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    assert list(checked(good.items(), expected)) == list(good.items())
+    with pytest.raises(IncompleteWeightsError, match=r"left out 1 .* 'b'"):
+        list(checked([("a", good["a"])], expected))
+    with pytest.raises(IncompleteWeightsError, match=r"'c' of shape \(1,\).* none of that name"):
+        list(checked([("c", torch.zeros(1))], expected))
+    with pytest.raises(IncompleteWeightsError, match=r"'a' of shape \(5,\), .*\(2,\)"):
+        list(checked([("a", torch.zeros(5))], expected))
+
+
+# -------------------------------------------------------------------- files
+
+
+def write(path, weights, version=3, dtype=torch.float32):
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    write_safetensors(path, weights.items(), shapes, dtype, version)
+
+
+def test_files_are_safetensors(tmp_path):
+    path = tmp_path / "x.safetensors"
+    weights = {"a": torch.randn(3, 5), "b.c": torch.randn(7), "scalar": torch.tensor(2.0)}
+    weights["transposed"] = torch.randn(4, 2).T
+    for dtype in (torch.float32, torch.bfloat16):
+        write(path, weights, dtype=dtype)
+        loaded = load_file(path)
+        assert loaded.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert torch.equal(loaded[name], weight.to(dtype))
+        read = dict(read_weights(str(path), 3, ["scalar", "a"]))
+        assert list(read) == ["scalar", "a"]
+
+
+@pytest.mark.parametrize("lost", [1, 60, 150])
+def test_a_file_cut_short_is_refused(tmp_path, lost):
+    path = tmp_path / "x.safetensors"
+    write(path, {"a": torch.randn(3, 5)})  # 60 bytes of data
+    os.truncate(path, path.stat().st_size - lost)
+    with pytest.raises(DamagedWeightsError, match=r"x\.safetensors cannot be read"):
+        list(read_weights(str(path), 3, None))
+
+
+def test_a_file_of_another_version_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write(path, {"a": torch.zeros(1)}, version=3)
+    with pytest.raises(DamagedWeightsError, match="holds version 3 instead of 4"):
+        list(read_weights(str(path), 4, None))
+    with pytest.raises(DamagedWeightsError, match="cannot be read"):
+        list(read_weights(str(tmp_path / "missing"), 4, None))
+
+
+def test_old_files_are_removed_by_age(tmp_path, tiny_model):
+    """To an engine in this process. A run that resumes from version 1 writes older numbers."""
+    engine = TransformersEngine(device="cpu")
+    engine.start(tiny_model)
+    weights = dict(Policy(str(tiny_model)).named_weights())
+    transport = CheckpointTransport(str(tmp_path), keep=2)
+    transport.connect(engine)
+    for version in (0, 1, 2, 1):
+        transport.push(weights.items(), version)
+        os.utime(tmp_path / f"weights-{version:08d}.safetensors")
+    assert engine.version == 1
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "weights-00000001.safetensors",
+        "weights-00000002.safetensors",
+    ]
+    held = engine._lm.state_dict()
+    assert all(torch.equal(held[name], weight) for name, weight in weights.items())
+
+
+def test_bytes_of_a_known_file(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write(path, {"a": torch.tensor([1.0])}, version=0)
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert length % 64 == 0
+    assert json.loads(content[8 : 8 + length]) == {
+        "__metadata__": {"format": "pt", "version": "0"},
+        "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+    }
+    assert content[8 + length :] == b"\x00\x00\x80\x3f"
+
+
+# -------------------------------------------------------------------- documentation
+
+
+def test_the_pair_table_is_what_the_classes_say():
+    """And each pair that it denies is refused by ``connect``."""
+    page = (Path(__file__).parents[2] / "docs" / "sync.md").read_text()
+    table = page.partition("<!-- pairs -->\n")[2].partition("\n\n")[0]
+    head, _, *rows = (
+        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()
+    )
+    assert {row[0] for row in rows} == {
+        name for name in lightning_rl.__all__ if name.endswith("Transport") and name[0] != "W"
+    }
+    for name, *cells in rows:
+        transport = getattr(lightning_rl, name)
+        for engine, cell in zip(head[1:], cells, strict=True):
+            reached = issubclass(getattr(lightning_rl, engine), transport.reaches)
+            assert reached == (cell != "–"), f"{name} to {engine}"

@@ -1,0 +1,220 @@
+"""A vLLM server as a replica: token ids in, token ids with logprobs and versions out, over HTTP."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from lightning_rl.engines.base import Completion, Sampling
+from lightning_rl.engines.replica import Replica, ReplicaLost, told_by_worker
+from lightning_rl.engines.server_process import ServerProcess
+from lightning_rl.errors import (
+    EngineError,
+    ReplicaError,
+    StaleWeightsError,
+    SyncTimeoutError,
+)
+
+_HEALTH_TIMEOUT_S = 10.0
+_GONE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
+
+
+class HTTPReplica(Replica):
+    """A vLLM server with ``VLLM_SERVER_DEV_MODE=1`` and our worker extension.
+
+    Args:
+        url: ``http://host:port``; of a server that we start, where it will listen.
+        key: bearer token; empty: none.
+        launch: starts the server at this port; None: it runs already.
+        start_timeout_s: until it answers; a big model takes its time.
+        request_timeout_s: for one completion.
+        call_timeout_s: for any other call.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        launch: Callable[[], tuple[str, ServerProcess]] | None,
+        start_timeout_s: float,
+        request_timeout_s: float,
+        call_timeout_s: float,
+    ) -> None:
+        super().__init__(url, urlsplit(url).hostname or "")
+        self.can_restart = launch is not None
+        self.max_length = 0
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._launch = launch
+        self._start_timeout_s = start_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._call_timeout_s = call_timeout_s
+        self._process: ServerProcess | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        self.life += 1
+        if self._session is None:
+            # One connection per call: a kept one that the server closes while it is used again
+            # (after 5 idle seconds, or any error) would look like the server's death.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
+        if self._launch is not None:
+            if self._process is not None:
+                await asyncio.to_thread(self._process.kill)
+            self.name, self._process = self._launch()
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                while not await self.answers():
+                    if self._process is not None and not self._process.running:
+                        raise ReplicaError(f"vLLM did not start: {self._process.tail()}")
+                    await asyncio.sleep(0.25)
+        except TimeoutError as error:
+            said = "" if self._process is None else f"; it printed: {self._process.tail()}"
+            raise ReplicaError(
+                f"{self.name} did not answer within start_timeout_s={self._start_timeout_s:g}{said}"
+            ) from error
+        await self._look()
+        self.gone.clear()
+
+    async def _look(self) -> None:
+        """Is it a server that we can work with?"""
+        models = await self._call("GET", "/v1/models")
+        self.max_length = int(models["data"][0]["max_model_len"])
+        try:
+            world = await self._call("GET", "/get_world_size", include_dp="false")
+        except EngineError as error:
+            raise EngineError(
+                f"{self.name} cannot be given weights ({error}); start it as docs/sync.md says: "
+                "VLLM_SERVER_DEV_MODE=1, --worker-extension-cls, --weight-transfer-config"
+            ) from error
+        self.workers = int(world["world_size"])
+
+    async def answers(self) -> bool:
+        if self._process is not None and not self._process.running:
+            return False
+        try:
+            await self._call("GET", "/health", timeout_s=_HEALTH_TIMEOUT_S)
+        except EngineError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        self.gone.set()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.kill)
+            self._process = None
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # ---------------------------------------------------------------- generation
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
+        body = {
+            "token_ids": list(token_ids),
+            "priority": sampling.priority,
+            "sampling_params": {
+                "max_tokens": sampling.max_tokens,
+                "min_tokens": sampling.min_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "stop": sampling.stop,
+                "seed": seed,
+                "logprobs": 0,  # exactly the sampled token's
+                "detokenize": bool(sampling.stop),
+            },
+        }
+        try:
+            answer = await self._call(
+                "POST", "/inference/v1/generate", body, timeout_s=self._request_timeout_s
+            )
+        except SyncTimeoutError as error:
+            raise ReplicaLost(str(error)) from error
+        return completion_of(answer["choices"][0])
+
+    async def pause(self) -> None:
+        # Caches stay: what resets them is the end of a push, whoever paused.
+        await self._call("POST", "/pause", mode="keep", clear_cache="false")
+
+    async def resume(self) -> None:
+        await self._call("POST", "/resume")
+
+    # ---------------------------------------------------------------- weights
+
+    async def transfer(self, step: str, timeout_s: float, **arguments: Any) -> Mapping[str, Any]:
+        return await self._call("POST", f"/{step}", arguments, timeout_s=timeout_s)
+
+    async def stamp(self, version: int, timeout_s: float) -> None:
+        await self.transfer("finish_weight_update", timeout_s, weight_version=str(version))
+        reset = await self._call("POST", "/reset_prefix_cache", reset_running_requests="true")
+        if not reset["success"]:
+            raise StaleWeightsError(f"{self.name} refused to reset its prefix cache after a push")
+        said = (await self._call("GET", "/weight_info"))["weight_version"]
+        if said != str(version):
+            raise StaleWeightsError(
+                f"{self.name} says that it holds version {said} after a push of {version}"
+            )
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        **query: str,
+    ) -> Any:
+        if self._session is None:
+            raise ReplicaLost(f"{self.name} is closed")
+        seconds = self._call_timeout_s if timeout_s is None else timeout_s
+        try:
+            async with self._session.request(
+                method,
+                f"{self.name}{path}",
+                json=body,
+                params=query,
+                timeout=aiohttp.ClientTimeout(total=seconds),
+            ) as response:
+                text = await response.text()
+                if response.status != 200:
+                    raise refusal(self.name, path, response.status, text)
+                return await response.json() if text else {}
+        except TimeoutError as error:
+            raise SyncTimeoutError(
+                f"{self.name}{path} did not answer within {seconds:g} s: it is stuck or too slow"
+            ) from error
+        except _GONE as error:
+            raise ReplicaLost(f"{self.name}{path}: {error or type(error).__name__}") from error
+
+
+def completion_of(choice: Mapping[str, Any]) -> Completion:
+    """From a choice of vLLM's token-in-token-out response."""
+    token_ids = list(choice["token_ids"] or [])
+    content = (choice["logprobs"] or {}).get("content") or []
+    versions = [-1] * len(token_ids)
+    for span in choice["weight_versions"] or []:
+        versions[span["start"] : span["end"]] = [int(span["version"])] * (
+            span["end"] - span["start"]
+        )
+    if len(content) != len(token_ids) or -1 in versions:
+        raise EngineError(
+            f"a vLLM server answered with {len(token_ids)} tokens, {len(content)} logprobs and "
+            f"weight versions {choice['weight_versions']}; is it of the version in install/?"
+        )
+    return Completion(
+        token_ids=token_ids,
+        logprobs=[entry["logprob"] for entry in content],
+        finish_reason=choice["finish_reason"] or "abort",
+        versions=versions,
+    )
+
+
+def refusal(name: str, path: str, status: int, text: str) -> EngineError:
+    """The error that a worker raised, of its own class if it is one of ours."""
+    if (error := told_by_worker(name, text)) is not None:
+        return error
+    return EngineError(f"{name}{path} answered {status}: {text[:300]}")

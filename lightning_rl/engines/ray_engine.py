@@ -1,0 +1,256 @@
+"""vLLM in Ray actors, on one machine or a cluster."""
+
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.engines.ray_actor import RayActor
+from lightning_rl.engines.ray_replica import RayReplica
+from lightning_rl.engines.replica import Replica
+from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.engines.vllm_adapter import EngineSettings, last_line
+from lightning_rl.errors import ConfigError, ReplicaError, require_at_least
+
+_PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
+_CALLS_AT_ONCE = 100_000
+"""That an actor takes: all requests wait in vLLM, and none keeps a pause waiting."""
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class RayEngine(ReplicatedEngine):
+    """vLLM in Ray actors: several replicas, each with tensor parallelism inside if it is to.
+
+    Actors need nothing but ``lightning_rl[ray]`` and vLLM installed on their node. Each reserves a
+    bundle of resources in one placement group; an actor that dies is made anew, also on another
+    node. They end with this process, and so does a Ray that it started.
+
+    Args:
+        address: of a cluster that this machine is a node of, ``host:port`` or ``auto``; None: what
+            ``RAY_ADDRESS`` says, else a cluster that runs on this machine, else a new one.
+        replicas: how many actors.
+        tensor_parallel_size: GPUs (CPU processes) that share each replica's model.
+        bundle: resources that an actor reserves; None: ``tensor_parallel_size`` GPUs, or CPUs where
+            the cluster has no GPU.
+        placement: Ray's strategy: ``SPREAD`` or ``PACK``, and ``STRICT_`` of both.
+        dtype: of the engine's weights.
+        max_model_len: longest prompt plus completion in tokens; None: what the model allows.
+        kv_cache_gb: key/value cache in GiB per worker; None: vLLM's own choice from
+            ``gpu_memory_utilization`` (on CPU 0.25).
+        gpu_memory_utilization: share of the GPU that a worker may take.
+        max_num_seqs: requests that a replica computes together; others wait.
+        enable_prefix_caching: share the key/value cache of equal prompt prefixes.
+        options: further arguments of ``vllm.EngineArgs``.
+        environment: variables of the actors' processes.
+        ray_options: further arguments of ``ray.init``.
+        start_timeout_s: until the resources are reserved, and then until a replica answers.
+        request_timeout_s: for one completion; a replica that takes longer counts as lost.
+        call_timeout_s: for one other call, such as pausing.
+        recovery_timeout_s: how long requests wait for a replica when all are gone.
+        health_every_s: seconds between two looks at a replica's health.
+
+    Raises:
+        ConfigError: for impossible values, or without Ray.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        replicas: int = 2,
+        tensor_parallel_size: int = 1,
+        bundle: dict[str, float] | None = None,
+        placement: str = "SPREAD",
+        dtype: str = "float32",
+        max_model_len: int | None = None,
+        kv_cache_gb: float | None = None,
+        gpu_memory_utilization: float = 0.9,
+        max_num_seqs: int = 256,
+        enable_prefix_caching: bool = True,
+        options: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+        ray_options: dict[str, Any] | None = None,
+        start_timeout_s: float = 600.0,
+        request_timeout_s: float = 1800.0,
+        call_timeout_s: float = 60.0,
+        recovery_timeout_s: float = 900.0,
+        health_every_s: float = 5.0,
+    ) -> None:
+        require_at_least(1, replicas=replicas, tensor_parallel_size=tensor_parallel_size)
+        timeouts = {
+            "start_timeout_s": start_timeout_s,
+            "request_timeout_s": request_timeout_s,
+            "call_timeout_s": call_timeout_s,
+            "recovery_timeout_s": recovery_timeout_s,
+            "health_every_s": health_every_s,
+        }
+        require_at_least(0.1, **timeouts)
+        if placement not in _PLACEMENTS:
+            raise ConfigError(f"placement={placement!r} must be one of {', '.join(_PLACEMENTS)}")
+        if address is not None:
+            _require_node_address(address)
+        if find_spec("ray") is None:
+            raise ConfigError(
+                "RayEngine needs Ray, which is not installed; `pip install lightning_rl[ray]`, or "
+                "use VLLMServer"
+            )
+        super().__init__(recovery_timeout_s, health_every_s)
+        self._settings = EngineSettings(
+            dtype=dtype,
+            max_model_len=max_model_len,
+            kv_cache_gb=kv_cache_gb,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_num_seqs=max_num_seqs,
+            enable_prefix_caching=enable_prefix_caching,
+            options=options or {},
+        )
+        self.address = address
+        self.replica_count = replicas
+        self.tensor_parallel_size = tensor_parallel_size
+        self.bundle = bundle
+        self.placement = placement
+        self.dtype = dtype
+        self.max_model_len = max_model_len
+        self.environment = environment or {}
+        self.ray_options = ray_options or {}
+        self._timeouts = (start_timeout_s, request_timeout_s, call_timeout_s)
+        self._group: Any = None
+        self._connected_here = False
+
+    @property
+    def max_length(self) -> int:
+        return min(r.max_length for r in self.replicas if isinstance(r, RayReplica))
+
+    # ---------------------------------------------------------------- life
+
+    def _make_replicas(self, model_dir: Path) -> list[Replica]:
+        files = {path.name: path.read_bytes() for path in model_dir.iterdir() if path.is_file()}
+        try:
+            self._connect()
+            bundle = self._reserve()
+        except BaseException:
+            self._let_go()
+            raise
+        return [self._replica(index, bundle, files) for index in range(self.replica_count)]
+
+    def _replica(self, index: int, bundle: dict[str, float], files: dict[str, bytes]) -> RayReplica:
+        def make_actor() -> Any:
+            import ray
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+            if not ray.is_initialized():  # Ray would start a cluster of its own
+                raise ReplicaError(f"Ray was shut down under replica {index} of RayEngine")
+            others = {kind: n for kind, n in bundle.items() if kind not in ("CPU", "GPU")}
+            actor_class = ray.remote(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                resources=others,
+                max_concurrency=_CALLS_AT_ONCE,
+                max_restarts=0,  # whoever restarts it must fill it with weights
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=index
+                ),
+            )(RayActor)
+            settings = dataclasses.asdict(self._settings)
+            return actor_class.remote(settings, self.tensor_parallel_size, self.environment)
+
+        title = f"replica {index} of RayEngine"
+        return RayReplica(title, make_actor, files, self.tensor_parallel_size, *self._timeouts)
+
+    def close(self) -> None:
+        super().close()
+        self._let_go()
+
+    # ---------------------------------------------------------------- the cluster
+
+    def _connect(self) -> None:
+        with _contained():
+            import ray
+
+            if ray.is_initialized():  # by the user, whose it stays
+                return
+            options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+            address = self.address or os.environ.get("RAY_ADDRESS")
+            try:
+                if address is not None:
+                    options["address"] = address
+                    _require_listener(address)
+                ray.init(**{**options, **self.ray_options})
+            except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+                where = "on this machine" if address is None else f"at address={address!r}"
+                raise ReplicaError(
+                    f"no Ray {where}: {last_line(error)}; is this machine a node of a cluster "
+                    "(`ray status`)?"
+                ) from error
+            self._connected_here = True
+
+    def _reserve(self) -> dict[str, float]:
+        """Reserve one bundle for each replica; returns it."""
+        import ray
+
+        has = ray.cluster_resources()
+        kind = "GPU" if has.get("GPU") else "CPU"
+        bundle = self.bundle or {kind: float(self.tensor_parallel_size)}
+        self._group = ray.util.placement_group(
+            [bundle] * self.replica_count, strategy=self.placement
+        )
+        if not self._group.wait(self._timeouts[0]):
+            found = {kind: n for kind, n in has.items() if ":" not in kind}
+            raise ReplicaError(
+                f"Ray did not reserve {self.replica_count} times {bundle} ({self.placement}) "
+                f"within start_timeout_s={self._timeouts[0]:g}; the cluster has {found} in all. "
+                "Ask for fewer replicas, or another bundle or placement"
+            )
+        return bundle
+
+    def _let_go(self) -> None:
+        if self._group is None and not self._connected_here:
+            return
+        import ray
+
+        group, self._group = self._group, None
+        if group is not None and ray.is_initialized():
+            ray.util.remove_placement_group(group)
+        if self._connected_here:
+            self._connected_here = False
+            ray.shutdown()
+
+
+def _require_node_address(address: str) -> None:
+    _, _, port = address.rpartition(":")
+    if "://" in address or not (port.isdigit() or address in ("auto", "local")):
+        raise ConfigError(
+            f"address={address!r} must be host:port of a cluster that this machine is a node of, "
+            "or auto (Ray Client's ray:// cannot carry weights)"
+        )
+
+
+def _require_listener(address: str) -> None:
+    """Ask for a connection, because Ray tries one for minutes.
+
+    Raises:
+        OSError: if nobody listens.
+    """
+    _require_node_address(address)
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()
+
+
+@contextmanager
+def _contained() -> Iterator[None]:
+    """Undo what Ray does to this process: its own end on SIGTERM would lose what was not saved."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    hook, handler = sys.excepthook, signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)

@@ -1,0 +1,157 @@
+"""A Ray actor with vLLM in it as a replica."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_rl.engines.base import Completion, Sampling
+from lightning_rl.engines.ray_actor import this_machine
+from lightning_rl.engines.replica import Replica, ReplicaLost, told_by_worker
+from lightning_rl.engines.vllm_adapter import last_line
+from lightning_rl.errors import EngineError, ReplicaError, StaleWeightsError, SyncTimeoutError
+
+_HEALTH_TIMEOUT_S = 10.0
+
+
+class RayReplica(Replica):
+    """A :class:`RayActor`, made anew whenever it starts.
+
+    Args:
+        title: which replica it is, for messages.
+        make_actor: gives a handle of a new actor.
+        model_files: the model's configuration and tokenizer.
+        workers: the actor's processes that take weights.
+        start_timeout_s: until it answers; a big model takes its time.
+        request_timeout_s: for one completion.
+        call_timeout_s: for any other call.
+    """
+
+    can_restart = True
+
+    def __init__(
+        self,
+        title: str,
+        make_actor: Callable[[], Any],
+        model_files: Mapping[str, bytes],
+        workers: int,
+        start_timeout_s: float,
+        request_timeout_s: float,
+        call_timeout_s: float,
+    ) -> None:
+        super().__init__(title, "")
+        self.workers = workers
+        self.max_length = 0
+        self._title = title
+        self._make_actor = make_actor
+        self._model_files = dict(model_files)
+        self._start_timeout_s = start_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._call_timeout_s = call_timeout_s
+        self._actor: Any = None
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        self.life += 1
+        await asyncio.to_thread(self._end)
+        self._actor = await asyncio.to_thread(self._make_actor)
+        self.name = f"{self._title} (actor {self._actor._actor_id.hex()[:12]})"
+        try:
+            about = await self._call("start", self._start_timeout_s, self._model_files)
+        except SyncTimeoutError as error:
+            raise ReplicaError(
+                f"{self.name} did not start within start_timeout_s={self._start_timeout_s:g}; has "
+                "the cluster the devices that it needs (`ray status`)?"
+            ) from error
+        address = about["address"]
+        self.name = f"{self.name.removesuffix(')')} on node {address})"
+        self.host = "localhost" if about["machine"] == this_machine() else address
+        self.max_length = about["max_length"]
+        self.gone.clear()
+
+    def _end(self) -> None:
+        if self._actor is not None:
+            import ray
+
+            actor, self._actor = self._actor, None
+            if ray.is_initialized():
+                ray.kill(actor)
+
+    async def answers(self) -> bool:
+        try:
+            return bool(await self._call("answers", _HEALTH_TIMEOUT_S))
+        except EngineError:
+            return False
+
+    async def close(self) -> None:
+        self.gone.set()
+        await asyncio.to_thread(self._end)
+
+    # ---------------------------------------------------------------- generation
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
+        try:
+            completion: Completion = await self._call(
+                "generate", self._request_timeout_s, list(token_ids), sampling, seed
+            )
+        except SyncTimeoutError as error:
+            raise ReplicaLost(str(error)) from error
+        return completion
+
+    async def pause(self) -> None:
+        await self._call("pause", self._call_timeout_s)
+
+    async def resume(self) -> None:
+        await self._call("resume", self._call_timeout_s)
+
+    # ---------------------------------------------------------------- weights
+
+    async def transfer(self, step: str, timeout_s: float, **arguments: Any) -> Mapping[str, Any]:
+        await self._call("transfer", timeout_s, step, arguments)
+        return {}
+
+    async def stamp(self, version: int, timeout_s: float) -> None:
+        said = await self._call("stamp", timeout_s, version)
+        if said != version:
+            raise StaleWeightsError(
+                f"{self.name} says that it holds version {said} after a push of {version}"
+            )
+
+    async def _call(self, method: str, timeout_s: float, *arguments: Any) -> Any:
+        if self._actor is None:
+            raise ReplicaLost(f"{self.name} is closed")
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        answer = None
+        try:
+            # Never waits; Ray makes what cannot be sent an error of the answer.
+            answer = getattr(self._actor, method).remote(*arguments)
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except RayTaskError as error:
+            raise self._refusal(error.cause) from None
+        except RayError as error:
+            raise ReplicaLost(f"{self.name} is gone: {_first_line(error)}") from None
+        except TimeoutError as error:
+            ray.cancel(answer)
+            raise SyncTimeoutError(
+                f"{self.name} did not answer {method} within {timeout_s:g} s: it is stuck or too "
+                "slow"
+            ) from error
+        except asyncio.CancelledError:
+            if answer is not None and ray.is_initialized():
+                ray.cancel(answer)
+            raise
+
+    def _refusal(self, cause: BaseException) -> EngineError:
+        """What the actor raised, of its own class if that is one of ours."""
+        if (error := told_by_worker(self.name, str(cause))) is not None:
+            return error
+        kind = type(cause) if isinstance(cause, EngineError) else EngineError
+        return kind(f"{self.name}: {last_line(cause)}")
+
+
+def _first_line(error: Exception) -> str:
+    """Ray explains over many lines; the first tells what happened."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

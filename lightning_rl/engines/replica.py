@@ -1,0 +1,146 @@
+"""Replica: one engine process other than ours, to ask for tokens and to give weights to."""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_rl.engines.base import Completion, Sampling
+from lightning_rl.errors import (
+    DamagedWeightsError,
+    EngineError,
+    IncompleteWeightsError,
+    ReplicaError,
+    SyncTimeoutError,
+    WeightSyncError,
+)
+
+_log = logging.getLogger(__name__)
+_PLEASE = "', please check"
+
+
+class ReplicaLost(ReplicaError):
+    """A replica did not answer; another one may."""
+
+
+class Replica(ABC):
+    """One of an engine's processes. Its methods run in the background event loop.
+
+    The weight methods are vLLM's weight-transfer API, with the backend that
+    :mod:`lightning_rl.engines.vllm_worker` registers.
+    """
+
+    can_restart: bool
+    """Whether we started it, and so may start it again."""
+    workers: int = 1
+    """Its processes that take weights (tensor parallel)."""
+
+    def __init__(self, name: str, host: str) -> None:
+        self.name = name
+        """For messages."""
+        self.host = host
+        """The machine that it runs on."""
+        self.version = -1
+        """Of the weights it holds; -1: not the trainer's."""
+        self.life = 0
+        """Counts its restarts: what was connected to an earlier life is not to this one."""
+        self.load = 0
+        """Requests in flight."""
+        self.gone = asyncio.Event()
+        """Set while it does not answer."""
+        self.gone.set()
+
+    @property
+    def alive(self) -> bool:
+        return not self.gone.is_set()
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start it anew if it is ours; wait until it answers.
+
+        Raises:
+            ReplicaError: if it does not within its time.
+        """
+
+    @abstractmethod
+    async def answers(self) -> bool:
+        """Whether it is healthy."""
+
+    @abstractmethod
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
+        """Continue ``token_ids``.
+
+        Raises:
+            ReplicaLost: if it dies meanwhile.
+            EngineError: if it refuses.
+        """
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop between two tokens."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on."""
+
+    @abstractmethod
+    async def transfer(self, step: str, timeout_s: float, **arguments: Any) -> Mapping[str, Any]:
+        """One step of a push: a method of vLLM's weight-transfer API.
+
+        Raises:
+            ReplicaLost: if it dies meanwhile.
+            SyncTimeoutError: if it takes longer.
+            WeightSyncError: if it refuses; of the class that the worker raised.
+        """
+
+    async def begin(self, timeout_s: float) -> None:
+        """Begin a push, also if the one before broke off.
+
+        Raises:
+            ReplicaLost: if it dies meanwhile.
+            SyncTimeoutError: if it takes longer.
+        """
+        try:
+            await self.transfer("start_weight_update", timeout_s)
+        except (ReplicaLost, SyncTimeoutError):
+            raise
+        except EngineError:
+            await self._break_off(timeout_s)
+            await self.transfer("start_weight_update", timeout_s)
+
+    async def _break_off(self, timeout_s: float) -> None:
+        """vLLM ends a push when one of its steps fails; this one cannot but fail."""
+        try:
+            await self.transfer("update_weights", timeout_s, update_info={})
+        except (ReplicaLost, SyncTimeoutError):
+            raise
+        except EngineError as expected:
+            _log.info("%s: the push before was broken off (%s)", self.name, expected)
+
+    @abstractmethod
+    async def stamp(self, version: int, timeout_s: float) -> None:
+        """End a push: forget what old weights cached, and make sure it says ``version``.
+
+        Raises:
+            StaleWeightsError: if it does not.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Free everything; a process of ours is ended."""
+
+
+def told_by_worker(name: str, text: str) -> WeightSyncError | None:
+    """The error that a worker raised in a push, from its text; of its own class."""
+    for kind in (
+        IncompleteWeightsError,
+        DamagedWeightsError,
+        SyncTimeoutError,
+        WeightSyncError,
+    ):
+        _, found, message = text.partition(f"{kind.__name__}: ")
+        if found:
+            # vLLM wraps it in "Worker failed with error '...', please check the stack trace above".
+            return kind(f"{name}: {message.partition(chr(34))[0].partition(_PLEASE)[0]}")
+    return None

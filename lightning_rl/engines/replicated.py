@@ -1,0 +1,247 @@
+"""ReplicatedEngine: several engine processes as one, of which any may die."""
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_rl.collect.loop import run_async
+from lightning_rl.engines.base import Completion, Engine, Sampling
+from lightning_rl.engines.replica import Replica, ReplicaLost
+from lightning_rl.engines.vllm_adapter import weight_shapes
+from lightning_rl.errors import EngineError, ReplicaError
+
+_log = logging.getLogger(__name__)
+_ATTEMPTS = 4
+"""Replicas that one request may lose before it is taken for the cause."""
+
+_PATIENCE = 3
+"""Looks in a row at which a replica must be silent to count as lost: the machine may be busy."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+"""Between two attempts to bring a replica back."""
+
+
+class ReplicatedEngine(Engine):
+    """Spreads requests over replicas, and outlives the death of any of them.
+
+    A request goes to the replica with the fewest in flight. When a replica dies, its requests are
+    generated again elsewhere, from their prompts and with their seeds; it is started anew if it is
+    ours, and gets the weights of the last push before it serves again. No request is answered
+    twice, and none by weights other than ``version``.
+
+    Args:
+        recovery_timeout_s: how long a request waits for a replica when none is left.
+        health_every_s: seconds between two looks at a replica's health.
+    """
+
+    serves_all_ranks = True
+
+    def __init__(self, recovery_timeout_s: float, health_every_s: float) -> None:
+        self.recovery_timeout_s = recovery_timeout_s
+        self.health_every_s = health_every_s
+        self.replicas: list[Replica] = []
+        self.shapes: dict[str, torch.Size] = {}
+        self.refill: Callable[[Replica], None] | None = None
+        """Set by a transport that can give a restarted replica the weights of the last push."""
+        self._keepers: list[asyncio.Task[None]] = []
+        self._failures: dict[str, str] = {}
+        self._paused = False
+        self._changed = asyncio.Event()
+        self._open = asyncio.Event()  # closed while weights change
+        self._open.set()
+
+    # ---------------------------------------------------------------- life
+
+    @abstractmethod
+    def _make_replicas(self, model_dir: Path) -> list[Replica]:
+        """Replicas that are not started yet."""
+
+    @property
+    def running(self) -> bool:
+        return bool(self.replicas)
+
+    def start(self, model_dir: Path) -> None:
+        """Start all replicas at the same time.
+
+        Raises:
+            ReplicaError: if one does not start; then none is left running.
+        """
+        if self.replicas:
+            return
+        self.shapes = weight_shapes(model_dir)
+        self.replicas = self._make_replicas(model_dir)
+        try:
+            run_async(self._start())
+        except BaseException:
+            self.close()
+            raise
+
+    async def _start(self) -> None:
+        async with asyncio.TaskGroup() as starting:
+            for replica in self.replicas:
+                starting.create_task(replica.start())
+        self._keepers = [asyncio.create_task(self._keep(replica)) for replica in self.replicas]
+
+    def close(self) -> None:
+        replicas, self.replicas = self.replicas, []
+        self.version = -1
+        if replicas:
+            run_async(self._close(replicas))
+
+    async def _close(self, replicas: list[Replica]) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._keepers = []
+        await asyncio.gather(*(replica.close() for replica in replicas))
+
+    # ---------------------------------------------------------------- generation
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
+        self.require_ready()
+        self.require_room(len(token_ids), sampling)
+        for _ in range(_ATTEMPTS):
+            replica = await self._pick()
+            replica.load += 1
+            try:
+                return await replica.generate(token_ids, sampling, seed)
+            except ReplicaLost as error:
+                self.lost(replica, error)
+            finally:
+                replica.load -= 1
+        raise EngineError(
+            f"a request of {len(token_ids)} tokens lost {_ATTEMPTS} replicas one after the other; "
+            f"the last one: {self._why()}"
+        )
+
+    async def _pick(self) -> Replica:
+        """The serving replica with the fewest requests; wait if there is none."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.recovery_timeout_s
+        while True:
+            if not self._open.is_set():
+                await self._open.wait()
+                deadline = loop.time() + self.recovery_timeout_s
+            self.require_ready()  # a push may have failed
+            serving = [r for r in self.replicas if r.alive and r.version == self.version]
+            if serving:
+                return min(serving, key=lambda replica: replica.load)
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
+            except TimeoutError as error:
+                raise ReplicaError(
+                    f"none of {len(self.replicas)} replicas came back within recovery_timeout_s="
+                    f"{self.recovery_timeout_s:g}: {self._why()}"
+                ) from error
+
+    def _why(self) -> str:
+        return "; ".join(f"{name}: {why}" for name, why in self._failures.items()) or "no failure"
+
+    async def pause(self) -> None:
+        self._paused = True
+        await self._each(lambda replica: replica.pause())
+
+    async def resume(self) -> None:
+        self._paused = False
+        if self.version < 0:  # a push failed: nothing may be generated with what is left of it
+            return
+        await self._each(lambda replica: replica.resume())
+
+    async def _each(self, act: Callable[[Replica], object]) -> None:
+        """Do it on all that live; who dies over it is noted."""
+
+        async def one(replica: Replica) -> None:
+            try:
+                await act(replica)  # type: ignore[misc]
+            except ReplicaLost as error:
+                self.lost(replica, error)
+
+        await asyncio.gather(*(one(replica) for replica in self.replicas if replica.alive))
+
+    # ---------------------------------------------------------------- deaths
+
+    def lost(self, replica: Replica, error: Exception) -> None:
+        """A replica did not answer: send it nothing until it is back. Call it in the loop."""
+        self._failures[replica.name] = str(error)
+        _log.warning("lost a replica of the engine: %s", error)
+        replica.gone.set()
+        self._changed.set()
+
+    async def _keep(self, replica: Replica) -> None:
+        """Notice a replica's death, and bring it back."""
+        wait = _FIRST_WAIT_S
+        while True:
+            await self._until_lost(replica)
+            replica.version = -1
+            try:
+                await replica.start()
+                if self._paused:
+                    await replica.pause()
+                if self.refill is not None:
+                    await asyncio.to_thread(self.refill, replica)
+                wait = _FIRST_WAIT_S
+                self._changed.set()
+            except EngineError as error:
+                self.lost(replica, error)
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, _LONGEST_WAIT_S)
+
+    async def _until_lost(self, replica: Replica) -> None:
+        silent = 0
+        while replica.alive:
+            try:
+                async with asyncio.timeout(self.health_every_s):
+                    await replica.gone.wait()
+            except TimeoutError:
+                silent = 0 if await replica.answers() else silent + 1
+                if silent == _PATIENCE:
+                    self.lost(replica, ReplicaLost(f"{replica.name} does not answer"))
+
+    # ---------------------------------------------------------------- weights
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        # A push through memory, for those who use an engine without a transport.
+        from lightning_rl.sync.memory import MemoryTransport
+
+        transport = MemoryTransport()
+        transport.connect(self)
+        try:
+            transport.push(weights, version)
+        finally:
+            transport.close()
+
+    @contextmanager
+    def taking_weights(self, version: int) -> Iterator[list[Replica]]:
+        """While weights change: requests wait, replicas pause. Gives those that are alive.
+
+        If the body raises, the engine holds no version until the next push.
+        """
+        if not self.replicas:
+            raise EngineError(f"{type(self).__name__} is not running; call start() first")
+        run_async(self._stop_for_weights())
+        try:
+            yield [replica for replica in self.replicas if replica.alive]
+            self.version = version
+        except BaseException:
+            self.version = -1
+            raise
+        finally:
+            run_async(self._go_on())
+
+    async def _stop_for_weights(self) -> None:
+        self._open.clear()
+        if not self._paused:
+            await self._each(lambda replica: replica.pause())
+
+    async def _go_on(self) -> None:
+        if not self._paused:
+            await self.resume()
+        self._open.set()
+        self._changed.set()

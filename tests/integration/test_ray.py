@@ -1,0 +1,380 @@
+"""RayEngine with two actors on a two-node Ray cluster of this machine; VLLMLocal is the yardstick.
+
+Every test pushes first, so each finds the engine as it wants it, whatever the one before did.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from lightning_rl.collect.loop import run_async
+from lightning_rl.engines import RayEngine, Sampling, VLLMLocal
+from lightning_rl.engines.server_process import free_port
+from lightning_rl.errors import EngineError, IncompleteWeightsError, ReplicaError
+from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.sync.checkpoint import CheckpointTransport
+from lightning_rl.sync.collective import CollectiveTransport
+from lightning_rl.sync.memory import MemoryTransport
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(500)  # a hang is a failure; starting Ray and vLLM takes its time
+
+ROOT = Path(__file__).parents[2]
+LONG = [3 + i % 10 for i in range(70)]  # more than two cache blocks of 32 tokens
+PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], LONG, [3, 4, 2]]
+TINY = {"max_model_len": 128, "kv_cache_gb": 0.05}
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_model):
+    return dict(Policy(str(tiny_model)).named_weights())
+
+
+@pytest.fixture(scope="module")
+def skeleton(tiny_model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("skeleton")
+    save_skeleton(str(tiny_model), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes of two CPUs each."""
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 2, "object_store_memory": 100_000_000}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    try:
+        cluster.add_node(**node)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engine(cluster, skeleton):
+    handler = signal.getsignal(signal.SIGTERM)
+    engine = RayEngine(
+        cluster.address, health_every_s=1.0, recovery_timeout_s=300, start_timeout_s=300, **TINY
+    )
+    engine.start(skeleton)
+    assert signal.getsignal(signal.SIGTERM) is handler  # Ray would end a run without saving
+    yield engine
+    engine.close()
+    assert not ray.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def local(skeleton):
+    local = VLLMLocal(**TINY)
+    local.start(skeleton)
+    yield local
+    local.close()
+
+
+@contextmanager
+def connected(transport, engine):
+    transport.connect(engine)
+    try:
+        yield transport
+    finally:
+        transport.close()
+
+
+def scaled(weights, factor):
+    return {name: weight * factor for name, weight in weights.items()}
+
+
+def generate(engine, prompts, sampling):
+    async def run():
+        return await asyncio.gather(
+            *(engine.generate(p, sampling, seed) for seed, p in enumerate(prompts))
+        )
+
+    return run_async(run())
+
+
+def require_same(completions, expected):
+    for ours, theirs in zip(completions, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+        assert (ours.versions, ours.finish_reason) == (theirs.versions, theirs.finish_reason)
+
+
+def wait_for(condition, seconds=300.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def inside(replica, function):
+    """Call it on the RayActor itself."""
+    return ray.get(replica._actor.__ray_call__.remote(function))
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_a_cluster_that_is_not_there_is_named(monkeypatch, skeleton, by_environment):
+    """Before anything here has connected."""
+    nobody = f"127.0.0.1:{free_port('127.0.0.1')}"
+    monkeypatch.setenv("RAY_ADDRESS", nobody if by_environment else "127.0.0.1:1")
+    engine = RayEngine(None if by_environment else nobody)
+    with pytest.raises(ReplicaError, match=rf"^no Ray at address='{nobody}': .*refused"):
+        engine.start(skeleton)
+    assert not ray.is_initialized()
+
+
+# -------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_tokens=16, temperature=0.7),
+        Sampling(max_tokens=16, temperature=1.3, top_k=3, min_tokens=3, stop=["="]),
+    ],
+)
+def test_each_replica_writes_what_vllm_local_writes(weights, engine, local, sampling):
+    engine.load_weights(weights.items(), 3)
+    local.load_weights(weights.items(), 3)
+    expected = generate(local, PROMPTS * 4, sampling)
+    require_same(generate(engine, PROMPTS * 4, sampling), expected)
+    for replica in engine.replicas:
+        require_same(generate(replica, PROMPTS * 4, sampling), expected)
+    nodes = ray.util.placement_group_table(engine._group)["bundles_to_node_id"]
+    assert len(set(nodes.values())) == 2  # spread over both
+
+
+def test_tokens_in_flight_keep_the_version_that_wrote_them(weights, engine, local):
+    engine.load_weights(weights.items(), 3)
+    sampling = Sampling(max_tokens=120, min_tokens=120)
+
+    async def start():
+        tasks = [
+            asyncio.create_task(engine.generate(p, sampling, s)) for s, p in enumerate(PROMPTS[:3])
+        ]
+        await asyncio.sleep(0.05)
+        await engine.pause()
+        return tasks
+
+    async def finish(tasks):
+        await engine.resume()
+        return await asyncio.gather(*tasks)
+
+    tasks = run_async(start())
+    engine.load_weights(scaled(weights, 0.8).items(), 4)
+    assert not any(task.done() for task in tasks)  # still paused
+    local.load_weights(weights.items(), 3)
+    before = generate(local, PROMPTS[:3], sampling)
+    for completion, alone in zip(run_async(finish(tasks)), before, strict=True):
+        switch = completion.versions.index(4)
+        assert 0 < switch < 120
+        assert completion.versions == [3] * switch + [4] * (120 - switch)
+        assert completion.token_ids[:switch] == alone.token_ids[:switch]
+        assert completion.logprobs[:switch] == pytest.approx(alone.logprobs[:switch], abs=1e-5)
+        assert completion.logprobs[switch:] != pytest.approx(alone.logprobs[switch:], abs=1e-2)
+
+
+def test_a_request_that_is_given_up_ends_in_the_actor(weights, engine):
+    engine.load_weights(weights.items(), 0)
+
+    async def give_up():
+        await engine.pause()
+        sampling = Sampling(max_tokens=100, min_tokens=100)
+        tasks = [asyncio.create_task(engine.generate([3], sampling, s)) for s in range(4)]
+        while await asyncio.to_thread(requests) < 4:
+            await asyncio.sleep(0.1)
+        for task in tasks[:3]:
+            task.cancel()
+        while await asyncio.to_thread(requests) > 1:
+            await asyncio.sleep(0.1)
+        await engine.resume()
+        return await tasks[3]
+
+    def requests():
+        return sum(inside(r, lambda actor: len(actor._engine._requests)) for r in engine.replicas)
+
+    assert len(run_async(give_up()).token_ids) == 100
+    assert [replica.load for replica in engine.replicas] == [0, 0]
+
+
+# -------------------------------------------------------------------- pushes
+
+
+TRANSPORTS = {
+    "memory": lambda tmp: MemoryTransport(bucket_mb=0.05),
+    "checkpoint": lambda tmp: CheckpointTransport(str(tmp)),
+    "collective": lambda tmp: CollectiveTransport(bucket_mb=0.05, changed_only=True),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_push_replaces_all_weights_of_all_replicas(tmp_path, weights, engine, local, name):
+    sampling = Sampling(max_tokens=8, min_tokens=8)
+    layer = "model.layers.1.self_attn.q_proj.weight"  # a part of what vLLM fuses
+    states = [weights, scaled(weights, 0.8)]
+    states.append(states[-1] | {layer: weights[layer] * 2})
+    seen = []
+    with connected(TRANSPORTS[name](tmp_path), engine) as transport:
+        for version, state in enumerate(states):
+            transport.push(state.items(), version)
+            local.load_weights(state.items(), version)
+            expected = generate(local, PROMPTS, sampling)
+            seen.append([logprob for c in expected for logprob in c.logprobs])
+            for replica in engine.replicas:
+                require_same(generate(replica, PROMPTS, sampling), expected)
+    for before, after in pairwise(seen):
+        assert before != pytest.approx(after, abs=1e-2)
+
+
+# -------------------------------------------------------------------- faults
+
+
+def test_errors_name_the_actor_and_its_node(weights, engine):
+    class Forgetful(MemoryTransport):
+        """Loses a tensor after it was counted."""
+
+        def _stage(self, *args):
+            for bucket in super()._stage(*args):
+                yield bucket | {"tensors": [t for t in bucket["tensors"] if "norm" not in t[0]]}
+
+    who = r"replica \d of RayEngine \(actor [0-9a-f]{12} on node [\d.]+\): "
+    with (
+        connected(Forgetful(), engine) as transport,
+        pytest.raises(IncompleteWeightsError, match=f"^{who}the push left 5 of the engine's"),
+    ):
+        transport.push(weights.items(), 1)
+    engine.load_weights(weights.items(), 2)
+    with pytest.raises(EngineError, match=f"^{who}.*vocab") as caught:
+        generate(engine, [[99]], Sampling(max_tokens=1))
+    assert caught.value.__suppress_context__  # no Ray stack behind it
+    assert [replica.alive for replica in engine.replicas] == [True, True]
+
+
+def test_resources_that_the_cluster_has_not_are_named(engine, skeleton):
+    greedy = RayEngine(replicas=2, bundle={"CPU": 2.0, "GPU": 1.0}, start_timeout_s=1.0)
+    with pytest.raises(ReplicaError, match=r"2 times .*'GPU': 1.0.*the cluster has .*'CPU': 4.0"):
+        greedy.start(skeleton)
+    assert not greedy.running
+    assert all(replica.alive for replica in engine.replicas)  # Ray itself is still connected
+
+
+def test_requests_outlive_the_actor_that_they_were_sent_to(weights, engine, local):
+    sampling = Sampling(max_tokens=100, min_tokens=100)
+    prompts = PROMPTS[:3] * 4
+    with connected(MemoryTransport(), engine) as transport:
+        transport.push(weights.items(), 5)
+        local.load_weights(weights.items(), 5)
+        expected = generate(local, prompts, sampling)
+        doomed = engine.replicas[1]
+        life, name = doomed.life, doomed.name
+
+        async def kill_one():
+            tasks = [
+                asyncio.create_task(engine.generate(p, sampling, s)) for s, p in enumerate(prompts)
+            ]
+            await asyncio.sleep(0.05)  # each was sent
+            assert doomed.load == 6
+            await asyncio.to_thread(ray.kill, doomed._actor)
+            return await asyncio.gather(*tasks)
+
+        require_same(run_async(kill_one()), expected)
+        assert name in engine._failures[name]
+        wait_for(lambda: doomed.version == 5)
+        assert doomed.life == life + 1
+        assert doomed.name != name  # another actor
+        require_same(generate(doomed, prompts, sampling), expected)
+
+
+# -------------------------------------------------------------------- beyond two replicas
+
+
+def test_tensor_parallel_inside_an_actor(weights, engine, local, skeleton):
+    """On the cluster that `engine` is connected to; its processes end with the actor."""
+    pair = RayEngine(
+        replicas=1,
+        tensor_parallel_size=2,
+        bundle={"CPU": 1.0},
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|0"},
+        **TINY,
+    )
+    pair.start(skeleton)
+    try:
+        (replica,) = pair.replicas
+        pids = inside(replica, lambda actor: [p.pid for p in multiprocessing.active_children()])
+        assert len(pids) >= 2
+        with connected(CollectiveTransport(), pair) as transport:
+            transport.push(weights.items(), 1)
+            local.load_weights(weights.items(), 1)
+            sampling = Sampling(max_tokens=16)
+            require_same(generate(pair, PROMPTS, sampling), generate(local, PROMPTS, sampling))
+    finally:
+        pair.close()
+    assert ray.is_initialized()  # `engine` still needs it
+    wait_for(lambda: not [pid for pid in pids if is_running(pid)])
+
+
+def is_running(pid) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def test_training_from_the_command_line(cluster, tiny_model, tmp_path):
+    """Two iterations of the recipe, which says nothing of this cluster: RAY_ADDRESS does."""
+    rows = [{"prompt": f"{n}=", "answer": "".join(sorted(str(n)))} for n in range(300, 364)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "ray_rewards.py").write_text(
+        "def sevens(completions, **columns):\n    return [c.count('7') / 10 for c in completions]\n"
+    )  # that an untrained model gets some of
+    recipe = ROOT / "recipes" / "sort_digits"
+    settings = {
+        "model.init_args.model": tiny_model,
+        "data.init_args.train_prompts.init_args.path": prompts,
+        "data.init_args.eval_prompts.init_args.path": prompts,
+        "data.init_args.rewards": "[ray_rewards.sevens]",
+        "data.init_args.groups_per_iteration": 8,
+        "data.init_args.iterations_per_epoch": 2,
+        "trainer.accelerator": "cpu",
+        "trainer.logger.init_args.save_dir": tmp_path,
+    }
+    files = ["--config", recipe / "grpo.yaml", "--config", recipe / "variants" / "ray.yaml"]
+    arguments = [*files, *(f"--{key}={value}" for key, value in settings.items())]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_rl", "fit", *map(str, arguments)],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "RAY_ADDRESS": cluster.address,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (summary,) = tmp_path.glob("ray/*/summary.json")
+    told = json.loads(summary.read_text())
+    assert (told["status"], told["iterations"]) == ("completed", 2)
+    rows = [json.loads(line) for line in summary.with_name("metrics.jsonl").open()]
+    assert [row["sync/version"] for row in rows] == [0, 1, 2]
+    assert all(row["sync/probe_gap"] < 1e-4 for row in rows)
+    assert all(row["policy/grad_norm"] > 0 for row in rows[1:])
+
+
+def test_ray_is_imported_only_to_connect():
+    code = "import sys, lightning_rl; lightning_rl.RayEngine; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,412 @@
+"""VLLMServer with two real servers: tokens, versions, pushes by every transport, and faults.
+
+Every test pushes first, so each finds the engine as it wants it, whatever the one before did.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_rl.collect.loop import run_async
+from lightning_rl.engines import Sampling, VLLMServer
+from lightning_rl.errors import (
+    DamagedWeightsError,
+    EngineError,
+    IncompleteWeightsError,
+    ReplicaError,
+    SyncTimeoutError,
+)
+from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.sync.checkpoint import CheckpointTransport
+from lightning_rl.sync.collective import CollectiveTransport
+from lightning_rl.sync.memory import MemoryTransport
+
+pytestmark = pytest.mark.timeout(240)  # a hang is a failure
+
+LONG = [3 + i % 10 for i in range(70)]  # more than two cache blocks of 32 tokens
+PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], LONG, [3, 4, 2]]
+KEY = "LIGHTNING_RL_TEST_KEY"
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_model):
+    return dict(Policy(str(tiny_model)).named_weights())
+
+
+@pytest.fixture(scope="module")
+def skeleton(tiny_model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("skeleton")
+    save_skeleton(str(tiny_model), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def engine(skeleton):
+    engine = VLLMServer(
+        replicas=2, max_model_len=128, kv_cache_gb=0.05, health_every_s=1.0, recovery_timeout_s=200
+    )
+    engine.start(skeleton)
+    yield engine
+    pids = [pid for replica in engine.replicas for pid in processes(replica)]
+    assert len(pids) >= 6  # for each: keeper, server, engine
+    engine.close()
+    wait_for(lambda: not [pid for pid in pids if is_running(pid)])
+
+
+@contextmanager
+def connected(transport, engine):
+    transport.connect(engine)
+    try:
+        yield transport
+    finally:
+        transport.close()
+
+
+def scaled(weights, factor):
+    return {name: weight * factor for name, weight in weights.items()}
+
+
+def plain_model(tiny_model, weights):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def generate(engine, prompts, sampling, seeds=None):
+    async def run():
+        pairs = zip(prompts, seeds or range(len(prompts)), strict=True)
+        return await asyncio.gather(*(engine.generate(p, sampling, s) for p, s in pairs))
+
+    return run_async(run())
+
+
+def true_logprobs(plain, prompt, token_ids, sampling) -> list[float]:
+    """The logprobs of a completion from their definition, in float64."""
+    with torch.no_grad():
+        logits = plain(input_ids=torch.tensor([prompt + token_ids])).logits[0].double()
+    result = []
+    for step, token in enumerate(token_ids):
+        z = logits[len(prompt) - 1 + step] / sampling.temperature
+        if step < sampling.min_tokens:
+            z[1] = -torch.inf
+        if sampling.top_k:
+            z[z < z.sort(descending=True).values[sampling.top_k - 1]] = -torch.inf
+        result.append(float(z[token] - z.logsumexp(0)))
+    return result
+
+
+def gap(replica, plain) -> float:
+    """Largest error of a replica's logprobs after a prompt that it caches in blocks."""
+    sampling = Sampling(max_tokens=4, min_tokens=4)
+    completion = run_async(replica.generate(LONG, sampling, 5))
+    expected = true_logprobs(plain, LONG, completion.token_ids, sampling)
+    return max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True))
+
+
+def processes(replica) -> list[int]:
+    """All processes of a replica's session."""
+    leader = replica._process._process.pid
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if sid(pid) == leader]
+
+
+def sid(pid) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return -1
+
+
+def is_running(pid) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def engine_core(replica) -> int:
+    """The process that takes the steps of a push; the server before it goes on answering."""
+    names = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in processes(replica)}
+    return next(pid for pid, name in names.items() if "EngineCore" in name or "Engine" in name)
+
+
+def wait_for(condition, seconds=180.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+# -------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_tokens=16, temperature=0.7),
+        Sampling(max_tokens=16, temperature=1.3, top_k=3, min_tokens=3),
+    ],
+)
+def test_tokens_logprobs_and_seeds(tiny_model, weights, engine, sampling):
+    engine.load_weights(weights.items(), 3)
+    plain = plain_model(tiny_model, weights)
+    together = generate(engine, PROMPTS * 4, sampling)
+    for prompt, completion in zip(PROMPTS * 4, together, strict=True):
+        expected = true_logprobs(plain, prompt, completion.token_ids, sampling)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+        assert completion.versions == [3] * len(expected)
+        ended = completion.token_ids[-1] == 1
+        assert completion.finish_reason == ("stop" if ended else "length")
+    for index in (0, 3, 13):  # alone, and so by whichever replica, the same tokens
+        (alone,) = generate(engine, [PROMPTS[index % 5]], sampling, [index])
+        assert alone.token_ids == together[index].token_ids
+
+
+def test_requests_go_to_the_replica_with_the_fewest(weights, engine):
+    engine.load_weights(weights.items(), 0)
+
+    async def run():
+        sampling = Sampling(max_tokens=100, min_tokens=100)
+        tasks = [asyncio.create_task(engine.generate([3], sampling, s)) for s in range(10)]
+        await asyncio.sleep(0)  # each has chosen
+        loads = [replica.load for replica in engine.replicas]
+        for task in tasks[:9]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return loads, tasks[9].result()
+
+    loads, last = run_async(run())
+    assert loads == [5, 5]
+    assert len(last.token_ids) == 100  # others that leave do not disturb it
+    assert [replica.load for replica in engine.replicas] == [0, 0]
+
+
+def test_stop_strings_end_a_completion_and_stay_in_it(weights, engine):
+    engine.load_weights(weights.items(), 0)
+    sampling = Sampling(max_tokens=50, temperature=2.0, stop=["="])
+    stopped = [c for c in generate(engine, PROMPTS * 4, sampling) if 2 in c.token_ids]
+    assert stopped
+    for c in stopped:
+        assert c.token_ids.index(2) == len(c.token_ids) - 1
+        assert c.finish_reason == "stop"
+
+
+def test_tokens_in_flight_keep_the_version_that_wrote_them(tiny_model, weights, engine):
+    engine.load_weights(weights.items(), 3)
+    sampling = Sampling(max_tokens=120, min_tokens=120)
+    prompts = PROMPTS[:3]
+    changed = scaled(weights, 0.8)
+
+    async def start():
+        tasks = [
+            asyncio.create_task(engine.generate(p, sampling, s)) for s, p in enumerate(prompts)
+        ]
+        await asyncio.sleep(0.1)
+        await engine.pause()
+        return tasks
+
+    async def finish(tasks):
+        await engine.resume()
+        return await asyncio.gather(*tasks)
+
+    tasks = run_async(start())
+    engine.load_weights(changed.items(), 4)
+    assert not any(task.done() for task in tasks)  # still paused
+    plain = {3: plain_model(tiny_model, weights), 4: plain_model(tiny_model, changed)}
+    for prompt, completion in zip(prompts, run_async(finish(tasks)), strict=True):
+        switch = completion.versions.index(4)
+        assert 0 < switch < 120
+        assert completion.versions == [3] * switch + [4] * (120 - switch)
+        by_version = {
+            v: true_logprobs(m, prompt, completion.token_ids, sampling) for v, m in plain.items()
+        }
+        expected = by_version[3][:switch] + by_version[4][switch:]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+        for alone in by_version.values():
+            assert completion.logprobs != pytest.approx(alone, abs=1e-2)
+
+
+def test_every_path_but_health_demands_the_key(engine):
+    async def status(path):
+        url = f"{engine.replicas[0].name}{path}"
+        async with aiohttp.ClientSession() as session, session.post(url, json={}) as answer:
+            return answer.status
+
+    for path in ("/pause", "/collective_rpc", "/update_weights", "/inference/v1/generate"):
+        assert run_async(status(path)) == 401
+
+
+# -------------------------------------------------------------------- pushes
+
+
+TRANSPORTS = {
+    "memory": lambda tmp: MemoryTransport(),
+    "memory_two_buckets": lambda tmp: MemoryTransport(bucket_mb=0.05, keep_copy=False),
+    "memory_changed_only": lambda tmp: MemoryTransport(bucket_mb=0.05, changed_only=True),
+    "checkpoint": lambda tmp: CheckpointTransport(str(tmp)),
+    "checkpoint_changed_only": lambda tmp: CheckpointTransport(str(tmp), changed_only=True),
+    "collective": lambda tmp: CollectiveTransport(),
+    "collective_two_buckets": lambda tmp: CollectiveTransport(bucket_mb=0.05, keep_copy=False),
+    "collective_changed_only": lambda tmp: CollectiveTransport(bucket_mb=0.05, changed_only=True),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_push_replaces_all_weights_of_all_replicas(tiny_model, tmp_path, weights, engine, name):
+    layer = "model.layers.1.self_attn.q_proj.weight"  # a part of what vLLM fuses
+    states = [weights, scaled(weights, 0.8), scaled(weights, 0.6)]
+    states.append(states[-1] | {layer: weights[layer] * 2})
+    with connected(TRANSPORTS[name](tmp_path), engine) as transport:
+        for version, state in enumerate(states):
+            transport.push(state.items(), version)
+            plain = plain_model(tiny_model, state)
+            for replica in engine.replicas:
+                assert replica.version == version
+                assert gap(replica, plain) < 1e-5
+        assert gap(engine.replicas[0], plain_model(tiny_model, states[2])) > 1e-2
+
+
+# -------------------------------------------------------------------- faults
+
+
+def test_a_skipped_layer_is_named(tiny_model, weights, engine):
+    layer = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(IncompleteWeightsError, match=f"left out 1 .* '{layer}'"):
+        engine.load_weights({n: w for n, w in weights.items() if n != layer}.items(), 1)
+    with pytest.raises(EngineError, match="no trained weights"):
+        generate(engine, [[3]], Sampling(max_tokens=1))
+
+    class Forgetful(MemoryTransport):
+        """Loses a tensor after it was counted."""
+
+        def _stage(self, *args):
+            for bucket in super()._stage(*args):
+                yield bucket | {"tensors": [t for t in bucket["tensors"] if "norm" not in t[0]]}
+
+    with (
+        connected(Forgetful(), engine) as transport,
+        pytest.raises(IncompleteWeightsError, match="left 5 of the engine's weights as they were"),
+    ):
+        transport.push(weights.items(), 1)
+    engine.load_weights(weights.items(), 2)
+    assert gap(engine.replicas[1], plain_model(tiny_model, weights)) < 1e-5
+
+
+def test_a_truncated_file_is_named(tiny_model, tmp_path, weights, engine):
+    class Truncating(CheckpointTransport):
+        def _write(self, *args):
+            path = super()._write(*args)
+            os.truncate(path, path.stat().st_size - 1000)
+            return path
+
+    with (
+        connected(Truncating(str(tmp_path)), engine) as transport,
+        pytest.raises(DamagedWeightsError, match=r"00000001\.safetensors cannot be read"),
+    ):
+        transport.push(weights.items(), 1)
+    with connected(CheckpointTransport(str(tmp_path)), engine) as transport:
+        transport.push(weights.items(), 2)
+    assert gap(engine.replicas[0], plain_model(tiny_model, weights)) < 1e-5
+
+
+def test_a_cache_that_is_not_reset_shows(monkeypatch, tiny_model, weights, engine):
+    """What the probe after each sync sees: that it can fail."""
+    replica = engine.replicas[0]
+    engine.load_weights(weights.items(), 1)
+    gap(replica, plain_model(tiny_model, weights))  # fills the cache
+    call = replica._call
+
+    async def no_reset(method, path, *args, **query):
+        return {"success": True} if "reset" in path else await call(method, path, *args, **query)
+
+    monkeypatch.setattr(replica, "_call", no_reset)
+    changed = scaled(weights, 0.8)
+    engine.load_weights(changed.items(), 2)
+    assert gap(replica, plain_model(tiny_model, changed)) > 1e-2
+
+
+def test_a_stuck_peer_that_is_not_ours_is_an_error_in_time(
+    monkeypatch, tiny_model, skeleton, weights, engine
+):
+    """Two servers as somebody else's, by their URLs; one of them hangs."""
+    engine.load_weights(weights.items(), 1)
+    replica = engine.replicas[0]
+    monkeypatch.setenv(KEY, replica._headers["Authorization"].removeprefix("Bearer "))
+    visitor = VLLMServer(urls=[replica.name], api_key_env=KEY, health_every_s=60, call_timeout_s=3)
+    visitor.start(skeleton)
+    hung = engine_core(replica)
+    try:
+        with connected(CollectiveTransport(timeout_s=3), visitor) as transport:
+            transport.push(scaled(weights, 0.9).items(), 1)
+            os.kill(hung, signal.SIGSTOP)
+            with pytest.raises((SyncTimeoutError, EngineError)):
+                transport.push(scaled(weights, 0.8).items(), 2)
+            os.kill(hung, signal.SIGCONT)
+            transport.push(scaled(weights, 0.7).items(), 3)
+        assert gap(replica, plain_model(tiny_model, scaled(weights, 0.7))) < 1e-5
+    finally:
+        os.kill(hung, signal.SIGCONT)
+        visitor.close()
+    assert is_running(hung)  # it was not ours to end
+
+
+def test_a_replica_that_dies_in_the_middle_of_a_push(tiny_model, weights, engine):
+    """The other one is served, and itself comes back with the weights of that push."""
+    changed = scaled(weights, 0.8)
+    doomed, other = engine.replicas
+    life = doomed.life
+
+    class Murderous(CollectiveTransport):
+        def _transmit(self, bucket, replicas):
+            if doomed.life == life and doomed in replicas:
+                doomed._process.kill()
+            super()._transmit(bucket, replicas)
+
+    with connected(Murderous(bucket_mb=0.05, timeout_s=60), engine) as transport:
+        transport.push(changed.items(), 7)
+        plain = plain_model(tiny_model, changed)
+        assert gap(other, plain) < 1e-5
+        sampling = Sampling(max_tokens=8)
+        assert all(set(c.versions) == {7} for c in generate(engine, PROMPTS * 2, sampling))
+        wait_for(lambda: doomed.version == 7)
+        assert doomed.life == life + 1
+        assert gap(doomed, plain) < 1e-5
+
+
+def test_requests_outlive_the_replica_that_they_were_sent_to(weights, engine):
+    with connected(MemoryTransport(), engine) as transport:
+        transport.push(weights.items(), 5)
+        sampling = Sampling(max_tokens=100, min_tokens=100)
+        expected = [c.token_ids for c in generate(engine, PROMPTS[:3] * 4, sampling)]
+
+        async def kill_one():
+            pairs = enumerate(PROMPTS[:3] * 4)
+            tasks = [asyncio.create_task(engine.generate(p, sampling, s)) for s, p in pairs]
+            await asyncio.sleep(0)  # each has chosen
+            doomed = engine.replicas[1]
+            assert doomed.load == 6
+            await asyncio.to_thread(doomed._process.kill)
+            return await asyncio.gather(*tasks)
+
+        assert [c.token_ids for c in run_async(kill_one())] == expected
+        wait_for(lambda: engine.replicas[1].version == 5)
+
+
+def test_when_all_replicas_are_gone_there_is_an_error_in_time(monkeypatch, weights, engine):
+    with connected(MemoryTransport(), engine) as transport:
+        transport.push(weights.items(), 5)
+        monkeypatch.setattr(engine, "recovery_timeout_s", 1.0)
+        for replica in engine.replicas:
+            replica._process.kill()
+        with pytest.raises(ReplicaError, match=r"none of 2 replicas came back .*=1: http://127"):
+            generate(engine, [[3]], Sampling(max_tokens=1))
+        monkeypatch.setattr(engine, "recovery_timeout_s", 200.0)
+        assert generate(engine, [[3]], Sampling(max_tokens=4))[0].versions[0] == 5
+        wait_for(lambda: all(replica.version == 5 for replica in engine.replicas))

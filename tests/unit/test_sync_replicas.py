@@ -1,0 +1,449 @@
+"""Transports and replicas without vLLM: the real sources, in replicas that are threads."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+
+from lightning_rl.collect.loop import run_async
+from lightning_rl.engines import server_process
+from lightning_rl.engines.base import Completion, Sampling
+from lightning_rl.engines.http_replica import completion_of, refusal
+from lightning_rl.engines.replica import Replica, ReplicaLost
+from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.engines.server_process import ServerProcess
+from lightning_rl.engines.vllm_server import VLLMServer, server_command
+from lightning_rl.errors import (
+    ConfigError,
+    DamagedWeightsError,
+    EngineError,
+    IncompleteWeightsError,
+    ReplicaError,
+    SyncTimeoutError,
+    WeightSyncError,
+)
+from lightning_rl.models.policy import Policy
+from lightning_rl.sync.checkpoint import CheckpointTransport
+from lightning_rl.sync.collective import CollectiveTransport
+from lightning_rl.sync.group import Group
+from lightning_rl.sync.memory import MemoryTransport
+from lightning_rl.sync.sources import SOURCES
+
+pytestmark = pytest.mark.timeout(60)
+ONE = Sampling(max_tokens=1)
+
+
+class ThreadReplica(Replica):
+    """Loads weights into a dict, through the sources that vLLM's workers use."""
+
+    can_restart = True
+
+    def __init__(self, name):
+        super().__init__(name, "127.0.0.1")
+        self.held, self.source, self.buckets, self.said = {}, None, [], "default"
+        self.generated, self.dies_at, self.starts = 0, None, True
+
+    async def start(self):
+        if not self.starts:
+            raise ReplicaError(f"{self.name} does not start")
+        self.life += 1
+        self.held = {}
+        if self.source is not None:
+            self.source.close()
+        self.gone.clear()
+
+    async def answers(self):
+        return True
+
+    async def generate(self, token_ids, sampling, seed):
+        self.generated += 1
+        await asyncio.sleep(0)
+        if self.dies_at == "generate":
+            self.dies_at = None
+            raise ReplicaLost(f"{self.name} died")
+        return Completion([seed], [0.0], "length", [self.version])
+
+    async def pause(self):
+        pass
+
+    async def resume(self):
+        pass
+
+    async def transfer(self, step, timeout_s, **arguments):
+        if self.dies_at == step:
+            self.dies_at = None
+            raise ReplicaLost(f"{self.name} died")
+        return await asyncio.to_thread(getattr(self, step), **arguments)
+
+    def init_weight_transfer_engine(self, init_info):
+        source = SOURCES[init_info["source"]]
+        self.source = source(torch.device("cpu"), 0, **init_info["options"])
+
+    def start_weight_update(self):
+        self.buckets = []
+
+    def update_weights(self, update_info):
+        if (bucket := update_info["bucket"]) is None:
+            return
+        weights = {name: weight.clone() for name, weight in self.source.fetch(bucket)}
+        self.buckets.append(sorted(weights))
+        self.held |= weights
+
+    async def stamp(self, version, timeout_s):
+        self.said = str(version)
+
+    async def close(self):
+        self.gone.set()
+
+
+class ThreadEngine(ReplicatedEngine):
+    dtype = "float32"
+    max_length = 128
+
+    def __init__(self, count=2, recovery_timeout_s=20.0):
+        super().__init__(recovery_timeout_s, health_every_s=60.0)
+        self.count = count
+
+    def _make_replicas(self, model_dir):
+        return [ThreadReplica(f"replica {i}") for i in range(self.count)]
+
+
+@pytest.fixture
+def engine(tiny_model):
+    engine = ThreadEngine()
+    engine.start(tiny_model)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_model):
+    return dict(Policy(str(tiny_model)).named_weights())
+
+
+TRANSPORTS = {
+    "memory": lambda tmp, **o: MemoryTransport(bucket_mb=0.05, **o),
+    "collective": lambda tmp, **o: CollectiveTransport(bucket_mb=0.05, timeout_s=10, **o),
+    "checkpoint": lambda tmp, **o: CheckpointTransport(str(tmp), **o),
+}
+
+
+@pytest.fixture(params=list(TRANSPORTS))
+def connect(request, tmp_path, engine):
+    made = []
+
+    def make(**options):
+        transport = TRANSPORTS[request.param](tmp_path, **options)
+        transport.connect(engine)
+        made.append(transport)
+        return transport
+
+    yield make
+    for transport in made:
+        transport.close()
+
+
+def holds(replica, weights) -> bool:
+    return replica.held.keys() == weights.keys() and all(
+        torch.equal(replica.held[name], weight) for name, weight in weights.items()
+    )
+
+
+def halved(weights):
+    return {name: weight / 2 for name, weight in weights.items()}
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_push_reaches_every_replica(connect, engine, weights):
+    transport = connect()
+    for version, state in enumerate([weights, halved(weights)], 4):
+        transport.push(state.items(), version)
+        assert engine.version == version
+        for replica in engine.replicas:
+            assert holds(replica, state)
+            assert (replica.version, replica.said) == (version, str(version))
+
+
+def test_only_what_changed_is_loaded(connect, engine, weights):
+    transport = connect(changed_only=True)
+    transport.push(weights.items(), 0)
+    transport.push(weights.items(), 1)
+    assert [replica.buckets for replica in engine.replicas] == [[], []]
+    assert engine.version == 1
+    name = "model.layers.1.mlp.up_proj.weight"
+    changed = weights | {name: weights[name] + 1}
+    transport.push(changed.items(), 2)
+    for replica in engine.replicas:
+        assert holds(replica, changed)
+        (bucket,) = replica.buckets  # what is fused with it comes along
+        assert bucket == [f"model.layers.1.mlp.{x}_proj.weight" for x in ("down", "gate", "up")]
+
+
+def test_a_replica_that_dies_in_a_push_gets_it_later(connect, engine, weights):
+    transport = connect()
+    transport.push(weights.items(), 0)
+    doomed, other = engine.replicas
+    doomed.dies_at = "update_weights"
+    state = halved(weights)
+    transport.push(state.items(), 1)
+    assert holds(other, state)
+    wait_for(lambda: doomed.version == 1)
+    assert doomed.life == 2
+    assert holds(doomed, state)
+
+
+def test_with_changes_only_a_restarted_replica_gets_everything(connect, engine, weights):
+    transport = connect(changed_only=True)
+    transport.push(weights.items(), 0)
+    engine.refill = None  # so that it is empty when the next push comes
+    run_async(lose(engine, engine.replicas[0]))
+    wait_for(lambda: engine.replicas[0].life == 2)
+    transport.push(weights.items(), 1)
+    assert holds(engine.replicas[0], weights)
+
+
+async def lose(engine, replica):
+    engine.lost(replica, ReplicaLost("injected"))
+
+
+@pytest.mark.parametrize("kind", [MemoryTransport, CollectiveTransport])
+def test_without_a_copy_a_restarted_replica_waits_for_the_next_push(engine, weights, kind):
+    transport = kind(bucket_mb=0.05, keep_copy=False, timeout_s=10)
+    transport.connect(engine)
+    transport.push(weights.items(), 0)
+    assert holds(engine.replicas[0], weights)  # two buffers were enough
+    run_async(lose(engine, engine.replicas[0]))
+    wait_for(lambda: engine.replicas[0].life == 2 and engine.replicas[0].alive)
+    before = engine.replicas[0].generated
+    for seed in range(4):
+        run_async(engine.generate([3], ONE, seed))
+    assert engine.replicas[0].generated == before
+    transport.push(weights.items(), 1)
+    assert holds(engine.replicas[0], weights)
+    for replica in engine.replicas:
+        replica.dies_at = "update_weights"
+    with pytest.raises(ReplicaLost, match=r"no replica was left .* keeps no copy"):
+        transport.push(weights.items(), 2)
+    transport.close()
+
+
+def test_weights_left_out_leave_no_engine_to_generate_with(connect, engine, weights):
+    transport = connect()
+    transport.push(weights.items(), 0)
+    with pytest.raises(IncompleteWeightsError, match=r"left out 1 .*'model\.norm\.weight'"):
+        transport.push([(n, w) for n, w in weights.items() if n != "model.norm.weight"], 1)
+    with pytest.raises(EngineError, match="no trained weights"):
+        run_async(engine.generate([3], ONE, 0))
+    transport.push(weights.items(), 2)
+    assert run_async(engine.generate([3], ONE, 0)).versions == [2]
+
+
+def test_requests_of_a_dead_replica_go_to_another_once(engine, weights):
+    engine.load_weights(weights.items(), 0)
+    engine.replicas[0].dies_at = "generate"
+
+    async def run():
+        return await asyncio.gather(*(engine.generate([3], ONE, seed) for seed in range(8)))
+
+    assert [c.token_ids for c in run_async(run())] == [[seed] for seed in range(8)]
+    assert sum(replica.generated for replica in engine.replicas) == 8 + 1
+
+
+def test_all_replicas_gone_is_an_error_in_time(engine, weights):
+    engine.load_weights(weights.items(), 0)
+    engine.recovery_timeout_s = 0.2
+    for replica in engine.replicas:
+        replica.starts = False
+        run_async(lose(engine, replica))
+    with pytest.raises(ReplicaError, match=r"none of 2 replicas came back .*=0\.2: replica 0"):
+        run_async(engine.generate([3], ONE, 0))
+
+
+def test_a_request_that_kills_whoever_takes_it_does_not_go_round_for_ever(engine, weights):
+    transport = MemoryTransport()
+    transport.connect(engine)
+    transport.push(weights.items(), 0)
+
+    async def poison(*_):
+        raise ReplicaLost("poisoned")
+
+    for replica in engine.replicas:
+        replica.generate = poison
+    with pytest.raises(EngineError, match=r"lost 4 replicas .*poisoned"):
+        run_async(engine.generate([3], ONE, 0))
+    transport.close()
+
+
+# -------------------------------------------------------------------- groups
+
+
+def test_a_peer_that_never_comes_is_an_error_in_time():
+    group = Group("127.0.0.1", 0, rank=0, size=2, backend="gloo", timeout_s=0.5)
+    with pytest.raises(SyncTimeoutError, match=r"2 processes .* did not meet .* within 0\.5 s"):
+        group.meet()
+
+
+def pair(timeout_s):
+    sender = Group("127.0.0.1", 0, rank=0, size=2, backend="gloo", timeout_s=timeout_s)
+    receiver = Group("127.0.0.1", sender.port, 1, 2, "gloo", timeout_s)
+    thread = threading.Thread(target=receiver.meet)
+    thread.start()
+    sender.meet()
+    thread.join()
+    return sender, receiver
+
+
+def test_a_stuck_peer_is_an_error_in_time():
+    sender, receiver = pair(timeout_s=0.5)
+    big = torch.zeros(2**22)
+    with pytest.raises(SyncTimeoutError, match=r"did not take part .* within 0\.5 s"):
+        sender.wait(sender.broadcast(big))
+    receiver.close()
+
+
+def test_a_peer_that_leaves_is_noticed_at_once():
+    sender, receiver = pair(timeout_s=50)
+    work = sender.broadcast(torch.zeros(2**22))
+    receiver.close()
+    with pytest.raises(SyncTimeoutError, match="is gone"):
+        sender.wait(work)
+
+
+# -------------------------------------------------------------------- servers
+
+
+def test_versions_come_from_spans():
+    choice = {
+        "token_ids": [5, 6, 7],
+        "logprobs": {"content": [{"logprob": -x} for x in (1.0, 2.0, 3.0)]},
+        "finish_reason": "length",
+        "weight_versions": [
+            {"version": "4", "start": 0, "end": 2},
+            {"version": "5", "start": 2, "end": 3},
+        ],
+    }
+    assert completion_of(choice) == Completion([5, 6, 7], [-1, -2, -3], "length", [4, 4, 5])
+    with pytest.raises(EngineError, match="3 tokens, 3 logprobs and weight versions None"):
+        completion_of(choice | {"weight_versions": None})
+
+
+def test_a_workers_error_keeps_its_class():
+    text = (
+        '{"error":{"message":"Call to collective_rpc method failed: Worker failed with error '
+        "'DamagedWeightsError: x.safetensors cannot be read: no', please check the stack\"}}"
+    )
+    error = refusal("http://a", "/update_weights", 500, text)
+    assert type(error) is DamagedWeightsError
+    assert str(error) == "http://a: x.safetensors cannot be read: no"
+    assert type(refusal("a", "/b", 500, "WeightSyncError: odd")) is WeightSyncError
+    assert str(refusal("a", "/b", 404, "gone")) == "a/b answered 404: gone"
+
+
+def test_a_command_for_a_server():
+    command = server_command({"model": "m", "enforce_eager": True, "x_y": None, "a": {"b": 1}})
+    assert command[command.index("--model") + 1] == "m"
+    assert "--enforce-eager" in command
+    assert "--x-y" not in command
+    assert command[command.index("--a") + 1] == '{"b": 1}'
+    assert command[command.index("--weight-transfer-config") + 1] == '{"backend": "lightning_rl"}'
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"urls": []}, r"urls=\[\] are servers"),
+        ({"urls": ["http://a"], "replicas": 2}, "leave out replicas"),
+        ({"replicas": 0}, "replicas=0 must be >= 1"),
+        ({"replicas": 2, "devices": ["0"]}, r"devices=\['0'\] must name one entry"),
+        ({"dtype": "int8"}, "dtype='int8' must be"),
+        ({"call_timeout_s": 0}, "call_timeout_s=0 must be"),
+    ],
+)
+def test_impossible_servers_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        VLLMServer(**options)
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path, tiny_model):
+    engine = VLLMServer(urls=["http://127.0.0.1:9"], start_timeout_s=0.5)
+    with pytest.raises(ReplicaError, match=r"127\.0\.0\.1:9 did not answer within .*=0\.5"):
+        engine.start(tiny_model)
+    assert not engine.running
+
+
+def test_a_missing_key_is_named(monkeypatch, tiny_model):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    engine = VLLMServer(urls=["http://127.0.0.1:9"], api_key_env="NO_SUCH_KEY")
+    with pytest.raises(EngineError, match="api_key_env='NO_SUCH_KEY'"):
+        engine.start(tiny_model)
+
+
+def test_memory_does_not_reach_another_machine(engine):
+    engine.replicas[1].host = "10.0.0.7"
+    with pytest.raises(ConfigError, match="replica 1 on another machine; use CollectiveTransport"):
+        MemoryTransport().connect(engine)
+
+
+SLEEPS = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '600'])"]
+
+
+def group_of(leader) -> list[int]:
+    """Living processes of a session."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as file:
+                    state, _, _, session = file.read().rpartition(")")[2].split()[:4]
+            except OSError:
+                continue
+            if int(session) == leader and state != "Z":
+                found.append(int(entry))
+    return found
+
+
+def test_killing_a_server_leaves_nothing():
+    server = ServerProcess(SLEEPS, {})
+    leader = server._process.pid
+    wait_for(lambda: len(group_of(leader)) == 3)  # keeper, python, sleep
+    assert server.running
+    server.kill()
+    assert not server.running
+    wait_for(lambda: not group_of(leader))
+
+
+def test_a_server_does_not_outlive_us():
+    # The file by itself, for importing the package takes seconds.
+    program = f"""
+        import runpy, time
+        ServerProcess = runpy.run_path({server_process.__file__!r})["ServerProcess"]
+        print(ServerProcess({SLEEPS!r}, {{}})._process.pid, flush=True)
+        time.sleep(600)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    )
+    leader = int(parent.stdout.readline())
+    wait_for(lambda: len(group_of(leader)) == 3)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_for(lambda: not group_of(leader))
+
+
+def test_a_server_says_why_it_ended():
+    server = ServerProcess([sys.executable, "-c", "print('x'); raise ValueError('bad port')"], {})
+    wait_for(lambda: not server.running)
+    assert server.tail() == "ValueError: bad port"
