@@ -1,0 +1,155 @@
+"""Guards of what is about to be trained on: whose policy wrote it, and does it teach anything?"""
+
+import math
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.callbacks.guard_actions import (
+    GuardAction,
+    Warn,
+    trained_tokens,
+    trainer_logprobs,
+)
+from lightning_rl.callbacks.guards import BatchGuard
+from lightning_rl.data.packing import is_idle, token_rows
+from lightning_rl.dist import all_max, all_sum
+from lightning_rl.module import PolicyModule
+
+
+class LogprobGapGuard(BatchGuard):
+    """Mean distance of the engine's logprobs from the trainer's, in nats per token.
+
+    ``Mask`` takes out the rollouts whose own mean exceeds the bound.
+    """
+
+    name = "logprob_gap"
+    what = "the mean logprob gap between engine and trainer (nats)"
+    fix = "sync more often, or let the engine compute in the trainer's precision"
+
+    def __init__(
+        self, bound: float = 0.05, action: GuardAction = Warn(), patience: int = 1
+    ) -> None:
+        super().__init__(bound, action, patience)
+
+    def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
+        gap = log_weights(module, batch)[trained_tokens(module, batch)].abs().double()
+        total, count = all_sum(torch.stack([gap.sum(), torch.ones_like(gap).sum()])).tolist()
+        return total / count if count else None
+
+    def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
+        row, trained = token_rows(batch), trained_tokens(module, batch)
+        gap = log_weights(module, batch).abs() * trained
+        zeros = gap.new_zeros(len(batch["rollouts"]))
+        count = zeros.index_add(0, row, trained.to(gap.dtype)).clamp(min=1)
+        mean_R = zeros.index_add(0, row, torch.where(trained, gap, 0.0)) / count
+        return ~(mean_R <= self.bound)[row]
+
+
+class LogprobSpikeGuard(BatchGuard):
+    """The largest such distance of any token. ``Mask`` takes out the tokens that exceed it."""
+
+    name = "logprob_spike"
+    what = "the largest logprob gap between engine and trainer (nats)"
+    fix = LogprobGapGuard.fix
+
+    def __init__(self, bound: float = 2.0, action: GuardAction = Warn(), patience: int = 1) -> None:
+        super().__init__(bound, action, patience)
+
+    def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
+        gap = log_weights(module, batch)[trained_tokens(module, batch)].abs()
+        return largest_of(gap)
+
+    def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
+        return ~(log_weights(module, batch).abs() <= self.bound)
+
+
+class EffectiveSampleGuard(BatchGuard):
+    """Effective sample size over the number of tokens, (sum w)^2 / (M sum w^2), in (0, 1].
+
+    w = p_trainer / p_engine per token; 1 where both agree. Broken below the bound.
+    """
+
+    name = "effective_sample"
+    what = "the effective share of the sample"
+    fix = "the rollouts come from another policy: sync more often, or set a correction"
+
+    def __init__(self, bound: float = 0.5, action: GuardAction = Warn(), patience: int = 1) -> None:
+        super().__init__(bound, action, patience)
+
+    def breaks(self, value: float) -> bool:
+        return not value >= self.bound
+
+    def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
+        # Bounded so that one absurd weight leaves a number; it is near 0 then.
+        log_w = log_weights(module, batch)[trained_tokens(module, batch)].clamp(max=30.0)
+        w = log_w.double().exp()
+        sums = torch.stack([w.sum(), (w**2).sum(), torch.ones_like(w).sum()])
+        total, squares, count = all_sum(sums).tolist()
+        if not count:
+            return None
+        return total**2 / (count * squares) if squares else 0.0
+
+
+class StalenessGuard(BatchGuard):
+    """Versions by which the oldest token is behind. ``Mask`` takes out tokens that are older."""
+
+    name = "staleness"
+    what = "the staleness of the oldest token (versions)"
+    fix = "sync more often, or lower the collector's max_staleness"
+
+    def __init__(self, bound: float = 4, action: GuardAction = Warn(), patience: int = 1) -> None:
+        super().__init__(bound, action, patience)
+
+    def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
+        ages = module.iteration - batch["tokens", "versions"]
+        return largest_of(ages[trained_tokens(module, batch)].double())
+
+    def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
+        return module.iteration - batch["tokens", "versions"] > self.bound
+
+
+class ZeroAdvantageGuard(BatchGuard):
+    """Share of rollouts without any advantage: they teach nothing."""
+
+    name = "zero_advantage"
+    what = "the share of rollouts without an advantage"
+    fix = "the prompts are too easy, too hard, or too few: filter them, or raise group_size"
+
+    def __init__(
+        self, bound: float = 0.95, action: GuardAction = Warn(), patience: int = 3
+    ) -> None:
+        super().__init__(bound, action, patience)
+
+    def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
+        idle = is_idle(batch).double()
+        total, count = all_sum(torch.stack([idle.sum(), torch.ones_like(idle).sum()])).tolist()
+        return total / count
+
+
+class RewardAlarmGuard(BatchGuard):
+    """How many of the alarms of ``RewardAlarms`` are on; that callback comes first in the list."""
+
+    name = "reward_alarms"
+    what = "the number of alarm/* that are on"
+    fix = "read some rollouts: the policy may game the reward"
+
+    def __init__(self, bound: float = 0, action: GuardAction = Warn(), patience: int = 3) -> None:
+        super().__init__(bound, action, patience)
+
+    def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
+        alarms = [on for name, on in module.recorded.items() if name.startswith("alarm/")]
+        return sum(alarms) if alarms else None
+
+
+def log_weights(module: PolicyModule, batch: TensorDict) -> Tensor:
+    """log p_trainer - log p_engine, (T,); meaningful where ``trained_tokens`` is True."""
+    return trainer_logprobs(module, batch) - batch["tokens", "rollout_logprobs"]
+
+
+def largest_of(values: Tensor) -> float | None:
+    """The largest value of all ranks; nan if any is. None if no rank has one."""
+    peak = values.max() if values.numel() else values.new_tensor(-math.inf)
+    found = float(all_max(peak))
+    return None if found == -math.inf else found

@@ -1,0 +1,240 @@
+"""Guards: each watches one number in every iteration, and acts when it leaves its bound."""
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from lightning.pytorch import LightningModule, Trainer
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from lightning_rl.callbacks.guard_actions import (
+    Finding,
+    GuardAction,
+    Mask,
+    Warn,
+)
+from lightning_rl.dist import any_rank
+from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.hooks import RLCallback
+from lightning_rl.module import PolicyModule
+
+_log = logging.getLogger(__name__)
+
+
+class Guard(RLCallback, ABC):
+    """Compares one number per iteration with a bound, and acts when it is broken.
+
+    Records ``guard/<name>_value``, ``guard/<name>`` (1: broken) and ``guard/<name>_acted``, and
+    logs a warning when it goes off. A value that is not a number breaks every bound. All ranks of a
+    run see the same value, so they act alike. Derive from :class:`BatchGuard` for a number of your
+    own; :class:`MetricGuard` takes any metric.
+
+    Args:
+        bound: the last value that is still good.
+        action: what to do; a class of :mod:`lightning_rl.callbacks.guard_actions`.
+        patience: iterations in a row that break the bound before it acts.
+
+    Raises:
+        ConfigError: for a patience below 1, or an action that would come too late.
+        GuardError: when ``StopRun`` has ended the run.
+    """
+
+    replays = True
+    name: str
+    what: ClassVar[str]
+    """The number, in words."""
+    fix: ClassVar[str] = "look at some rollouts"
+    """What a person can do about it."""
+    before_update: ClassVar[bool]
+    """Whether it is known before the update."""
+
+    def __init__(self, bound: float, action: GuardAction = Warn(), patience: int = 1) -> None:
+        require_at_least(1, patience=patience)
+        if action.changes_update and not self.before_update:
+            raise ConfigError(
+                f"{type(self).__name__} knows its value only after the update, so "
+                f"action={type(action).__name__} comes too late; use Warn or StopRun"
+            )
+        if isinstance(action, Mask) and type(self).offenders is Guard.offenders:
+            raise ConfigError(
+                f"{type(self).__name__} looks at a batch as a whole, so action=Mask has nothing to "
+                "take out; use another action"
+            )
+        self.bound = bound
+        self.action = action
+        self.patience = patience
+        self.broken = 0
+        """Iterations in a row, up to the last, that broke the bound."""
+
+    @property
+    def state_key(self) -> str:
+        # Several guards of a class may watch different bounds.
+        return self._generate_state_key(name=self.name, bound=self.bound)
+
+    def breaks(self, value: float) -> bool:
+        """Whether a value is bad."""
+        return not value <= self.bound
+
+    def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
+        """Which tokens, (T,), are to blame: what ``Mask`` takes out. Override it to allow that."""
+        raise NotImplementedError
+
+    def judge(self, module: PolicyModule, value: float, batch: TensorDict | None) -> None:
+        """Record a value, and act on it."""
+        self.broken = self.broken + 1 if self.breaks(value) else 0
+        acts = self.broken >= self.patience
+        key = f"guard/{self.name}"
+        module.record(
+            {key: float(self.broken > 0), f"{key}_acted": float(acts), f"{key}_value": value}
+        )
+        if not acts:
+            return
+        reason = (
+            f"{type(self).__name__} at iteration {module.iteration - (batch is None)}: {self.what} "
+            f"is {value:.4g}, bound={self.bound:g}; {self.fix}"
+        )
+        if self.broken == self.patience:  # once, until it has been good again
+            _log.warning("%s (action: %s)", reason, type(self.action).__name__)
+
+        def offenders() -> Tensor:
+            assert batch is not None
+            return self.offenders(module, batch)
+
+        self.action.act(Finding(module, batch, offenders, reason))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"broken": self.broken}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.broken = state_dict["broken"]
+
+
+class BatchGuard(Guard, ABC):
+    """A guard of what is about to be trained on; every action is in time. Override ``measure``."""
+
+    before_update = True
+
+    @abstractmethod
+    def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
+        """The number, of all ranks' batches together; None if there is nothing to measure."""
+
+    def on_update_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
+    ) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        value = self.measure(pl_module, batch)
+        if value is not None:
+            self.judge(pl_module, value, batch)
+
+
+class MetricGuard(Guard):
+    """A guard of any metric that an iteration records; ``Warn`` and ``StopRun`` are in time.
+
+    Args:
+        metric: its name, such as ``policy/grad_norm``; ``policy_grad_norm`` is the guard's.
+        bound: the largest value that is still good.
+    """
+
+    before_update = False
+    what = "the metric"
+
+    def __init__(
+        self, metric: str, bound: float, action: GuardAction = Warn(), patience: int = 1
+    ) -> None:
+        super().__init__(bound, action, patience)
+        self.metric = metric
+        self.name = metric.replace("/", "_")
+        self.what = metric  # type: ignore[misc]
+        self._measured = False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        value = pl_module.recorded.get(self.metric)
+        if value is not None:
+            self._measured = True
+            self.judge(pl_module, value, None)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._measured:
+            _log.warning(
+                "%s had nothing to watch: no %r was recorded (before it in the list of callbacks)",
+                type(self).__name__,
+                self.metric,
+            )
+
+
+class MetricFloorGuard(MetricGuard):
+    """The same with a lower bound: the smallest value that is still good."""
+
+    def breaks(self, value: float) -> bool:
+        return not value >= self.bound
+
+
+class KLGuard(MetricGuard):
+    """Mean divergence per token, in nats: of the update from the policy before it.
+
+    With ``metric: policy/kl_ref``, from the reference (needs ``model.kl``).
+    """
+
+    fix = "lower lr or ppo_epochs, or add a KL penalty"
+
+    def __init__(
+        self,
+        bound: float = 0.1,
+        metric: str = "policy/kl_old",
+        action: GuardAction = Warn(),
+        patience: int = 1,
+    ) -> None:
+        super().__init__(metric, bound, action, patience)
+
+
+class EntropyGuard(MetricFloorGuard):
+    """Mean entropy per token, in nats: near zero, the policy tries nothing new any more."""
+
+    fix = "lower lr, or add an entropy bonus or a KL penalty"
+
+    def __init__(
+        self, bound: float = 0.01, action: GuardAction = Warn(), patience: int = 3
+    ) -> None:
+        super().__init__("policy/entropy", bound, action, patience)
+
+
+class NonFiniteGuard(Guard):
+    """Optimizer steps whose gradient is NaN or infinite. None of them reaches the weights.
+
+    Such a step is left out, whatever the action is; Adam's moments stay as they are. A NaN in the
+    loss makes one in the gradient.
+    """
+
+    name = "non_finite"
+    what = "the number of optimizer steps left out for a gradient that is NaN or infinite"
+    fix = "look for extreme logprobs or advantages; lower lr"
+    before_update = False
+
+    def __init__(self, action: GuardAction = Warn(), patience: int = 1) -> None:
+        super().__init__(0, action, patience)
+        self._steps = 0
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm: Any = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if hasattr(norm, "full_tensor"):  # of sharded gradients
+            norm = norm.full_tensor()
+        if any_rank(not math.isfinite(float(norm))):
+            self._steps += 1
+            optimizer.zero_grad(set_to_none=True)  # an optimizer leaves such parameters alone
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        steps, self._steps = self._steps, 0
+        self.judge(pl_module, float(steps), None)
