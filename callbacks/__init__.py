@@ -1,23 +1,77 @@
 """Callbacks: everything around learning. Each is one class that a YAML line selects."""
 
+from lightning_rl.callbacks.batch_guards import (
+    EffectiveSampleGuard,
+    LogprobGapGuard,
+    LogprobSpikeGuard,
+    RewardAlarmGuard,
+    StalenessGuard,
+    ZeroAdvantageGuard,
+)
+from lightning_rl.callbacks.checkpoint import IterationCheckpoint
 from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.callbacks.export import HFExport
+from lightning_rl.callbacks.guard_actions import (
+    Correct,
+    GuardAction,
+    Mask,
+    SkipUpdate,
+    StopRun,
+    Warn,
+)
+from lightning_rl.callbacks.guards import (
+    BatchGuard,
+    EntropyGuard,
+    Guard,
+    KLGuard,
+    MetricFloorGuard,
+    MetricGuard,
+    NonFiniteGuard,
+)
 from lightning_rl.callbacks.preview import PreviewTable
 from lightning_rl.callbacks.progress import RLProgressBar
+from lightning_rl.callbacks.recorder import RolloutRecorder
+from lightning_rl.callbacks.replay_recorder import ReplayRecorder
 from lightning_rl.callbacks.report import RunReport
+from lightning_rl.callbacks.reward_alarms import RewardAlarms
 from lightning_rl.callbacks.rollout_writer import RolloutWriter
 from lightning_rl.callbacks.timer import StepTimer
 from lightning_rl.callbacks.weight_sync import WeightSync
 from lightning_rl.hooks import RLCallback
+from lightning_rl.watchdog import Watchdog
 
 __all__ = [
+    "BatchGuard",
+    "Correct",
+    "EffectiveSampleGuard",
+    "EntropyGuard",
     "Evaluate",
+    "Guard",
+    "GuardAction",
     "HFExport",
+    "IterationCheckpoint",
+    "KLGuard",
+    "LogprobGapGuard",
+    "LogprobSpikeGuard",
+    "Mask",
+    "MetricFloorGuard",
+    "MetricGuard",
+    "NonFiniteGuard",
     "PreviewTable",
     "RLCallback",
     "RLProgressBar",
+    "ReplayRecorder",
+    "RewardAlarmGuard",
+    "RewardAlarms",
+    "RolloutRecorder",
     "RolloutWriter",
     "RunReport",
+    "SkipUpdate",
+    "StalenessGuard",
     "StepTimer",
+    "StopRun",
+    "Warn",
+    "Watchdog",
     "WeightSync",
+    "ZeroAdvantageGuard",
 ]

@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_rl.agents.base import Agent, SingleTurn
+    from lightning_rl.agents.environment import Environment, Reply
+    from lightning_rl.agents.multi_turn import MultiTurn
+    from lightning_rl.agents.parsers import HermesParser, ParsedCall, ToolParser, VLLMParser
+    from lightning_rl.agents.templates import TurnTemplate
+    from lightning_rl.agents.tool_agent import ToolAgent
+    from lightning_rl.agents.verifiers import VerifiersEnvironment, VerifiersPrompts
     from lightning_rl.algos.advantages import GAE, GRPO, Advantage
     from lightning_rl.algos.aggregation import (
         Aggregation,
@@ -36,20 +42,59 @@ if TYPE_CHECKING:
     )
     from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
     from lightning_rl.algos.ratio_losses import CISPO, GSPO, SAPO, Reinforce, SFTMix
+    from lightning_rl.buffer.files import RolloutFile, open_rollouts
+    from lightning_rl.buffer.replay import ReplayBuffer
+    from lightning_rl.buffer.samplers import (
+        FIFO,
+        AdvantagePriority,
+        Mixed,
+        RewardPriority,
+        Sampler,
+        Uniform,
+    )
+    from lightning_rl.buffer.store import RolloutStore
     from lightning_rl.callbacks import (
+        BatchGuard,
+        Correct,
+        EffectiveSampleGuard,
+        EntropyGuard,
         Evaluate,
+        Guard,
+        GuardAction,
         HFExport,
+        IterationCheckpoint,
+        KLGuard,
+        LogprobGapGuard,
+        LogprobSpikeGuard,
+        Mask,
+        MetricFloorGuard,
+        MetricGuard,
+        NonFiniteGuard,
         PreviewTable,
+        ReplayRecorder,
+        RewardAlarmGuard,
+        RewardAlarms,
         RLCallback,
         RLProgressBar,
+        RolloutRecorder,
         RolloutWriter,
         RunReport,
+        SkipUpdate,
+        StalenessGuard,
         StepTimer,
+        StopRun,
+        Warn,
+        Watchdog,
         WeightSync,
+        ZeroAdvantageGuard,
     )
+    from lightning_rl.checkpoint_io import VerifiedCheckpointIO
+    from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
     from lightning_rl.collect.collector import Collector, SyncCollector
+    from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
     from lightning_rl.collect.filters import GroupFilter, RewardSpread
     from lightning_rl.collect.pipeline import RolloutPipeline
+    from lightning_rl.data.curriculum import PassRateCurriculum
     from lightning_rl.data.packing import pack_rollouts
     from lightning_rl.data.prompts import PromptDataset
     from lightning_rl.data.reasoning_gym import ReasoningGymPrompts
@@ -61,14 +106,31 @@ if TYPE_CHECKING:
     )
     from lightning_rl.datamodule import RLDataModule
     from lightning_rl.dpo import DPOModule, PairDataModule, RolloutPairs
-    from lightning_rl.engines import Engine, Sampling, TransformersEngine, VLLMLocal
+    from lightning_rl.engines import (
+        Engine,
+        RayEngine,
+        Sampling,
+        TransformersEngine,
+        VLLMLocal,
+        VLLMServer,
+    )
     from lightning_rl.errors import (
+        CheckpointError,
         ConfigError,
+        DamagedWeightsError,
         DataError,
         EngineError,
         FilterError,
+        GuardError,
+        IncompleteWeightsError,
         LightningRLError,
+        PackMemoryError,
+        ReplicaError,
         RewardError,
+        RunInterrupted,
+        StaleWeightsError,
+        StalledError,
+        SyncTimeoutError,
         WeightSyncError,
     )
     from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, ValueHead
@@ -81,17 +143,38 @@ if TYPE_CHECKING:
         Reference,
     )
     from lightning_rl.module import PolicyModule
-    from lightning_rl.rewards.base import Rewards
+    from lightning_rl.offline import OfflineDataModule
+    from lightning_rl.rewards.base import RewardFailure, Rewards
+    from lightning_rl.rewards.code import PythonTests
+    from lightning_rl.rewards.environment import EnvironmentReward
+    from lightning_rl.rewards.judge import LLMJudge
+    from lightning_rl.rewards.judge_models import EngineJudge, JudgeError, JudgeModel, OpenAIJudge
+    from lightning_rl.rewards.pool import Isolated
+    from lightning_rl.rewards.remote import Remote, retry
     from lightning_rl.rewards.rules import OverlongPenalty
     from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
     from lightning_rl.schedulers import WarmupConstant, WarmupCosine, WarmupLinear
     from lightning_rl.sft import SFTDataModule, SFTModule
     from lightning_rl.sync.base import WeightTransport
+    from lightning_rl.sync.checkpoint import CheckpointTransport
+    from lightning_rl.sync.collective import CollectiveTransport
     from lightning_rl.sync.memory import MemoryTransport
-    from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule, SyncState
+    from lightning_rl.sync.schedule import (
+        CollectorSchedule,
+        FixedSchedule,
+        SyncSchedule,
+        SyncState,
+        TrainerSchedule,
+    )
 
 _PLACES = {
     "agents.base": ("Agent", "SingleTurn"),
+    "agents.environment": ("Environment", "Reply"),
+    "agents.multi_turn": ("MultiTurn",),
+    "agents.parsers": ("HermesParser", "ParsedCall", "ToolParser", "VLLMParser"),
+    "agents.templates": ("TurnTemplate",),
+    "agents.tool_agent": ("ToolAgent",),
+    "agents.verifiers": ("VerifiersEnvironment", "VerifiersPrompts"),
     "algos.advantages": ("GAE", "GRPO", "Advantage"),
     "algos.aggregation": ("Aggregation", "PromptMean", "SequenceMean", "TokenMean", "TokenSum"),
     "algos.batch_advantages": ("ReinforcePlusPlus", "RunningBaseline"),
@@ -108,49 +191,120 @@ _PLACES = {
     ),
     "algos.losses": ("PPOClip", "PolicyLoss", "ValueLoss"),
     "algos.ratio_losses": ("CISPO", "GSPO", "Reinforce", "SAPO", "SFTMix"),
+    "buffer.files": ("RolloutFile", "open_rollouts"),
+    "buffer.replay": ("ReplayBuffer",),
+    "buffer.samplers": (
+        "AdvantagePriority",
+        "FIFO",
+        "Mixed",
+        "RewardPriority",
+        "Sampler",
+        "Uniform",
+    ),
+    "buffer.store": ("RolloutStore",),
     "callbacks": (
         "Evaluate",
         "HFExport",
+        "IterationCheckpoint",
         "PreviewTable",
         "RLCallback",
         "RLProgressBar",
+        "ReplayRecorder",
+        "RewardAlarms",
+        "RolloutRecorder",
         "RolloutWriter",
         "RunReport",
         "StepTimer",
         "WeightSync",
+        "BatchGuard",
+        "Correct",
+        "EffectiveSampleGuard",
+        "EntropyGuard",
+        "Guard",
+        "GuardAction",
+        "KLGuard",
+        "LogprobGapGuard",
+        "LogprobSpikeGuard",
+        "Mask",
+        "MetricFloorGuard",
+        "MetricGuard",
+        "NonFiniteGuard",
+        "RewardAlarmGuard",
+        "SkipUpdate",
+        "StalenessGuard",
+        "StopRun",
+        "Warn",
+        "Watchdog",
+        "ZeroAdvantageGuard",
     ),
+    "checkpoint_io": ("VerifiedCheckpointIO",),
+    "collect.async_collector": ("AsyncCollector", "OneStepOffCollector"),
     "collect.collector": ("Collector", "SyncCollector"),
+    "collect.early_cut": ("PartialCollector", "TailBatchingCollector"),
     "collect.filters": ("GroupFilter", "RewardSpread"),
     "collect.pipeline": ("RolloutPipeline",),
+    "data.curriculum": ("PassRateCurriculum",),
     "data.packing": ("pack_rollouts",),
     "data.prompts": ("PromptDataset",),
     "data.reasoning_gym": ("ReasoningGymPrompts",),
     "data.sources": ("HFDatasetPrompts", "IterablePrompts", "JSONLPrompts", "ParquetPrompts"),
     "datamodule": ("RLDataModule",),
     "dpo": ("DPOModule", "PairDataModule", "RolloutPairs"),
-    "engines": ("Engine", "Sampling", "TransformersEngine", "VLLMLocal"),
+    "engines": (
+        "Engine",
+        "RayEngine",
+        "Sampling",
+        "TransformersEngine",
+        "VLLMLocal",
+        "VLLMServer",
+    ),
     "errors": (
+        "CheckpointError",
         "ConfigError",
+        "DamagedWeightsError",
         "DataError",
         "EngineError",
         "FilterError",
+        "IncompleteWeightsError",
         "LightningRLError",
+        "ReplicaError",
         "RewardError",
+        "RunInterrupted",
+        "StaleWeightsError",
+        "SyncTimeoutError",
         "WeightSyncError",
+        "GuardError",
+        "PackMemoryError",
+        "StalledError",
     ),
     "models.heads": ("SeparateValueHead", "SharedValueHead", "ValueHead"),
     "models.lora": ("LoRA",),
     "models.policy": ("Policy",),
     "models.reference": ("BaseReference", "FrozenReference", "PeriodicReference", "Reference"),
     "module": ("PolicyModule",),
-    "rewards.base": ("Rewards",),
+    "offline": ("OfflineDataModule",),
+    "rewards.base": ("RewardFailure", "Rewards"),
+    "rewards.code": ("PythonTests",),
+    "rewards.environment": ("EnvironmentReward",),
+    "rewards.judge": ("LLMJudge",),
+    "rewards.judge_models": ("EngineJudge", "JudgeError", "JudgeModel", "OpenAIJudge"),
+    "rewards.pool": ("Isolated",),
+    "rewards.remote": ("Remote", "retry"),
     "rewards.rules": ("OverlongPenalty",),
     "rollout": ("Prompt", "Rollout", "RolloutStatus"),
     "schedulers": ("WarmupConstant", "WarmupCosine", "WarmupLinear"),
     "sft": ("SFTDataModule", "SFTModule"),
     "sync.base": ("WeightTransport",),
+    "sync.checkpoint": ("CheckpointTransport",),
+    "sync.collective": ("CollectiveTransport",),
     "sync.memory": ("MemoryTransport",),
-    "sync.schedule": ("FixedSchedule", "SyncSchedule", "SyncState"),
+    "sync.schedule": (
+        "CollectorSchedule",
+        "FixedSchedule",
+        "SyncSchedule",
+        "SyncState",
+        "TrainerSchedule",
+    ),
 }
 _MODULE_OF = {name: place for place, names in _PLACES.items() for name in names}
 

@@ -1,5 +1,6 @@
 """Entropy bonuses: keep exploring, for as long as it helps."""
 
+import math
 from dataclasses import dataclass
 
 from lightning_rl.errors import ConfigError
@@ -7,9 +8,17 @@ from lightning_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class EntropyBonus:
-    """Adds ``coef`` times the entropy per token (nats) to the objective; may be negative."""
+    """Adds ``coef`` times the entropy per token (nats) to the objective; may be negative.
+
+    Raises:
+        ConfigError: if ``coef`` is not finite.
+    """
 
     coef: float = 0.001
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.coef):
+            raise ConfigError(f"entropy.coef={self.coef} must be a finite number")
 
     def at(self, iteration: int) -> float:
         """The coefficient in an iteration; override for another schedule."""
@@ -28,6 +37,7 @@ class LinearEntropyBonus(EntropyBonus):
     iterations: int = 100
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.iterations < 1:
             raise ConfigError(f"LinearEntropyBonus(iterations={self.iterations}) must be >= 1")
 

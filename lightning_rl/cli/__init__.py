@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from lightning_rl.errors import ConfigError, DataError, LightningRLError
+from lightning_rl.errors import ConfigError, DataError, LightningRLError, RunInterrupted
 
-COMMANDS = ("fit", "validate", "test", "rollout", "doctor")
+COMMANDS = ("fit", "validate", "test", "rollout", "rollouts", "view", "replay", "check", "doctor")
 
 USAGE = """\
 usage: lightning-rl <command> [options]
@@ -17,6 +17,10 @@ usage: lightning-rl <command> [options]
   validate   evaluate a model or checkpoint on the held-out prompts
   test       the same, under the names test uses
   rollout    write graded rollouts to a file, without training
+  rollouts   show what such a file, or a replay buffer, holds
+  view       show runs in a browser: curves, step times, rollouts by token
+  replay     do a recorded rollout or iteration again, and say where it first differs
+  check      what a configuration amounts to, and a first rollout; writes nothing
   doctor     versions, engine, devices, threads, and what is wrong with each
 
 `lightning-rl <command> --help` says more, `--print_config` prints a whole configuration;
@@ -25,7 +29,10 @@ several --config files are merged in order, and --data.group_size 16 overrides o
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status (2: bad configuration or data, 1: the run failed)."""
+    """Run a command; returns the exit status.
+
+    2: bad configuration or data, 1: the run failed, 128 + n: signal n, 124: ``max_time``.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
@@ -43,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # ConfigError is a "config error", WeightSyncError a "weight sync error".
         kind = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
         print(f"lightning-rl: {kind}: {error}", file=sys.stderr)
+        if isinstance(error, RunInterrupted):
+            return error.status
         return 2 if isinstance(error, ConfigError | DataError) else 1
 
 
@@ -56,12 +65,28 @@ def _run(arguments: list[str]) -> int:
         from lightning_rl.doctor import main as doctor
 
         return doctor()
+    if command == "rollouts":
+        from lightning_rl.cli.rollouts import main as rollouts
+
+        return rollouts(arguments[1:])
+    if command == "view":
+        from lightning_rl.cli.view import main as view
+
+        return view(arguments[1:])
     # Reward functions and prompt factories are named by import path from where the user stands.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     from lightning_rl.cli.noise import quiet
 
     with quiet():
+        if command == "replay":
+            from lightning_rl.cli.replay import main as replay
+
+            return replay(arguments[1:])
+        if command == "check" or (command == "fit" and "--dry_run" in arguments):
+            from lightning_rl.cli.check import main as check
+
+            return check(arguments[1:])
         from lightning_rl.cli.app import RLCLI
 
         RLCLI(arguments)

@@ -6,18 +6,29 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn import Parameter
 
 import lightning_rl
-from lightning_rl.callbacks import RolloutWriter, WeightSync
+from lightning_rl.callbacks import (
+    IterationCheckpoint,
+    ReplayRecorder,
+    RolloutWriter,
+    WeightSync,
+)
+from lightning_rl.checkpoint_io import VerifiedCheckpointIO, require_good
 from lightning_rl.cli.errors import check_sources, innermost
 from lightning_rl.cli.sources import read_sources
+from lightning_rl.cli.trust import require_trusted, split_options
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.dpo import DPOModule
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import CheckpointError, ConfigError
 from lightning_rl.module import PolicyModule
+from lightning_rl.offline import OfflineDataModule
+from lightning_rl.recording import RecordingModule
 from lightning_rl.sft import SFTModule
 
 # Short class names work in YAML for what has been imported: all that is public.
@@ -35,6 +46,7 @@ usage: lightning-rl {command} --config FILE [--config FILE ...] [--key value ...
   --trainer.KEY        arguments of Lightning's Trainer
 {own}
   --print_config       print the whole configuration, defaults included, and stop
+  --trusted_only       name no code but the library's own; --trust MODULE allows another
 
 Any key may be set on the command line: --data.group_size 16, --trainer.callbacks+=StepTimer.
 List the options of a class:  lightning-rl {command} --model.help PolicyModule
@@ -61,24 +73,22 @@ class RLTrainer(Trainer):
         datamodule: RLDataModule,
         output: str,
         iterations: int = 1,
-        append: bool = False,
         ckpt_path: str | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Write graded rollouts to a JSONL file, without training.
+        """Write graded rollouts to a file, without training; go on where a former run stopped.
 
         Args:
             model: the policy.
             datamodule: prompts, engine and rewards.
-            output: the file; it must not hold anything yet, unless ``append``.
-            iterations: how many batches of ``groups_per_iteration`` groups.
-            append: add to what the file holds.
+            output: the file; .jsonl, .parquet (a folder) or .sqlite.
+            iterations: how many batches of groups_per_iteration groups it shall hold.
             ckpt_path: a checkpoint whose weights to use instead of the model's own.
             weights_only: as in ``fit``.
 
         Raises:
-            ConfigError: if ``output`` holds something, ``iterations`` is below 1, or ``datamodule``
-                collects nothing.
+            ConfigError: if ``iterations`` is below 1, or ``datamodule`` collects nothing.
+            DataError: if ``output`` holds something else.
         """
         if not isinstance(datamodule, RLDataModule):
             raise ConfigError(
@@ -86,16 +96,12 @@ class RLTrainer(Trainer):
             )
         if iterations < 1:
             raise ConfigError(f"iterations={iterations} must be >= 1")
-        file = Path(output)
-        if file.is_dir():
-            raise ConfigError(f"output={output!r} is a directory; name a file")
-        if not append and file.exists() and file.stat().st_size:
-            raise ConfigError(
-                f"output={output!r} already holds something; name another file, remove it, or add "
-                "to it with --append true"
-            )
-        datamodule.iterations_per_epoch = iterations
         writer = RolloutWriter(output)
+        done = writer.done()
+        if done >= iterations:
+            print(f"{output} already holds {done} iterations; raise --iterations to add to them")
+            return
+        datamodule.iterations_per_epoch = iterations - done
         self.callbacks.append(writer)  # type: ignore[attr-defined]
         self.predict(
             model,
@@ -104,7 +110,7 @@ class RLTrainer(Trainer):
             weights_only=weights_only,
             return_predictions=False,
         )
-        print(f"{writer.written} rollouts written to {output}")
+        print(f"{writer.written} rollouts written to {output}, which holds {iterations} iterations")
 
 
 class RLArgumentParser(LightningArgumentParser):
@@ -170,6 +176,7 @@ class RLCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         command, *rest = args
+        rest, self.trusted = split_options(rest)
         if "--trainer.help" in rest:
             print(trainer_help())
             raise SystemExit(0)
@@ -177,16 +184,44 @@ class RLCLI(LightningCLI):
         if not asks_help:
             prints = any(a.startswith("--print_config") for a in rest)
             sources = read_sources(rest)
+            if self.trusted is not None:
+                require_trusted(sources.tree, self.trusted)
             check_sources(sources, self._subcommand_parsers[command], complete=not prints)
             _require_checkpoint(sources.tree.get("ckpt_path"))
-        self.config = parser.parse_args(args)  # super() would warn that args is not sys.argv
+        # super() would warn that args is not sys.argv
+        self.config = parser.parse_args([command, *rest])
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        """Add what a run needs to be gone on with and replayed, if the configuration has none."""
+        plugins = _as_list(config["plugins"])
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            config["plugins"] = [*plugins, VerifiedCheckpointIO()]
+        given = _as_list(config["callbacks"])
+        off = config["enable_checkpointing"] is False or config["fast_dev_run"]
+        own = any(isinstance(callback, Checkpoint) for callback in given)
+        if isinstance(self.model, RecordingModule) and not own and not off:
+            callbacks = [*callbacks, IterationCheckpoint()]
+        collects = isinstance(self.datamodule, RLDataModule | OfflineDataModule)
+        unlogged = config["logger"] is False or config["fast_dev_run"]
+        own = any(isinstance(callback, ReplayRecorder) for callback in given)
+        if collects and not own and not unlogged:
+            callbacks = [*callbacks, ReplayRecorder()]
+        return super()._instantiate_trainer(config, callbacks)
 
     def _parse_ckpt_path(self) -> None:
         try:
+            self._require_trusted_checkpoint()
             super()._parse_ckpt_path()
         except Exception as error:  # not a checkpoint, or one of another model class
             path = self.config[self.config.subcommand].ckpt_path
             raise ConfigError(f"ckpt_path: {path!r} cannot be used: {innermost(error)}") from error
+
+    def _require_trusted_checkpoint(self) -> None:
+        """A checkpoint's hyper-parameters name classes too."""
+        path = self.config[self.config.subcommand].get("ckpt_path")
+        if self.trusted is not None and path and Path(path).is_file():
+            hparams = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+            require_trusted(hparams.get("hyper_parameters", {}), self.trusted, f"{path}: ")
 
     def instantiate_classes(self) -> None:
         try:
@@ -219,9 +254,17 @@ class RLCLI(LightningCLI):
             raise innermost(error) from error
 
 
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def _require_checkpoint(path: Any) -> None:
     special = ("best", "last", "hpc", "registry")  # registry:name:version
     if path is None or str(path).split(":")[0] in special or "://" in str(path):
         return
     if not Path(path).exists():
         raise ConfigError(f"ckpt_path: {path!r} does not exist (working directory: {Path.cwd()})")
+    try:
+        require_good(Path(path))
+    except CheckpointError as error:
+        raise ConfigError(f"ckpt_path: {path!r} cannot be used: {error}") from error

@@ -15,6 +15,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+import lightning_rl
 from lightning_rl.cli.hints import (
     FUNCTION,
     accepts,
@@ -125,8 +126,10 @@ class _Walk:
                 return None  # a TypedDict, say
             if component is None:
                 kinds = " or ".join(base.__name__ for base in bases)
-                names = ", ".join(sorted(class_names(bases))[:8])
-                raise _Mistake(key, f"needs a class_path: which {kinds}? (e.g. {names})")
+                names = sorted(class_names(bases))
+                ours = [name for name in names if name in lightning_rl.__all__]
+                shown = ", ".join((ours or names)[:8])
+                raise _Mistake(key, f"needs a class_path: which {kinds}? (e.g. {shown})")
             arguments = {k: v for k, v in spec.items() if k not in SPEC}
             arguments |= spec.get("init_args") or {}
             from_scratch = default is None or default is inspect.Parameter.empty

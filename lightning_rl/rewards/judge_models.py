@@ -76,9 +76,9 @@ class OpenAIJudge(JudgeModel):
             session.post(self.url, json=body, headers=headers) as response,
         ):
             text = await response.text(errors="replace")
+            text = text if key is None else text.replace(key, "***")  # it may be shown
             if response.status >= 400:
-                said = text if key is None else text.replace(key, "***")
-                problem = f"{self.url} answered {response.status}: {said:.200}"
+                problem = f"{self.url} answered {response.status}: {text:.200}"
                 if response.status < 500 and response.status not in RETRY_STATUSES:
                     raise JudgeError(problem)
                 raise RewardError(problem)

@@ -1,14 +1,10 @@
-"""More places at which a run is stopped, and goes on exactly; see tests/unit/test_checkpoint.py."""
+"""More places at which a run is stopped, and goes on exactly; see test_checkpoint.py."""
 
 import os
 import resource
 import signal
 
 import pytest
-
-from lightning_rl.callbacks import IterationCheckpoint, RLCallback
-from lightning_rl.checkpoint_io import checkpoints_in, damage, newest_good
-from lightning_rl.errors import CheckpointError, RewardError, RunInterrupted
 from tests.unit.test_checkpoint import (
     ITERATIONS,
     SignalInUpdate,
@@ -18,6 +14,10 @@ from tests.unit.test_checkpoint import (
     version,
 )
 from tests.unit.test_checkpoint import whole as whole
+
+from lightning_rl.callbacks import IterationCheckpoint, RLCallback
+from lightning_rl.checkpoint_io import checkpoints_in, damage, newest_good
+from lightning_rl.errors import CheckpointError, RewardError, RunInterrupted
 from tests.unit.test_training import share_of_sevens
 
 

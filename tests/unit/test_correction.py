@@ -169,12 +169,13 @@ def test_metrics_of_an_iteration_do_not_depend_on_packs(
 
 
 def test_the_effective_share_by_hand(tiny_model, train_on, make_rollout):
-    """Weights 1 and 3 of two tokens: (1 + 3)^2 / (2 (1 + 9)) = 0.8."""
+    """Weights 1 and 3, of two rollouts each: (2 + 6)^2 / (4 (2 + 18)) = 0.8."""
     module = PolicyModule(str(tiny_model), correction=TokenTIS())
     module.configure_model()
     torch.nn.init.zeros_(module.policy.lm.get_output_embeddings().weight)  # all 16 alike
     uniform = -math.log(16)
-    rollouts = [make_rollout([3], [4, 1], logprobs=[uniform, uniform - math.log(3)])]
+    engine = [uniform, uniform - math.log(3)]
+    rollouts = [make_rollout([3], [4, 1], logprobs=engine, reward=r) for r in (0.0, 1.0)]
     train_on(module, [pack_rollouts(rollouts)])
     metrics = module.trainer.callback_metrics
     assert float(metrics["correction/ess_share"]) == pytest.approx(0.8, rel=1e-5)

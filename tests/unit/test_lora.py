@@ -1,7 +1,10 @@
 """LoRA: what trains, what is pushed to engines, what is exported."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightning_rl.engines import TransformersEngine
@@ -182,3 +185,42 @@ def test_an_adapter_on_the_output_layer_is_refused(tiny_model, untied_model):
         with pytest.raises(ConfigError, match=rf"\['{module}'\] adapts the output layer"):
             Policy(str(model), lora=LoRA(target_modules=[module]))
     Policy(str(untied_model), lora=LoRA(target_modules=["embed_tokens"]))  # not tied: fine
+
+
+def test_adapters_by_themselves_are_what_peft_writes(model, tmp_path):
+    policy = trained(Policy(str(model), lora=LoRA(rank=4, alpha=8.0)))
+    policy.lm.save_pretrained(tmp_path)  # transformers saves the adapter alone, in peft's format
+    config, weights = policy.named_adapter_weights()
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    pushed = dict(weights)
+    assert pushed.keys() == written.keys()
+    assert all(torch.equal(pushed[name], written[name]) for name in written)
+    ours, theirs = (
+        json.loads(text)
+        for text in (
+            json.dumps(config, default=str),
+            (tmp_path / "adapter_config.json").read_text(),
+        )
+    )
+    assert ours["target_modules"] == sorted(theirs["target_modules"])
+    assert (ours["r"], ours["lora_alpha"]) == (theirs["r"], theirs["lora_alpha"]) == (4, 8.0)
+
+
+def test_adapters_by_themselves_make_the_same_policy(tiny_model, tmp_path):
+    policy = trained(Policy(str(tiny_model), lora=LoRA(rank=4)))
+    config, weights = policy.named_adapter_weights()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(
+        {name: weight.contiguous() for name, weight in weights},
+        tmp_path / "adapter_model.safetensors",
+    )
+    again = AutoModelForCausalLM.from_pretrained(tiny_model)
+    again.load_adapter(str(tmp_path))
+    with torch.no_grad():
+        ours, theirs = logits(policy, tiny_model), again(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_policy_without_lora_has_no_adapters(tiny_model):
+    with pytest.raises(ConfigError, match="named_adapter_weights needs a LoRA policy; set lora"):
+        Policy(str(tiny_model)).named_adapter_weights()

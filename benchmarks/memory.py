@@ -1,0 +1,107 @@
+"""The memory that `lightning-rl check` estimates, against what an update takes.
+
+    python -m benchmarks.memory recipes/sort_digits/grpo.yaml
+
+Trains one iteration on the largest batch that the configuration allows, on the CPU, and follows
+every allocation of torch. The last line is JSON.
+"""
+
+import json
+import sys
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.nn import Parameter
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_rl.cli.app import RLCLI
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.loader import LazyLoader
+from lightning_rl.module import PolicyModule
+from lightning_rl.plan import cut, forward_tokens, largest_rollouts, training_memory
+
+
+class Built(RLCLI):
+    """Builds what a configuration names, and runs nothing."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+class FollowAllocations(Callback):
+    """``peak`` is the most that was allocated at one time since the first batch began."""
+
+    def __init__(self) -> None:
+        self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def on_train_batch_start(self, *_: object) -> None:
+        self.profiler.start()
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.profiler.stop()
+
+    @property
+    def peak(self) -> int:
+        events = self.profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        used = peak = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                used += event.nbytes()
+                peak = max(peak, used)
+        return peak
+
+
+def main(config: str, *options: str) -> None:
+    """Measure one update and print it beside the estimate."""
+    cli = Built(["fit", "--config", config, *options])
+    module, data = cli.model, cli.datamodule
+    assert isinstance(module, PolicyModule)
+    assert isinstance(data, RLDataModule)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[follow := FollowAllocations()],
+    )
+    trainer.strategy.connect(module)
+    data.trainer = module.trainer = trainer
+    data.load_prompts("fit")
+    module.configure_model()
+    assert module.policy is not None
+    rollouts = largest_rollouts(
+        data.train_prompts.first(),
+        data.groups_per_iteration,
+        data.group_size,
+        data.sampling.max_tokens,
+    )
+    for rollout in rollouts:  # else the update would leave them out
+        rollout.reward = float(rollout.sample_index % 2)
+    packs = cut(pack_rollouts(rollouts), module.minibatches, module.max_tokens_per_pack)
+    largest = max((pack for parts in packs for pack in parts), key=forward_tokens)
+    optimizer = module.optimizer([Parameter(torch.zeros(1024))])
+    others = [] if module.reference is None else [module.reference]
+    estimate = training_memory(module.policy, others, optimizer, largest)
+    print("\n".join(estimate.lines()))
+    trainer.fit(module, LazyLoader(lambda _: pack_rollouts(rollouts), 1))
+    measured = follow.peak + estimate.parts["weights"] + estimate.parts["other models"]
+    print(
+        json.dumps(
+            {
+                "config": config,
+                "pack_tokens": forward_tokens(largest),
+                "estimated_mib": round(estimate.total / 2**20, 1),
+                "measured_mib": round(measured / 2**20, 1),
+                "ratio": round(estimate.total / measured, 3),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,59 @@
+"""ReplayRecorder: what `lightning-rl replay` needs to do a run's rollouts and iterations again."""
+
+from lightning.pytorch import LightningModule, Trainer
+from tensordict import TensorDict
+
+from lightning_rl.callbacks.recorder import collected_rollouts
+from lightning_rl.hooks import RLCallback
+from lightning_rl.module import PolicyModule
+from lightning_rl.replay.log import Outcome, ReplayLog, checksums
+from lightning_rl.rundir import run_dir
+
+
+class ReplayRecorder(RLCallback):
+    """Keeps all rollouts that are trained on, and a checksum of each version's weights.
+
+    They go to ``replay`` in the run directory, in about seven bytes per token. The command line
+    adds this callback to every ``fit`` that has a logger, and so a run directory.
+
+    Args:
+        rollouts: False keeps the checksums and metrics only; then a rollout can be done again if
+            another callback recorded it and its version is in a checkpoint, an iteration cannot.
+    """
+
+    def __init__(self, rollouts: bool = True) -> None:
+        self.rollouts = rollouts
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        if trainer.is_global_zero:  # also of a former run in this directory
+            ReplayLog(run_dir(trainer)).forget_after(pl_module.iteration)
+        trainer.strategy.barrier()
+        self._write_outcome(trainer, pl_module, {})
+
+    def on_update_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
+    ) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        if self.rollouts:
+            log, rollouts = ReplayLog(run_dir(trainer)), collected_rollouts(trainer)
+            log.write_rollouts(pl_module.iteration, trainer.global_rank, rollouts)
+
+    def on_iteration_end(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
+    ) -> None:
+        self._write_outcome(trainer, pl_module, metrics)
+
+    def _write_outcome(
+        self, trainer: Trainer, module: LightningModule, metrics: dict[str, float]
+    ) -> None:
+        made = outcome(trainer, module, metrics)  # on every rank: sharded weights are gathered
+        if trainer.is_global_zero:
+            ReplayLog(run_dir(trainer)).write_outcome(made)
+
+
+def outcome(trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> Outcome:
+    """What the weights are now."""
+    assert isinstance(module, PolicyModule) and module.policy is not None
+    weights = checksums(module.policy.state_dict().items())
+    return Outcome(module.iteration, weights, metrics, trainer.world_size)

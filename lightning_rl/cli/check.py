@@ -1,0 +1,179 @@
+"""``lightning-rl check``: what a configuration amounts to, and a rollout; writes nothing."""
+
+from collections.abc import Sequence
+from tempfile import TemporaryDirectory
+
+import torch
+from torch.nn import Parameter
+
+from lightning_rl.callbacks import WeightSync
+from lightning_rl.callbacks.preview import as_text
+from lightning_rl.cli.app import RLCLI
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines import Engine, TransformersEngine
+from lightning_rl.module import PolicyModule
+from lightning_rl.plan import (
+    BatchPlan,
+    cut,
+    forward_tokens,
+    in_units,
+    largest_rollouts,
+    training_memory,
+)
+from lightning_rl.rollout import Prompt, Rollout
+
+HELP = """\
+usage: lightning-rl check --config FILE [--config FILE ...] [--key value ...] [--no_rollout]
+       lightning-rl fit --config FILE ... --dry_run
+
+Does everything that `fit` would do before its first update: resolves the configuration, loads
+tokenizer, prompts and model, starts the engine, makes one tiny group of rollouts and grades it.
+Prints the algebra of the batches and an estimate of the memory. Writes nothing.
+
+  --no_rollout   start no engine, generate and grade nothing
+"""
+
+
+class _Built(RLCLI):
+    """Builds what ``fit`` would run; what the parts then write goes into ``scratch``."""
+
+    def __init__(self, arguments: list[str], scratch: str) -> None:
+        self._scratch = scratch
+        super().__init__(["fit", *arguments])
+
+    def before_instantiate_classes(self) -> None:
+        self.config.fit.trainer.default_root_dir = self._scratch
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing: what is wanted is what was built."""
+        self.trainer.logger = None  # it was built, so its configuration is good
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check what ``lightning-rl fit`` with these arguments would do."""
+    if {"-h", "--help"} & set(arguments):
+        print(HELP)
+        return 0
+    rest = [argument for argument in arguments if argument not in ("--no_rollout", "--dry_run")]
+    with TemporaryDirectory(prefix="lightning_rl_") as scratch:
+        _check(_Built(rest, scratch), with_rollout="--no_rollout" not in arguments)
+    return 0
+
+
+def _check(cli: RLCLI, with_rollout: bool) -> None:
+    module, data, trainer = cli.model, cli.datamodule, cli.trainer
+    names = (type(module).__name__, type(data).__name__)
+    print(f"configuration: good ({', '.join(names)} on {trainer.strategy.root_device})")
+    if not isinstance(module, PolicyModule) or not isinstance(data, RLDataModule):
+        print("there is nothing more to check: rollouts come from a PolicyModule and RLDataModule")
+        return
+    trainer.strategy.connect(module)
+    data.trainer = module.trainer = trainer
+    trainer.datamodule = data  # type: ignore[attr-defined]
+    try:
+        data.load_prompts("fit")
+        prompts = data.train_prompts.first()
+        print(_prompts(prompts, data))
+        module.configure_model()
+        print("\n".join(_plan(module, data, prompts)))
+        if with_rollout:
+            print("\n".join(_try(cli, data, module)))
+    finally:
+        data.teardown("fit")
+    print("good: `lightning-rl fit` with the same options would start")
+
+
+def _prompts(prompts: Sequence[Prompt], data: RLDataModule) -> str:
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    mean = sum(lengths) / len(lengths)
+    return (
+        f"prompts: {len(prompts)} of {len(data.train_prompts)} are short enough, mean {mean:.1f} "
+        f"tokens, longest {max(lengths)}; completions up to {data.sampling.max_tokens} tokens"
+    )
+
+
+def _plan(module: PolicyModule, data: RLDataModule, prompts: Sequence[Prompt]) -> list[str]:
+    trainer = module.trainer
+    ranks = trainer.world_size
+    groups, tokens = data.groups_per_iteration // ranks, data.sampling.max_tokens
+    batch = pack_rollouts(largest_rollouts(prompts, groups, data.group_size, tokens))
+    parts = cut(batch, module.minibatches, module.max_tokens_per_pack)
+    largest = max((pack for packs in parts for pack in packs), key=forward_tokens)
+    epochs = trainer.max_epochs
+    plan = BatchPlan(
+        prompts=len(prompts),
+        groups=data.groups_per_iteration,
+        group_size=data.group_size,
+        ranks=ranks,
+        tokens=len(batch["tokens"]) * ranks,
+        minibatches=module.minibatches,
+        ppo_epochs=module.ppo_epochs,
+        packs=max(len(packs) for packs in parts),
+        pack_tokens=forward_tokens(largest),
+        iterations_per_epoch=data.iterations_per_epoch,
+        epochs=epochs if epochs is not None and epochs > 0 else None,
+    )
+    assert module.policy is not None
+    # With one parameter of its own: a step of it tells what the state of all will take.
+    optimizer = module.optimizer([Parameter(torch.zeros(1024))])
+    others = [] if module.reference is None else [module.reference]
+    memory = training_memory(module.policy, others, optimizer, largest)
+    return [
+        "batches:",
+        *(f"  {line}" for line in plan.lines()),
+        *_schedule(module, optimizer, plan),
+        "memory of training, per process (an estimate):",
+        *(f"  {line}" for line in memory.lines()),
+        f"memory of the engine: {_engine(data.engine, memory.parts['weights'] // 4)}",
+    ]
+
+
+def _schedule(module: PolicyModule, optimizer: torch.optim.Optimizer, plan: BatchPlan) -> list[str]:
+    """A schedule that ends at another step than the run is hardly meant."""
+    if module.lr_scheduler is None:
+        return []
+    ends = getattr(module.lr_scheduler(optimizer), "total_steps", None)
+    if ends is None or plan.total_steps is None or ends == plan.total_steps:
+        return []
+    return [
+        f"  WARNING: the learning rate's schedule ends after total_steps={ends} optimizer steps, "
+        f"the run after {plan.total_steps}; set model.lr_scheduler.total_steps"
+    ]
+
+
+def _engine(engine: Engine, elements: int) -> str:
+    width = 4 if engine.dtype == "float32" else 2
+    cache = f"{engine.kv_cache_gb:g} GiB" if engine.kv_cache_gb else "the engine's own choice"
+    if isinstance(engine, TransformersEngine):
+        cache = "as it grows"
+    return f"{in_units(elements * width)} of weights in {engine.dtype}, key/value cache: {cache}"
+
+
+def _try(cli: RLCLI, data: RLDataModule, module: PolicyModule) -> list[str]:
+    """Two rollouts of the first prompt, by the real engine with the real weights, graded."""
+    trainer = cli.trainer
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    [sync] = [c for c in callbacks if isinstance(c, WeightSync)]
+    trainer.callbacks = [sync]  # type: ignore[attr-defined]  # no one else shall hear of this
+    data.setup("fit")
+    sync.setup(trainer, module, "fit")
+    try:
+        sync.sync(trainer, module)
+        rollouts = data.try_out(groups=1, group_size=min(2, data.group_size))
+    finally:
+        sync.teardown(trainer, module, "fit")
+    gap = trainer.callback_metrics.get("sync/probe_gap")
+    checked = "" if gap is None else f"; engine and trainer agree to {float(gap):.2g} nats"
+    return [f"rollouts{checked}:", *(f"  {_told(rollout)}" for rollout in rollouts)]
+
+
+def _told(rollout: Rollout) -> str:
+    prompt, completion = (
+        " ".join(as_text(text).split()) for text in (rollout.prompt.prompt, rollout.completion)
+    )
+    reward = rollout.error or f"reward {rollout.reward}"
+    return (
+        f"{prompt!r:.60} -> {completion!r:.60} ({len(rollout.token_ids)} tokens, "
+        f"{rollout.finish_reason}): {reward}"
+    )

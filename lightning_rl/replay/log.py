@@ -1,0 +1,151 @@
+"""The replay log: every rollout that a run was trained on, and what came of each iteration."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_rl.buffer.parquet import ParquetRollouts
+from lightning_rl.errors import DataError
+from lightning_rl.rollout import Rollout
+
+# Words of one chunk, which 64-bit products are made of: 32 MiB.
+CHUNK = 1 << 22
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a version of the weights came out as.
+
+    ``weights`` holds the checksum of each tensor of the policy, ``metrics`` the row of the
+    iteration that made it, ``ranks`` how many processes trained.
+    """
+
+    version: int
+    weights: dict[str, str]
+    metrics: dict[str, float] = field(default_factory=dict)
+    ranks: int = 1
+
+
+class ReplayLog:
+    """The folder ``replay`` of a run directory.
+
+    ``000012-000.parquet`` holds the rollouts that iteration 12 was trained on, by rank and in their
+    order (a rollout file, as ``lightning-rl rollouts`` reads it); ``versions.jsonl`` an
+    :class:`Outcome` per line.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / "replay"
+        self._versions = self.path / "versions.jsonl"
+
+    def write_rollouts(self, iteration: int, rank: int, rollouts: list[Rollout]) -> None:
+        """Keep an iteration's rollouts; they appear at once, in place of what was there."""
+        scratch = ParquetRollouts(self.path / f"unfinished-{rank:03d}")
+        scratch.recover()
+        for left in scratch.path.glob("part-*.parquet"):  # of a process that was killed
+            left.unlink()
+        scratch.append(rollouts, iteration)
+        [part] = scratch.path.glob("part-*.parquet")
+        os.replace(part, self._file(iteration, rank))
+        scratch.path.rmdir()
+
+    def write_outcome(self, outcome: Outcome) -> None:
+        """Append a line."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self._versions.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(asdict(outcome)) + "\n")
+
+    def forget_after(self, version: int) -> None:
+        """Drop what a run, that now goes on from this version, did beyond it."""
+        for file in self._files():
+            if int(file.name.split("-")[0]) >= version:
+                file.unlink()
+        kept = [o for o in self.outcomes().values() if 0 < o.version <= version]
+        if self._versions.exists():
+            unfinished = self._versions.with_suffix(".unfinished")
+            unfinished.write_text("".join(json.dumps(asdict(o)) + "\n" for o in kept))
+            os.replace(unfinished, self._versions)
+
+    def rollouts(self, iteration: int) -> list[Rollout]:
+        """What an iteration was trained on, on rank 0.
+
+        Raises:
+            DataError: if it is not there, or damaged.
+        """
+        file = self._file(iteration, rank=0)
+        if not file.exists():
+            raise DataError(
+                f"{self.path} holds no rollouts of iteration {iteration}, but of {self.span()}; "
+                "ReplayRecorder keeps those that are trained on"
+            )
+        return [recorded.rollout for recorded in ParquetRollouts(file).read()]
+
+    def iterations(self) -> set[int]:
+        """Whose rollouts it holds."""
+        return {int(file.name.split("-")[0]) for file in self._files()}
+
+    def span(self) -> str:
+        """The same in words."""
+        held = sorted(self.iterations())
+        return f"iterations {held[0]} to {held[-1]}" if held else "no iteration"
+
+    def all_rollouts(self) -> Iterator[Rollout]:
+        """Of all iterations and ranks."""
+        for file in self._files():
+            yield from (recorded.rollout for recorded in ParquetRollouts(file).read())
+
+    def outcomes(self) -> dict[int, Outcome]:
+        """By version, which may have several lines; one that was cut off is left out."""
+        if not self._versions.exists():
+            return {}
+        found: dict[int, Outcome] = {}
+        for line in self._versions.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                new = Outcome(**json.loads(line))
+                known = found.get(new.version, new)  # a resumed run adds to its first row
+                found[new.version] = replace(new, metrics=known.metrics | new.metrics)
+        return found
+
+    def _file(self, iteration: int, rank: int) -> Path:
+        return self.path / f"{iteration:06d}-{rank:03d}.parquet"
+
+    def _files(self) -> list[Path]:
+        return sorted(self.path.glob("[0-9]*-*.parquet"))
+
+
+def checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """A checksum of the bits of each tensor, as 16 hexadecimal digits; sharded ones are gathered.
+
+    The sum of all words, each times its place, modulo 2^64: no single changed word goes unseen.
+    It is computed where the tensor is, and costs less than the optimizer's step.
+    """
+    names, sums = [], []
+    for name, weight in weights:
+        whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        names.append(name)
+        sums.append(_checksum(whole.detach()).cpu())
+    return {name: f"{int(s) & (1 << 64) - 1:016x}" for name, s in zip(names, sums, strict=True)}
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    words = tensor.reshape(-1).view(_WORDS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.long, device=tensor.device)
+    for start in range(0, len(words), CHUNK):
+        part = words[start : start + CHUNK].long()
+        # Odd factors have an inverse modulo 2^64, so that no difference is multiplied away.
+        total += (part * (2 * torch.arange(len(part), device=part.device) + 2 * start + 1)).sum()
+    return total
+
+
+def first_difference(one: Mapping[str, object], other: Mapping[str, object]) -> str | None:
+    """The first name whose value differs, or that only one of them has."""
+    for name in [*one, *(n for n in other if n not in one)]:
+        if one.get(name) != other.get(name):
+            return name
+    return None

@@ -1,0 +1,193 @@
+"""A run's parts built again from its configuration, and its weights from what was kept."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from tensordict import TensorDict
+
+from lightning_rl.callbacks import WeightSync
+from lightning_rl.callbacks.replay_recorder import outcome
+from lightning_rl.cli.app import RLCLI
+from lightning_rl.errors import DataError
+from lightning_rl.hooks import RLCallback
+from lightning_rl.loader import RolloutLoader
+from lightning_rl.module import PolicyModule
+from lightning_rl.replay.log import Outcome
+from lightning_rl.replay.run import RecordedRun, Source
+from lightning_rl.rollout import Rollout
+from lightning_rl.sync.base import WeightTransport
+from lightning_rl.sync.memory import MemoryTransport
+
+# Whatever says when a run stops, or makes it a trial run.
+_TRAINER = {
+    "logger": False,
+    "max_epochs": 1,
+    "min_epochs": None,
+    "max_steps": -1,
+    "min_steps": None,
+    "max_time": None,
+    "limit_train_batches": None,
+    "fast_dev_run": False,
+    "overfit_batches": 0.0,
+    "num_sanity_val_steps": 0,
+    "profiler": None,
+}
+
+
+class _Rebuilt(RLCLI):
+    """Builds what a run's ``config.yaml`` names, and runs nothing."""
+
+    def __init__(self, run: RecordedRun, scratch: str) -> None:
+        self._scratch = scratch
+        super().__init__(["fit", "--config", str(run.config), "--ckpt_path=null", *run.options])
+
+    def before_instantiate_classes(self) -> None:
+        for name, value in {**_TRAINER, "default_root_dir": self._scratch}.items():
+            self.config.fit.trainer[name] = value
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing."""
+
+
+@dataclass
+class Parts:
+    """Of one run: module without a model yet, data module, trainer without onlookers."""
+
+    module: PolicyModule
+    datamodule: LightningDataModule
+    trainer: Trainer
+    transport: WeightTransport
+
+
+@contextmanager
+def rebuilt(run: RecordedRun) -> Iterator[Parts]:
+    """The parts of a run. Of its callbacks, only those with ``replays`` take part again.
+
+    Raises:
+        ConfigError: if the configuration does not work here (any more).
+        DataError: if the run trained no policy on rollouts.
+    """
+    with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch:
+        cli = _Rebuilt(run, scratch)
+        if not isinstance(cli.model, PolicyModule):
+            raise DataError(
+                f"{run.config} trains {type(cli.model).__name__}; only what a PolicyModule learns "
+                "from rollouts can be replayed"
+            )
+        callbacks: list[Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
+        transports = [c.transport for c in callbacks if isinstance(c, WeightSync)]
+        transport = transports[0] if transports else MemoryTransport()
+        cli.trainer.callbacks = [c for c in callbacks if getattr(c, "replays", False)]  # type: ignore[attr-defined]
+        yield Parts(cli.model, cli.datamodule, cli.trainer, transport)
+
+
+@dataclass
+class Retrained:
+    """What came of it: the module as the last version, and every version's outcome."""
+
+    module: PolicyModule
+    source: Source
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+
+
+def retrain(run: RecordedRun, parts: Parts, source: Source, version: int) -> Retrained:
+    """Train again from kept weights up to ``version``, on the recorded rollouts.
+
+    Raises:
+        DataError: if several processes trained.
+    """
+    made = Retrained(parts.module, source)
+    if version == source.version:
+        parts.module.configure_model()
+        if source.path is not None:
+            _restore_module(parts.module, source.load())
+        made.outcomes[version] = outcome(parts.trainer, parts.module, {})
+        return made
+    ranks = {o.ranks for o in run.log.outcomes().values() if o.version > source.version} - {1}
+    if ranks:
+        raise DataError(
+            f"{run.path}: {max(ranks)} processes trained, and replay uses one; only versions that "
+            "a checkpoint keeps can be used"
+        )
+    # First, so that whatever takes part sees the weights that were kept.
+    parts.trainer.callbacks.insert(0, _Restore(source))  # type: ignore[attr-defined]
+    parts.trainer.callbacks.append(_Note(made))  # type: ignore[attr-defined]
+    batches = _RecordedBatches(run, source.version, version - source.version)
+    parts.trainer.fit(parts.module, datamodule=batches)
+    made.optimizers = [optimizer.state_dict() for optimizer in parts.trainer.optimizers]
+    return made
+
+
+def _restore_module(module: PolicyModule, checkpoint: dict[str, Any]) -> None:
+    module.load_state_dict(checkpoint["state_dict"])
+    module.on_load_checkpoint(checkpoint)
+
+
+class _Restore(Callback):
+    """What ``ckpt_path`` would, but for the place in an epoch, which is another here."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.source.path is None:
+            return
+        checkpoint = self.source.load()
+        assert isinstance(pl_module, PolicyModule)
+        _restore_module(pl_module, checkpoint)
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(trainer.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        schedules = checkpoint["lr_schedulers"]
+        for config, state in zip(trainer.lr_scheduler_configs, schedules, strict=True):
+            config.scheduler.load_state_dict(state)
+
+
+class _Note(RLCallback):
+    def __init__(self, made: Retrained) -> None:
+        self.made = made
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_iteration_end(trainer, pl_module, {})
+
+    def on_iteration_end(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
+    ) -> None:
+        found = outcome(trainer, pl_module, metrics)
+        self.made.outcomes[found.version] = found
+
+
+class _RecordedBatches(LightningDataModule):
+    """The recorded iterations from ``first`` on, in place of collecting."""
+
+    def __init__(self, run: RecordedRun, first: int, count: int) -> None:
+        super().__init__()
+        self.run, self.first, self.count = run, first, count
+
+    def train_dataloader(self) -> RolloutLoader:
+        assert self.trainer is not None
+        module = self.trainer.lightning_module
+        assert isinstance(module, PolicyModule)
+        return RolloutLoader(self._read, _NoState(), self.count, lambda: module.iteration)
+
+    def val_dataloader(self) -> Any:
+        return []
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return batch.to(device) if isinstance(batch, TensorDict) else batch
+
+    def _read(self, place: int) -> list[Rollout]:
+        return self.run.log.rollouts(self.first + place)
+
+
+class _NoState:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""

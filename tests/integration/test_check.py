@@ -1,0 +1,131 @@
+"""lightning-rl check: the algebra and the memory are right, and nothing is written."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.nn import Parameter
+
+from lightning_rl.cli import main
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.models.policy import Policy
+from lightning_rl.plan import (
+    BatchPlan,
+    cut,
+    forward_tokens,
+    in_units,
+    kept_for_backward,
+    largest_rollouts,
+    training_memory,
+)
+from lightning_rl.rollout import Prompt
+from tests.bad_configs import CONFIG, furnish
+
+
+@pytest.fixture
+def workplace(tiny_model, tmp_path, monkeypatch) -> Path:
+    furnish(tmp_path, tiny_model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
+        monkeypatch.setenv(name, "0")
+    return tmp_path
+
+
+def files(place: Path) -> dict[Path, int]:
+    return {p: p.stat().st_mtime_ns for p in place.rglob("*") if "__pycache__" not in p.parts}
+
+
+def test_all_is_checked_and_nothing_written(workplace, capsys):
+    trainer = CONFIG["trainer"] | {
+        "enable_checkpointing": True,
+        "default_root_dir": "elsewhere",
+        "logger": {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "runs"}},
+        "callbacks": [*CONFIG["trainer"]["callbacks"], "RunReport", "HFExport", "PreviewTable"],
+    }
+    (workplace / "full.yaml").write_text(yaml.safe_dump(CONFIG | {"trainer": trainer}))
+    before = files(workplace)
+    schedule = ["--model.lr_scheduler", "WarmupLinear", "--model.lr_scheduler.total_steps", "9"]
+    assert main(["fit", "--config", "full.yaml", *schedule, "--dry_run"]) == 0
+    assert files(workplace) == before
+    said = capsys.readouterr().out
+    assert "prompts: 12 of 12 are short enough, mean 3.0 tokens, longest 3" in said
+    assert "4 prompts x group_size 2 = 8 rollouts per iteration, at most 56 tokens" in said
+    # Of each group 3 prompt tokens once, and 2 x 4 of completions.
+    assert "1 minibatch of 4 groups or fewer, in 1 pack of 44 tokens or fewer each" in said
+    assert "schedule ends after total_steps=9 optimizer steps, the run after 1;" in said
+    assert "engine and trainer agree to" in said
+    assert said.count("'30=' -> ") == 2
+    assert said.count("reward ") == 2
+
+
+def test_without_a_rollout_no_engine_starts(workplace, capsys, monkeypatch):
+    from lightning_rl.engines import TransformersEngine
+
+    monkeypatch.setattr(TransformersEngine, "start", lambda *_: pytest.fail("it was started"))
+    assert main(["check", "--config", "good.yaml", "--no_rollout"]) == 0
+    assert "optimizer (AdamW)" in capsys.readouterr().out
+
+
+def test_what_fit_would_refuse_is_refused(workplace, capsys):
+    assert main(["check", "--config", "good.yaml", "--data.group_size", "1"]) == 2
+    assert "group_size=1 must be >= 2 for GRPO" in capsys.readouterr().err
+
+
+def test_batch_algebra_by_hand():
+    plan = BatchPlan(
+        prompts=100, groups=12, group_size=8, ranks=2, tokens=960, minibatches=3, ppo_epochs=2,
+        packs=2, pack_tokens=200, iterations_per_epoch=10, epochs=4,
+    )  # fmt: skip
+    assert (plan.rollouts, plan.steps, plan.total_steps) == (96, 6, 240)
+    lines = list(plan.lines())
+    # 12 groups on 2 ranks are 6 each, in 3 minibatches 2.
+    assert lines[1].startswith("on each of 2 ranks 3 minibatches of 2 groups or fewer, in 2 packs")
+    assert "60 per epoch of 10 iterations" in lines[2]
+    # 12 prompts x 40 iterations = 480 of 100.
+    assert "480 prompts are drawn from 100 (4.8 times each)" in lines[3]
+
+
+def test_packs_are_those_of_the_update():
+    prompts = [Prompt(str(n), "", [3] * n) for n in (2, 5, 3)]
+    rollouts = largest_rollouts(prompts, groups=2, group_size=3, max_tokens=4)
+    assert [len(r.prompt.token_ids) for r in rollouts] == [5, 5, 5, 3, 3, 3]  # the longest two
+    batch = pack_rollouts(rollouts)
+    [[whole]] = cut(batch, 1, 1000)
+    assert forward_tokens(whole) == 5 + 3 * 4 + 3 + 3 * 4
+    # 17 tokens do for the first group; the second's three need 3 + 12 = 15.
+    assert [forward_tokens(pack) for pack in cut(batch, 1, 17)[0]] == [17, 15]
+    assert [len(packs) for packs in cut(batch, 2, 1000)] == [1, 1]
+
+
+def test_memory_by_hand(tiny_model):
+    policy = Policy(str(tiny_model))
+    elements = sum(p.numel() for p in policy.parameters())
+    rollouts = largest_rollouts([Prompt("0", "", [3, 2])], 2, 2, 6)
+    optimizer = torch.optim.AdamW([Parameter(torch.zeros(8))])
+    plan = training_memory(policy, [], optimizer, pack_rollouts(rollouts))
+    assert plan.parts["weights"] == plan.parts["gradients"] == 4 * elements
+    assert plan.parts["optimizer (AdamW)"] == 8 * elements  # two moments in float32
+    assert plan.parts["logits"] == 2 * 4 * 24 * 16  # two chunks: 24 tokens, 16 words
+    assert plan.total == sum(plan.parts.values())
+    plain = training_memory(
+        policy, [policy], torch.optim.SGD([Parameter(torch.zeros(8))]), pack_rollouts(rollouts)
+    )
+    assert plain.parts["optimizer (SGD)"] == 0
+    assert plain.parts["other models"] == 4 * elements
+    assert [in_units(3 << 19), in_units(5 << 29)] == ["1.5 MiB", "2.50 GiB"]
+
+
+def test_activations_grow_with_the_tokens(tiny_model):
+    policy = Policy(str(tiny_model))
+
+    def kept(groups: int) -> float:
+        prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(groups)]
+        pack = pack_rollouts(largest_rollouts(prompts, groups, 4, 20))
+        return kept_for_backward(policy, pack) / forward_tokens(pack)
+
+    # What one group tells of eight: that is how the estimate is made.
+    assert kept(8) == pytest.approx(kept(1), rel=0.05)
+    # Two layers, each with at least its inputs in float32: 64 numbers to four projections.
+    assert kept(1) > 2 * 4 * 64 * 4

@@ -1,0 +1,250 @@
+"""Replay: recorded rollouts and iterations done again, and every difference found."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_rl.buffer.parquet import ParquetRollouts
+from lightning_rl.cli import main
+from lightning_rl.errors import DataError
+from lightning_rl.replay.iterations import replay_iteration
+from lightning_rl.replay.log import Outcome, ReplayLog, checksums
+from lightning_rl.replay.rollouts import replay_rollout
+from lightning_rl.replay.run import RecordedRun
+
+MODULE = """
+def sevens(completions, completion_ids, **columns):
+    return [text.count("7") / len(ids) for text, ids in zip(completions, completion_ids)]
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    here = tmp_path_factory.mktemp("replay")
+    rows = [json.dumps({"prompt": f"{n}="}) + "\n" for n in range(30, 42)]
+    (here / "train.jsonl").write_text("".join(rows))
+    (here / "replay_rewards.py").write_text(MODULE)
+    return here
+
+
+@pytest.fixture(scope="module")
+def finished(place, tiny_model) -> Path:
+    """Four iterations of two optimizer steps; the weights of versions 2 and 4 were kept."""
+    config = {
+        "model": {
+            "class_path": "PolicyModule",
+            "init_args": {
+                "model": str(tiny_model),
+                "minibatches": 2,
+                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
+                "lr_scheduler": {
+                    "class_path": "WarmupLinear",
+                    "init_args": {"warmup_steps": 2, "total_steps": 8},
+                },
+                "kl": {"class_path": "K3Penalty", "init_args": {"coef": 0.1}},
+            },
+        },
+        "data": {
+            "class_path": "RLDataModule",
+            "init_args": {
+                "train_prompts": {
+                    "class_path": "JSONLPrompts",
+                    "init_args": {"path": "train.jsonl"},
+                },
+                "rewards": ["replay_rewards.sevens"],
+                "engine": {"class_path": "TransformersEngine", "init_args": {"device": "cpu"}},
+                "sampling": {"max_tokens": 5},
+                "group_size": 4,
+                "groups_per_iteration": 3,
+                "iterations_per_epoch": 4,
+            },
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "enable_model_summary": False,
+            "enable_progress_bar": False,
+            "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": ""}},
+            "callbacks": [
+                {"class_path": "WeightSync"},
+                {"class_path": "IterationCheckpoint", "init_args": {"every_n_iterations": 2}},
+            ],
+        },
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        _stand_in(place, patch)
+        (place / "config.yaml").write_text(yaml.safe_dump(config))
+        assert main(["fit", "--config", "config.yaml"]) == 0
+    return place / "runs" / "version_0"
+
+
+def _stand_in(place: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.chdir(place)
+    patch.syspath_prepend(place)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
+        patch.setenv(name, "0")
+
+
+@pytest.fixture(autouse=True)
+def _there(place, monkeypatch) -> None:
+    _stand_in(place, monkeypatch)
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> RecordedRun:
+    """A copy, to be tampered with."""
+    return RecordedRun(shutil.copytree(finished, tmp_path / "run", symlinks=True))
+
+
+def test_every_iteration_is_trained_again_bit_by_bit(finished):
+    run = RecordedRun(finished)
+    assert [source.version for source in run.sources] == [0, 2, 4]
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    whole = replay_iteration(run, 3, since=0)  # all four; every version's checksums are compared
+    nearest = replay_iteration(run, 2)
+    for replay, source in ((whole, 0), (nearest, 2)):
+        assert replay.source.version == source
+        assert replay.equal, replay.lines()
+        assert {"policy/loss", "policy/grad_norm", "policy/kl_ref"} <= replay.again.metrics.keys()
+    assert (whole.checkpoint.version, nearest.checkpoint) == (4, None)
+    # Nothing is written into the run.
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+
+
+def test_a_changed_reward_or_weight_is_found(run):
+    file = run.log.path / "000002-000.parquet"
+    rollouts = [recorded.rollout for recorded in ParquetRollouts(file).read()]
+    rollouts[0].reward += 1e-3
+    run.log.write_rollouts(2, 0, rollouts)
+    replay = replay_iteration(run, 3)
+    assert replay.diverged_at == 3  # the weights that iteration 2 makes
+    assert not replay.equal
+    assert replay.checkpoint_differs == "policy.lm.model.embed_tokens.weight"
+    lines = replay.lines()
+    assert "weight tensors  differ since version 3, now first in lm.model" in lines[-3]
+    assert lines[-1] == "different"
+
+
+def test_a_rollout_is_generated_again(finished, capsys):
+    run = RecordedRun(finished)
+    recorded = run.log.rollouts(3)[5]  # by version 3, made again from version 2
+    [replay] = replay_rollout(run, recorded.id)
+    assert (replay.version, replay.generated) == (3, True)
+    assert replay.again.token_ids == recorded.token_ids
+    assert replay.again.versions == recorded.versions
+    assert replay.equal
+    assert not replay.weights_differ
+    assert replay.gap < 1e-5
+    said = replay.lines()
+    assert said[1] == (
+        "weights of version 3: checkpoint iteration_2.ckpt (version 2) and 1 iterations trained "
+        "again"
+    )
+    count = len(recorded.token_ids)
+    assert said[2].startswith(f"equal: {count} of {count} tokens, logprobs within ")
+
+
+def test_the_first_other_token_is_named(run, capsys):
+    rollouts = run.log.rollouts(0)
+    chosen = next(r for r in rollouts if len(r.token_ids) >= 4)
+    was = chosen.token_ids[2]
+    chosen.token_ids[2] = 3 if was != 3 else 4  # the digit 0, or 1
+    run.log.write_rollouts(0, 0, rollouts)
+    assert main(["replay", str(run.path), "--rollout", chosen.id]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"different from token 2 on: recorded {chosen.token_ids[2]} ")
+    assert f"again {was} " in last
+
+
+def test_a_rollout_of_two_versions_is_scored_with_each(run):
+    """Its first token by version 1, the others by version 3: each scored by the right weights."""
+    rollouts = run.log.rollouts(3)
+    chosen = next(r for r in rollouts if len(r.token_ids) >= 3)
+    earlier = next(replay_rollout(run, chosen.id, version=1)).again.logprobs
+    assert abs(earlier[0] - chosen.logprobs[0]) > 1e-3  # else nothing would be tested
+    chosen.versions[0], chosen.logprobs[0] = 1, earlier[0]
+    run.log.write_rollouts(3, 0, rollouts)
+    first, second = replay_rollout(run, chosen.id)
+    assert (first.version, second.version) == (1, 3)
+    assert not first.generated
+    assert first.gap < 1e-6
+    assert first.lines()[-1].startswith("1 tokens are of this version: logprobs within ")
+    assert second.gap < 1e-5
+
+
+def test_what_was_not_kept_is_said(run, capsys):
+    with pytest.raises(DataError, match=r"no rollout '9/9/9/9', but others, such as '3/2/"):
+        next(replay_rollout(run, "9/9/9/9"))
+    with pytest.raises(DataError, match=r"iteration 4 \(recorded: iterations up to 3\)"):
+        replay_iteration(run, 4)
+    (run.log.path / "000002-000.parquet").unlink()
+    assert main(["replay", str(run.path), "--iteration", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "weights of version 4 cannot be made again: kept are versions 0, 2, 4" in said
+    with pytest.raises(DataError, match="holds no rollouts of iteration 2"):
+        run.log.rollouts(2)
+    (run.path / "config.yaml").unlink()
+    assert main(["replay", str(run.path), "--iteration", "0"]) == 2
+    assert "holds no config.yaml" in capsys.readouterr().err
+
+
+def test_options_that_do_not_go_together(capsys):
+    for options, words in (
+        (["--iteration", "1", "--version", "2"], "--version 2 goes with --rollout"),
+        (["--rollout", "x", "--since", "2"], "--since 2 goes with --iteration"),
+        (["--iteration", "-1"], "iteration=-1 must be >= 0"),
+        ([], "one of the arguments --rollout --iteration is required"),
+    ):
+        assert main(["replay", "somewhere", *options]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_not_used(run):
+    file = run.path / "checkpoints" / "iteration_2.ckpt"
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert [source.version for source in run.sources] == [0, 4]
+    assert run.nearest(3, latest=2).version == 0
+
+
+# ------------------------------------------------------------------------------- the log itself
+
+
+def test_a_checksum_sees_every_bit_and_place():
+    weights = torch.tensor([1.0, 2.0, 3.0])
+    [same] = {*checksums([("w", weights)]).values(), *checksums([("w", weights.clone())]).values()}
+    # As little-endian words 1.0 is 0x3f800000, so [1.0] sums to 1 x that.
+    assert checksums([("w", torch.tensor([1.0]))]) == {"w": "000000003f800000"}
+    # [1.0, 1.0]: 1 x 0x3f800000 + 3 x 0x3f800000.
+    assert checksums([("w", torch.ones(2))]) == {"w": "00000000fe000000"}
+    others = [weights.flip(0), weights.nextafter(torch.tensor(9.0)), weights.double(), weights[:2]]
+    assert all(checksums([("w", other)])["w"] != same for other in others)
+    half = checksums([("w", weights.bfloat16()), ("flag", torch.tensor([True]))])
+    assert half["flag"] == f"{1:016x}"
+
+
+def test_a_run_that_goes_on_forgets_what_lay_ahead(tmp_path, make_rollout):
+    log = ReplayLog(tmp_path)
+    for iteration in range(3):
+        log.write_rollouts(iteration, 0, [make_rollout([3], [4, 1], group_id=f"{iteration}/0/p")])
+        log.write_outcome(Outcome(iteration + 1, {"w": "aa"}, {"policy/loss": 0.5}))
+    log.forget_after(1)
+    assert log.iterations() == {0}
+    assert log.outcomes() == {1: Outcome(1, {"w": "aa"}, {"policy/loss": 0.5})}
+    log.write_outcome(Outcome(1, {"w": "aa"}, {"eval/accuracy": 0.25}))  # what its first sync adds
+    with (log.path / "versions.jsonl").open("a") as lines:
+        lines.write('{"version": 2, "wei')  # killed here
+    both = {"policy/loss": 0.5, "eval/accuracy": 0.25}
+    assert log.outcomes() == {1: Outcome(1, {"w": "aa"}, both)}
+    [kept] = log.rollouts(0)
+    assert (kept.id, kept.token_ids) == ("0/0/p/0", [4, 1])
+
+
+def test_rollouts_come_back_as_they_were(finished):
+    log = ReplayLog(finished)
+    assert log.iterations() == {0, 1, 2, 3}
+    assert [len(log.rollouts(i)) for i in range(4)] == [12] * 4
+    assert sorted(log.outcomes()) == [0, 1, 2, 3, 4]

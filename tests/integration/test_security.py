@@ -1,0 +1,193 @@
+"""What a stranger's file can do, and where a secret could be found."""
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_rl.cli import main
+from lightning_rl.cli.trust import TRUSTED, require_trusted, split_options
+from lightning_rl.errors import ConfigError
+from tests.bad_configs import CONFIG, complaint, furnish
+
+SECRET = "sk-never-to-be-seen-4711"
+
+
+@pytest.fixture
+def workplace(tiny_model, tmp_path, monkeypatch) -> Path:
+    furnish(tmp_path, tiny_model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
+        monkeypatch.setenv(name, "0")
+    return tmp_path
+
+
+# --------------------------------------------------------------------------------- trusted only
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os.system",
+        "builtins.exec",
+        "subprocess.Popen",
+        "torch.load",
+        "torch.hub.load",
+        "recipes.sort_digits.reward.exact_match",
+        # What trusted modules have imported is not theirs.
+        "lightning_rl.seeding.os.system",
+        "lightning_rl.rewards.pool.subprocess.Popen",
+        "lightning_rl.replay.run.torch.load",
+        "torch.optim.lr_scheduler.warnings.warn",
+    ],
+)
+def test_no_other_code_can_be_named(name):
+    hidden = {"data": {"init_args": {"options": {"anything": [{"class_path": name}]}}}}
+    with pytest.raises(ConfigError, match=r"options\.anything\[0\]\.class_path.*not among the tru"):
+        require_trusted(hidden, TRUSTED)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "PolicyModule",
+        "lightning_rl.callbacks.Evaluate",
+        "lightning.pytorch.loggers.CSVLogger",
+        "torch.optim.AdamW",
+        "torch.optim.lr_scheduler.CosineAnnealingLR",
+        "runs/train.jsonl",
+        "train.jsonl",
+        "Qwen/Qwen2.5-0.5B",
+        "1.5",
+        "Hello. How are you?",
+        "30m",
+    ],
+)
+def test_the_library_and_plain_values_can(value):
+    require_trusted({"model": {"init_args": {"x": [value]}}}, TRUSTED)
+
+
+def test_what_is_refused_is_not_imported(workplace):
+    (workplace / "evil_module.py").write_text("raise SystemExit('it ran')\n")
+    for option in ("--data.rewards+=evil_module.f", "--model evil_module.Model"):
+        status, message = complaint(f"--trust my_rewards {option}")
+        assert (status, "add --trust evil_module" in message) == (2, True)
+    assert "evil_module" not in sys.modules
+
+
+def test_other_ways_to_run_code_are_refused(workplace):
+    (workplace / "part.yaml").write_text("class_path: evil_module.Model\n")
+    for tree, words in (
+        ({"options": {"trust_remote_code": True}}, r"options\.trust_remote_code: True runs code"),
+        ({"weights_only": False}, "weights_only: false unpickles"),
+        ({"model": "part.yaml"}, "give it with --config"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            require_trusted(tree, TRUSTED)
+    require_trusted({"trust_remote_code": False, "weights_only": True, "x": "no.yaml"}, TRUSTED)
+
+
+def test_options_are_taken_out():
+    rest, trusted = split_options(["--data.x", "1", "--trust", "mine", "--trust=their.part"])
+    assert (rest, trusted) == (["--data.x", "1"], [*TRUSTED, "mine", "their.part"])
+    assert split_options(["--trusted_only"]) == ([], list(TRUSTED))
+    assert split_options(["--data.x", "1"]) == (["--data.x", "1"], None)
+    with pytest.raises(ConfigError, match="--trust needs a module's name"):
+        split_options(["--trust"])
+
+
+class Payload:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return (open, (self.file, "w"))
+
+
+def test_a_checkpoint_runs_nothing_and_names_nothing(workplace):
+    torch.save({"state_dict": {}, "hyper_parameters": {"x": Payload("ran")}}, "pickled.ckpt")
+    status, message = complaint("--ckpt_path pickled.ckpt")
+    assert (status, "Traceback" in message) == (2, False)
+    assert not Path("ran").exists()
+    torch.save({"state_dict": {}, "hyper_parameters": {"_class_path": "os.system"}}, "named.ckpt")
+    status, message = complaint("--trust my_rewards --ckpt_path named.ckpt")
+    assert status == 2
+    assert "named.ckpt: _class_path: 'os.system' is not among the trusted modules" in message
+
+
+# -------------------------------------------------------------------------------------- secrets
+
+
+class Echo(BaseHTTPRequestHandler):
+    """A judge that shows what it was sent, and fails on every fourth request."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        seen = self.server.seen  # type: ignore[attr-defined]
+        seen.append(self.headers["Authorization"])
+        said = f"you sent {self.headers['Authorization']}. Score: {len(seen) % 10}"
+        body = {"choices": [{"message": {"role": "assistant", "content": said}}]}
+        fails = len(seen) % 4 == 0
+        self.send_response(400 if fails else 200)
+        self.end_headers()
+        self.wfile.write((said if fails else json.dumps(body)).encode())
+
+    def log_message(self, *arguments: object) -> None:
+        """Silent."""
+
+
+def test_a_key_is_in_no_file_of_a_run(workplace, monkeypatch, capsys):
+    monkeypatch.setenv("MY_JUDGE_KEY", SECRET)
+    server = HTTPServer(("127.0.0.1", 0), Echo)
+    server.seen = []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    model = {
+        "class_path": "OpenAIJudge",
+        "init_args": {
+            "base_url": f"http://127.0.0.1:{server.server_port}/v1",
+            "model": "grader",
+            "api_key_env": "MY_JUDGE_KEY",
+        },
+    }
+    judge = {"judge": model, "retries": 0}
+    data = CONFIG["data"]["init_args"] | {
+        "rewards": [{"class_path": "lightning_rl.LLMJudge", "init_args": judge}],
+        "max_failed_share": 1.0,
+    }
+    del data["eval_prompts"]
+    logger = [
+        {"class_path": name, "init_args": {"save_dir": "runs", "name": "", "version": "all"}}
+        for name in ("TensorBoardLogger", "CSVLogger")
+    ]
+    trainer = CONFIG["trainer"] | {
+        "enable_checkpointing": True,
+        "logger": logger,
+        "callbacks": ["WeightSync", "RunReport", "PreviewTable", "RolloutRecorder"],
+    }
+    whole = CONFIG | {"data": CONFIG["data"] | {"init_args": data}, "trainer": trainer}
+    Path("judged.yaml").write_text(yaml.safe_dump(whole))
+    try:
+        assert main(["fit", "--config", "judged.yaml"]) == 0
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert set(server.seen) == {f"Bearer {SECRET}"}  # type: ignore[attr-defined]
+    files = [file for file in (workplace / "runs").rglob("*") if file.is_file()]
+    kinds = {file.suffix for file in files}
+    assert {".ckpt", ".yaml", ".jsonl", ".json", ".csv", ".parquet"} <= kinds
+    assert any("tfevents" in file.name for file in files)
+    assert [file.name for file in files if SECRET.encode() in file.read_bytes()] == []
+    checkpoint = torch.load(next(f for f in files if f.suffix == ".ckpt"), weights_only=True)
+    assert SECRET not in repr(checkpoint)
+    printed = capsys.readouterr()
+    assert SECRET not in printed.out + printed.err
