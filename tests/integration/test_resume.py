@@ -5,7 +5,11 @@ import resource
 import signal
 
 import pytest
-from tests.unit.test_checkpoint import (
+
+from lightning_rl.callbacks import IterationCheckpoint, RLCallback
+from lightning_rl.checkpoint_io import checkpoints_in, damage, newest_good
+from lightning_rl.errors import CheckpointError, RewardError, RunInterrupted
+from tests.integration.test_checkpoint import (
     ITERATIONS,
     SignalInUpdate,
     SignalWhileCollecting,
@@ -13,11 +17,7 @@ from tests.unit.test_checkpoint import (
     fit,
     version,
 )
-from tests.unit.test_checkpoint import whole as whole
-
-from lightning_rl.callbacks import IterationCheckpoint, RLCallback
-from lightning_rl.checkpoint_io import checkpoints_in, damage, newest_good
-from lightning_rl.errors import CheckpointError, RewardError, RunInterrupted
+from tests.integration.test_checkpoint import whole as whole
 from tests.unit.test_training import share_of_sevens
 
 
