@@ -13,7 +13,7 @@ from lightning_rl.rundir import run_dir
 class ReplayRecorder(RLCallback):
     """Keeps all rollouts that are trained on, and a checksum of each version's weights.
 
-    They go to ``replay`` in the run directory, in about seven bytes per token. The command line
+    They go to ``replay`` in the run directory, in about nine bytes per token. The command line
     adds this callback to every ``fit`` that has a logger, and so a run directory.
 
     Args:

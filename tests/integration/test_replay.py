@@ -216,10 +216,16 @@ def test_a_damaged_checkpoint_is_not_used(run):
 def test_a_checksum_sees_every_bit_and_place():
     weights = torch.tensor([1.0, 2.0, 3.0])
     [same] = {*checksums([("w", weights)]).values(), *checksums([("w", weights.clone())]).values()}
-    # As little-endian words 1.0 is 0x3f800000, so [1.0] sums to 1 x that.
-    assert checksums([("w", torch.tensor([1.0]))]) == {"w": "000000003f800000"}
-    # [1.0, 1.0]: 1 x 0x3f800000 + 3 x 0x3f800000.
-    assert checksums([("w", torch.ones(2))]) == {"w": "00000000fe000000"}
+    # 1.0 is 0x3f800000; two of them are one word, four are two: 1 x the first + 3 x the second.
+    assert checksums([("w", torch.ones(1))]) == {"w": "000000003f800000"}
+    assert checksums([("w", torch.ones(2))]) == {"w": "3f8000003f800000"}
+    assert checksums([("w", torch.ones(4))]) == {"w": "fe000000fe000000"}
+    # Three are words of four bytes: (1 + 3 + 5) x 0x3f800000.
+    assert checksums([("w", torch.ones(3))]) == {"w": "000000023b800000"}
+    # Across chunks the factors go on: zeros, and a one as word number 2^20 + 1.
+    far = torch.zeros((1 << 20) + 2, dtype=torch.int64)
+    far[-1] = 1
+    assert checksums([("w", far)]) == {"w": f"{2 * ((1 << 20) + 1) + 1:016x}"}
     others = [weights.flip(0), weights.nextafter(torch.tensor(9.0)), weights.double(), weights[:2]]
     assert all(checksums([("w", other)])["w"] != same for other in others)
     half = checksums([("w", weights.bfloat16()), ("flag", torch.tensor([True]))])

@@ -1,0 +1,98 @@
+"""A run on vLLM, with one turn and with several, and its rollouts and iterations done again."""
+
+import json
+import sys
+
+import pytest
+import yaml
+
+from lightning_rl.cli import main
+from lightning_rl.replay.iterations import replay_iteration
+from lightning_rl.replay.rollouts import replay_rollout
+from lightning_rl.replay.run import RecordedRun
+
+pytest.importorskip("vllm")
+
+CODE = """
+from lightning_rl import Environment, Reply
+
+class Again(Environment):
+    def __init__(self, prompt):
+        self.told = []
+
+    def step(self, turn):
+        self.told.append(turn)
+        return Reply("".join(self.told) + "=", reward=0.5, done=len(self.told) == 3)
+
+def sevens(completions, completion_ids, **columns):
+    return [text.count("7") / len(ids) for text, ids in zip(completions, completion_ids)]
+"""
+
+ECHOING = {
+    "class_path": "MultiTurn",
+    "init_args": {"environment": "replayed.Again", "max_turns": 4, "max_turn_tokens": 2},
+}
+
+
+def config(model: str, agent: dict) -> dict:
+    prompts = {"class_path": "JSONLPrompts", "init_args": {"path": "train.jsonl"}}
+    return {
+        "model": {
+            "class_path": "PolicyModule",
+            "init_args": {
+                "model": model,
+                "minibatches": 2,
+                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
+            },
+        },
+        "data": {
+            "class_path": "RLDataModule",
+            "init_args": {
+                "train_prompts": prompts,
+                "rewards": ["replayed.sevens"],
+                "engine": {"class_path": "VLLMLocal", "init_args": {"max_model_len": 64}},
+                "agent": agent,
+                "sampling": {"max_tokens": 12},
+                "group_size": 4,
+                "groups_per_iteration": 4,
+                "iterations_per_epoch": 3,
+            },
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "enable_model_summary": False,
+            "enable_progress_bar": False,
+            "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": ""}},
+            "callbacks": ["WeightSync"],
+        },
+    }
+
+
+@pytest.mark.parametrize("turns", ["single", "multi"])
+def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "replayed", raising=False)  # of the other case
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
+        monkeypatch.setenv(name, "0")
+    rows = [json.dumps({"prompt": f"{n}="}) + "\n" for n in range(30, 42)]
+    (tmp_path / "train.jsonl").write_text("".join(rows))
+    (tmp_path / "replayed.py").write_text(CODE)
+    agent = ECHOING if turns == "multi" else {"class_path": "SingleTurn"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config(str(tiny_model), agent)))
+    assert main(["fit", "--config", "config.yaml"]) == 0
+
+    run = RecordedRun(tmp_path / "runs" / "version_0")
+    # Nothing but the last version was kept, so both begin with the initial weights.
+    iteration = replay_iteration(run, 2)
+    assert iteration.source.version == 0
+    assert iteration.checkpoint is not None
+    assert iteration.equal, iteration.lines()
+    recorded = max(run.log.rollouts(2), key=lambda r: len(r.token_ids))
+    assert all(recorded.loss_mask) == (turns == "single")
+    [replay] = replay_rollout(run, recorded.id)
+    assert replay.generated
+    assert replay.equal, replay.lines()
+    assert replay.again.loss_mask == recorded.loss_mask
+    assert replay.gap < 1e-4
