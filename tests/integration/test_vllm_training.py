@@ -149,6 +149,7 @@ class SkipsALayer(MemoryTransport):
     """Sends one layer's old weights from the second push on."""
 
     def __init__(self, skipped: str) -> None:
+        super().__init__()
         self.skipped = skipped
         self.old: torch.Tensor | None = None
 
