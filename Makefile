@@ -25,7 +25,7 @@ quickstart: setup  ## train the small model of recipes/sort_digits and show its 
 
 test: setup  ## unit tests, then integration tests with a real vLLM engine
 	$(PY) -m pytest tests/unit -n 2
-	$(PY) -m pytest tests/integration
+	$(PY) -m pytest tests/integration -n 2 --dist loadfile  # a file shares its servers
 
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check
