@@ -198,15 +198,11 @@ def test_stop_strings_end_a_completion_and_stay_in_it(weights, engine):
         assert c.finish_reason == "stop"
 
 
-@pytest.mark.xfail(
-    reason="passed on a loaded machine; on a quiet one no push came between two tokens",
-    raises=StopIteration,
-    strict=False,
-)
 def test_tokens_in_flight_keep_the_version_that_wrote_them(tiny_model, weights, engine):
     sampling = Sampling(max_tokens=120, min_tokens=120)
     prompts = PROMPTS[:3]
     changed = scaled(weights, 0.8)
+    plain = {3: plain_model(tiny_model, weights), 4: plain_model(tiny_model, changed)}
 
     async def start(seconds):
         tasks = [
@@ -221,7 +217,7 @@ def test_tokens_in_flight_keep_the_version_that_wrote_them(tiny_model, weights, 
         return await asyncio.gather(*tasks)
 
     def interrupted(seconds):
-        """Completions into which the second push came after so long."""
+        """Completions, with the second push this long after their start."""
         engine.load_weights(weights.items(), 3)
         tasks = run_async(start(seconds))
         try:
@@ -230,20 +226,24 @@ def test_tokens_in_flight_keep_the_version_that_wrote_them(tiny_model, weights, 
             completions = run_async(finish(tasks))
         return completions
 
-    # How long 120 tokens take depends on the machine: the first pause that comes between them.
-    attempts = (interrupted(seconds) for seconds in (0.02, 0.04, 0.06, 0.09, 0.13, 0.2, 0.4, 0.8))
-    completions = next(c for c in attempts if all({*x.versions} == {3, 4} for x in c))
-    plain = {3: plain_model(tiny_model, weights), 4: plain_model(tiny_model, changed)}
-    for prompt, completion in zip(prompts, completions, strict=True):
-        switch = completion.versions.index(4)
+    def check(prompt, completion):
+        """Each token by the version said, and no token of the old one after the new one."""
+        switch = completion.versions.count(3)
         assert completion.versions == [3] * switch + [4] * (120 - switch)
         by_version = {
             v: true_logprobs(m, prompt, completion.token_ids, sampling) for v, m in plain.items()
         }
         expected = by_version[3][:switch] + by_version[4][switch:]
         assert completion.logprobs == pytest.approx(expected, abs=1e-5)
-        for alone in by_version.values():
-            assert completion.logprobs != pytest.approx(alone, abs=1e-2)
+        return 10 < switch < 110  # of these, neither version alone could have written all
+
+    # Whether the push finds a completion before, in or after its tokens depends on the machine.
+    mixed = 0
+    for seconds in 2 * (0.01, 0.02, 0.04, 0.06, 0.09, 0.13, 0.2, 0.3):
+        mixed += sum(map(check, prompts, interrupted(seconds)))
+        if mixed > 1:
+            break
+    assert mixed
 
 
 def test_every_path_but_health_demands_the_key(engine):
