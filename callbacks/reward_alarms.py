@@ -76,9 +76,7 @@ class RewardAlarms(RLCallback):
         assert isinstance(pl_module, PolicyModule)
         if trainer.world_size > 1:  # all ranks judge by the same
             rollouts = trainer.datamodule.generated  # type: ignore[attr-defined]
-        graded = [
-            r for r in rollouts if r.status is RolloutStatus.COMPLETED and r.reward is not None
-        ]
+        graded = [r for r in rollouts if r.graded]
         if graded:
             within, across = duplicate_shares(graded)
             pl_module.record(

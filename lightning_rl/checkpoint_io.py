@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_rl.disk import sync_directory
 from lightning_rl.errors import CheckpointError
 
 # torch.save writes a zip archive, and a zip archive may end with a comment: so the checksum travels
@@ -63,7 +64,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(
@@ -171,15 +172,6 @@ def _append_comment(file: BinaryIO, digest: str) -> None:
     comment = f"lightning_rl sha256 {digest}".encode()
     file.seek(-2, os.SEEK_END)
     file.write(len(comment).to_bytes(2, "little") + comment)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free_space(path: Path) -> str:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import comb, fsum
 
-from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.rollout import Rollout
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -24,8 +24,7 @@ def evaluation_metrics(rollouts: Sequence[Rollout], success_reward: float) -> di
     """
     right: dict[str, list[bool]] = defaultdict(list)
     for rollout in rollouts:
-        graded = rollout.status is RolloutStatus.COMPLETED and rollout.reward is not None
-        right[rollout.group_id].append(graded and rollout.reward >= success_reward)  # type: ignore[operator]
+        right[rollout.group_id].append(rollout.graded and rollout.reward >= success_reward)  # type: ignore[operator]
     count = len(rollouts)
     metrics = {
         "eval/accuracy": sum(sum(group) for group in right.values()) / count,

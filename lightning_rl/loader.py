@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from lightning_rl import dist
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError, RewardError
-from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.rollout import Rollout
 
 
 class Stateful(Protocol):
@@ -137,7 +137,7 @@ def trainable(rollouts: list[Rollout]) -> list[Rollout]:
     Raises:
         RewardError: if there are none.
     """
-    kept = [r for r in rollouts if r.status is RolloutStatus.COMPLETED and r.reward is not None]
+    kept = [r for r in rollouts if r.graded]
     if not kept:
         first = next((r.error for r in rollouts if r.error), "all were aborted")
         raise RewardError(

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from transformers import AutoConfig
 
 from lightning_rl import dist
-from lightning_rl.buffer.files import Group, open_rollouts
+from lightning_rl.buffer.files import open_rollouts
 from lightning_rl.buffer.replay import warn_if_uncorrected
 from lightning_rl.checks import check_groups
 from lightning_rl.collect.filters import GroupFilter
@@ -18,7 +18,7 @@ from lightning_rl.errors import ConfigError, DataError, require_at_least
 from lightning_rl.loader import RolloutLoader
 from lightning_rl.metrics import summarize
 from lightning_rl.module import PolicyModule
-from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.rollout import Group, Rollout
 from lightning_rl.rundir import run_dir
 from lightning_rl.seeding import run_seed
 
@@ -212,8 +212,7 @@ class OfflineDataModule(LightningDataModule):
 
 def is_trainable(rollout: Rollout) -> bool:
     """Whether it was completed, graded, and has tokens that a model wrote."""
-    completed = rollout.status is RolloutStatus.COMPLETED
-    return completed and rollout.reward is not None and any(rollout.loss_mask)
+    return rollout.graded and any(rollout.loss_mask)
 
 
 def _check_tokens(path: str, rollouts: Sequence[Rollout], vocabulary: int) -> None:

@@ -71,6 +71,16 @@ class Rollout:
         """Unique within a run: the group's id and the sample's place in it."""
         return f"{self.group_id}/{self.sample_index}"
 
+    @property
+    def completed(self) -> bool:
+        """All of it is written, whether graded or not."""
+        return self.status is RolloutStatus.COMPLETED
+
+    @property
+    def graded(self) -> bool:
+        """Completed, and with a reward: what can be trained on and counted."""
+        return self.completed and self.reward is not None
+
     def to_dict(self) -> dict[str, Any]:
         """Primitives only, so that it survives JSON and ``torch.load(weights_only=True)``."""
         record = asdict(self)
@@ -85,3 +95,7 @@ class Rollout:
         values["prompt"] = Prompt(**record["prompt"])
         values["status"] = RolloutStatus(record["status"])
         return cls(**values)
+
+
+Group = list[Rollout]
+"""The rollouts sampled from one prompt."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
+
+from lightning_rl.dist import gather, rank
 
 
 def run_seed(seed: int | None) -> int:
@@ -23,20 +24,14 @@ def gather_random_states() -> list[dict[str, Any]]:
         "python": random.getstate(),
         "numpy": numpy_state | {"state": _plain(numpy_state["state"])},
     }
-    world = distributed.get_world_size() if _grouped() else 1
-    if world == 1:
-        return [mine]
-    states: list[Any] = [None] * world
-    distributed.all_gather_object(states, mine)
-    return states
+    return gather(mine)
 
 
 def restore_random_states(states: list[dict[str, Any]]) -> None:
     """Inverse of :func:`gather_random_states`; ranks that were not there before keep theirs."""
-    rank = distributed.get_rank() if _grouped() else 0
-    if rank >= len(states):
+    if rank() >= len(states):
         return
-    state = states[rank]
+    state = states[rank()]
     torch.set_rng_state(state["torch"].cpu())
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -44,10 +39,6 @@ def restore_random_states(states: list[dict[str, Any]]) -> None:
     np.random.set_state(state["numpy"] | {"state": state["numpy"]["state"] | {"key": key}})  # noqa: NPY002
     if torch.cuda.is_initialized() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([one.cpu() for one in state["cuda"]])
-
-
-def _grouped() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.rollout import Prompt, Rollout
-
-Group = list[Rollout]
+from lightning_rl.rollout import Group, Prompt, Rollout
 
 
 @dataclass(frozen=True)

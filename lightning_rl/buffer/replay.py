@@ -9,13 +9,12 @@ import numpy as np
 
 from lightning_rl.algos.objective import Objective
 from lightning_rl.algos.ratio_losses import SFTMix
-from lightning_rl.buffer.files import Group
 from lightning_rl.buffer.samplers import Entry, Sampler, Uniform
 from lightning_rl.buffer.store import RolloutStore
 from lightning_rl.dist import world_size
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.metrics import summarize
-from lightning_rl.rollout import RolloutStatus
+from lightning_rl.rollout import Group, RolloutStatus
 from lightning_rl.seeding import run_seed
 
 
@@ -90,9 +89,9 @@ class ReplayBuffer:
             self._run = self.store.next_run()
         places = self.store.add(fresh, version, self._run)
         for place, group in zip(places, fresh, strict=True):
-            graded = [r for r in group if r.status is RolloutStatus.COMPLETED]
-            rewards = [r.reward for r in graded if r.reward is not None]
-            versions = [v for r in graded for v in r.versions if v >= 0]
+            completed = [r for r in group if r.completed]
+            rewards = [r.reward for r in completed if r.reward is not None]
+            versions = [v for r in completed for v in r.versions if v >= 0]
             self.entries += _entry(place, rewards, versions)
         expired, archived = self._evict(version)
         old = [entry for entry in self.entries if entry.place < places[0]]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_rl.buffer.files import Group, open_rollouts
+from lightning_rl.buffer.files import open_rollouts
 from lightning_rl.errors import ConfigError, DataError, require_at_least
-from lightning_rl.rollout import RolloutStatus
+from lightning_rl.rollout import Group
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _read_experts(path: str, least: float | None) -> list[Group]:
     experts: list[Group] = []
     for recorded in open_rollouts(path).read():
         rollout = recorded.rollout
-        if rollout.status is not RolloutStatus.COMPLETED or rollout.reward is None:
+        if not rollout.completed or rollout.reward is None:
             continue
         if least is not None and rollout.reward < least:
             continue

@@ -42,7 +42,7 @@ class Collection:
             if not group_filter.keep(group):
                 self.rejected[type(group_filter).__name__] += 1
                 for rollout in group:
-                    if rollout.status is RolloutStatus.COMPLETED:
+                    if rollout.completed:
                         rollout.status = RolloutStatus.SKIPPED
                 return
         self.kept.append(group)

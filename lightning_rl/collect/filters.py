@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.rollout import Rollout
 
 
 class GroupFilter(ABC):
@@ -34,7 +34,5 @@ class RewardSpread(GroupFilter):
     min_spread: float = 0.0
 
     def keep(self, group: Sequence[Rollout]) -> bool:
-        rewards = [
-            r.reward for r in group if r.status is RolloutStatus.COMPLETED and r.reward is not None
-        ]
+        rewards = [r.reward for r in group if r.completed and r.reward is not None]
         return bool(rewards) and max(rewards) - min(rewards) > self.min_spread

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent
 from lightning_rl.collect.loop import note_progress, run_async
-from lightning_rl.collect.source import Group, new_rollouts
+from lightning_rl.collect.source import new_rollouts
 from lightning_rl.engines.base import Engine, Sampling
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
 from lightning_rl.stages import StageClock
 
 
@@ -102,4 +102,4 @@ class RolloutPipeline:
 
 
 def _is_ungraded(rollout: Rollout) -> bool:
-    return rollout.status is RolloutStatus.COMPLETED and rollout.reward is None
+    return rollout.completed and rollout.reward is None

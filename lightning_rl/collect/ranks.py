@@ -7,9 +7,8 @@ from itertools import chain, zip_longest
 from lightning_rl import dist
 from lightning_rl.collect.batches import Collection, RolloutBatches
 from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.collect.source import Group
 from lightning_rl.engines.base import Engine, Sampling
-from lightning_rl.rollout import Prompt
+from lightning_rl.rollout import Group, Prompt
 
 
 def feeds(engine: Engine) -> bool:

@@ -6,10 +6,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from lightning_rl.engines.base import Sampling, request_seed
-from lightning_rl.rollout import Prompt, Rollout
-
-Group = list[Rollout]
-"""Rollouts of one prompt, to be compared with each other."""
+from lightning_rl.rollout import Group, Prompt, Rollout
 
 
 class Prompts(Protocol):

@@ -118,7 +118,7 @@ class Rewards:
             return await in_daemon_thread(function, arguments)
 
     async def _grade_group(self, group: Sequence[Rollout], call: _Call) -> None:
-        rollouts = [r for r in group if r.status is RolloutStatus.COMPLETED and r.reward is None]
+        rollouts = [r for r in group if r.completed and r.reward is None]
         for name, function in self.functions.items():
             if not rollouts:
                 return
@@ -137,7 +137,7 @@ class Rewards:
                     _fail([rollout], f"reward {name}: {problem}")
                 else:
                     rollout.reward_parts[name] = None if score is None else float(score)
-            rollouts = [r for r in rollouts if r.status is RolloutStatus.COMPLETED]
+            rollouts = [r for r in rollouts if r.completed]
         for rollout in rollouts:
             parts = {n: s for n, s in rollout.reward_parts.items() if s is not None}
             if parts:

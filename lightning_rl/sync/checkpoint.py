@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from lightning_rl.disk import sync_directory
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
@@ -106,7 +107,7 @@ class CheckpointTransport(RemoteTransport):
                 f"cannot write version {version} to {self.directory}: {error}"
             ) from error
         os.replace(temporary, path)
-        _sync_to_disk(self.directory)
+        sync_directory(self.directory)
         # By age, not by number: a run that is resumed from an earlier version writes that anew.
         files = sorted(
             self.directory.glob(f"weights-*{_SUFFIX}"), key=lambda file: file.stat().st_mtime_ns
@@ -163,12 +164,3 @@ def _changed(before: Path, after: Path) -> list[str]:
             if not torch.equal(old.get_tensor(name), new.get_tensor(name))
         }
     return [name for name in names if unit_of(name) in units]
-
-
-def _sync_to_disk(directory: Path) -> None:
-    """A new name is on the disk only when its directory is."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -26,7 +26,7 @@ from recipes.sort_digits.prepare import (
     PAD,
     make_model,
     make_tokenizer,
-    write_jsonl,
+    write_missing,
     write_model,
 )
 
@@ -124,17 +124,11 @@ def prepare(out: Path) -> None:
     train, heldout = draw_questions()
     if not (out / "model").exists():
         model = make_model(vocab_size=128)
-        model.config.max_position_embeddings = (
-            256  # room for error messages; no weight depends on it
-        )
+        # Room for error messages; no weight depends on it.
+        model.config.max_position_embeddings = 256
         write_model(out / "model", model, make_chat_tokenizer())
-    for name, rows in {
-        "train.jsonl": rl_rows(train),
-        "heldout.jsonl": rl_rows(heldout),
-        "sft.jsonl": draw_sft(train),
-    }.items():
-        if not (out / name).exists():
-            write_jsonl(out / name, rows)
+    rows = {"train.jsonl": rl_rows(train), "heldout.jsonl": rl_rows(heldout)}
+    write_missing(out, rows | {"sft.jsonl": draw_sft(train)})
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from recipes.sort_digits.prepare import (
     PAD,
     make_model,
     make_tokenizer,
-    write_jsonl,
+    write_missing,
     write_model,
 )
 
@@ -70,9 +70,7 @@ def prepare(out: Path) -> None:
     if not (out / "model").exists():
         write_model(out / "model", make_model(vocab_size=32), make_tokenizer(VOCABULARY))
     digits = [{"prompt": PROMPT, "digit": digit} for digit in DIGITS]
-    for name, rows in {"digits.jsonl": digits, "sft.jsonl": draw_turns()}.items():
-        if not (out / name).exists():
-            write_jsonl(out / name, rows)
+    write_missing(out, {"digits.jsonl": digits, "sft.jsonl": draw_turns()})
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +117,19 @@ def expert_rows() -> list[dict[str, str]]:
     return [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
 
 
-def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     # Written beside its place and renamed, so that a file that exists is always whole.
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     partial.replace(path)
     print(f"wrote {path}: {len(rows):,} rows")
+
+
+def write_missing(out: Path, files: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Write the files that are not there yet."""
+    for name, rows in files.items():
+        if not (out / name).exists():
+            write_jsonl(out / name, rows)
 
 
 def write_model(path: Path, model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> None:
@@ -139,13 +146,8 @@ def prepare(out: Path) -> None:
     train, heldout = draw_prompts()
     if not (out / "model").exists():
         write_model(out / "model", make_model(), make_tokenizer())
-    for name, rows in {
-        "train.jsonl": rl_rows(train),
-        "heldout.jsonl": rl_rows(heldout),
-        "sft.jsonl": draw_sft(train),
-    }.items():
-        if not (out / name).exists():
-            write_jsonl(out / name, rows)
+    rows = {"train.jsonl": rl_rows(train), "heldout.jsonl": rl_rows(heldout)}
+    write_missing(out, rows | {"sft.jsonl": draw_sft(train)})
 
 
 def main() -> None:
