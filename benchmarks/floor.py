@@ -15,35 +15,15 @@ with shared prompts that leaves out the same rollouts).
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from benchmarks.plain_step import PlainStep
-from lightning_rl import (
-    GRPO,
-    JSONLPrompts,
-    PolicyModule,
-    PreviewTable,
-    RLCallback,
-    RLDataModule,
-    Rollout,
-    Sampling,
-    StepTimer,
-    VLLMLocal,
-    WeightSync,
-)
-from recipes.sort_digits.reward import exact_match
-
-OUT = Path("runs/sort_digits")
-LR = 1e-4
+from benchmarks.task import LR, MODEL, fit, make_data, make_module, prepare
+from lightning_rl import PolicyModule, PreviewTable, RLCallback, Rollout, StepTimer, WeightSync
 
 
 class Floor(RLCallback):
@@ -59,7 +39,7 @@ class Floor(RLCallback):
         threads = torch.get_num_threads()
         set_threads = torch.set_num_threads
         self.llm = LLM(
-            str(OUT / "sft" / "hf"),
+            str(MODEL),
             dtype="float32",
             max_model_len=32,
             kv_cache_memory_bytes=64 << 20,
@@ -150,41 +130,11 @@ def cpu_seconds(function: Any, *arguments: Any) -> float:
     return time.process_time() - begin
 
 
-def prepare() -> None:
-    """Make the quickstart's data and warm-started model, if they are not there yet."""
-    commands = [["recipes.sort_digits.prepare"]]
-    if not (OUT / "sft" / "hf" / "config.json").exists():
-        commands.append(["lightning_rl", "fit", "--config", "recipes/sort_digits/sft.yaml"])
-    for command in commands:
-        subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
-
-
 def run(iterations: int, warmup: int) -> list[dict[str, float]]:
     """Train and measure; returns one row per counted iteration."""
     floor = Floor(warmup)
-    module = PolicyModule(
-        str(OUT / "sft" / "hf"),
-        advantage=GRPO(),
-        optimizer=lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0, fused=True),
-    )
-    data = RLDataModule(
-        JSONLPrompts(str(OUT / "train.jsonl")),
-        [exact_match],
-        VLLMLocal(max_model_len=32),
-        sampling=Sampling(max_tokens=10),
-        iterations_per_epoch=iterations + warmup,
-    )
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            logger=TensorBoardLogger(directory),
-            callbacks=[WeightSync(), PreviewTable(), StepTimer(), floor],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
-        trainer.fit(module, datamodule=data)
+    callbacks = [WeightSync(), PreviewTable(), StepTimer(), floor]
+    fit(make_module(), make_data(iterations + warmup), callbacks)
     return floor.rows
 
 

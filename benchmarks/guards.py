@@ -13,20 +13,15 @@ right after a sync, so of the trainer's own weights (in bfloat16). The last line
 import argparse
 import logging
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, Trainer
-
-from benchmarks.floor import OUT, prepare
 from benchmarks.results import report
-from benchmarks.schedulers_real import Clock, KeptEngine
+from benchmarks.schedulers_real import Clock
+from benchmarks.task import OUT, KeptEngine, fit, make_data, make_module, prepare
 from lightning_rl import (
-    GRPO,
     Correct,
     Evaluate,
     FixedSchedule,
@@ -34,15 +29,12 @@ from lightning_rl import (
     JSONLPrompts,
     LogprobGapGuard,
     Mask,
-    PolicyModule,
-    RLDataModule,
     Sampling,
     SkipUpdate,
     VLLMLocal,
     Warn,
     WeightSync,
 )
-from recipes.sort_digits.reward import exact_match
 
 LR = 5e-4  # the recipe's is 1.5e-4
 SYNC_EVERY, ITERATIONS = 8, 24
@@ -58,46 +50,25 @@ ARMS: dict[str, tuple[Callable[[], GuardAction], int]] = {
 Curve = list[tuple[int, float]]
 
 
-def fit(engine: VLLMLocal, arm: str, seed: int) -> dict[str, Any]:
+def run_arm(engine: VLLMLocal, arm: str, seed: int) -> dict[str, Any]:
     """One run: its held-out accuracy by iteration, its logprob gaps, and how often it acted."""
     make, sync_every = ARMS[arm]
-    module = PolicyModule(
-        str(OUT / "sft" / "hf"),
-        advantage=GRPO(),
-        minibatches=2,
-        optimizer=lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0, fused=True),
-        seed=seed,
-    )
-    data = RLDataModule(
-        JSONLPrompts(str(OUT / "train.jsonl"), seed=seed),
-        [exact_match],
+    data = make_data(
+        ITERATIONS,
         engine,
+        seed=seed,
         eval_prompts=JSONLPrompts(str(OUT / "heldout.jsonl")),
         eval_sampling=Sampling(max_tokens=10, temperature=0.0),
         eval_limit=128,
-        sampling=Sampling(max_tokens=10),
-        iterations_per_epoch=ITERATIONS,
-        seed=seed,
     )
     clock, begin = Clock(), time.process_time()
-    callbacks: list[Callback] = [
+    callbacks = [
         WeightSync(schedule=FixedSchedule(sync_every)),
         Evaluate(every_n_iterations=SYNC_EVERY),
         LogprobGapGuard(BOUND, make()),
         clock,
     ]
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            logger=False,
-            default_root_dir=directory,
-            callbacks=callbacks,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
-        trainer.fit(module, datamodule=data)
+    fit(make_module(lr=LR, minibatches=2, seed=seed), data, callbacks, logs=False)
     return {
         "accuracy": _curve(clock, "eval/accuracy"),
         "gap": _curve(clock, "guard/logprob_gap_value"),
@@ -117,7 +88,7 @@ def measured(seeds: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
     for seed in range(seeds):
         for arm in ARMS:
-            run = fit(engine, arm, seed)
+            run = run_arm(engine, arm, seed)
             runs[arm].append(run)
             accuracy = " ".join(f"{value:.2f}" for _, value in run["accuracy"])
             print(f"seed {seed} {arm:>10}: accuracy {accuracy}", flush=True)

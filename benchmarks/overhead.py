@@ -11,31 +11,33 @@ with `ratio`, the median of CPU seconds per iteration, Trainer / bare; goal: <= 
 
 import argparse
 import statistics
-import tempfile
 import time
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 
-from benchmarks.floor import LR, OUT, prepare
 from benchmarks.results import report
+from benchmarks.task import (
+    GROUP_SIZE,
+    GROUPS,
+    SAMPLING,
+    fit,
+    make_data,
+    make_module,
+    make_prompts,
+    prepare,
+)
 from lightning_rl import (
-    GRPO,
-    JSONLPrompts,
     PolicyModule,
     PreviewTable,
     Rewards,
     RLCallback,
-    RLDataModule,
     Rollout,
     RolloutPipeline,
-    Sampling,
     SingleTurn,
     StepTimer,
-    VLLMLocal,
     WeightSync,
     pack_rollouts,
 )
@@ -43,34 +45,18 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.sync.verify import probe_gap
 from recipes.sort_digits.reward import exact_match
 
-SAMPLING = Sampling(max_tokens=10)
-GROUPS, GROUP_SIZE = 32, 8
-
-
-def make_module() -> PolicyModule:
-    return PolicyModule(
-        str(OUT / "sft" / "hf"),
-        advantage=GRPO(),
-        optimizer=lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0, fused=True),
-        seed=0,
-    )
-
-
-def make_prompts() -> JSONLPrompts:
-    return JSONLPrompts(str(OUT / "train.jsonl"), seed=0)
-
 
 class BareLoop:
     """An iteration of training, step by named step."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.module = make_module()
+        self.module = make_module(seed=0)
         self.module.configure_model()
         assert self.module.policy is not None
         self.policy = self.module.policy
         Fabric(accelerator="cpu", devices=1).setup(self.module, self.module.configure_optimizers())
-        self.prompts = make_prompts()
+        self.prompts = make_prompts(seed=0)
         self.prompts.load(self.policy.tokenizer)
         self.probe = self.prompts.first(4)
         self.pipeline = RolloutPipeline(
@@ -114,7 +100,7 @@ class Compare(RLCallback):
     ) -> None:
         assert isinstance(pl_module, PolicyModule) and pl_module.policy is not None
         if pl_module.iteration:
-            fit = time.process_time() - self.since
+            fitted = time.process_time() - self.since
             # The engine is lent: with the bare loop's weights now, with the Trainer's afterwards.
             version = self.bare.module.iteration
             self.engine.load_weights(self.bare.policy.named_weights(), version)
@@ -125,7 +111,7 @@ class Compare(RLCallback):
             if tokens(rollouts) != tokens(self.rollouts):
                 raise RuntimeError("Trainer and bare loop trained on different rollouts")
             if pl_module.iteration > self.warmup:
-                self.rows.append({"fit": fit, "bare": bare})
+                self.rows.append({"fit": fitted, "bare": bare})
         self.since = time.process_time()
 
 
@@ -136,27 +122,8 @@ def tokens(rollouts: list[Rollout]) -> list[list[int]]:
 def run(iterations: int, warmup: int) -> list[dict[str, float]]:
     """CPU seconds of both, one row per counted iteration."""
     compare = Compare(warmup)
-    data = RLDataModule(
-        make_prompts(),
-        [exact_match],
-        VLLMLocal(max_model_len=32),
-        sampling=SAMPLING,
-        group_size=GROUP_SIZE,
-        groups_per_iteration=GROUPS,
-        iterations_per_epoch=iterations + warmup,
-        seed=0,
-    )
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            logger=TensorBoardLogger(directory),
-            callbacks=[WeightSync(), PreviewTable(), StepTimer(), compare],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
-        trainer.fit(make_module(), datamodule=data)
+    data = make_data(iterations + warmup, seed=0)
+    fit(make_module(seed=0), data, [WeightSync(), PreviewTable(), StepTimer(), compare])
     return compare.rows
 
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.floor import LR, OUT
 from benchmarks.results import report
+from benchmarks.task import LR, OUT
 from lightning_rl.data.packing import pack_rollouts, select, split_packs, token_rows
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout

@@ -1,17 +1,12 @@
 """TRL's GRPOTrainer on one task, for `benchmarks/peers.py`, in that benchmark's own environment.
 
-Needs torch and trl, nothing of this project. The last line is JSON: CPU seconds of every iteration,
-and mean rewards.
+Needs torch and trl, nothing of this project.
 
 TRL at its best on a CPU in float32: no gradient checkpointing (its default; a fifth slower), no KL,
 no second forward pass for old logprobs (TRL skips it with one update per batch), fused AdamW, no
 logging. Loss `dapo`, TRL's default, is the mean over tokens that ours is as well.
 """
 
-import argparse
-import json
-import resource
-import time
 from typing import Any
 
 import torch
@@ -19,40 +14,27 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
+from benchmarks.peers_run import Progress, parse_arguments
+
 
 class Clock(TrainerCallback):
-    """CPU seconds per iteration; stops when the mean reward of the last three reaches the goal."""
+    """Reports to ``Progress``; stops at the goal."""
 
-    def __init__(self, goal: float) -> None:
-        self.goal = goal
-        self.seconds: list[float] = []
-        self.rewards: list[float] = []
-        self.tokens: list[int] = []
-        self.begin = self.since = 0.0
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begin = self.since = time.process_time()
+        self.progress.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        now = time.process_time()
-        self.seconds.append(now - self.since)
-        self.since = now
-        if len(self.rewards) >= 3 and sum(self.rewards[-3:]) / 3 >= self.goal:
+        if self.progress.finished():
             control.should_training_stop = True
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One run of TRL's GRPOTrainer.")
-    for name in ("--model", "--prompts", "--out", "--generation"):
-        parser.add_argument(name, required=True)
-    for name in ("--iterations", "--seed", "--threads", "--micro-batch"):
-        parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--goal", type=float, required=True)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-
+    arguments = parse_arguments("One run of TRL's GRPOTrainer.")
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    clock = Clock(arguments.goal)
+    progress = Progress(arguments.goal)
 
     def exact_match(
         completions: list[str], completion_ids: list[list[int]], answer: list[str], **columns: Any
@@ -60,8 +42,7 @@ def main() -> None:
         """As recipes/sort_digits/reward.py: right, and ended by itself."""
         rows = list(zip(completions, completion_ids, answer, strict=True))
         rewards = [float(c == a and ids[-1] == tokenizer.eos_token_id) for c, ids, a in rows]
-        clock.rewards.append(sum(rewards) / len(rewards))
-        clock.tokens.append(sum(len(ids) for _, ids, _ in rows))
+        progress.collected(rewards, sum(len(ids) for _, ids, _ in rows))
         return rewards
 
     config = GRPOConfig(
@@ -70,7 +51,7 @@ def main() -> None:
         per_device_train_batch_size=arguments.micro_batch,
         gradient_accumulation_steps=256 // arguments.micro_batch,
         num_generations=8,
-        max_completion_length=10,
+        max_completion_length=arguments.max_tokens,
         temperature=1.0,
         beta=0.0,
         learning_rate=1e-4,
@@ -86,7 +67,7 @@ def main() -> None:
         # By itself it takes half of the machine's memory for its cache; this much is enough.
         transformers_continuous_batching_config={
             "page_size": 32,
-            "num_blocks": 512,
+            "num_blocks": max(512, 256 * arguments.max_model_len // 32),
             "max_batch_tokens": 4096,
         },
         logging_steps=10**9,
@@ -100,20 +81,10 @@ def main() -> None:
         args=config,
         train_dataset=load_dataset("json", data_files=arguments.prompts, split="train"),
         processing_class=tokenizer,
-        callbacks=[clock],
+        callbacks=[Clock(progress)],
     )
     trainer.train()
-    print(
-        json.dumps(
-            {
-                "cpu_s": clock.seconds,
-                "rewards": clock.rewards,
-                "tokens": clock.tokens,
-                "setup_cpu_s": clock.begin,
-                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            }
-        )
-    )
+    progress.report()
 
 
 if __name__ == "__main__":

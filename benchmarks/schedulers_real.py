@@ -2,26 +2,20 @@
 
 import asyncio
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from benchmarks.floor import LR, OUT, prepare
+from benchmarks.task import OUT, KeptEngine, fit, make_data, make_module, prepare
 from lightning_rl import (
-    GRPO,
     AsyncCollector,
     Evaluate,
     JSONLPrompts,
     OneStepOffCollector,
-    PolicyModule,
     RLCallback,
-    RLDataModule,
-    Sampling,
     SyncCollector,
     VLLMLocal,
     WeightSync,
@@ -59,46 +53,19 @@ class Clock(RLCallback):
         self.rows.append(metrics)
 
 
-class KeptEngine(VLLMLocal):
-    """One engine for all runs."""
-
-    def close(self) -> None:
-        self.version = -1
-
-
-def fit(engine: VLLMLocal, collector: Collector, seed: int) -> Clock:
+def run(engine: VLLMLocal, collector: Collector, seed: int) -> Clock:
     """One short training run."""
-    module = PolicyModule(
-        str(OUT / "sft" / "hf"),
-        advantage=GRPO(),
-        optimizer=lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0, fused=True),
-        seed=seed,
-    )
-    data = RLDataModule(
-        JSONLPrompts(str(OUT / "train.jsonl"), seed=seed),
-        [slow_match],  # type: ignore[list-item]
+    data = make_data(
+        WARMUP + ITERATIONS + 1,
         engine,
+        reward=slow_match,
+        seed=seed,
         collector=collector,
         eval_prompts=JSONLPrompts(str(OUT / "heldout.jsonl")),
-        sampling=Sampling(max_tokens=10),
-        group_size=8,
-        groups_per_iteration=32,
-        iterations_per_epoch=WARMUP + ITERATIONS + 1,
-        seed=seed,
     )
     clock = Clock()
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            logger=False,
-            default_root_dir=directory,
-            callbacks=[WeightSync(), Evaluate(1000, before_training=False), clock],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
-        trainer.fit(module, datamodule=data)
+    callbacks = [WeightSync(), Evaluate(1000, before_training=False), clock]
+    fit(make_module(seed=seed), data, callbacks, logs=False)
     return clock
 
 
@@ -111,7 +78,7 @@ def measured() -> dict[str, Any]:
     staleness: dict[str, float] = {}
     for seed in range(ROUNDS):
         for name, make in COLLECTORS.items():
-            clock = fit(engine, make(), seed)
+            clock = run(engine, make(), seed)
             # The last iteration's time holds the evaluation.
             seconds[name].append((clock.times[-2] - clock.times[WARMUP]) / ITERATIONS)
             accuracy[name].append(clock.rows[-1]["eval/accuracy"])
