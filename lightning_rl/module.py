@@ -1,11 +1,9 @@
 """PolicyModule: everything that is learning. One Lightning batch is one RL iteration."""
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.strategies import DDPStrategy
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -20,17 +18,15 @@ from lightning_rl.checks import check_parts
 from lightning_rl.data.packing import (
     is_idle,
     select,
-    silent,
     split_minibatches,
-    split_packs,
     token_rows,
     without_idle,
 )
-from lightning_rl.dist import every_rank, largest
+from lightning_rl.dist import every_rank
 from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.gradients import accumulate
 from lightning_rl.hooks import call_hook
 from lightning_rl.hparams import save_primitive_hparams
-from lightning_rl.memory import smaller_budget
 from lightning_rl.metrics import TokenMetrics
 from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA
@@ -308,7 +304,9 @@ class PolicyModule(RecordingModule):
         if self.skips_idle:  # only now: they count where the loss is averaged
             metrics.add({"policy/skipped_share": is_idle(minibatch)})
             minibatch = without_idle(minibatch)
-        for pack_metrics in self._accumulate(minibatch, self.max_tokens_per_pack):
+        for pack_metrics in accumulate(
+            self, self._policy(), minibatch, self.max_tokens_per_pack, self._pack_loss
+        ):
             metrics.add(pack_metrics)
         parameters = [p for p in self._policy().parameters() if p.grad is not None]
         norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or float("inf"))
@@ -322,37 +320,6 @@ class PolicyModule(RecordingModule):
         if self.lr_scheduler is not None:
             scheduler: Any = self.lr_schedulers()
             scheduler.step()
-
-    def _accumulate(self, minibatch: TensorDict, budget: int) -> list[dict[str, Tensor]]:
-        """Leave the sum of all packs' gradients; returns their metrics."""
-        self._policy().zero_grad()  # also of what a backward pass left that ran out of memory
-        packs = split_packs(minibatch, budget)
-        count = int(largest(len(packs)))  # sharded weights are gathered by all ranks together
-        measured = []
-        for place in range(count):
-            left = place < len(packs)
-            pack = select(minibatch, packs[place]) if left else silent(minibatch)
-            try:
-                measured.append(self._add_gradient(pack, last=place == count - 1))
-            except RuntimeError as error:
-                budget = smaller_budget(pack, error)
-                break
-        else:
-            return measured
-        return self._accumulate(minibatch, budget)
-
-    def _add_gradient(self, pack: TensorDict, last: bool) -> dict[str, Tensor]:
-        loss, metrics = self._pack_loss(pack)
-        with nullcontext() if last else self._without_averaging():
-            self.manual_backward(loss)
-        return metrics
-
-    def _without_averaging(self) -> AbstractContextManager[None]:
-        """Under DDP, for all packs but the last: their gradients are averaged together with its."""
-        strategy = self.trainer.strategy
-        return (
-            strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext()
-        )
 
     def _pack_loss(self, pack: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         scores = self._policy()(pack)

@@ -1,0 +1,68 @@
+"""The gradient of a minibatch, pack by pack, in as much memory as there is."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.data.packing import select, silent, split_packs
+from lightning_rl.dist import largest
+from lightning_rl.memory import smaller_budget
+from lightning_rl.models.policy import Policy
+
+PackLoss = Callable[[TensorDict], tuple[Tensor, dict[str, Tensor]]]
+
+
+def accumulate(
+    module: LightningModule,
+    policy: Policy,
+    minibatch: TensorDict,
+    max_tokens: int,
+    pack_loss: PackLoss,
+) -> list[dict[str, Tensor]]:
+    """Leave the sum of all packs' gradients in ``policy``; returns the packs' metrics.
+
+    When a pack does not fit into memory, all is done again with packs of half its size.
+
+    Args:
+        module: whose backward pass it is.
+        policy: whose gradients are cleared first.
+        minibatch: packed rollouts.
+        max_tokens: forward tokens of a pack.
+        pack_loss: of a pack, its loss and metrics.
+
+    Raises:
+        PackMemoryError: if that does not help, or other ranks cannot take part.
+    """
+    policy.zero_grad()  # also of what a backward pass left that ran out of memory
+    packs = split_packs(minibatch, max_tokens)
+    count = int(largest(len(packs)))  # sharded weights are gathered by all ranks together
+    measured = []
+    for place in range(count):
+        pack = select(minibatch, packs[place]) if place < len(packs) else silent(minibatch)
+        try:
+            measured.append(_add_gradient(module, pack, pack_loss, last=place == count - 1))
+        except RuntimeError as error:
+            max_tokens = smaller_budget(pack, error)
+            break  # out of here first: the error holds on to what was computed so far
+    else:
+        return measured
+    return accumulate(module, policy, minibatch, max_tokens, pack_loss)
+
+
+def _add_gradient(
+    module: LightningModule, pack: TensorDict, pack_loss: PackLoss, last: bool
+) -> dict[str, Tensor]:
+    loss, metrics = pack_loss(pack)
+    with nullcontext() if last else _without_averaging(module):
+        module.manual_backward(loss)
+    return metrics
+
+
+def _without_averaging(module: LightningModule) -> AbstractContextManager[None]:
+    """Under DDP, for all packs but the last: their gradients are averaged together with its."""
+    strategy = module.trainer.strategy
+    return strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext()
