@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     )
     from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
     from lightning_rl.algos.ratio_losses import CISPO, GSPO, SAPO, Reinforce, SFTMix
-    from lightning_rl.buffer.files import RolloutFile, open_rollouts
+    from lightning_rl.buffer.base import RolloutFile
+    from lightning_rl.buffer.files import open_rollouts
     from lightning_rl.buffer.replay import ReplayBuffer
     from lightning_rl.buffer.samplers import (
         FIFO,
@@ -191,7 +192,8 @@ _PLACES = {
     ),
     "algos.losses": ("PPOClip", "PolicyLoss", "ValueLoss"),
     "algos.ratio_losses": ("CISPO", "GSPO", "Reinforce", "SAPO", "SFTMix"),
-    "buffer.files": ("RolloutFile", "open_rollouts"),
+    "buffer.base": ("RolloutFile",),
+    "buffer.files": ("open_rollouts",),
     "buffer.replay": ("ReplayBuffer",),
     "buffer.samplers": (
         "AdvantagePriority",

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from lightning_rl.buffer.files import as_record, as_rollout
+from lightning_rl.buffer.base import as_record, as_rollout
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 

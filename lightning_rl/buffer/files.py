@@ -1,99 +1,19 @@
-"""Rollout files: one interface over JSON lines, Parquet and SQLite, chosen by the file's ending."""
+"""A rollout file's class, by its ending."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
-from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.rollout import Group, Prompt, Rollout
+from lightning_rl.buffer.base import RolloutFile
+from lightning_rl.buffer.jsonl import JSONLRollouts
+from lightning_rl.buffer.parquet import ParquetRollouts
+from lightning_rl.buffer.store import RolloutStore
+from lightning_rl.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class Recorded:
-    """A rollout, the iteration that collected it, and where it stands (``file.jsonl:12``)."""
-
-    where: str
-    iteration: int
-    rollout: Rollout
-
-
-class RolloutFile(ABC):
-    """Rollouts on disk, written once and never changed.
-
-    Args:
-        path: the file (for Parquet a folder of files); need not exist.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-
-    @abstractmethod
-    def append(
-        self, rollouts: Sequence[Rollout], iteration: int, progress: dict[str, Any] | None = None
-    ) -> None:
-        """Add a batch: all of it, or, if the process dies meanwhile, nothing that is kept.
-
-        ``progress`` (primitives) is what :meth:`recover` gives back.
-        """
-
-    @abstractmethod
-    def recover(self) -> dict[str, Any] | None:
-        """Undo a batch that was cut off; return the last whole batch's ``progress``.
-
-        None: the file holds nothing.
-
-        Raises:
-            DataError: if the file holds rollouts that nobody can continue.
-        """
-
-    @abstractmethod
-    def read(self) -> Iterator[Recorded]:
-        """All rollouts in the order of writing, also while another process appends.
-
-        Raises:
-            DataError: naming file and line, for a file that is missing or damaged.
-        """
-
-    def groups(self) -> list[Group]:
-        """All rollouts by group, in the order of their first members.
-
-        Raises:
-            DataError: if a group's rollouts have different prompts, or as :meth:`read`.
-        """
-        groups: dict[str, Group] = {}
-        for recorded in self.read():
-            rollout = recorded.rollout
-            group = groups.setdefault(rollout.group_id, [])
-            if group and group[0].prompt.token_ids != rollout.prompt.token_ids:
-                raise DataError(
-                    f"{recorded.where}: group {rollout.group_id!r} has another prompt here than "
-                    "before; keep the rollouts of different runs in different files"
-                )
-            group.append(rollout)
-        return list(groups.values())
-
-    def close(self) -> None:
-        """Let go of the file; closing twice is fine."""
-
-    def _continuable(
-        self, progress: dict[str, Any] | None, holds_rollouts: bool
-    ) -> dict[str, Any] | None:
-        if holds_rollouts and progress is None:
-            raise DataError(
-                f"{self.path} holds rollouts, but not how far `lightning-rl rollout` came with "
-                "them, so it cannot go on; name another file"
-            )
-        return progress
-
-    def require_existing(self) -> None:
-        """Raise a DataError if there is no such file."""
-        if not self.path.exists():
-            raise DataError(
-                f"rollout file {str(self.path)!r} does not exist (working directory: "
-                f"{Path.cwd()}); write one with `lightning-rl rollout`"
-            )
+_KINDS: dict[str, type[RolloutFile]] = {
+    ".jsonl": JSONLRollouts,
+    ".parquet": ParquetRollouts,
+    ".sqlite": RolloutStore,
+    ".db": RolloutStore,
+}
 
 
 def open_rollouts(path: str | Path) -> RolloutFile:
@@ -102,54 +22,12 @@ def open_rollouts(path: str | Path) -> RolloutFile:
     Raises:
         ConfigError: for another ending.
     """
-    from lightning_rl.buffer.jsonl import JSONLRollouts
-    from lightning_rl.buffer.parquet import ParquetRollouts
-    from lightning_rl.buffer.store import RolloutStore
-
-    kinds: dict[str, type[RolloutFile]] = {
-        ".jsonl": JSONLRollouts,
-        ".parquet": ParquetRollouts,
-        ".sqlite": RolloutStore,
-        ".db": RolloutStore,
-    }
-    kind = kinds.get(Path(path).suffix)
+    kind = _KINDS.get(Path(path).suffix)
     if kind is None:
         raise ConfigError(
             f"rollout file {str(path)!r}: the ending tells the format, and must be one of "
-            f"{', '.join(kinds)}"
+            f"{', '.join(_KINDS)}"
         )
     if Path(path).is_dir() and kind is not ParquetRollouts:
         raise ConfigError(f"rollout file {str(path)!r} is a directory; name a file")
     return kind(path)
-
-
-def as_record(rollout: Rollout) -> dict[str, Any]:
-    """As ``Rollout.to_dict``, but sharing its lists, which are long."""
-    record = {f.name: getattr(rollout, f.name) for f in fields(rollout)}
-    record["prompt"] = {f.name: getattr(rollout.prompt, f.name) for f in fields(Prompt)}
-    record["status"] = rollout.status.value
-    return record
-
-
-def as_rollout(where: str, record: Any) -> Rollout:
-    """Inverse of :func:`as_record`.
-
-    Raises:
-        DataError: naming the place, if the record is no rollout.
-    """
-    try:
-        rollout = Rollout.from_dict(record)
-        lengths = {
-            len(part)
-            for part in (rollout.token_ids, rollout.loss_mask, rollout.logprobs, rollout.versions)
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"{where}: expected a rollout as `lightning-rl rollout` writes it ({error!r})"
-        ) from error
-    if len(lengths) != 1:
-        raise DataError(
-            f"{where}: token_ids, loss_mask, logprobs and versions differ in length "
-            f"({sorted(lengths)}); they must have one entry per completion token"
-        )
-    return rollout

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.buffer.files import Recorded, RolloutFile, as_record, as_rollout
+from lightning_rl.buffer.base import Recorded, RolloutFile, as_record, as_rollout
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.buffer.base import Recorded, RolloutFile
 from lightning_rl.buffer.columns import ARRAYS, as_row, from_row
-from lightning_rl.buffer.files import Recorded, RolloutFile
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_rl.buffer.base import Recorded, RolloutFile
 from lightning_rl.buffer.columns import ARRAYS, as_row, from_row
-from lightning_rl.buffer.files import Recorded, RolloutFile
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Group, Rollout
 
