@@ -123,7 +123,7 @@ class OPMD(GroupAdvantage):
 
     A = (r - tau log mean exp(r / tau)) / (1 + tau): the baseline estimates tau log Z of the optimal
     policy's normaliser (Kimi k1.5, 2025, section 2.3.2; the factor is Trinity-RFT's, Pan et al.
-    2025). Use it with the ``Reinforce`` loss.
+    2025). Its own loss is ``Reinforce``; with several updates per batch, ``PPOClip`` holds better.
 
     Args:
         tau: strength of the pull to the old policy; large values give (r - mean) / (1 + tau).
