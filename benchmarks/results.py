@@ -2,6 +2,7 @@
 
 import json
 import platform
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ def _rounded(value: Any) -> Any:
     """Floats with four significant digits, at any depth."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
@@ -39,3 +42,10 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
     } | {package: version(package) for package in PACKAGES}
+
+
+def write_block(page: Path, name: str, lines: Sequence[str]) -> None:
+    """Put lines between ``<!-- name -->`` and ``<!-- /name -->`` in a page of the documentation."""
+    text = page.read_text(encoding="utf-8").splitlines()
+    start, end = text.index(f"<!-- {name} -->") + 1, text.index(f"<!-- /{name} -->")
+    page.write_text("\n".join([*text[:start], *lines, *text[end:], ""]), encoding="utf-8")

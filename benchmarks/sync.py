@@ -11,20 +11,19 @@ an engine's loader begins), and once until it has copied them into weights of it
 - `collective`: one gloo broadcast of one tensor of that size.
 
 Seconds are the least of some rounds. The last line is JSON: floor / ours (without the second copy)
-for the size nearest to 100 million parameters. With `--vllm`, also seconds to a real vLLM server,
-loading included.
+for the size nearest to 100 million parameters. Beside: what it takes to push a LoRA of rank 16
+alone, until the other process has merged it, and how much of that merging is. With `--vllm`, also
+seconds to a real vLLM server, loading included.
 """
 
 import argparse
 import asyncio
-import multiprocessing
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,134 +32,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks.results import report
-from lightning_rl.collect.loop import background_loop, run_async
-from lightning_rl.engines.base import Completion, Sampling
-from lightning_rl.engines.replica import Replica
-from lightning_rl.engines.replicated import ReplicatedEngine
+from benchmarks.sync_receiver import TIMEOUT_S, ReceiverEngine
+from lightning_rl.collect.loop import background_loop
 from lightning_rl.engines.vllm_server import VLLMServer
+from lightning_rl.sync.adapters import merge
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.group import Group
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.remote import RemoteTransport
-from lightning_rl.sync.sources import SOURCES
 from recipes.sort_digits.prepare import make_tokenizer
 
 ROUNDS = 5
-TIMEOUT_S = 120.0
-
-
-class Receiver:
-    """In the other process: takes buckets from a source, and copies them into its own weights."""
-
-    def __init__(self) -> None:
-        self.own: dict[str, Tensor] = {}
-        self.source: Any = None
-        self.group: Group | None = None
-        self.copies = True
-
-    def set_copies(self, copies: bool) -> None:
-        self.copies = copies
-
-    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        if self.source is not None:
-            self.source.close()
-        source = SOURCES[init_info["source"]]
-        self.source = source(torch.device("cpu"), 0, **init_info["options"])
-
-    def start_weight_update(self) -> None:
-        pass
-
-    def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        if update_info["bucket"] is not None:
-            weights = dict(self.source.fetch(update_info["bucket"]))
-            for name, weight in weights.items() if self.copies else ():
-                if name not in self.own:
-                    self.own[name] = torch.empty_like(weight)
-                self.own[name].copy_(weight)
-
-    def checksum(self) -> float:
-        return float(sum(weight.double().sum() for weight in self.own.values()))
-
-    def meet(self, port: int, numel: int) -> None:
-        self.group = Group("127.0.0.1", port, 1, 2, "gloo", TIMEOUT_S)
-        self.group.meet()
-        self.flat = torch.zeros(numel)
-
-    def receive(self) -> None:
-        assert self.group is not None
-        self.group.wait(self.group.broadcast(self.flat))
-
-
-def serve(connection: Connection) -> None:
-    torch.set_num_threads(1)
-    receiver = Receiver()
-    while True:
-        try:
-            step, arguments = connection.recv()
-        except EOFError:
-            return
-        connection.send(getattr(receiver, step)(**arguments))
-
-
-class ProcessReplica(Replica):
-    """A :class:`Receiver`, behind a pipe."""
-
-    can_restart = False
-
-    def __init__(self) -> None:
-        super().__init__("receiver", "127.0.0.1")
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
-
-    async def start(self) -> None:
-        await asyncio.to_thread(self._process.start)
-        self.life += 1
-        self.gone.clear()
-
-    async def answers(self) -> bool:
-        return self._process.is_alive()
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        raise NotImplementedError("it only takes weights")
-
-    async def pause(self) -> None:
-        pass
-
-    async def resume(self) -> None:
-        pass
-
-    async def transfer(self, step: str, timeout_s: float, **arguments: Any) -> Any:
-        return await asyncio.to_thread(self.ask, step, **arguments)
-
-    def ask(self, step: str, **arguments: Any) -> Any:
-        self._connection.send((step, arguments))
-        return self._connection.recv()
-
-    async def stamp(self, version: int, timeout_s: float) -> None:
-        pass
-
-    async def close(self) -> None:
-        self._connection.close()
-        await asyncio.to_thread(self._process.join)
-
-
-class ReceiverEngine(ReplicatedEngine):
-    """Takes any weights."""
-
-    dtype = "float32"
-    max_length = 0
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        super().__init__(recovery_timeout_s=TIMEOUT_S, health_every_s=TIMEOUT_S)
-        self.replica = ProcessReplica()
-        self.shapes = {name: weight.shape for name, weight in weights.items()}
-        self.replicas = [self.replica]
-        run_async(self._start())
-
-    def _make_replicas(self, model_dir: Path) -> list[Replica]:
-        return [self.replica]
+RANK = 16
 
 
 def make_config(millions: float) -> Qwen2Config:
@@ -179,6 +63,17 @@ def make_weights(config: Qwen2Config) -> dict[str, Tensor]:
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(config).state_dict()
     return {name: torch.rand(meta.shape) for name, meta in shapes.items()}
+
+
+def make_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A LoRA of rank 16 on all linear layers but the output."""
+    adapters = {}
+    for name, weight in weights.items():
+        if ".layers." in name and weight.dim() == 2:
+            layer, (out, into) = name.removesuffix(".weight"), weight.shape
+            adapters[f"{layer}.lora_A"] = torch.rand(RANK, into)
+            adapters[f"{layer}.lora_B"] = torch.rand(out, RANK)
+    return adapters
 
 
 def least_seconds(acts: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, float]:
@@ -264,7 +159,36 @@ def measure(millions: float, directory: Path, rounds: int) -> dict[str, Any]:
             "copied_ratio": seconds["floor"] / seconds["copied"],
         }
     group.close()
+    result["adapters"] = measure_adapters(engine, weights, directory, rounds)
     engine.close()
+    return result
+
+
+def measure_adapters(
+    engine: ReceiverEngine, weights: Mapping[str, Tensor], directory: Path, rounds: int
+) -> dict[str, Any]:
+    """Seconds and bytes of each transport, once it has brought the base."""
+    adapters = make_adapters(weights)
+    transports: dict[str, RemoteTransport] = {
+        "memory": MemoryTransport(adapters_only=True),
+        "checkpoint": CheckpointTransport(str(directory / "weights"), adapters_only=True),
+        "collective": CollectiveTransport("gloo", adapters_only=True),
+    }
+
+    def merging() -> None:
+        for name, weight in weights.items():
+            merge(name, weight, adapters)
+
+    engine.replica.ask("set_copies", copies=False)
+    result: dict[str, Any] = least_seconds({"merging": merging}, rounds)
+    for name, transport in transports.items():
+        transport.connect(engine)
+        transport.push((adapters | dict(weights)).items(), 0)
+        with_base = engine.replica.ask("bytes_received")
+        result[name] = least_seconds({name: pushes(transport, adapters)}, rounds)[name]
+        result["bytes"] = engine.replica.ask("bytes_received")
+        result["share"] = result["bytes"] / (with_base - result["bytes"])
+        transport.close()
     return result
 
 
@@ -288,6 +212,11 @@ def measure_vllm(millions: float, directory: Path, rounds: int) -> dict[str, flo
             transport.connect(engine)
             result[name] = least_seconds({name: pushes(transport, weights)}, rounds)[name]
             transport.close()
+        adapters, alone = make_adapters(weights), MemoryTransport(adapters_only=True)
+        alone.connect(engine)
+        alone.push((adapters | weights).items(), 0)
+        result |= least_seconds({"adapters": pushes(alone, adapters)}, rounds)
+        alone.close()
     finally:
         engine.close()
     return result
@@ -319,6 +248,14 @@ def main() -> None:
                 f"{r['floor_gb_per_s']:6.2f} GB/s: {r['ratio']:.2f}, copied "
                 f"{r['copied_ratio']:.2f}" + ("" if vllm is None else f"; to vLLM {vllm:.3f} s")
             )
+        a = row["adapters"]
+        seconds = (f"{name} {a[name]:.3f} s" for name in ("memory", "checkpoint", "collective"))
+        print(
+            f"  adapters alone: {a['bytes'] / 1e6:.2f} MB ({a['share']:.1%}), merging included "
+            f"{', '.join(seconds)}; merging here {a['merging']:.3f} s"
+        )
+        if "vllm_seconds" in row:
+            print(f"  adapters alone to vLLM, in memory: {row['vllm_seconds']['adapters']:.3f} s")
     nearest = rows[f"{min(arguments.millions, key=lambda m: abs(m - 100)):g}M"]
     ratios = {name: nearest[name]["ratio"] for name in ("memory", "checkpoint", "collective")}
     report("sync", ratios | {"sizes": rows}, arguments.save)

@@ -12,6 +12,8 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from tensordict import TensorDict
 
+from lightning_rl.callbacks.evaluate import Evaluate
+from lightning_rl.callbacks.monitor import Monitor
 from lightning_rl.checkpoint_io import VerifiedCheckpointIO, checkpoints_in, newest_good
 from lightning_rl.collect.loop import is_waiting
 from lightning_rl.errors import (
@@ -42,7 +44,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         every_n_iterations: how often to save.
         keep_last: how many of these to keep.
         monitor: a metric such as ``eval/accuracy``, of which the best are kept too; it is looked at
-            in iterations that recorded it.
+            in iterations that recorded it; see :class:`~lightning_rl.callbacks.monitor.Monitor`.
         keep_best: how many of the best.
         mode: ``max`` or ``min``, which values of ``monitor`` are good.
         dirpath: another directory; None: in the run directory.
@@ -50,7 +52,8 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         asynchronous: write in the background; whatever ends the run waits for it.
 
     Raises:
-        ConfigError: for values out of range, or a module that counts no iterations.
+        ConfigError: for values out of range, a module that counts no iterations, or a ``monitor``
+            that nobody records.
         CheckpointError: if a checkpoint cannot be written, or all are damaged.
         RunInterrupted: after saving.
     """
@@ -81,6 +84,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         """Names of this run's files, oldest first."""
         self.best: list[tuple[float, str]] = []
         """Values of ``monitor`` with their files, best first."""
+        self._monitor = None if monitor is None else Monitor(monitor, type(self).__name__)
         self._given = None if dirpath is None else Path(str(self.dirpath))
         self._interrupts = Interrupts(math.inf if max_time is None else seconds_of(max_time))
         self._training = False
@@ -136,6 +140,9 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
+        if self._monitor is not None:
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            self._monitor.look(metrics, any(isinstance(c, Evaluate) for c in callbacks))
         interruption = self._interrupts.requested()
         # Any rank's signal stops all of them, in the same iteration.
         if trainer.strategy.reduce_boolean_decision(interruption is not None, all=False):

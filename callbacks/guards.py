@@ -17,7 +17,7 @@ from lightning_rl.callbacks.guard_actions import (
     Mask,
     Warn,
 )
-from lightning_rl.dist import any_rank
+from lightning_rl.dist import any_rank, gather
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
@@ -30,8 +30,8 @@ class Guard(RLCallback, ABC):
 
     Records ``guard/<name>_value``, ``guard/<name>`` (1: broken) and ``guard/<name>_acted``, and
     logs a warning when it goes off. A value that is not a number breaks every bound. All ranks of a
-    run see the same value, so they act alike. Derive from :class:`BatchGuard` for a number of your
-    own; :class:`MetricGuard` takes any metric.
+    run act alike: where their values differ, it is the first that breaks the bound which counts.
+    Derive from :class:`BatchGuard` for a number of your own; :class:`MetricGuard` takes any metric.
 
     Args:
         bound: the last value that is still good.
@@ -83,8 +83,13 @@ class Guard(RLCallback, ABC):
         """Which tokens, (T,), are to blame: what ``Mask`` takes out. Override it to allow that."""
         raise NotImplementedError
 
-    def judge(self, module: PolicyModule, value: float, batch: TensorDict | None) -> None:
-        """Record a value, and act on it."""
+    def judge(self, module: PolicyModule, value: float | None, batch: TensorDict | None) -> None:
+        """Record a value, and act on it; all ranks have to come here, with a value or None."""
+        values = [v for v in gather(value) if v is not None]
+        if not values:
+            return
+        # A rank that skips an update by itself would leave the others waiting for its gradients.
+        value = next((v for v in values if self.breaks(v)), values[0])
         self.broken = self.broken + 1 if self.breaks(value) else 0
         acts = self.broken >= self.patience
         key = f"guard/{self.name}"
@@ -120,15 +125,16 @@ class BatchGuard(Guard, ABC):
 
     @abstractmethod
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
-        """The number, of all ranks' batches together; None if there is nothing to measure."""
+        """The number, best of all ranks' batches together; None if there is nothing to measure.
+
+        A number of this rank's batch alone will do: the ranks tell each other.
+        """
 
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
         assert isinstance(pl_module, PolicyModule)
-        value = self.measure(pl_module, batch)
-        if value is not None:
-            self.judge(pl_module, value, batch)
+        self.judge(pl_module, self.measure(pl_module, batch), batch)
 
 
 class MetricGuard(Guard):
@@ -156,9 +162,8 @@ class MetricGuard(Guard):
     ) -> None:
         assert isinstance(pl_module, PolicyModule)
         value = pl_module.recorded.get(self.metric)
-        if value is not None:
-            self._measured = True
-            self.judge(pl_module, value, None)
+        self._measured = self._measured or value is not None
+        self.judge(pl_module, value, None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._measured:

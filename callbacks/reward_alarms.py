@@ -12,7 +12,7 @@ from lightning_rl.errors import require_at_least
 from lightning_rl.hooks import RLCallback
 from lightning_rl.metrics import summarize
 from lightning_rl.module import PolicyModule
-from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.rollout import Rollout
 
 _log = logging.getLogger(__name__)
 

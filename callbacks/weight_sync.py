@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.checks import check_sync
 from lightning_rl.collect.loop import run_async
 from lightning_rl.collect.ranks import feeds
 from lightning_rl.datamodule import RLDataModule
@@ -37,7 +38,8 @@ class WeightSync(RLCallback):
         probe_prompts: prompts in the probe, at least one for each replica; 0 switches it off.
 
     Raises:
-        ConfigError: at start, if the transport cannot reach the engine.
+        ConfigError: at start, if the transport cannot reach the engine, there is a second such
+            callback, or the schedule leaves rollouts older than the collector allows.
         StaleWeightsError: naming the gap, its bound and the token, when the probe fails.
     """
 
@@ -62,6 +64,8 @@ class WeightSync(RLCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         datamodule = _datamodule(trainer)
+        if stage == "fit":
+            check_sync(schedules(trainer), datamodule.collector)
         self.transport.connect(datamodule.engine)
         prompts = datamodule.train_prompts.first(self.probe_prompts)
         # Requests go to the replica with the fewest, so this many reach every one.
@@ -149,6 +153,12 @@ class WeightSync(RLCallback):
                     "or a stale cache. Set max_gap higher only if both compute in different "
                     "precision"
                 )
+
+
+def schedules(trainer: Trainer) -> list[SyncSchedule]:
+    """Of the run's ``WeightSync`` callbacks, of which there should be one."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback.schedule for callback in callbacks if isinstance(callback, WeightSync)]
 
 
 def _datamodule(trainer: Trainer) -> RLDataModule:

@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
     from lightning_rl.collect.filters import GroupFilter, RewardSpread
     from lightning_rl.collect.pipeline import RolloutPipeline
+    from lightning_rl.collect.source import GroupSource
     from lightning_rl.data.curriculum import PassRateCurriculum
     from lightning_rl.data.packing import pack_rollouts
     from lightning_rl.data.prompts import PromptDataset
@@ -106,6 +107,7 @@ if TYPE_CHECKING:
         ParquetPrompts,
     )
     from lightning_rl.datamodule import RLDataModule
+    from lightning_rl.dist_fabric import FabricDDP
     from lightning_rl.dpo import DPOModule, PairDataModule, RolloutPairs
     from lightning_rl.engines import (
         Engine,
@@ -245,12 +247,14 @@ _PLACES = {
     "collect.early_cut": ("PartialCollector", "TailBatchingCollector"),
     "collect.filters": ("GroupFilter", "RewardSpread"),
     "collect.pipeline": ("RolloutPipeline",),
+    "collect.source": ("GroupSource",),
     "data.curriculum": ("PassRateCurriculum",),
     "data.packing": ("pack_rollouts",),
     "data.prompts": ("PromptDataset",),
     "data.reasoning_gym": ("ReasoningGymPrompts",),
     "data.sources": ("HFDatasetPrompts", "IterablePrompts", "JSONLPrompts", "ParquetPrompts"),
     "datamodule": ("RLDataModule",),
+    "dist_fabric": ("FabricDDP",),
     "dpo": ("DPOModule", "PairDataModule", "RolloutPairs"),
     "engines": (
         "Engine",

@@ -42,6 +42,12 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if not _is_remote(path):
+            if Path(path).is_dir():
+                raise CheckpointError(
+                    f"{path} is a folder of shards, which only ModelParallelStrategy reads; set "
+                    "trainer.strategy to it, with data_parallel_size the number of processes (1 "
+                    "will do) and tensor_parallel_size: 1"
+                )
             require_good(Path(path))
         return super().load_checkpoint(path, *args, **kwargs)
 

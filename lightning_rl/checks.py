@@ -5,10 +5,15 @@ from collections.abc import Sequence
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.kl import KLPenalty
 from lightning_rl.algos.objective import Objective
+from lightning_rl.algos.ratio_losses import SFTMix
+from lightning_rl.collect.ahead import WorkingAhead
+from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.dist import world_size
+from lightning_rl.engines.base import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.reference import Reference
+from lightning_rl.sync.schedule import SyncSchedule
 
 
 def check_parts(
@@ -98,3 +103,60 @@ def check_groups(groups_per_iteration: int, minibatches: int) -> None:
             f"minibatches={minibatches} exceeds groups_per_iteration={groups_per_iteration}{each}; "
             "a group is never split over minibatches"
         )
+
+
+def check_sync(schedules: Sequence[SyncSchedule], collector: Collector) -> None:
+    """Check that weights are pushed by one callback, and as often as the collector needs.
+
+    Args:
+        schedules: of all ``WeightSync`` callbacks of a run, of which there is at least one.
+        collector: of its data module.
+
+    Raises:
+        ConfigError: naming the callbacks, or both bounds.
+    """
+    if len(schedules) > 1:
+        raise ConfigError(
+            f"trainer.callbacks: there are {len(schedules)} WeightSync, which would push the same "
+            "weights again and pause the engine for it; leave one"
+        )
+    [schedule] = schedules
+    if not isinstance(collector, WorkingAhead):
+        return
+    # The last iteration before a push trains on weights that are so many versions behind.
+    behind = schedule.least_updates - 1
+    if behind > collector.max_staleness:
+        raise ConfigError(
+            f"schedule={schedule} of WeightSync leaves the engine up to {behind} versions behind, "
+            f"but {type(collector).__name__} may be at most max_staleness="
+            f"{collector.max_staleness}; sync every {collector.max_staleness + 1} iterations or "
+            f"more often, or raise max_staleness to {behind}"
+        )
+
+
+def check_experts(advantage: Advantage, objective: Objective) -> None:
+    """Check that rows without a reward can be trained on.
+
+    Raises:
+        ConfigError: if the loss does not imitate, or the advantage does not compare groups.
+    """
+    if not isinstance(objective.loss, SFTMix) or advantage.min_group_size < 2:
+        raise ConfigError(
+            "data.expert_prompts needs model.loss=SFTMix and an advantage that compares groups "
+            f"(not {type(advantage).__name__}): expert rows have no reward"
+        )
+
+
+def room_for_prompts(max_length: int, sampling: Sampling) -> int:
+    """Tokens that a prompt may have in an engine that takes ``max_length`` with the completion.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    room = max_length - sampling.max_tokens
+    if room < 1:
+        raise ConfigError(
+            f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt within the "
+            f"engine's {max_length} tokens; lower it or raise engine.max_model_len"
+        )
+    return room

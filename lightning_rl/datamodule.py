@@ -12,9 +12,14 @@ from tensordict import TensorDict
 
 from lightning_rl import dist
 from lightning_rl.agents.base import Agent, SingleTurn
-from lightning_rl.algos.ratio_losses import SFTMix
 from lightning_rl.buffer.replay import ReplayBuffer
-from lightning_rl.checks import check_filters, check_group_size, check_groups
+from lightning_rl.checks import (
+    check_experts,
+    check_filters,
+    check_group_size,
+    check_groups,
+    room_for_prompts,
+)
 from lightning_rl.collect.batches import RolloutBatches
 from lightning_rl.collect.collector import Collector, SyncCollector
 from lightning_rl.collect.filters import GroupFilter
@@ -28,6 +33,7 @@ from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.evaluation import evaluation_metrics
+from lightning_rl.experts import Experts
 from lightning_rl.hooks import call_hook
 from lightning_rl.loader import LazyLoader, RolloutLoader
 from lightning_rl.models.policy import load_tokenizer, save_skeleton
@@ -36,7 +42,6 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Rollout
 from lightning_rl.rundir import run_dir
 from lightning_rl.seeding import run_seed
-from lightning_rl.sft import supervised_rollout
 from lightning_rl.sync.schedule import SyncState
 
 STOP_SECONDS = 10.0
@@ -115,8 +120,9 @@ class RLDataModule(LightningDataModule):
         self.eval_prompts = eval_prompts
         self.rewards = Rewards(rewards, reward_weights, max_failed_share)
         self.engine = engine if engine is not None else default_engine()
-        self.expert_prompts = expert_prompts
-        self.expert_per_iteration = expert_per_iteration
+        self.experts = (
+            None if expert_prompts is None else Experts(expert_prompts, expert_per_iteration)
+        )
         self.buffer = buffer
         self.filters = filters or []
         self.max_rounds = max_rounds
@@ -151,9 +157,9 @@ class RLDataModule(LightningDataModule):
         with dist.every_rank():
             room = self._start_engine(module.model)
         room = dist.from_rank_zero(room)
-        _leave_room(room, self.train_prompts, self.sampling)
+        self.train_prompts.bound(room_for_prompts(room, self.sampling))
         if self.eval_prompts is not None:
-            _leave_room(room, self.eval_prompts, self.eval_sampling)
+            self.eval_prompts.bound(room_for_prompts(room, self.eval_sampling))
         self._pipeline = RolloutPipeline(
             self.engine, self.agent, self.rewards, self._tokenizer, module.clock
         )
@@ -194,24 +200,20 @@ class RLDataModule(LightningDataModule):
             check_groups(self.groups_per_iteration, module.minibatches)
             if self.buffer is not None:
                 self.buffer.check(module.objective, module.trust_engine_logprobs)
-        mixes = isinstance(module.objective.loss, SFTMix) and module.advantage.min_group_size > 1
-        if self.expert_prompts is not None and not mixes:
-            raise ConfigError(
-                "data.expert_prompts needs model.loss=SFTMix and an advantage that compares groups "
-                f"(not {type(module.advantage).__name__}): expert rows have no reward"
-            )
+        if self.experts is not None:
+            check_experts(module.advantage, module.objective)
         self._tokenizer = tokenizer = load_tokenizer(module.model)
         self.agent.configure(tokenizer)
         self.train_prompts.load(tokenizer, self.agent.chat_options)
-        if self.expert_prompts is not None:
-            self.expert_prompts.load(tokenizer, self.agent.chat_options)
+        if self.experts is not None:
+            self.experts.load(tokenizer, self.agent.chat_options)
         if self.eval_prompts is not None:
             self.eval_prompts.load(tokenizer, self.agent.chat_options)
         # Where the configuration tells the engine's length, do not start it only to refuse.
         limit = getattr(self.engine, "max_model_len", None)
-        for sampling in (self.sampling, self.eval_sampling):
-            if limit is not None and sampling.max_tokens >= limit:
-                raise _no_room(sampling, limit)
+        if limit is not None:
+            room_for_prompts(limit, self.sampling)
+            room_for_prompts(limit, self.eval_sampling)
 
     def on_exception(self, exception: BaseException) -> None:
         """Nothing goes on in the background of a run that failed or was interrupted."""
@@ -252,15 +254,15 @@ class RLDataModule(LightningDataModule):
         return {
             "loader": None if self._loader is None else self._loader.state_dict(),
             "buffer": None if self.buffer is None else self.buffer.state_dict(),
-            "experts": None if self.expert_prompts is None else self.expert_prompts.state_dict(),
+            "experts": None if self.experts is None else self.experts.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loader_state = state_dict["loader"]
         if self.buffer is not None and state_dict.get("buffer") is not None:
             self.buffer.load_state_dict(state_dict["buffer"])
-        if self.expert_prompts is not None and state_dict["experts"] is not None:
-            self.expert_prompts.load_state_dict(state_dict["experts"])
+        if self.experts is not None and state_dict["experts"] is not None:
+            self.experts.load_state_dict(state_dict["experts"])
 
     def val_dataloader(self) -> Any:
         # While fitting, the Evaluate callback evaluates: it also does so before training.
@@ -279,14 +281,14 @@ class RLDataModule(LightningDataModule):
 
     def rollout_state(self) -> dict[str, Any]:
         """Where collecting without training stands, as primitives."""
-        experts = None if self.expert_prompts is None else self.expert_prompts.state_dict()
+        experts = None if self.experts is None else self.experts.state_dict()
         return {"batches": self._ready_batches().state_dict(), "experts": experts}
 
     def load_rollout_state(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, from ``first_iteration`` on."""
         self._ready_batches().load_state_dict(state["batches"])
-        if self.expert_prompts is not None and state["experts"] is not None:
-            self.expert_prompts.load_state_dict(state["experts"])
+        if self.experts is not None and state["experts"] is not None:
+            self.experts.load_state_dict(state["experts"])
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, TensorDict) else batch
@@ -314,7 +316,8 @@ class RLDataModule(LightningDataModule):
             groups = self.buffer.exchange(collection.kept, module.iteration)
             rollouts = [rollout for group in groups for rollout in group]
             module.record(self.buffer.metrics)
-        rollouts += self._experts(iteration)
+        if self.experts is not None:
+            rollouts += self.experts.draw(iteration)
         batches.settle()
         return rollouts
 
@@ -331,18 +334,6 @@ class RLDataModule(LightningDataModule):
     def after_sync(self) -> None:
         """Called when they have."""
         run_async(self._ready_batches().collector.after_sync())
-
-    def _experts(self, iteration: int) -> list[Rollout]:
-        """Given completions, each a group of its own, so that its advantage is zero."""
-        if self.expert_prompts is None:
-            return []
-        rollouts = [
-            supervised_rollout(prompt, "completion", self._tokenizer)
-            for prompt in dist.mine(self.expert_prompts.draw(self.expert_per_iteration))
-        ]
-        for place, rollout in enumerate(rollouts):
-            rollout.group_id = f"{iteration}/expert/{place}"
-        return rollouts
 
     def evaluate(self) -> tuple[list[Rollout], dict[str, float]]:
         """Roll out and grade the held-out prompts, always with the same seeds.
@@ -385,19 +376,3 @@ class RLDataModule(LightningDataModule):
                 "supervised training use SFTDataModule"
             )
         return module
-
-
-def _leave_room(max_length: int, prompts: PromptDataset, sampling: Sampling) -> None:
-    """Prompts that would leave no room for max_tokens are dropped like other long ones."""
-    room = max_length - sampling.max_tokens
-    if room < 1:
-        raise _no_room(sampling, max_length)
-    if prompts.max_prompt_tokens is None or prompts.max_prompt_tokens > room:
-        prompts.max_prompt_tokens = room
-
-
-def _no_room(sampling: Sampling, max_length: int) -> ConfigError:
-    return ConfigError(
-        f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt within the "
-        f"engine's {max_length} tokens; lower it or raise engine.max_model_len"
-    )

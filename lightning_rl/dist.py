@@ -6,6 +6,7 @@ put into ``every_rank()``, and nothing that may fail so stands between two colle
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -113,6 +114,24 @@ def deal(items: Sequence[T]) -> list[T]:
 def mine(items: Sequence[T]) -> list[T]:
     """This rank's share of a list that all ranks have: every n-th, in order."""
     return list(items[rank() :: world_size()])
+
+
+def interleaved(shares: Sequence[Sequence[T]]) -> list[T]:
+    """The first of every rank, then the second of every rank, and so on: what was dealt."""
+    rounds = zip_longest(*shares, fillvalue=_NOTHING)
+    return [item for item in chain.from_iterable(rounds) if item is not _NOTHING]
+
+
+def dealt_anew(shares: Sequence[Sequence[T]], rank: int, ranks: int) -> list[T]:
+    """What a rank gets of other ranks' shares, now that there are ``ranks``; of as many, its own.
+
+    The k-th of each rank comes before the (k + 1)-th of any, so that a list that was dealt to some
+    is shared by others as if it had been dealt to them.
+    """
+    return list(shares[rank] if len(shares) == ranks else interleaved(shares)[rank::ranks])
+
+
+_NOTHING: Any = object()
 
 
 def total(metrics: dict[str, float]) -> dict[str, float]:

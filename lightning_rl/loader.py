@@ -1,22 +1,23 @@
 """RolloutLoader: Lightning's view of collection, one batch per RL iteration."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 from tensordict import TensorDict
 
 from lightning_rl import dist
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.errors import ConfigError, RewardError
+from lightning_rl.errors import RewardError
 from lightning_rl.rollout import Rollout
 
 
-class Stateful(Protocol):
-    """What a checkpoint can hold."""
+class Source(Protocol):
+    """What a checkpoint can hold, and any number of ranks go on from."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+    def load_shares(self, states: Sequence[dict[str, Any]], /) -> None: ...
 
 
 class RolloutLoader:
@@ -36,7 +37,7 @@ class RolloutLoader:
     def __init__(
         self,
         collect: Callable[[int], list[Rollout]],
-        source: Stateful,
+        source: Source,
         length: int,
         trained: Callable[[], int],
     ) -> None:
@@ -87,16 +88,17 @@ class RolloutLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, first with the rollouts that were pending then.
 
-        Raises:
-            ConfigError: if the state is of another number of ranks.
+        If there were more ranks, or fewer, their rollouts are dealt out anew, group by group.
         """
-        if len(state["ranks"]) != dist.world_size():
-            raise ConfigError(
-                f"the checkpoint is of {len(state['ranks'])} processes, each with rollouts of its "
-                f"own, and now there are {dist.world_size()}; set trainer.devices and "
-                "trainer.num_nodes back to go on where the run stopped"
-            )
-        self._load_own_state(state["ranks"][dist.rank()])
+        shares = state["ranks"]
+        self._source.load_shares([share["source"] for share in shares])
+        # These are the same on all ranks.
+        self.first, self._collected = shares[0]["first"], shares[0]["collected"]
+        self._place = shares[0]["place"]
+        groups = dist.dealt_anew(
+            [_in_groups(share["pending"]) for share in shares], dist.rank(), dist.world_size()
+        )
+        self._restored = [Rollout.from_dict(record) for group in groups for record in group]
 
     def _own_state(self) -> dict[str, Any]:
         untrained = bool(self._current) and self._trained() < self._due
@@ -108,13 +110,6 @@ class RolloutLoader:
             "place": self._place - 1 if pending and not self._restored else self._place,
             "pending": [r.to_dict() for r in pending],
         }
-
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        self._source.load_state_dict(state["source"])
-        self.first = state["first"]
-        self._collected = state["collected"]
-        self._place = state["place"]
-        self._restored = [Rollout.from_dict(record) for record in state["pending"]]
 
 
 class LazyLoader:
@@ -129,6 +124,10 @@ class LazyLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._make, range(self._length))
+
+
+def _in_groups(records: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    return [list(group) for _, group in groupby(records, lambda record: record["group_id"])]
 
 
 def trainable(rollouts: list[Rollout]) -> list[Rollout]:

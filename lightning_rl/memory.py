@@ -1,14 +1,48 @@
 """What to do about a pack that does not fit into memory."""
 
 import logging
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from lightning_rl.dist import world_size
+from lightning_rl.data.packing import select, silent, split_packs
+from lightning_rl.dist import largest, world_size
 from lightning_rl.errors import PackMemoryError
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def each_pack(
+    call: Callable[[TensorDict], T], batch: TensorDict, rows: Tensor, max_tokens: int
+) -> Iterator[tuple[Tensor, T]]:
+    """``call`` on packs of the rollouts ``rows`` (r,) of a batch: the rows of each, and what came.
+
+    A pack that does not fit into memory, and all after it, are cut into smaller ones.
+
+    Raises:
+        PackMemoryError: if that does not help, or other ranks cannot take part.
+    """
+    packs = [rows[p.to(rows.device)] for p in split_packs(select(batch, rows), max_tokens)]
+    # Sharded weights are gathered by all ranks together, for as many packs as any has.
+    for _ in range(int(largest(len(packs))) - len(packs)):
+        call(silent(batch))
+    for place, members in enumerate(packs):
+        pack = select(batch, members)
+        try:
+            result = call(pack)
+        except RuntimeError as error:
+            max_tokens = smaller_budget(pack, error)
+            left = torch.cat(packs[place:]).sort().values
+            break  # out of here first: the error holds on to what was computed so far
+        yield members, result
+    else:
+        return
+    yield from each_pack(call, batch, left, max_tokens)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -40,7 +74,7 @@ def smaller_budget(pack: TensorDict, error: RuntimeError) -> int:
             f"model.max_tokens_per_pack to {tokens // 2} or less ({what})"
         ) from error
     _log.warning(
-        "out of memory with %d tokens in a pack; this minibatch is done again with at most %d. "
+        "out of memory with %d tokens in a pack; it is done again in packs of at most %d. "
         "Lower model.max_tokens_per_pack to that to save the time",
         tokens,
         tokens // 2,

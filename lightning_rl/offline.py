@@ -60,12 +60,13 @@ class RecordedGroups:
         """Primitives only."""
         return {"drawn": self._drawn, "groups": len(self._groups), "seed": self._seed}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken.
+    def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on where the state was taken; all ranks, of whatever number, draw the same.
 
         Raises:
             ConfigError: if the groups or their order are others now.
         """
+        state = states[0]
         for name, now in (("groups", len(self._groups)), ("seed", self._seed)):
             if state[name] != now:
                 raise ConfigError(

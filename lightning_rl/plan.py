@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from lightning_rl.data.packing import select, split_minibatches, split_packs
+from lightning_rl.memory import forward_tokens
 from lightning_rl.models.heads import CHUNK_ELEMENTS
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
@@ -101,15 +102,6 @@ def largest_rollouts(
         for group in range(groups)
         for sample in range(group_size)
     ]
-
-
-def forward_tokens(pack: TensorDict) -> int:
-    """Tokens that the model computes: a prompt that rollouts of the pack share counts once."""
-    rollouts = pack["rollouts"]
-    prompts = dict(
-        zip(rollouts["prefix"].tolist(), rollouts["prompt_length"].tolist(), strict=True)
-    )
-    return int((rollouts["length"] - rollouts["prompt_length"]).sum()) + sum(prompts.values())
 
 
 def cut(batch: TensorDict, minibatches: int, max_tokens_per_pack: int) -> list[list[TensorDict]]:

@@ -63,6 +63,7 @@ class Rollout:
     error: str | None = None
     top_k: int = 0
     top_p: float = 1.0
+    min_tokens: int = 0
     expert: bool = False
     environment_reward: float | None = None
 

@@ -28,7 +28,8 @@ class Watchdog(RLCallback):
     The stacks of all threads, and what each task of the event loop awaits, go to
     ``watchdog_<rank>.txt`` in the run directory. The run then fails like any other, in the main
     thread: ``IterationCheckpoint`` saves what was collected so far, also if the engine hangs within
-    a step and blocks the event loop.
+    a step and blocks the event loop. The command line adds this callback to every run that
+    generates.
 
     Args:
         timeout_s: more than the longest that a single rollout may take, all its turns included.
@@ -38,7 +39,7 @@ class Watchdog(RLCallback):
         StalledError: naming where it hangs, and the file.
     """
 
-    def __init__(self, timeout_s: float = 1800.0) -> None:
+    def __init__(self, timeout_s: float = 7200.0) -> None:
         if timeout_s <= 0:
             raise ConfigError(f"timeout_s={timeout_s} must be > 0 seconds")
         self.timeout_s = timeout_s

@@ -168,6 +168,20 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--model.trust_engine_logprobs true --model.correction TokenTIS": ["nothing to correct"],
         "--data.eval_prompts null": ["Evaluate has nothing to evaluate on", "data.eval_prompts"],
         "--trainer.callbacks []": ["WeightSync is missing", "`- class_path: WeightSync`"],
+        "--trainer.callbacks+=WeightSync": ["there are 2 WeightSync", "leave one"],
+        "--data.collector AsyncCollector --trainer.callbacks '[{class_path: WeightSync, "
+        "init_args: {schedule: {class_path: FixedSchedule, "
+        "init_args: {every_n_iterations: 3}}}}]'": [
+            "schedule=FixedSchedule(every_n_iterations=3) of WeightSync",
+            "up to 2 versions behind",
+            "max_staleness=1; sync every 2 iterations or more often, or raise max_staleness to 2",
+        ],
+        "--trainer.enable_checkpointing true --trainer.callbacks+=IterationCheckpoint "
+        "--trainer.callbacks.monitor eval/acuracy": [
+            "IterationCheckpoint(monitor='eval/acuracy'): no such metric was recorded",
+            "did you mean eval/accuracy?",
+            "There are eval/accuracy, eval/",
+        ],
         "--data.filters+=RewardSpread --data.group_size 1 --model.advantage GAE "
         "--model.value_head SharedValueHead": ["group_size=1 must be >= 2 for RewardSpread"],
         "--data.expert_prompts JSONLPrompts --data.expert_prompts.path train.jsonl": [

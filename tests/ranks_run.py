@@ -20,7 +20,10 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 
 from lightning_rl import dist
 from lightning_rl.algos.advantages import GAE
+from lightning_rl.algos.correction import TokenTIS
 from lightning_rl.algos.kl import K3Penalty
+from lightning_rl.buffer.replay import ReplayBuffer
+from lightning_rl.buffer.samplers import Uniform
 from lightning_rl.callbacks import (
     Evaluate,
     HFExport,
@@ -37,11 +40,14 @@ from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.data.curriculum import PassRateCurriculum
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
+from lightning_rl.dist_fabric import FabricDDP
 from lightning_rl.engines.base import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.module import PolicyModule
+from tests.ranks_bare import bare_loop
+from tests.ranks_checks import guarded, replayed
 
 GROUPS, GROUP_SIZE = 4, 3
 ITERATIONS = 3
@@ -55,8 +61,9 @@ class Seen(RLCallback):
         self.monitored: list[dict[str, float]] = []
         self.rollouts: list[list[tuple[str, list[int]]]] = []
 
-    def on_collect_end(self, trainer, pl_module, rollouts) -> None:
-        self.rollouts.append([(r.id, r.token_ids) for r in rollouts])
+    def on_update_start(self, trainer, pl_module, batch) -> None:
+        trained = trainer.train_dataloader.current
+        self.rollouts.append([(r.id, r.token_ids) for r in trained])
 
     def on_iteration_end(self, trainer, pl_module, metrics) -> None:
         self.rows.append(dict(metrics))
@@ -92,6 +99,7 @@ def fit(
     where: Path,
     strategy: Strategy | str = "auto",
     *extra: Any,
+    processes: int = 2,
     iterations: int = ITERATIONS,
     epochs: int = 1,
     ckpt_path: str | None = None,
@@ -130,7 +138,7 @@ def fit(
     seen = Seen()
     trainer = Trainer(
         accelerator="cpu",
-        devices=dist.world_size() if strategy == "auto" else 2,
+        devices=1 if strategy == "auto" else processes,
         strategy=strategy,
         max_epochs=epochs,
         logger=CSVLogger(where),
@@ -213,30 +221,10 @@ def failure(call: Callable[[], Any]) -> dict[str, str]:
     return {"error": "none", "message": ""}
 
 
-def resumed(
-    model: str, where: Path, strategy: Callable[[], Strategy], checkpoint: str
-) -> dict[str, Any]:
-    """A run of two epochs, and one that goes on from its first epoch's checkpoint."""
-    whole = fit(
-        model,
-        where / "whole",
-        strategy(),
-        IterationCheckpoint(1, 9),
-        iterations=2,
-        epochs=2,
-        optimizer=adamw,
-    )
-    directory = where / "whole" / "lightning_logs" / "version_0" / "checkpoints"
-    rest = fit(
-        model,
-        where / "rest",
-        strategy(),
-        iterations=2,
-        epochs=2,
-        optimizer=adamw,
-        ckpt_path=str(directory / checkpoint),
-    )
-    return {"whole": whole, "rest": rest}
+def replaying(where: Path) -> dict[str, Any]:
+    """An odd number of older groups beside the fresh ones."""
+    buffer = ReplayBuffer(str(where / "replay.sqlite"), sampler=Uniform(groups=3), seed=1)
+    return {"data": {"buffer": buffer}, "correction": TokenTIS()}
 
 
 def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
@@ -266,15 +254,15 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
             "config_error", DDPStrategy(), data={"groups_per_iteration": 3}
         ),
         "tensor_parallel": lambda: fails("tensor_parallel", ModelParallelStrategy(1, 2)),
-        "resume_ddp": lambda: resumed(model, where / "resume_ddp", DDPStrategy, "iteration_3.ckpt"),
-        "resume_fsdp": lambda: resumed(model, where / "resume_fsdp", sharded, "iteration_3.ckpt"),
-        "resume_shards": lambda: resumed(
-            model, where / "resume_shards", lambda: sharded(True), "iteration_2.ckpt"
-        ),
+        "bare_loop": lambda: bare_loop(model, rows(), share_of_even_digits, FabricDDP()),
+        "guards": lambda: guarded(model, where / "guards", rows, share_of_even_digits),
+        "again": lambda: replayed(model, where / "again", rows()),
+        "replay": lambda: run("replay", DDPStrategy(), **replaying(where / "replay")),
     }  # fmt: skip
 
 
-def main() -> None:
+def run_all(scenarios: Callable[[str, Path], dict[str, Callable[[], Any]]]) -> None:
+    """All scenarios, or those named on the command line."""
     model, where, *only = sys.argv[1:]
     rank = os.environ["RANK"]
     for name, scenario in scenarios(model, Path(where)).items():
@@ -284,4 +272,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_all(scenarios)

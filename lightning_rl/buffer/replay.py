@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from lightning_rl import dist
 from lightning_rl.algos.objective import Objective
 from lightning_rl.algos.ratio_losses import SFTMix
 from lightning_rl.buffer.samplers import Entry, Sampler, Uniform
 from lightning_rl.buffer.store import RolloutStore
-from lightning_rl.dist import world_size
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.metrics import summarize
 from lightning_rl.rollout import Group, RolloutStatus
@@ -24,6 +24,9 @@ class ReplayBuffer:
     The buffer is the newest ``capacity`` groups of this run that are not staler than
     ``max_staleness``. The others stay in the file, marked ``archived`` or ``expired``. A file may
     be shared by runs, one after another: each sees only its own groups.
+
+    On several ranks, rank 0 has the file and draws for all, and replayed groups are dealt out as
+    fresh ones are. So what is drawn does not depend on how many ranks there are.
 
     Replayed rollouts are off policy: they keep the logprobs and versions of the engine that wrote
     them. Use a correction (``TokenTIS``), or ``PPOClip`` with ``trust_engine_logprobs``.
@@ -64,14 +67,8 @@ class ReplayBuffer:
         """Refuse a loss that cannot use the experts; warn where nothing corrects for old rollouts.
 
         Raises:
-            ConfigError: if the sampler gives experts, and the loss is not ``SFTMix``; or on several
-                processes.
+            ConfigError: if the sampler gives experts, and the loss is not ``SFTMix``.
         """
-        if world_size() > 1:
-            raise ConfigError(
-                f"data.buffer works in one process, not in {world_size()}; set trainer.devices=1, "
-                "or leave the buffer out"
-            )
         if self.sampler.gives_experts and not isinstance(objective.loss, SFTMix):
             raise ConfigError(
                 f"buffer.sampler={type(self.sampler).__name__} with expert > 0 needs "
@@ -82,9 +79,18 @@ class ReplayBuffer:
     def exchange(self, fresh: Sequence[Group], version: int) -> list[Group]:
         """Store the groups just collected; return those to train on, the fresh ones first.
 
-        ``version`` is the trainer's. No group is returned twice. What is returned is the same for
-        the same history, seed and settings, also in a resumed run.
+        ``version`` is the trainer's. No group is returned twice, on any rank. What is returned is
+        the same for the same history, seed and settings, also in a resumed run. On several ranks
+        call it on all of them, each with its share.
         """
+        everyone = dist.interleaved(dist.gather(list(fresh)))
+        with dist.every_rank():
+            added = self._store_and_draw(everyone, version) if dist.rank() == 0 else []
+        self.metrics = dist.from_rank_zero(self.metrics)
+        return [*fresh, *dist.deal(added)]
+
+    def _store_and_draw(self, fresh: Sequence[Group], version: int) -> list[Group]:
+        """Groups to train on beside all ranks' fresh ones."""
         if self._run is None:
             self._run = self.store.next_run()
         places = self.store.add(fresh, version, self._run)
@@ -100,10 +106,10 @@ class ReplayBuffer:
         self._exchanges += 1
         chosen = self.sampler.choose(old, self.sampler.count(len(fresh)), random)
         replayed = [self.store.group(entry.place) for entry in chosen]
-        batch = [*fresh, *replayed, *self.sampler.experts(len(fresh), random)]
+        added = [*replayed, *self.sampler.experts(len(fresh), random)]
         self.metrics = {
             "buffer/size": float(len(self.entries)),
-            "buffer/replayed_share": len(replayed) / len(batch),
+            "buffer/replayed_share": len(replayed) / (len(fresh) + len(added)),
             "buffer/evicted": float(expired + archived),
             "buffer/expired": float(expired),
         }
@@ -111,7 +117,7 @@ class ReplayBuffer:
             staleness = [float(version - entry.oldest) for entry in chosen]
             self.metrics["buffer/staleness_mean"] = summarize(staleness)[0]
             self.metrics["buffer/staleness_max"] = max(staleness)
-        return batch
+        return added
 
     def state_dict(self) -> dict[str, Any]:
         """Which groups of the file are in the buffer, as primitives; the groups stay there."""
@@ -129,6 +135,11 @@ class ReplayBuffer:
         Raises:
             ConfigError: if the file does not hold the groups of the state.
         """
+        with dist.every_rank():
+            if dist.rank() == 0:
+                self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
         self._run, self._exchanges = state["run"], state["exchanges"]
         self.sampler.load_state_dict(state["sampler"])
         self.entries = []

@@ -17,9 +17,11 @@ from lightning_rl.callbacks import (
     IterationCheckpoint,
     ReplayRecorder,
     RolloutWriter,
-    WeightSync,
+    Watchdog,
 )
+from lightning_rl.callbacks.weight_sync import schedules
 from lightning_rl.checkpoint_io import VerifiedCheckpointIO, require_good
+from lightning_rl.checks import check_sync
 from lightning_rl.cli.errors import check_sources, innermost
 from lightning_rl.cli.sources import read_sources
 from lightning_rl.cli.trust import require_trusted, split_options
@@ -192,7 +194,7 @@ class RLCLI(LightningCLI):
         self.config = parser.parse_args([command, *rest])
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Add what a run needs to be gone on with and replayed, if the configuration has none."""
+        """Add what lets a run be gone on with, be replayed, and end if it hangs; unless given."""
         plugins = _as_list(config["plugins"])
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             config["plugins"] = [*plugins, VerifiedCheckpointIO()]
@@ -201,7 +203,11 @@ class RLCLI(LightningCLI):
         own = any(isinstance(callback, Checkpoint) for callback in given)
         if isinstance(self.model, RecordingModule) and not own and not off:
             callbacks = [*callbacks, IterationCheckpoint()]
-        collects = isinstance(self.datamodule, RLDataModule | OfflineDataModule)
+        generates = isinstance(self.datamodule, RLDataModule)
+        own = any(isinstance(callback, Watchdog) for callback in given)
+        if generates and not own:
+            callbacks = [*callbacks, Watchdog()]
+        collects = generates or isinstance(self.datamodule, OfflineDataModule)
         unlogged = config["logger"] is False or config["fast_dev_run"]
         own = any(isinstance(callback, ReplayRecorder) for callback in given)
         if collects and not own and not unlogged:
@@ -239,13 +245,14 @@ class RLCLI(LightningCLI):
             except Exception as error:  # a learning rate below 0, say
                 what = f"model.init_args.optimizer, lr_scheduler: {innermost(error)}"
                 raise ConfigError(what) from error
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        syncs = any(isinstance(c, WeightSync) for c in callbacks)
-        if isinstance(self.datamodule, RLDataModule) and not syncs:
-            raise ConfigError(
-                "trainer.callbacks: WeightSync is missing, so the engine would never get the "
-                "model's weights; add `- class_path: WeightSync`"
-            )
+        if isinstance(self.datamodule, RLDataModule):
+            syncs = schedules(self.trainer)
+            if not syncs:
+                raise ConfigError(
+                    "trainer.callbacks: WeightSync is missing, so the engine would never get the "
+                    "model's weights; add `- class_path: WeightSync`"
+                )
+            check_sync(syncs, self.datamodule.collector)
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:

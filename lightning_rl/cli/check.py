@@ -4,19 +4,22 @@ from collections.abc import Sequence
 from tempfile import TemporaryDirectory
 
 import torch
+from lightning.pytorch import Callback
 from torch.nn import Parameter
 
-from lightning_rl.callbacks import WeightSync
+from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
+from lightning_rl.callbacks.monitor import Monitor
 from lightning_rl.callbacks.preview import as_text
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Engine, TransformersEngine
+from lightning_rl.evaluation import evaluation_metrics
+from lightning_rl.memory import forward_tokens
 from lightning_rl.module import PolicyModule
 from lightning_rl.plan import (
     BatchPlan,
     cut,
-    forward_tokens,
     in_units,
     largest_rollouts,
     training_memory,
@@ -75,6 +78,7 @@ def _check(cli: RLCLI, with_rollout: bool) -> None:
         data.load_prompts("fit")
         prompts = data.train_prompts.first()
         print(_prompts(prompts, data))
+        _require_monitored(trainer.callbacks, data, prompts)  # type: ignore[attr-defined]
         module.configure_model()
         print("\n".join(_plan(module, data, prompts)))
         if with_rollout:
@@ -91,6 +95,19 @@ def _prompts(prompts: Sequence[Prompt], data: RLDataModule) -> str:
         f"prompts: {len(prompts)} of {len(data.train_prompts)} are short enough, mean {mean:.1f} "
         f"tokens, longest {max(lengths)}; completions up to {data.sampling.max_tokens} tokens"
     )
+
+
+def _require_monitored(
+    callbacks: Sequence[Callback], data: RLDataModule, prompts: Sequence[Prompt]
+) -> None:
+    """What evaluations record is known; the rest is, when an iteration has been trained."""
+    if not any(isinstance(callback, Evaluate) for callback in callbacks):
+        return
+    samples = largest_rollouts(prompts, groups=1, group_size=data.eval_samples, max_tokens=1)
+    row = evaluation_metrics(samples, data.success_reward)
+    for callback in callbacks:
+        if isinstance(callback, IterationCheckpoint) and callback.monitor is not None:
+            Monitor(callback.monitor, type(callback).__name__).look(row, evaluates=True)
 
 
 def _plan(module: PolicyModule, data: RLDataModule, prompts: Sequence[Prompt]) -> list[str]:

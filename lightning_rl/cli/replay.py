@@ -63,6 +63,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Do it again and print what came of it."""
     options = parse_arguments(arguments)
+    from lightning.pytorch.utilities import rank_zero_only
+
     from lightning_rl.replay.iterations import replay_iteration
     from lightning_rl.replay.rollouts import replay_rollout
     from lightning_rl.replay.run import RecordedRun
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     run = RecordedRun(options.run, ["--trusted_only"] * options.trusted_only + trust)
     if options.iteration is not None:
         iteration = replay_iteration(run, options.iteration, options.since)
-        print("\n".join(iteration.lines()))
+        rank_zero_only(print)("\n".join(iteration.lines()))  # the others only help to train
         return 0 if iteration.equal else 1
     equal = True
     for rollout in replay_rollout(run, options.rollout, options.version):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_rl import dist
 from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.collect.loop import background_loop, run_async
@@ -170,10 +171,27 @@ class RolloutBatches:
 
         return run_async(snapshot())
 
+    def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on where all ranks stood; what they had in hand is dealt out anew to another number.
+
+        An engine that serves all ranks is fed by the first of them only.
+        """
+        if dist.rank() > 0 and self.pipeline.engine.serves_all_ranks:
+            return
+        feeding = states[: states[0]["source"]["ranks"]]
+        self.source.load_shares([state["source"] for state in feeding])
+        collectors = [state["collector"] for state in feeding]
+        rank, ranks = self.source.rank, self.source.ranks
+        self.collector.load_state_dict(
+            {
+                name: dist.dealt_anew([c[name] for c in collectors], rank, ranks)
+                for name in collectors[0]
+            }
+        )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken."""
-        self.source.load_state_dict(state["source"])
-        self.collector.load_state_dict(state["collector"])
+        """Go on where the state of one process was taken."""
+        self.load_shares([state])
 
     def close(self, timeout: float | None = None) -> None:
         """Stop what is in flight; it stays in the state.

@@ -92,7 +92,10 @@ class Collector(ABC):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """All groups that are not in a batch yet, with what they have so far; primitives only."""
+        """All groups that are not in a batch yet, with what they have so far; primitives only.
+
+        Every value is a list, whose items another number of ranks may share.
+        """
         groups = [*self._issued.values(), *self._restored]
         return {"groups": [[rollout.to_dict() for rollout in group] for group in groups]}
 

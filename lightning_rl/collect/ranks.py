@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
 
 from lightning_rl import dist
 from lightning_rl.collect.batches import Collection, RolloutBatches
@@ -41,7 +40,7 @@ def complete_together(
     with dist.every_rank():
         if feeds(engine):
             pipeline.complete(share, sampling)
-    return interleaved(dist.gather(share))
+    return dist.interleaved(dist.gather(share))
 
 
 def of_all_ranks(groups: list[Group]) -> list[Group]:
@@ -55,10 +54,4 @@ def of_all_ranks(groups: list[Group]) -> list[Group]:
         [replace(r, prompt=Prompt(r.prompt.id, "", []), logprobs=[]) for r in group]
         for group in groups
     ]
-    return interleaved(dist.gather(light))
-
-
-def interleaved(shares: Sequence[Sequence[Group]]) -> list[Group]:
-    """The first of every rank, then the second of every rank, and so on."""
-    rounds = zip_longest(*shares)
-    return [group for group in chain.from_iterable(rounds) if group is not None]
+    return dist.interleaved(dist.gather(light))

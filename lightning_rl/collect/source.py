@@ -1,10 +1,12 @@
 """GroupSource: issues groups of empty rollouts, prompt after prompt."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from lightning_rl.dist import dealt_anew
 from lightning_rl.engines.base import Sampling, request_seed
 from lightning_rl.rollout import Group, Prompt, Rollout
 
@@ -41,6 +43,7 @@ def new_rollouts(
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
+            min_tokens=sampling.min_tokens,
         )
         for place, prompt in enumerate(prompts, first_place)
         for index in range(group_size)
@@ -124,14 +127,36 @@ class GroupSource:
         """Primitives only."""
         return {
             "prompts": self.prompts.state_dict(),
+            "ranks": self.ranks,
             "drawn": self.drawn,
             "iteration": self.iteration,
             "place": self._place,
             "again": [asdict(prompt) for prompt in self._again],
         }
 
+    def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on where the sources of all ranks stood; there may have been more of them, or fewer.
+
+        Prompts that only some had come to yet, and those to be issued again, are dealt out anew.
+        """
+        if len(states) == self.ranks:
+            self.load_state_dict(states[self.rank])
+            return
+        furthest = max(state["drawn"] for state in states)
+        again = []
+        for rank, state in enumerate(states):
+            one = GroupSource(self.prompts, 1, 1, self.sampling, rank=rank, ranks=len(states))
+            one.load_state_dict(state)
+            one.catch_up(furthest)  # afterwards the prompts stand where all of them do
+            again.append(one._again)
+        self._again = deque(dealt_anew(list(map(list, again)), self.rank, self.ranks))
+        self.drawn = furthest
+        # Places that no rank has used: those of an iteration tell its groups apart.
+        used = max(state["place"] for state in states) * len(states)
+        self.iteration, self._place = states[0]["iteration"], math.ceil(used / self.ranks)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken."""
+        """Go on where the state was taken, with as many ranks."""
         self.prompts.load_state_dict(state["prompts"])
         self.drawn = state["drawn"]
         self.iteration, self._place = state["iteration"], state["place"]

@@ -5,6 +5,7 @@ A *batch* is a TensorDict with two parts:
 - ``batch["tokens"]``, batch size [T]: the full trajectories, one after another without padding.
   ``input_ids``, ``loss_mask``, ``rollout_logprobs``, ``versions``; later steps add
   ``old_logprobs``, ``ref_logprobs``, ``values``, ``advantages``, ``returns``, ``loss_weights``.
+  ``no_end``, where any rollout had ``min_tokens``: the engine could not end at this token.
 - ``batch["rollouts"]``, batch size [R]: ``length`` and ``prompt_length`` in tokens, ``prefix``
   (rows with the same number have the same prompt tokens), ``group``, ``reward``, ``truncated``,
   ``expert`` (given, not sampled) and how it was sampled: ``temperature``, ``top_k``, ``top_p``.
@@ -46,6 +47,10 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
             )
         )
     length, prompt_length, prefix, group, truncated = zip(*rows, strict=True)
+    sampled = {}
+    if any(rollout.min_tokens for rollout in rollouts):
+        flags = [flag for rollout in rollouts for flag in _no_end(rollout)]
+        sampled["no_end"] = torch.tensor(flags, dtype=torch.bool)
     rewards = [0.0 if r.reward is None else r.reward for r in rollouts]
     return TensorDict(
         {
@@ -55,6 +60,7 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
                     "loss_mask": torch.tensor(loss_mask, dtype=torch.bool),
                     "rollout_logprobs": torch.tensor(logprobs, dtype=torch.float32),
                     "versions": torch.tensor(versions, dtype=torch.long),
+                    **sampled,
                 },
                 batch_size=[len(input_ids)],
             ),
@@ -78,6 +84,15 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
         },
         batch_size=[],
     )
+
+
+def _no_end(rollout: Rollout) -> list[bool]:
+    """Which tokens, prompt included, are among the first ``min_tokens`` of a turn."""
+    flags, written = [False] * len(rollout.prompt.token_ids), 0
+    for mine in rollout.loss_mask:
+        written = written + 1 if mine else 0
+        flags.append(0 < written <= rollout.min_tokens)
+    return flags
 
 
 def token_rows(batch: TensorDict) -> Tensor:

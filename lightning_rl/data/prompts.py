@@ -135,6 +135,11 @@ class PromptDataset(ABC):
     def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Told of every group of these prompts that was graded, kept or not; here: nothing."""
 
+    def bound(self, room: int) -> None:
+        """Drop prompts of more than ``room`` tokens too."""
+        if self.max_prompt_tokens is None or self.max_prompt_tokens > room:
+            self.max_prompt_tokens = room
+
     def fits(self, prompt: Prompt) -> bool:
         """Whether the prompt is within ``max_prompt_tokens``."""
         return self.max_prompt_tokens is None or len(prompt.token_ids) <= self.max_prompt_tokens

@@ -1,5 +1,6 @@
 """What every generation engine does: token ids in, token ids with their logprobs out."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,21 @@ def require_same_weights(
             )
 
 
+def fail(
+    future: asyncio.Future[Completion], message: str, cause: BaseException | None = None
+) -> None:
+    """Let whoever waits for a completion get an EngineError; any thread may."""
+    error = EngineError(message)
+    error.__cause__ = cause
+
+    def tell() -> None:
+        if not future.done():
+            future.set_exception(error)
+
+    if not future.get_loop().is_closed():  # else nobody waits
+        future.get_loop().call_soon_threadsafe(tell)
+
+
 def request_seed(run_seed: int, prompt_id: str, sample_index: int, iteration: int) -> int:
     """A 63-bit seed of its own for every rollout, so that any one can be generated again."""
     key = f"{run_seed}/{prompt_id}/{sample_index}/{iteration}".encode()
@@ -150,15 +166,9 @@ class Engine(ABC):
     async def resume(self) -> None:
         """Go on after :meth:`pause`."""
 
-    def sleep(self) -> None:
-        """Give memory back while the trainer works, where the engine can."""
-
-    def wake(self) -> None:
-        """Undo :meth:`sleep`."""
-
     @abstractmethod
     def close(self) -> None:
-        """Free everything; closing twice is fine."""
+        """Free everything; requests in flight end with an EngineError. Closing twice is fine."""
 
     def require_ready(self) -> None:
         """Raise unless the engine runs and holds the trainer's weights."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning_rl.collect.loop import background_loop
 from lightning_rl.engines.base import Completion, Sampling
-from lightning_rl.engines.vllm_adapter import contained
 from lightning_rl.engines.vllm_local import VLLMLocal
 
 _WORKER = "lightning_rl.engines.vllm_worker"
@@ -29,14 +28,12 @@ class HostedVLLM(VLLMLocal):
         with self._exclusive:
             if step == "start_weight_update":
                 self._leave_version()
-            with contained():
-                self._llm.collective_rpc(step, kwargs=dict(arguments))
+            self._llm.collective_rpc(step, kwargs=dict(arguments))
 
     def stamp(self, version: int) -> int:
         """End a push; returns the version that is held now."""
         with self._exclusive:
-            with contained():
-                self._llm.collective_rpc("finish_weight_update")
+            self._llm.collective_rpc("finish_weight_update")
             self._enter_version(version)
             return self.version
 

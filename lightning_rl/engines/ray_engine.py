@@ -83,14 +83,6 @@ class RayEngine(ReplicatedEngine):
         health_every_s: float = 5.0,
     ) -> None:
         require_at_least(1, replicas=replicas, tensor_parallel_size=tensor_parallel_size)
-        timeouts = {
-            "start_timeout_s": start_timeout_s,
-            "request_timeout_s": request_timeout_s,
-            "call_timeout_s": call_timeout_s,
-            "recovery_timeout_s": recovery_timeout_s,
-            "health_every_s": health_every_s,
-        }
-        require_at_least(0.1, **timeouts)
         if placement not in _PLACEMENTS:
             raise ConfigError(f"placement={placement!r} must be one of {', '.join(_PLACEMENTS)}")
         if address is not None:
@@ -100,7 +92,9 @@ class RayEngine(ReplicatedEngine):
                 "RayEngine needs Ray, which is not installed; `pip install lightning_rl[ray]`, or "
                 "use VLLMServer"
             )
-        super().__init__(recovery_timeout_s, health_every_s)
+        super().__init__(
+            recovery_timeout_s, health_every_s, start_timeout_s, request_timeout_s, call_timeout_s
+        )
         self._settings = EngineSettings(
             dtype=dtype,
             max_model_len=max_model_len,
@@ -119,7 +113,6 @@ class RayEngine(ReplicatedEngine):
         self.max_model_len = max_model_len
         self.environment = environment or {}
         self.ray_options = ray_options or {}
-        self._timeouts = (start_timeout_s, request_timeout_s, call_timeout_s)
         self._group: Any = None
         self._connected_here = False
 

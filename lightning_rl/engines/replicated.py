@@ -14,7 +14,7 @@ from lightning_rl.collect.loop import run_async
 from lightning_rl.engines.base import Completion, Engine, Sampling
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.vllm_adapter import weight_shapes
-from lightning_rl.errors import EngineError, ReplicaError
+from lightning_rl.errors import EngineError, ReplicaError, require_at_least
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 4
@@ -37,13 +37,35 @@ class ReplicatedEngine(Engine):
     Args:
         recovery_timeout_s: how long a request waits for a replica when none is left.
         health_every_s: seconds between two looks at a replica's health.
+        start_timeout_s: until a replica answers.
+        request_timeout_s: for one completion; a replica that takes longer counts as lost.
+        call_timeout_s: for one other call, such as pausing.
+
+    Raises:
+        ConfigError: if one of them is less than 0.1.
     """
 
     serves_all_ranks = True
 
-    def __init__(self, recovery_timeout_s: float, health_every_s: float) -> None:
+    def __init__(
+        self,
+        recovery_timeout_s: float,
+        health_every_s: float,
+        start_timeout_s: float = 600.0,
+        request_timeout_s: float = 1800.0,
+        call_timeout_s: float = 60.0,
+    ) -> None:
+        require_at_least(
+            0.1,
+            recovery_timeout_s=recovery_timeout_s,
+            health_every_s=health_every_s,
+            start_timeout_s=start_timeout_s,
+            request_timeout_s=request_timeout_s,
+            call_timeout_s=call_timeout_s,
+        )
         self.recovery_timeout_s = recovery_timeout_s
         self.health_every_s = health_every_s
+        self._timeouts = (start_timeout_s, request_timeout_s, call_timeout_s)
         self.replicas: list[Replica] = []
         self.shapes: dict[str, torch.Size] = {}
         self.refill: Callable[[Replica], None] | None = None
@@ -82,9 +104,12 @@ class ReplicatedEngine(Engine):
             raise
 
     async def _start(self) -> None:
-        async with asyncio.TaskGroup() as starting:
-            for replica in self.replicas:
-                starting.create_task(replica.start())
+        try:
+            async with asyncio.TaskGroup() as starting:
+                for replica in self.replicas:
+                    starting.create_task(replica.start())
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None  # the others were cancelled for it
         self._keepers = [asyncio.create_task(self._keep(replica)) for replica in self.replicas]
 
     def close(self) -> None:

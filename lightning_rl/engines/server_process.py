@@ -1,6 +1,7 @@
 """A server process that we start, watch and end."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -57,9 +58,25 @@ class ServerProcess:
             self._process.stdin.close()
 
     def tail(self, lines: int = 3) -> str:
-        """What it printed last, errors first if there are any."""
+        """What it printed last, errors alone if there are any."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - 20_000))
-        printed = self._log.read().decode(errors="replace").splitlines()
-        errors = [line for line in printed if "Error" in line]
-        return " | ".join(line.strip() for line in (errors or printed)[-lines:])
+        printed = self._log.read().decode(errors="replace")
+        if told := validation_failure(printed):
+            return told
+        errors = _ERROR.findall(printed)
+        return " | ".join(line.strip() for line in (errors or printed.splitlines())[-lines:])
+
+
+_ERROR = re.compile(r"^[\w.]*(?:Error|Exception): (?!.*root cause above).*", re.MULTILINE)
+_VALIDATION = re.compile(
+    r"\d validation errors? for \w+\n(?:(?P<field>\S+)\n)?\s+(?:Value error, )?(?P<why>.*)"
+)
+
+
+def validation_failure(text: str) -> str | None:
+    """What pydantic found wrong, of the many lines in which it says so; None if it says nothing."""
+    if (found := _VALIDATION.search(text)) is None:
+        return None
+    why = found["why"].partition(" [type=")[0]
+    return f"{found['field']}: {why}" if found["field"] else why

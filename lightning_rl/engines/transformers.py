@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from lightning_rl.engines.base import Completion, Engine, Sampling, require_same_weights
+from lightning_rl.engines.base import (
+    Completion,
+    Engine,
+    Sampling,
+    fail,
+    require_same_weights,
+)
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 
 
@@ -95,20 +101,19 @@ class TransformersEngine(Engine):
             batch = [request for request in batch if not request.future.done()]
             try:
                 with self._exclusive:
-                    completions = self._sample(batch)
+                    if self._lm is None:
+                        raise EngineError("the engine was closed")
+                    completions = self._sample(self._lm, batch)
             except Exception as error:  # must reach those who wait
                 for request in batch:
-                    failure = EngineError(f"transformers failed while generating: {error}")
-                    failure.__cause__ = error
-                    request.future.set_exception(failure)
+                    fail(request.future, f"transformers failed while generating: {error}", error)
                 continue
             for request, completion in zip(batch, completions, strict=True):
                 request.future.set_result(completion)
 
     @torch.no_grad()
-    def _sample(self, requests: list[_Request]) -> list[Completion]:
+    def _sample(self, lm: PreTrainedModel, requests: list[_Request]) -> list[Completion]:
         """Left-pad the prompts, then sample token by token with a key/value cache."""
-        assert self._lm is not None
         width = max(len(r.token_ids) for r in requests)
         eos, count = self._tokenizer.eos_token_id, len(requests)
         ids = torch.full((count, width), eos, device=self.device)
@@ -122,7 +127,7 @@ class TransformersEngine(Engine):
         cache = None
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         while None in reasons:
-            output = self._lm(
+            output = lm(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,

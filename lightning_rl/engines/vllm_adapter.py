@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_rl.engines.server_process import validation_failure
 from lightning_rl.errors import ConfigError, IncompleteWeightsError, WeightSyncError
 
 
@@ -132,6 +134,24 @@ def skip_rank_compilation() -> None:
     sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
 
 
+def keep_global_randomness() -> None:
+    """Let vLLM's sampler for CPUs draw from a generator of its own.
+
+    For each token it draws from the global one, and then draws again from that of the request. Any
+    other thread may draw from the global one meanwhile, so to put that back would undo its draws.
+    """
+    import vllm.v1.sample.ops.topk_topp_sampler as sampler
+
+    own = torch.Generator()
+
+    def randint(*args: Any, generator: torch.Generator = own, **options: Any) -> Tensor:
+        return torch.randint(*args, generator=generator, **options)
+
+    torch_for_sampler = ModuleType("torch")
+    torch_for_sampler.__dict__.update(vars(torch), randint=randint)
+    sampler.torch = torch_for_sampler
+
+
 def divert_crash_dump() -> Path:
     """The file to which vLLM from now on writes what it was computing when it failed.
 
@@ -169,5 +189,6 @@ def contained() -> Iterator[None]:
 
 
 def last_line(error: BaseException) -> str:
+    """The line of an error's text that says what is wrong: pydantic adds some."""
     lines = str(error).strip().splitlines()
-    return lines[-1] if lines else repr(error)
+    return validation_failure(str(error)) or (lines[-1] if lines else repr(error))

@@ -11,17 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.engines.base import Completion, Engine, Sampling, require_same_weights
+from lightning_rl.engines.base import (
+    Completion,
+    Engine,
+    Sampling,
+    fail,
+    require_same_weights,
+)
 from lightning_rl.engines.vllm_adapter import (
     EngineSettings,
     contained,
     divert_crash_dump,
+    keep_global_randomness,
     last_line,
     reload_weights,
     skip_rank_compilation,
     weight_shapes,
 )
 from lightning_rl.errors import EngineError, StaleWeightsError
+
+_LONGEST_STEP_S = 10.0
+"""That closing waits for; one that hangs must not keep a run from ending."""
 
 
 @dataclass(slots=True)
@@ -104,6 +114,7 @@ class VLLMLocal(Engine):
 
             if not torch.cuda.is_available():
                 skip_rank_compilation()
+                keep_global_randomness()
             try:
                 self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
             except (ValueError, RuntimeError, TypeError, AssertionError) as error:
@@ -115,13 +126,18 @@ class VLLMLocal(Engine):
     def close(self) -> None:
         if self._llm is None:
             return
-        for request in self._requests.values():
-            if not request.future.done():
-                request.future.cancel()
-        self._requests.clear()
+        between_steps = self._exclusive.acquire(timeout=_LONGEST_STEP_S)
+        requests, self._requests = self._requests, {}
         self._llm.engine_core.shutdown()
         self._llm = None
         self.version = -1
+        if between_steps:
+            self._exclusive.release()
+        task, self._loop_task = self._loop_task, None
+        for request in requests.values():
+            fail(request.future, "VLLMLocal was closed while it generated")
+        if task is not None and not task.get_loop().is_closed():
+            task.get_loop().call_soon_threadsafe(task.cancel)  # it may be paused
 
     def _detach_process_group(self) -> None:
         """Deleting the engine must not destroy the process group that Lightning trains with."""
@@ -168,11 +184,9 @@ class VLLMLocal(Engine):
             while self._requests:
                 await self._may_step.wait()
                 with self._exclusive:
-                    random_state = torch.get_rng_state()
-                    outputs = self._llm.step()
-                    # vLLM draws from the global generator too, and then uses each request's own.
-                    torch.set_rng_state(random_state)
-                    for output in outputs:
+                    if self._llm is None:
+                        return
+                    for output in self._llm.step():
                         if output.finished:  # before a push changes the version
                             self._finish(output)
                 await asyncio.sleep(0)  # let finished requests' owners, and new requests, in
@@ -182,10 +196,7 @@ class VLLMLocal(Engine):
             if self._crash_file.exists():
                 message += f" (what it was computing is in {self._crash_file})"
             for request in requests.values():
-                if not request.future.done():
-                    failure = EngineError(message)
-                    failure.__cause__ = error
-                    request.future.set_exception(failure)
+                fail(request.future, message, error)
 
     def _finish(self, output: Any) -> None:
         request = self._requests.pop(output.request_id, None)
@@ -233,8 +244,7 @@ class VLLMLocal(Engine):
         require_same_weights(state, self._shapes, "VLLMLocal")
         with self._exclusive:
             self._leave_version()
-            with contained():
-                self._llm.collective_rpc(reload_weights, args=(list(state.items()),))
+            self._llm.collective_rpc(reload_weights, args=(list(state.items()),))
             self._enter_version(version)
 
     def _leave_version(self) -> None:

@@ -75,21 +75,15 @@ class VLLMServer(ReplicatedEngine):
         health_every_s: float = 5.0,
     ) -> None:
         require_at_least(1, replicas=replicas)
-        timeouts = {
-            "start_timeout_s": start_timeout_s,
-            "request_timeout_s": request_timeout_s,
-            "call_timeout_s": call_timeout_s,
-            "recovery_timeout_s": recovery_timeout_s,
-            "health_every_s": health_every_s,
-        }
-        require_at_least(0.1, **timeouts)
         if urls is not None and (not urls or replicas > 1 or devices):
             raise ConfigError(
                 f"urls={urls} are servers that run already; leave out replicas and devices, or urls"
             )
         if devices is not None and len(devices) != replicas:
             raise ConfigError(f"devices={devices} must name one entry for each of {replicas=}")
-        super().__init__(recovery_timeout_s, health_every_s)
+        super().__init__(
+            recovery_timeout_s, health_every_s, start_timeout_s, request_timeout_s, call_timeout_s
+        )
         self._settings = EngineSettings(
             dtype=dtype,
             max_model_len=max_model_len,
@@ -105,7 +99,6 @@ class VLLMServer(ReplicatedEngine):
         self.replica_count = len(urls) if urls is not None else replicas
         self.devices = devices
         self.api_key_env = api_key_env
-        self._timeouts = (start_timeout_s, request_timeout_s, call_timeout_s)
 
     @property
     def max_length(self) -> int:

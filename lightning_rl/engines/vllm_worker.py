@@ -2,7 +2,7 @@
 
 vLLM imports it for ``--worker-extension-cls`` and ``--middleware``. Importing it registers the
 weight-transfer backend ``lightning_rl``, which loads buckets of weights from one of ``SOURCES``
-through the model's own loader: fused and tied weights are its business.
+through the model's own loader: fused and tied weights are its business. Adapters are merged before.
 """
 
 import hmac
@@ -31,6 +31,7 @@ from lightning_rl.engines.vllm_adapter import (
     skip_rank_compilation,
 )
 from lightning_rl.errors import WeightSyncError
+from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.sources import SOURCES, Source
 
 
@@ -63,6 +64,7 @@ class TransferEngine(WeightTransferEngine[SourceInfo, UpdateInfo]):
     init_info_cls = SourceInfo
     update_info_cls = UpdateInfo
     _source: Source | None = None
+    _merger: Merger
     _loaded: set[str] | None = None  # None: no push is under way
     _owned: dict[int, object]  # by id; held, so that no id is used twice
 
@@ -70,20 +72,26 @@ class TransferEngine(WeightTransferEngine[SourceInfo, UpdateInfo]):
         self.shutdown()
         rank = self.parallel_config.rank
         self._source = SOURCES[init_info.source](self.device, rank, **init_info.options)
+        self._merger = Merger(self.device)
 
     def start_weight_update(self) -> None:
         if self._loaded is not None:  # the push before broke off
             finalize_layerwise_reload(self.model, self.model_config)
         self._loaded, self._owned = set(), {}
+        self._merger.begin()
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         assert self._source is not None and self._loaded is not None
         try:
             if update_info.bucket is not None:
-                self._loaded |= self.model.load_weights(self._source.fetch(update_info.bucket))
+                arrived = self._source.fetch(update_info.bucket)
+                weights = self._merger.take(arrived, with_base=update_info.complete)
+                self._loaded |= self.model.load_weights(weights)
                 self._own_what_waits()
-            elif update_info.complete:
+                return
+            self._merger.finish()
+            if update_info.complete:
                 require_all_loaded(self.model, self._loaded)
         except Exception as error:  # each kind of layer has its own way to fail
             self._source.fail()

@@ -2,6 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION, PackLayout
+from lightning_rl.models.sampling import sampled_logits, sampling_columns
 
 # Elements of one chunk of fp32 logits: 64 MiB, whatever the vocabulary.
 CHUNK_ELEMENTS = 1 << 24
@@ -30,12 +32,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         sampling: Tensor,
+        ends: Tensor,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, lse = (
             torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(3)
         )
         for part in _chunks(len(hidden), weight.shape[0]):
-            scaled = _scaled_logits(hidden[part], weight, bias, targets[part], sampling[part])
+            scaled = sampled_logits(hidden[part], weight, bias, targets[part], sampling[part], ends)
             top = scaled.amax(-1, keepdim=True)
             exps = (scaled - top).exp_()
             total = exps.sum(-1)
@@ -43,20 +46,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
             picked = scaled.gather(-1, targets[part, None]).squeeze(-1)
             logprobs[part] = picked - lse[part]
             entropy[part] = lse[part] - exps.mul_(scaled).sum(-1) / total
-        ctx.save_for_backward(hidden, weight, bias, targets, sampling, lse, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, sampling, ends, lse, entropy)
         ctx.set_materialize_grads(False)  # an output without a loss has None, and costs nothing
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        hidden, weight, bias, targets, sampling, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, sampling, ends, lse, entropy = ctx.saved_tensors
         # What is frozen, such as the head of a LoRA-trained model, gets no gradient computed.
         grad_hidden, grad_weight, grad_bias = (
             torch.zeros_like(x) if needed else None
             for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         )
         for part in _chunks(len(hidden), weight.shape[0]):
-            scaled = _scaled_logits(hidden[part], weight, bias, targets[part], sampling[part])
+            scaled = sampled_logits(hidden[part], weight, bias, targets[part], sampling[part], ends)
             log_p = scaled.sub_(lse[part, None])
             if grad_entropy is None:
                 assert grad_logprobs is not None  # or autograd would not have come here
@@ -76,7 +79,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 _add_product(grad_weight, grad.T, hidden[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0).to(grad_bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -92,37 +95,6 @@ def _chunks(rows: int, vocabulary: int) -> list[slice]:
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
 
 
-def _scaled_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, sampling: Tensor
-) -> Tensor:
-    """Logits of the distribution that was sampled from; what top-k and top-p cut is -1e9."""
-    logits = nn.functional.linear(
-        hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    )
-    scaled = logits.float().div_(sampling[:, :1])
-    if sampling.shape[1] == 1:
-        return scaled
-    cut = _cut(scaled, sampling[:, 1:2], sampling[:, 2:3])
-    # Rounding may put a sampled token just outside of the trainer's own nucleus: keep it, since it
-    # was sampled. Finite instead of -inf, because 0 x inf would be nan in the entropy.
-    cut.scatter_(-1, targets[:, None], False)
-    return scaled.masked_fill_(cut, -1e9)
-
-
-def _cut(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Where (m, V) top-k, then top-p among what is left, exclude a token; both given as (m, 1)."""
-    ordered, order = scaled.sort(-1)
-    vocabulary = scaled.shape[1]
-    # Engines keep what ties with the k-th, which in bfloat16 is common.
-    kth = ordered.gather(-1, (vocabulary - top_k.long()).clamp(0, vocabulary - 1))
-    outside = (ordered < kth) & (top_k > 0)
-    probs = ordered.masked_fill(outside, -torch.inf).softmax(-1)
-    # Summed from the unlikeliest up, as vLLM does: so both round alike at the nucleus' boundary.
-    outside |= probs.cumsum(-1) <= 1 - top_p
-    outside[:, -1] = False  # the likeliest stays, however small top_p is
-    return torch.zeros_like(outside).scatter_(-1, order, outside)
-
-
 def token_logprobs(
     hidden: Tensor,
     output: nn.Linear,
@@ -130,18 +102,18 @@ def token_logprobs(
     temperature: Tensor,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
+    no_end: Tensor | None = None,
+    ends: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of ``targets`` and entropies, float32, both (M,), of the distribution sampled from.
 
     ``hidden`` (M, D) are the states that predict the targets (M,). ``temperature`` (M,): greedy
     sampling (0) is scored at 1, since its own distribution has no gradient. ``top_k`` (0: all) and
-    ``top_p`` (1: all), both (M,), cut the distribution as the engine did.
+    ``top_p`` (1: all), both (M,), cut the distribution as the engine did; where ``no_end`` (M,)
+    is True, ``ends`` could not be sampled (``min_tokens``).
     """
-    # Sampled at temperature τ, so score at τ too, else ratios start away from 1.
-    sampling = torch.where(temperature > 0, temperature, 1.0)[:, None]
-    if top_k is not None and top_p is not None and bool(((top_k > 0) | (top_p < 1)).any()):
-        sampling = torch.stack([sampling.squeeze(1), top_k.float(), top_p.float()], 1)
-    return _ChunkedLogprobs.apply(hidden, output.weight, output.bias, targets, sampling)
+    sampling, end_ids = sampling_columns(targets, temperature, top_k, top_p, no_end, ends)
+    return _ChunkedLogprobs.apply(hidden, output.weight, output.bias, targets, sampling, end_ids)
 
 
 class ValueHead(nn.Module, ABC):

@@ -1,4 +1,4 @@
-"""LoRA through peft: train small adapters, push and export merged weights."""
+"""LoRA through peft: train small adapters, push them or merged weights, export the latter."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.models.sharding import whole
 
 ADAPTER = "default"
 
@@ -52,7 +53,7 @@ class LoRA:
             lm.add_adapter(config, ADAPTER)
         except ValueError as error:
             raise ConfigError(f"lora.target_modules={self.target_modules}: {error}") from error
-        adapted = {id(m) for m in lm.modules() if hasattr(m, "get_delta_weight")}
+        adapted = {id(module) for module in _adapted(lm).values()}
         tied = lm.config.get_text_config().tie_word_embeddings
         ends = [lm.get_output_embeddings(), *([lm.get_input_embeddings()] if tied else [])]
         if any(id(end) in adapted for end in ends):
@@ -63,33 +64,42 @@ class LoRA:
             )
 
 
-def adapter_config(lm: PreTrainedModel) -> dict[str, Any]:
-    """What peft writes to ``adapter_config.json``; plain values only."""
-    config = lm.peft_config[ADAPTER].to_dict()
-    return {
-        key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
-    }
-
-
 def adapter_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' A and B, under the names in peft's ``adapter_model.safetensors``."""
+    """Of each adapted layer ``X.lora_A`` (rank, in) and ``X.lora_B`` (out, rank).
+
+    The weight that acts is ``X.weight + lora_B @ lora_A``: the scale is in B, and layers that keep
+    their weight transposed (embeddings, GPT-2's) get factors that fit it.
+    """
+    state = lm.state_dict()  # not the modules: it brings sharded weights into their sharded state
+    for name, module in _adapted(lm).items():
+        embeds = ADAPTER in module.lora_embedding_A
+        kind, leaf = ("lora_embedding_", "") if embeds else ("lora_", ".weight")
+        a, b = (whole(state[f"{name}.{kind}{x}.{ADAPTER}{leaf}"].detach()) for x in "AB")
+        b = b * module.scaling[ADAPTER]
+        transposed = embeds or module.fan_in_fan_out
+        yield f"{name}.lora_A", b.T if transposed else a
+        yield f"{name}.lora_B", a.T if transposed else b
+
+
+def base_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Weights under the names of the model without LoRA, as they were before it."""
     for name, weight in lm.state_dict().items():
-        if ".lora_" in name:
-            yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", weight.detach()
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), weight.detach()
 
 
 @torch.no_grad()
 def merged_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Weights under the names of the model without LoRA, one merged layer at a time."""
-    adapted = {
-        name: module for name, module in lm.named_modules() if hasattr(module, "get_delta_weight")
-    }
-    for name, weight in lm.state_dict().items():
-        if ".lora_" in name:
-            continue
-        owner, _, leaf = name.rpartition(".base_layer.")
-        if owner in adapted:
-            if leaf == "weight":
-                weight = weight + adapted[owner].get_delta_weight(ADAPTER).to(weight.dtype)
-            name = f"{owner}.{leaf}"
+    adapted = _adapted(lm)
+    for name, weight in base_weights(lm):
+        owner, _, leaf = name.rpartition(".")
+        if owner in adapted and leaf == "weight":
+            weight = weight + adapted[owner].get_delta_weight(ADAPTER).to(weight.dtype)
         yield name, weight.detach()
+
+
+def _adapted(lm: PreTrainedModel) -> dict[str, Any]:
+    """Layers with an adapter, by the names that they had without."""
+    modules = lm.named_modules()
+    return {name: module for name, module in modules if hasattr(module, "get_delta_weight")}

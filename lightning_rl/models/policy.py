@@ -17,14 +17,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lightning_rl.data.packing import select, silent, split_packs, token_rows
-from lightning_rl.dist import largest, rank
+from lightning_rl.data.packing import token_rows
+from lightning_rl.dist import rank
 from lightning_rl.errors import ConfigError
+from lightning_rl.memory import each_pack
 from lightning_rl.models import compiling
 from lightning_rl.models.attention import ATTENTION, build_layout
 from lightning_rl.models.heads import ValueHead, token_logprobs
-from lightning_rl.models.lora import LoRA, adapter_config, adapter_weights, merged_weights
+from lightning_rl.models.lora import LoRA, adapter_weights, base_weights, merged_weights
 from lightning_rl.models.parity import require_exact_packing
+from lightning_rl.models.sampling import end_tokens
 from lightning_rl.models.sharding import whole
 
 
@@ -64,6 +66,7 @@ class Policy(nn.Module):
         self.lm = _load_lm(model, random_init)
         self.lora = lora
         self.tokenizer = load_tokenizer(model)
+        self.ends = end_tokens(self.tokenizer, self.lm.config)
         _disable_dropout(self.lm)
         # transformers recomputes activations in training mode only, and without dropout the mode
         # decides nothing else.
@@ -96,6 +99,8 @@ class Policy(nn.Module):
             rollouts["temperature"],
             rollouts["top_k"],
             rollouts["top_p"],
+            pack["tokens", "no_end"][layout.live] if "no_end" in pack["tokens"] else None,
+            self.ends,
         )
         values = None if self.value_head is None else self.value_head(hidden, layout)
         return Scores(layout.live, logprobs, entropy, values)
@@ -106,21 +111,18 @@ class Policy(nn.Module):
     ) -> TensorDict:
         """Add the logprobs of a batch as ``name`` (T,), and ``values`` (T,) of a critic.
 
-        ``rows`` (r,), ascending, are the rollouts to score; the others get 0. None: all.
+        ``rows`` (r,), ascending, are the rollouts to score; the others get 0. None: all. A pack
+        that does not fit into memory is scored in smaller ones.
+
+        Raises:
+            PackMemoryError: if that does not help, or other ranks cannot take part.
         """
         tokens, row = batch["tokens"], token_rows(batch)
         rows = torch.arange(len(batch["rollouts"])) if rows is None else rows
-        part = select(batch, rows)
         outputs = {name: torch.zeros_like(tokens["rollout_logprobs"])}
-        packs = split_packs(part, max_tokens)
-        # Sharded weights are gathered by all ranks together, for as many packs as any has.
-        for _ in range(int(largest(len(packs))) - len(packs)):
-            self(silent(batch))
-        for pack in packs:
-            scores = self(select(part, pack))
+        for members, scores in each_pack(self, batch, rows, max_tokens):
             # Rows of a pack ascend, so its tokens stand in it in the batch's own order.
-            members = rows[pack.to(rows.device)].to(row.device)
-            live = torch.isin(row, members).nonzero().squeeze(1)[scores.live]
+            live = torch.isin(row, members.to(row.device)).nonzero().squeeze(1)[scores.live]
             outputs[name][live] = scores.logprobs
             if scores.values is not None:
                 outputs.setdefault("values", torch.zeros_like(outputs[name]))[live] = scores.values
@@ -150,18 +152,25 @@ class Policy(nn.Module):
         for name, weight in weights:
             yield name, whole(weight.detach())
 
-    def named_adapter_weights(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-        """The LoRA by itself, as peft stores one: its configuration, and weights under their names.
+    def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The LoRA by itself: ``X.lora_A`` and ``X.lora_B`` of each weight ``X.weight``.
 
-        Far less to push than :meth:`named_weights`, for an engine that adds adapters itself.
+        :meth:`named_weights` has ``X.weight + lora_B @ lora_A``, where :meth:`named_base_weights`
+        has ``X.weight``.
 
         Raises:
             ConfigError: if the policy has no LoRA.
         """
         if self.lora is None:
-            raise ConfigError("named_adapter_weights needs a LoRA policy; set lora")
-        weights = ((name, whole(weight)) for name, weight in adapter_weights(self.lm))
-        return adapter_config(self.lm), weights
+            raise ConfigError(
+                "adapters by themselves need a LoRA policy; set lora, or leave out adapters_only"
+            )
+        return adapter_weights(self.lm)
+
+    def named_base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The LM's weights without the LoRA, which never change, under their Hugging Face names."""
+        for name, weight in base_weights(self.lm):
+            yield name, whole(weight)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write a directory that transformers and vLLM load; a LoRA is merged into it.

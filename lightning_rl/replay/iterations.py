@@ -62,6 +62,8 @@ class IterationReplay:
     def _weights(self) -> str:
         if self.diverged_at is None:
             return "equal"
+        if self.diverged_at == self.source.version:
+            return f"differ at the start already: {self.source} changed since the run"
         name = first_difference(self.recorded.weights, self.again.weights)
         return f"differ since version {self.diverged_at}, now first in {name}"
 
@@ -89,6 +91,7 @@ def replay_iteration(run: RecordedRun, iteration: int, since: int | None = None)
     with rebuilt(run) as parts:
         made = retrain(run, parts, source, iteration + 1)
         kept = next((s for s in run.sources if s.version == iteration + 1), None)
+        kept = kept if parts.trainer.is_global_zero else None  # it gathers what is sharded
         return IterationReplay(
             source,
             recorded[iteration + 1],
@@ -109,7 +112,7 @@ def diverged_at(recorded: dict[int, Outcome], made: Retrained) -> int | None:
 
 def _compared(checkpoint: dict[str, Any], made: Retrained) -> str:
     """The first entry that is not equal, bit by bit; "" if all are."""
-    state = made.module.state_dict()
+    state = made.state
     for name, weight in checkpoint["state_dict"].items():
         if name not in state or not torch.equal(weight, state[name].cpu()):
             return str(name)

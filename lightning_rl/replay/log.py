@@ -72,16 +72,18 @@ class ReplayLog:
             unfinished.write_text("".join(json.dumps(asdict(o)) + "\n" for o in kept))
             os.replace(unfinished, self._versions)
 
-    def rollouts(self, iteration: int) -> list[Rollout]:
-        """What an iteration was trained on, on rank 0.
+    def rollouts(self, iteration: int, rank: int = 0) -> list[Rollout]:
+        """What an iteration was trained on, on one rank.
 
         Raises:
             DataError: if it is not there, or damaged.
         """
-        file = self._file(iteration, rank=0)
+        file = self._file(iteration, rank)
         if not file.exists():
+            whose = f" of rank {rank}" if rank else ""
             raise DataError(
-                f"{self.path} holds no rollouts of iteration {iteration}, but of {self.span()}; "
+                f"{self.path} holds no rollouts{whose} of iteration {iteration}, but of "
+                f"{self.span()}; "
                 "ReplayRecorder keeps those that are trained on"
             )
         return [recorded.rollout for recorded in ParquetRollouts(file).read()]

@@ -1,7 +1,7 @@
 """A run's parts built again from its configuration, and its weights from what was kept."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from tensordict import TensorDict
 
+from lightning_rl import dist
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.callbacks.replay_recorder import outcome
 from lightning_rl.cli.app import RLCLI
@@ -87,19 +88,26 @@ def rebuilt(run: RecordedRun) -> Iterator[Parts]:
 
 @dataclass
 class Retrained:
-    """What came of it: the module as the last version, and every version's outcome."""
+    """What came of it: the module as the last version, and every version's outcome.
+
+    ``state`` and ``optimizers`` are what a checkpoint would hold, if anything was trained; on ranks
+    above 0 they may be empty.
+    """
 
     module: PolicyModule
     source: Source
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
     optimizers: list[dict[str, Any]] = field(default_factory=list)
 
 
 def retrain(run: RecordedRun, parts: Parts, source: Source, version: int) -> Retrained:
     """Train again from kept weights up to ``version``, on the recorded rollouts.
 
+    With as many processes as trained: all of them have to come here.
+
     Raises:
-        DataError: if several processes trained.
+        DataError: if there are more or fewer of them now.
     """
     made = Retrained(parts.module, source)
     if version == source.version:
@@ -108,19 +116,24 @@ def retrain(run: RecordedRun, parts: Parts, source: Source, version: int) -> Ret
             _restore_module(parts.module, source.load())
         made.outcomes[version] = outcome(parts.trainer, parts.module, {})
         return made
-    ranks = {o.ranks for o in run.log.outcomes().values() if o.version > source.version} - {1}
-    if ranks:
-        raise DataError(
-            f"{run.path}: {max(ranks)} processes trained, and replay uses one; only versions that "
-            "a checkpoint keeps can be used"
-        )
+    _require_ranks(run, range(source.version + 1, version + 1), parts.trainer.world_size)
     # First, so that whatever takes part sees the weights that were kept.
     parts.trainer.callbacks.insert(0, _Restore(source))  # type: ignore[attr-defined]
     parts.trainer.callbacks.append(_Note(made))  # type: ignore[attr-defined]
     batches = _RecordedBatches(run, source.version, version - source.version)
     parts.trainer.fit(parts.module, datamodule=batches)
-    made.optimizers = [optimizer.state_dict() for optimizer in parts.trainer.optimizers]
     return made
+
+
+def _require_ranks(run: RecordedRun, versions: range, world_size: int) -> None:
+    """Each process trains on its own share: what is added up in another order comes out other."""
+    for version, made in sorted(run.log.outcomes().items()):
+        if version in versions and made.ranks != world_size:
+            raise DataError(
+                f"{run.path}: version {version} was trained by {made.ranks} processes, and this "
+                f"replay has {world_size}; replay with as many: start it as the run was started "
+                "(trainer.devices and num_nodes of its config.yaml, torchrun)"
+            )
 
 
 def _restore_module(module: PolicyModule, checkpoint: dict[str, Any]) -> None:
@@ -137,12 +150,11 @@ class _Restore(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.source.path is None:
             return
-        checkpoint = self.source.load()
-        assert isinstance(pl_module, PolicyModule)
-        _restore_module(pl_module, checkpoint)
-        states = checkpoint["optimizer_states"]
-        for optimizer, state in zip(trainer.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+        strategy = trainer.strategy
+        checkpoint = strategy.load_checkpoint(self.source.path, weights_only=True)
+        strategy.load_model_state_dict(checkpoint)
+        pl_module.on_load_checkpoint(checkpoint)
+        strategy.load_optimizer_state_dict(checkpoint)
         schedules = checkpoint["lr_schedulers"]
         for config, state in zip(trainer.lr_scheduler_configs, schedules, strict=True):
             config.scheduler.load_state_dict(state)
@@ -160,6 +172,11 @@ class _Note(RLCallback):
     ) -> None:
         found = outcome(trainer, pl_module, metrics)
         self.made.outcomes[found.version] = found
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        self.made.state = strategy.lightning_module_state_dict()
+        self.made.optimizers = [strategy.optimizer_state(o) for o in trainer.optimizers]
 
 
 class _RecordedBatches(LightningDataModule):
@@ -182,12 +199,12 @@ class _RecordedBatches(LightningDataModule):
         return batch.to(device) if isinstance(batch, TensorDict) else batch
 
     def _read(self, place: int) -> list[Rollout]:
-        return self.run.log.rollouts(self.first + place)
+        return self.run.log.rollouts(self.first + place, dist.rank())
 
 
 class _NoState:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
         """Nothing."""

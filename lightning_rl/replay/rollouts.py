@@ -131,6 +131,8 @@ def replay_rollout(
         source = run.nearest(used, used)
         with rebuilt(run) as parts:
             made = retrain(run, parts, source, used)
+            if not parts.trainer.is_global_zero:  # it has helped to train
+                continue
             generated = version is None and len(wrote) == 1
             again = (_generate if generated else _score)(parts, recorded)
             differ = diverged_at(run.log.outcomes(), made) is not None
@@ -151,6 +153,7 @@ def _generate(parts: Parts, recorded: Rollout) -> Rollout:
         temperature=recorded.temperature,
         top_k=recorded.top_k,
         top_p=recorded.top_p,
+        min_tokens=recorded.min_tokens,
     )
     again = Rollout(
         recorded.prompt,
@@ -160,6 +163,7 @@ def _generate(parts: Parts, recorded: Rollout) -> Rollout:
         recorded.temperature,
         top_k=recorded.top_k,
         top_p=recorded.top_p,
+        min_tokens=recorded.min_tokens,
     )
     data.agent.configure(load_tokenizer(parts.module.model))
     with _engine(parts, data):

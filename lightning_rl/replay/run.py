@@ -48,7 +48,7 @@ class RecordedRun:
         options: of the command line, to build its parts with, such as ``--trusted_only``.
 
     Raises:
-        DataError: if the directory holds no ``config.yaml``.
+        DataError: if the directory holds no ``config.yaml``, or a model instead.
     """
 
     def __init__(self, path: Path, options: Sequence[str] = ()) -> None:
@@ -56,6 +56,11 @@ class RecordedRun:
         self.options = options
         self.config = path / "config.yaml"
         self.log = ReplayLog(path)
+        if (path / "config.json").is_file():
+            raise DataError(
+                f"{path} is an exported model: weights alone, without the optimizer's state, "
+                "rollouts or configuration; name the directory of the run that wrote it"
+            )
         if not self.config.is_file():
             raise DataError(
                 f"{path} holds no config.yaml, which `lightning-rl fit` leaves in the directory of "
@@ -94,10 +99,12 @@ class RecordedRun:
                 return source
         kept = ", ".join(str(source.version) for source in self.sources) or "none"
         begin = "" if since is None else f" from version {since} on"
+        hf = "; what HFExport wrote has no optimizer state" if (self.path / "hf").exists() else ""
         raise DataError(
             f"{self.path}: the weights of version {version} cannot be made again{begin}: kept are "
             f"versions {kept}, and the rollouts of {self.log.span()}; checkpoints keep versions "
-            "(ModelCheckpoint), ReplayRecorder the rollouts that lead from one to the next"
+            "(IterationCheckpoint), ReplayRecorder the rollouts that lead from one to the next"
+            f"{hf}"
         )
 
     def rollout(self, rollout_id: str) -> Rollout:

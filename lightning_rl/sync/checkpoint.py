@@ -13,6 +13,7 @@ from lightning_rl.disk import sync_directory
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
+from lightning_rl.sync.adapters import divide
 from lightning_rl.sync.buckets import checked, unit_of
 from lightning_rl.sync.remote import RemoteTransport
 from lightning_rl.sync.sources import Bucket, read_weights
@@ -31,6 +32,7 @@ class CheckpointTransport(RemoteTransport):
         directory: seen by trainer and engines under this path.
         keep: files to keep: the newest, from which restarted replicas are filled, and those before.
         changed_only: engines load only modules that differ from the file before.
+        adapters_only: write a LoRA's base once, and then files with its adapters alone.
         timeout_s: for each step of a push; loading the file is one.
 
     Raises:
@@ -44,14 +46,16 @@ class CheckpointTransport(RemoteTransport):
         directory: str,
         keep: int = 2,
         changed_only: bool = False,
+        adapters_only: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
-        super().__init__(timeout_s, changed_only)
+        super().__init__(timeout_s, changed_only, adapters_only)
         require_at_least(1, keep=keep)
         if changed_only and keep < 2:
             raise ConfigError(f"changed_only=true compares with the file before; {keep=} must be 2")
         self.directory = Path(directory).absolute()
         self.keep = keep
+        self._files: dict[str, Bucket] = {}  # of the last push; adapters before their base
 
     @property
     def _keeps(self) -> bool:
@@ -64,41 +68,53 @@ class CheckpointTransport(RemoteTransport):
         version: int,
         everything: bool,
     ) -> Iterator[Bucket]:
-        before = self._newest()
-        path = self._write(weights, engine.shapes, getattr(torch, engine.dtype), version)
-        names = None if everything or before is None else _changed(before, path)
-        if names is None or names:
-            yield {"path": str(path), "version": version, "names": names}
+        dtype = getattr(torch, engine.dtype)
+        if not self.adapters_only:
+            before = self._newest()
+            told = self._write("weights", weights, engine.shapes, dtype, version)
+            names = None if everything or before is None else _changed(before, Path(told["path"]))
+            if names is None or names:
+                yield told | {"names": names}
+            return
+        adapters, base = divide(weights)
+        yield self._write("adapters", adapters.items(), _shapes(adapters), torch.float32, version)
+        if base is not None:
+            self._write("base", base, engine.shapes, dtype, version)
+            self._has_base = True
+        if everything:
+            yield self._files["base"]
 
     def _again(self, version: int) -> Iterator[Bucket]:
-        yield {"path": str(self._path(version)), "version": version, "names": None}
+        yield from self._files.values()
 
-    def _push_here(
+    def _carry_here(
         self, engine: Engine, weights: Iterable[tuple[str, Tensor]], version: int
-    ) -> None:
+    ) -> Iterable[tuple[str, Tensor]]:
         items = dict(weights)
-        shapes = {name: weight.shape for name, weight in items.items()}
-        path = self._write(items.items(), shapes, getattr(torch, engine.dtype), version)
-        engine.load_weights(read_weights(str(path), version, None), version)
+        stem, dtype = (
+            ("adapters", torch.float32)
+            if self.adapters_only
+            else ("weights", getattr(torch, engine.dtype))
+        )
+        told = self._write(stem, items.items(), _shapes(items), dtype, version)
+        return read_weights(told["path"], version, None)
 
     # ---------------------------------------------------------------- files
-
-    def _path(self, version: int) -> Path:
-        return self.directory / f"weights-{version:08d}{_SUFFIX}"
 
     def _newest(self) -> Path | None:
         return max(self.directory.glob(f"weights-*{_SUFFIX}"), default=None)
 
     def _write(
         self,
+        stem: str,
         weights: Iterable[tuple[str, Tensor]],
         shapes: Mapping[str, torch.Size],
         dtype: torch.dtype,
         version: int,
-    ) -> Path:
-        """Write a version's file and remove those that are too old."""
+    ) -> Bucket:
+        """Write a version's file, remove those that are too old, and say where it is."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        path = self._path(version)
+        path = self.directory / f"{stem}-{version:08d}{_SUFFIX}"
         temporary = path.with_suffix(".partial")
         try:
             write_safetensors(temporary, checked(weights, shapes), shapes, dtype, version)
@@ -110,11 +126,12 @@ class CheckpointTransport(RemoteTransport):
         sync_directory(self.directory)
         # By age, not by number: a run that is resumed from an earlier version writes that anew.
         files = sorted(
-            self.directory.glob(f"weights-*{_SUFFIX}"), key=lambda file: file.stat().st_mtime_ns
+            self.directory.glob(f"{stem}-*{_SUFFIX}"), key=lambda file: file.stat().st_mtime_ns
         )
-        for old in files[: -self.keep]:
+        for old in files[: -1 if stem == "base" else -self.keep]:
             old.unlink()
-        return path
+        self._files[stem] = {"path": str(path), "version": version, "names": None}
+        return self._files[stem]
 
 
 def write_safetensors(
@@ -152,6 +169,10 @@ def write_safetensors(
             while view:
                 view = view[file.write(view) :]
         os.fsync(file.fileno())
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in weights.items()}
 
 
 def _changed(before: Path, after: Path) -> list[str]:

@@ -28,6 +28,7 @@ class CollectiveTransport(StagedTransport):
             the GPU, with NCCL) as the engine's weights. Otherwise two buckets, used in turn.
         changed_only: send only buckets with a change, and load only modules that differ from what
             was sent last; needs ``keep_copy``.
+        adapters_only: send a LoRA's base once, and then its adapters alone; needs ``keep_copy``.
         timeout_s: for meeting, for each step of a push, and each bucket.
     """
 
@@ -42,9 +43,10 @@ class CollectiveTransport(StagedTransport):
         bucket_mb: float = 64.0,
         keep_copy: bool = True,
         changed_only: bool = False,
+        adapters_only: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
-        super().__init__(bucket_mb, keep_copy, changed_only, timeout_s)
+        super().__init__(bucket_mb, keep_copy, changed_only, adapters_only, timeout_s)
         self.backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         require_backend(self.backend)
         self.host = host

@@ -25,6 +25,7 @@ class MemoryTransport(StagedTransport):
         keep_copy: keep all buckets, from which a restarted replica is filled: as much memory as the
             engine's weights. Otherwise two buckets, used in turn.
         changed_only: send only modules that differ from what was sent last; needs ``keep_copy``.
+        adapters_only: send a LoRA's base once, and then its adapters alone; needs ``keep_copy``.
         timeout_s: for each step of a push, and each bucket.
     """
 
@@ -35,9 +36,10 @@ class MemoryTransport(StagedTransport):
         bucket_mb: float = 256.0,
         keep_copy: bool = True,
         changed_only: bool = False,
+        adapters_only: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
-        super().__init__(bucket_mb, keep_copy, changed_only, timeout_s)
+        super().__init__(bucket_mb, keep_copy, changed_only, adapters_only, timeout_s)
         self._segments: dict[int, tuple[int, Tensor]] = {}  # descriptor, bytes
 
     def connect(self, engine: Engine) -> None:

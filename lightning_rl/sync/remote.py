@@ -6,15 +6,20 @@ from abc import abstractmethod
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from lightning_rl.collect.loop import background_loop
+from lightning_rl.collect.ranks import feeds
+from lightning_rl.dist import any_rank
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
-from lightning_rl.errors import SyncTimeoutError, WeightSyncError, require_at_least
+from lightning_rl.errors import ConfigError, SyncTimeoutError, WeightSyncError, require_at_least
+from lightning_rl.models.policy import Policy
+from lightning_rl.sync.adapters import divide, merged
 from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.sources import Bucket
 
@@ -30,18 +35,29 @@ class RemoteTransport(WeightTransport):
     Args:
         timeout_s: for each step of a push, and each bucket.
         changed_only: send only layers that differ from what was sent last.
+        adapters_only: send a LoRA's base once, and then its adapters alone.
+
+    Raises:
+        ConfigError: for both at the same time.
     """
 
     source: ClassVar[str]
     """The receiving end, in :mod:`lightning_rl.sync.sources`."""
 
-    def __init__(self, timeout_s: float, changed_only: bool) -> None:
+    def __init__(self, timeout_s: float, changed_only: bool, adapters_only: bool) -> None:
         require_at_least(0.1, timeout_s=timeout_s)
+        if changed_only and adapters_only:
+            raise ConfigError(
+                "changed_only=true and adapters_only=true exclude each other: all adapters change"
+            )
         self.timeout_s = timeout_s
         self.changed_only = changed_only
+        self.adapters_only = adapters_only
         self._engine: Engine | None = None
         self._joined: dict[Replica, int] = {}  # the life in which each was connected
         self._kept: int | None = None  # the version that can be pushed again
+        self._has_base = False
+        self._base_here: dict[str, Tensor] = {}  # by reference, for an engine in this process
         # A restarted replica is filled from another thread than the trainer's.
         self._exclusive = threading.RLock()
 
@@ -51,16 +67,27 @@ class RemoteTransport(WeightTransport):
         if isinstance(engine, ReplicatedEngine):
             engine.refill = self.refill
 
+    def weights_of(self, policy: Policy) -> Iterable[tuple[str, Tensor]]:
+        if not self.adapters_only:
+            return super().weights_of(policy)
+        return chain(policy.named_adapter_weights(), self._base_of(policy))
+
+    def _base_of(self, policy: Policy) -> Iterator[tuple[str, Tensor]]:
+        """Nothing, if a push before has brought it."""
+        # Sharded weights are gathered by all ranks, also those whose transport pushes nothing.
+        if any_rank(self._engine is not None and feeds(self._engine) and not self._has_base):
+            yield from policy.named_base_weights()
+
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         engine = self._engine
         if engine is None:
             raise WeightSyncError(f"{type(self).__name__}.push before connect(engine)")
         with self._exclusive:
             if not isinstance(engine, ReplicatedEngine):
-                self._push_here(engine, weights, version)
+                engine.load_weights(self._for_here(engine, weights, version), version)
                 return
             with engine.taking_weights(version) as replicas:
-                everything = not self.changed_only or any(
+                everything = not (self.changed_only or self.adapters_only) or any(
                     replica.version != self._kept for replica in replicas
                 )
                 self._kept = None
@@ -87,7 +114,8 @@ class RemoteTransport(WeightTransport):
         with self._exclusive:
             if isinstance(self._engine, ReplicatedEngine):
                 self._engine.refill = None
-            self._engine, self._kept = None, None
+            self._engine, self._kept, self._has_base = None, None, False
+            self._base_here.clear()
             self._joined.clear()
 
     # ---------------------------------------------------------------- to be filled in
@@ -114,11 +142,11 @@ class RemoteTransport(WeightTransport):
     def _again(self, version: int) -> Iterator[Bucket]:
         """The buckets of the last push."""
 
-    def _push_here(
+    def _carry_here(
         self, engine: Engine, weights: Iterable[tuple[str, Tensor]], version: int
-    ) -> None:
-        """To an engine in this process."""
-        engine.load_weights(weights, version)
+    ) -> Iterable[tuple[str, Tensor]]:
+        """To an engine in this process: what arrives there."""
+        return weights
 
     def _join(self, replica: Replica) -> None:
         """Connect to a replica that was started since."""
@@ -129,6 +157,16 @@ class RemoteTransport(WeightTransport):
         """Send what workers wait for after they were told of a bucket."""
 
     # ---------------------------------------------------------------- the push
+
+    def _for_here(
+        self, engine: Engine, weights: Iterable[tuple[str, Tensor]], version: int
+    ) -> Iterable[tuple[str, Tensor]]:
+        if not self.adapters_only:
+            return self._carry_here(engine, weights, version)
+        adapters, base = divide(weights)
+        self._base_here.update(base or ())
+        self._has_base = True
+        return merged(self._base_here, self._carry_here(engine, adapters.items(), version))
 
     def _deliver(
         self,

@@ -27,6 +27,11 @@ class SyncState:
 class SyncSchedule(ABC):
     """Asked after every iteration."""
 
+    @property
+    def least_updates(self) -> int:
+        """Iterations that it always lets pass between two pushes."""
+        return 1
+
     @abstractmethod
     def should_sync(self, state: SyncState) -> bool:
         """True to push now. (Before the first iteration a push always happens.)"""
@@ -44,6 +49,10 @@ class FixedSchedule(SyncSchedule):
 
     def __post_init__(self) -> None:
         require_at_least(1, every_n_iterations=self.every_n_iterations)
+
+    @property
+    def least_updates(self) -> int:
+        return self.every_n_iterations
 
     def should_sync(self, state: SyncState) -> bool:
         return state.updates >= self.every_n_iterations
@@ -63,6 +72,10 @@ class TrainerSchedule(SyncSchedule):
 
     def __post_init__(self) -> None:
         require_at_least(1, min_updates=self.min_updates)
+
+    @property
+    def least_updates(self) -> int:
+        return self.min_updates
 
     def should_sync(self, state: SyncState) -> bool:
         return state.updates >= self.min_updates and state.collector.ready

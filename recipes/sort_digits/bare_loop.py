@@ -1,9 +1,10 @@
 """The same training without `Trainer.fit`: every step of an iteration, called by its name.
 
     python -m recipes.sort_digits.bare_loop --iterations 20
+    python -m recipes.sort_digits.bare_loop --iterations 20 --devices 2
 
 For when you want to own the loop: your code can stand between any two steps. Lightning Fabric gives
-the module its device, precision and optimizer.
+the module its device, precision and optimizer, and starts the other processes.
 """
 
 import argparse
@@ -15,6 +16,8 @@ from lightning.fabric import Fabric
 
 from lightning_rl import (
     GRPO,
+    FabricDDP,
+    GroupSource,
     JSONLPrompts,
     PolicyModule,
     Rewards,
@@ -24,14 +27,18 @@ from lightning_rl import (
     VLLMLocal,
     pack_rollouts,
 )
+from lightning_rl.dist import every_rank, global_mean_std, largest
 from lightning_rl.models.policy import save_skeleton
 from lightning_rl.sync.verify import probe_gap
 from recipes.sort_digits.reward import exact_match
 
 
-def train(model: str, prompts_path: str, iterations: int) -> list[float]:
-    """Train for ``iterations``; returns the mean reward of each."""
-    fabric = Fabric(accelerator="auto", devices=1)
+def train(model: str, prompts_path: str, iterations: int, devices: int = 1) -> list[float]:
+    """Train for ``iterations`` on ``devices`` processes; returns the mean reward of each."""
+    fabric = Fabric(
+        accelerator="auto", devices=devices, strategy=FabricDDP() if devices > 1 else "auto"
+    )
+    fabric.launch()  # from here on every process runs this, with its own rank
     fabric.seed_everything(0)
     module = PolicyModule(
         model,
@@ -46,30 +53,37 @@ def train(model: str, prompts_path: str, iterations: int) -> list[float]:
 
     prompts = JSONLPrompts(prompts_path)
     prompts.load(tokenizer)
+    probe = prompts.first(4)
     engine = VLLMLocal(max_model_len=32)
     with tempfile.TemporaryDirectory() as directory:
         save_skeleton(model, directory)
         engine.start(Path(directory))
     sampling = Sampling(max_tokens=10, temperature=1.0)
     pipeline = RolloutPipeline(engine, SingleTurn(), Rewards([exact_match]), tokenizer)
+    # All ranks draw the same prompts and take turns with them, 32 in an iteration.
+    rank, ranks = fabric.global_rank, fabric.world_size
+    source = GroupSource(prompts, 32 // ranks, 8, sampling, rank=rank, ranks=ranks)
 
     mean_rewards = []
     for iteration in range(iterations):
         engine.load_weights(policy.named_weights(), version=iteration)
-        drawn = prompts.draw(32)
-        gap = probe_gap(engine, policy, drawn[:4], sampling.temperature).value
+        gap = probe_gap(engine, policy, probe, sampling.temperature).value
 
-        rollouts = pipeline.run(drawn, 8, sampling, iteration=iteration)
-        batch = fabric.to_device(pack_rollouts(rollouts))
+        source.begin(iteration)
+        groups = [source.next() for _ in range(source.num_groups)]
+        with every_rank():  # what fails on one rank ends all, instead of letting them wait
+            pipeline.complete(groups, sampling)
+            batch = fabric.to_device(pack_rollouts([r for group in groups for r in group]))
         batch = module.compute_old_logprobs(batch)
         batch = module.compute_advantages(batch)
         metrics = module.update(batch)
         module.iteration += 1
 
-        mean_rewards.append(float(batch["rollouts", "reward"].mean()))
-        print(
+        rewards, _ = global_mean_std(batch["rollouts", "reward"])
+        mean_rewards.append(float(rewards))
+        fabric.print(
             f"iteration {iteration + 1}: reward {mean_rewards[-1]:.3f}, entropy "
-            f"{metrics.get('policy/entropy', 0.0):.3f}, engine-trainer gap {gap:.1e}",
+            f"{metrics.get('policy/entropy', 0.0):.3f}, engine-trainer gap {largest(gap):.1e}",
             flush=True,
         )
     engine.close()
@@ -81,8 +95,9 @@ def main() -> None:
     parser.add_argument("--model", default="runs/sort_digits/sft/hf")
     parser.add_argument("--prompts", default="runs/sort_digits/train.jsonl")
     parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--devices", type=int, default=1)
     arguments = parser.parse_args()
-    train(arguments.model, arguments.prompts, arguments.iterations)
+    train(arguments.model, arguments.prompts, arguments.iterations, arguments.devices)
 
 
 if __name__ == "__main__":

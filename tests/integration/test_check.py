@@ -9,11 +9,11 @@ from torch.nn import Parameter
 
 from lightning_rl.cli import main
 from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.plan import (
     BatchPlan,
     cut,
-    forward_tokens,
     in_units,
     kept_for_backward,
     largest_rollouts,
@@ -71,6 +71,18 @@ def test_without_a_rollout_no_engine_starts(workplace, capsys, monkeypatch):
 def test_what_fit_would_refuse_is_refused(workplace, capsys):
     assert main(["check", "--config", "good.yaml", "--data.group_size", "1"]) == 2
     assert "group_size=1 must be >= 2 for GRPO" in capsys.readouterr().err
+    twice = ["--trainer.callbacks+=WeightSync", "--no_rollout"]
+    assert main(["check", "--config", "good.yaml", *twice]) == 2
+    assert "there are 2 WeightSync" in capsys.readouterr().err
+
+
+def test_a_metric_that_no_evaluation_records_is_known_without_one(workplace, capsys):
+    saver = ["--trainer.enable_checkpointing", "true", "--trainer.callbacks+=IterationCheckpoint"]
+    command = ["check", "--config", "good.yaml", "--no_rollout", *saver]
+    assert main([*command, "--trainer.callbacks.monitor", "eval/pass@4"]) == 2
+    assert "monitor='eval/pass@4'): no such metric" in capsys.readouterr().err
+    samples = ["--trainer.callbacks.monitor", "eval/pass@4", "--data.eval_samples", "4"]
+    assert main([*command, *samples]) == 0
 
 
 def test_batch_algebra_by_hand():

@@ -1,11 +1,7 @@
 """Two processes, and one for comparison: the same rollouts, the same losses, the same errors."""
 
 import json
-import math
-import os
-import socket
-import subprocess
-import sys
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,30 +9,24 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import DataError
+from lightning_rl.replay.iterations import replay_iteration
+from lightning_rl.replay.run import RecordedRun
 from tests.ranks_run import (
     GROUP_SIZE,
     GROUPS,
     ITERATIONS,
     HFExport,
     LoRA,
+    bare_loop,
     critic,
     everything,
     fit,
+    replaying,
+    rows,
+    share_of_even_digits,
 )
-
-ROOT = Path(__file__).parents[2]
-SECONDS = 270
-# Sampled tokens are equal, so what is left is the order in which float32 numbers are added.
-TOLERANCE = 1e-5
-
-Results = Callable[[str], list[dict[str, Any]]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from tests.two_ranks import TOLERANCE, Results, comparable, run_two
 
 
 @pytest.fixture(scope="module")
@@ -46,38 +36,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(tiny_model, folder) -> Results:
-    """What each scenario of tests/ranks_run.py left, by rank; two processes run them all."""
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
-        "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "tests.ranks_run", str(tiny_model), str(folder)]
-    processes = []
-    try:
-        for rank in ("0", "1"):
-            with (folder / f"output_{rank}").open("w") as output:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=environment | {"RANK": rank, "LOCAL_RANK": rank},
-                        cwd=ROOT,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        statuses = [process.wait(SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    outputs = [(folder / f"output_{rank}").read_text()[-3000:] for rank in range(2)]
-    assert statuses == [0, 0], "\n\n".join(outputs)
-
-    def of(scenario: str) -> list[dict[str, Any]]:
-        return [json.loads((folder / f"{scenario}_{rank}.json").read_text()) for rank in range(2)]
-
-    return of
+    return run_two("tests.ranks_run", tiny_model, folder)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +48,7 @@ def alone(tiny_model, folder) -> Callable[[str], dict[str, Any]]:
         "critic": lambda where: fit(model, where, **critic()),
         "lora": lambda where: fit(model, where, "auto", HFExport(), lora=LoRA(rank=4)),
         "curriculum": lambda where: fit(model, where, curriculum=True),
+        "replay": lambda where: fit(model, where, **replaying(where)),
     }
     done: dict[str, dict[str, Any]] = {}
 
@@ -98,13 +58,6 @@ def alone(tiny_model, folder) -> Callable[[str], dict[str, Any]]:
         return done[name]
 
     return run
-
-
-def comparable(row: dict[str, float]) -> dict[str, float]:
-    """Without what depends on time, or is itself an error of rounding."""
-    timed = ("time/", "sync/seconds", "rollout/tokens_per_s")
-    noise = ("sync/probe_gap", "rollout/logprob_gap")
-    return {name: value for name, value in row.items() if not name.startswith(timed + noise)}
 
 
 @pytest.mark.parametrize(
@@ -117,13 +70,16 @@ def comparable(row: dict[str, float]) -> dict[str, float]:
         ("fsdp_critic", "critic"),
         ("fsdp_lora", "lora"),
         ("curriculum", "curriculum"),
+        ("replay", "replay"),
     ],
 )
 def test_two_processes_train_as_one(results, alone, scenario, name):
     one, two = alone(name), results(scenario)
     for iteration in range(ITERATIONS):
         shares = [rank["rollouts"][iteration] for rank in two]
-        assert [len(share) for share in shares] == [GROUPS * GROUP_SIZE // 2] * 2
+        replayed = (0, 3, 3)[iteration] if scenario == "replay" else 0  # of four and eight groups
+        groups = [(GROUPS + replayed + 1) // 2, (GROUPS + replayed) // 2]
+        assert [len(share) for share in shares] == [count * GROUP_SIZE for count in groups]
         assert sorted(shares[0] + shares[1]) == sorted(map(list, one["rollouts"][iteration]))
     assert len(one["rows"]) == len(two[0]["rows"]) == ITERATIONS + 1
     for expected, row in zip(one["rows"], two[0]["rows"], strict=True):
@@ -131,6 +87,17 @@ def test_two_processes_train_as_one(results, alone, scenario, name):
     # Engine and trainer agree on every rank, and the policy moved.
     assert all(row["sync/probe_gap"] < 1e-4 for row in two[0]["rows"])
     assert one["rows"][-1]["policy/kl_old"] > 1e-4
+
+
+def test_a_loop_of_ones_own_trains_as_one(results, tiny_model):
+    one, two = bare_loop(str(tiny_model), rows(), share_of_even_digits), results("bare_loop")
+    assert two[0]["weights"] == two[1]["weights"] == pytest.approx(one["weights"], rel=TOLERANCE)
+    for iteration, (expected, row) in enumerate(zip(one["rows"], two[0]["rows"], strict=True)):
+        assert row == two[1]["rows"][iteration]
+        assert row == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+        shares = [rank["rollouts"][iteration] for rank in two]
+        assert sorted(shares[0] + shares[1]) == sorted(map(list, one["rollouts"][iteration]))
+    assert one["rows"][-1]["policy/grad_norm"] > 0.5  # it was clipped
 
 
 @pytest.mark.parametrize("scenario", ["ddp", "fsdp", "shared"])
@@ -202,64 +169,41 @@ def test_impossible_settings_are_refused(results, scenario, message):
         assert rank["message"].startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("scenario", "trained"), [("resume_ddp", 3), ("resume_fsdp", 3), ("resume_shards", 2)]
-)
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(results, scenario, trained):
-    for rank in results(scenario):
-        whole, rest = rank["whole"], rank["rest"]
-        assert len(whole["rollouts"]) == 4
-        assert rest["rollouts"] == whole["rollouts"][trained:]
-        for expected, row in zip(whole["rows"][trained + 1 :], rest["rows"][1:], strict=True):
-            assert comparable(row) == comparable(expected)
-            assert math.isfinite(row["policy/loss"])
+# -------------------------------------------------------------------- guards and replay
 
 
-def test_a_checkpoint_of_two_processes_is_not_for_one(results, tiny_model, folder):
-    results("resume_ddp")
-    run = folder / "resume_ddp" / "whole" / "lightning_logs" / "version_0"
-    checkpoint = run / "checkpoints" / "iteration_3.ckpt"
-    with pytest.raises(ConfigError, match=r"of 2 processes, .* now there are 1; set trainer.dev"):
-        fit(str(tiny_model), folder / "other", iterations=2, epochs=2, ckpt_path=str(checkpoint))
+def test_a_guard_that_trips_on_one_rank_acts_on_all(results):
+    """No rank skips, masks or stops by itself: the others would wait for it for ever."""
+    first, second = results("guards")
+    assert first == second  # rows, weights, why it stopped, and what was saved
+    assert first["reason"].startswith("MetricGuard at iteration 2: local/metric is 2, bound=1.5")
+    assert first["saved"] == "iteration_3.ckpt"
+    skipped, masked, last = first["rows"][1:]
+    assert ["policy/loss" in row for row in (skipped, masked, last)] == [False, True, True]
+    names = ("on_rank_one_0", "on_rank_one_1", "local_metric")
+    for row, name in zip(first["rows"][1:], names, strict=True):
+        acted = [key for key, value in row.items() if key.endswith("_acted") and value]
+        assert acted == [f"guard/{name}_acted"]
 
 
-def test_the_recipe_with_vllm_on_every_rank(tiny_model, tmp_path):
-    """As a user does it: Lightning starts the second process."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"{n}="}) + "\n" for n in range(10, 40)))
-    reward = tmp_path / "reward.yaml"
-    reward.write_text("data: {init_args: {rewards: [tests.ranks_run.share_of_even_digits]}}\n")
-    recipe = "recipes/sort_digits"
-    options = {
-        "model.model": tiny_model,
-        "data.train_prompts.path": prompts,
-        "data.eval_prompts.path": prompts,
-        "data.groups_per_iteration": 4,
-        "data.group_size": 4,
-        "data.iterations_per_epoch": 2,
-        "trainer.accelerator": "cpu",
-        "trainer.logger.save_dir": tmp_path,
-    }
-    command = [sys.executable, "-m", "lightning_rl", "fit", "--config", f"{recipe}/grpo.yaml"]
-    command += ["--config", f"{recipe}/variants/ddp.yaml", "--config", str(reward)]
-    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    environment = os.environ | {"VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1"}
-    with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(
-            command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
-        )
-        try:
-            status = process.wait(SECONDS)
-        finally:
-            process.kill()
-            process.wait()
-    assert status == 0, (tmp_path / "output").read_text()[-3000:]
-    run = tmp_path / "ddp" / "version_0"
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    history = [json.loads(line) for line in lines]
-    assert [row["iteration"] for row in history] == [0, 1, 2]
-    for row in history[1:]:
-        assert row["rollout/completed"] == 16
-        assert row["sync/probe_gap"] < 1e-3
-        assert row["rollout/logprob_gap_max"] < 1e-3
-    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+def test_two_processes_replay_what_two_trained(results):
+    first, second = results("again")
+    assert (first["fit"][0], first["iteration"][0], second["iteration"][0]) == (0, 0, 0)
+    said = first["iteration"][1].splitlines()
+    assert said[0].endswith("the initial weights (version 0) and 3 iterations trained again")
+    assert said[-2].endswith("iteration_4.ckpt  weights and optimizer: equal")
+    assert said[-1] == "equal"
+    assert second["iteration"][1] == ""  # the other has only helped
+
+
+def test_one_process_says_what_it_needs_to_replay_two(results, folder, tmp_path):
+    results("again")
+    run = shutil.copytree(folder / "again" / "lightning_logs" / "version_0", tmp_path / "run")
+    text = (run / "config.yaml").read_text()
+    text = text.replace("devices: 2", "devices: 1").replace("strategy: ddp", "strategy: auto")
+    (run / "config.yaml").write_text(text)
+    with pytest.raises(DataError, match=r"version 3 was trained by 2 processes, and this replay "
+                       r"has 1; replay with as many: start it as the run was started"):  # fmt: skip
+        replay_iteration(RecordedRun(run), 2)
+    with pytest.raises(DataError, match="holds no rollouts of rank 2 of iteration 0, but of iter"):
+        RecordedRun(run).log.rollouts(0, rank=2)

@@ -81,13 +81,18 @@ def outside_of_the_trainers_cut(model, rollouts, sampling) -> int:
     return count
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (0, 0.9), (5, 1.0), (50, 1.0), (50, 0.9)])
-def test_the_first_minibatchs_ratios_are_one(model, engine, tmp_path, top_k, top_p):
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_tokens"),
+    [(0, 1.0, 0), (0, 0.9, 0), (5, 1.0, 0), (50, 1.0, 0), (50, 0.9, 0), (0, 1.0, 5), (0, 0.999, 5)],
+)
+def test_the_first_minibatchs_ratios_are_one(model, engine, tmp_path, top_k, top_p, min_tokens):
     tokenizer = load_tokenizer(str(model))
     prompts = IterablePrompts([{"prompt": f"{n}="} for n in range(100, 132)], shuffle=False)
     prompts.load(tokenizer)
     pipeline = RolloutPipeline(engine, SingleTurn(), Rewards([share_of_even_tokens]), tokenizer)
-    sampling = Sampling(max_tokens=8, temperature=0.7, top_p=top_p, top_k=top_k)
+    sampling = Sampling(
+        max_tokens=8, temperature=0.7, top_p=top_p, top_k=top_k, min_tokens=min_tokens
+    )
     rollouts = pipeline.run(prompts.draw(32), 4, sampling, seed=3)
     loss = Recorded()
     module = PolicyModule(
@@ -106,6 +111,11 @@ def test_the_first_minibatchs_ratios_are_one(model, engine, tmp_path, top_k, top
         assert float(log_ratio.expm1().abs().max()) <= 1e-5
     # The second minibatch comes after an update, so that its ratios say something.
     assert float(loss.to_old[1].expm1().abs().max()) > 1e-4
+    if min_tokens:  # scored as if ends had been possible, ratios are away from 1
+        del batches[0]["tokens", "no_end"]
+        untrained = Policy(str(model)).score(batches[0], "without", 10_000)["tokens"]
+        gap = (untrained["without"] - untrained["rollout_logprobs"])[untrained["loss_mask"]]
+        assert float(gap.expm1().abs().max()) > 1e-4
     outside = outside_of_the_trainers_cut(model, rollouts, sampling)
     tokens = sum(len(r.token_ids) for r in rollouts)
     gaps = [float(x[0].expm1().abs().max()) for x in (loss.to_old, loss.to_engine)]

@@ -10,41 +10,29 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_rl.collect.loop import run_async
 from lightning_rl.engines import RayEngine, Sampling, VLLMLocal
 from lightning_rl.engines.server_process import free_port
 from lightning_rl.errors import EngineError, IncompleteWeightsError, ReplicaError
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.lora import LoRA
+from lightning_rl.models.policy import Policy
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
+from tests.engine_checks import PROMPTS, connected, generate, is_running, scaled, wait_for
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(500)  # a hang is a failure; starting Ray and vLLM takes its time
 
 ROOT = Path(__file__).parents[2]
-LONG = [3 + i % 10 for i in range(70)]  # more than two cache blocks of 32 tokens
-PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], LONG, [3, 4, 2]]
+NODE = {"num_cpus": 2, "object_store_memory": 100_000_000}
 TINY = {"max_model_len": 128, "kv_cache_gb": 0.05}
-
-
-@pytest.fixture(scope="module")
-def weights(tiny_model):
-    return dict(Policy(str(tiny_model)).named_weights())
-
-
-@pytest.fixture(scope="module")
-def skeleton(tiny_model, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("skeleton")
-    save_skeleton(str(tiny_model), directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +40,9 @@ def cluster():
     """Two nodes of two CPUs each."""
     from ray.cluster_utils import Cluster
 
-    node = {"num_cpus": 2, "object_store_memory": 100_000_000}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
     try:
-        cluster.add_node(**node)
+        cluster.add_node(**NODE)
         yield cluster
     finally:
         cluster.shutdown()
@@ -82,40 +69,11 @@ def local(skeleton):
     local.close()
 
 
-@contextmanager
-def connected(transport, engine):
-    transport.connect(engine)
-    try:
-        yield transport
-    finally:
-        transport.close()
-
-
-def scaled(weights, factor):
-    return {name: weight * factor for name, weight in weights.items()}
-
-
-def generate(engine, prompts, sampling):
-    async def run():
-        return await asyncio.gather(
-            *(engine.generate(p, sampling, seed) for seed, p in enumerate(prompts))
-        )
-
-    return run_async(run())
-
-
 def require_same(completions, expected):
     for ours, theirs in zip(completions, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
         assert (ours.versions, ours.finish_reason) == (theirs.versions, theirs.finish_reason)
-
-
-def wait_for(condition, seconds=300.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def inside(replica, function):
@@ -237,6 +195,23 @@ def test_a_push_replaces_all_weights_of_all_replicas(tmp_path, weights, engine, 
         assert before != pytest.approx(after, abs=1e-2)
 
 
+def test_adapters_alone_are_merged_by_all_replicas(tiny_model, engine, local):
+    policy = Policy(str(tiny_model), lora=LoRA(rank=4, target_modules=["v_proj", "gate_proj"]))
+    sampling = Sampling(max_tokens=8, min_tokens=8)
+    with connected(MemoryTransport(adapters_only=True), engine) as transport:
+        for version in (0, 1):
+            transport.push(transport.weights_of(policy), version)
+            local.load_weights(policy.named_weights(), version)
+            expected = generate(local, PROMPTS, sampling)
+            for replica in engine.replicas:
+                require_same(generate(replica, PROMPTS, sampling), expected)
+            for name, parameter in policy.named_parameters():  # what the second push brings
+                if ".lora_" in name:
+                    torch.nn.init.normal_(
+                        parameter, std=0.1, generator=torch.Generator().manual_seed(0)
+                    )
+
+
 # -------------------------------------------------------------------- faults
 
 
@@ -269,7 +244,7 @@ def test_resources_that_the_cluster_has_not_are_named(engine, skeleton):
     assert all(replica.alive for replica in engine.replicas)  # Ray itself is still connected
 
 
-def test_requests_outlive_the_actor_that_they_were_sent_to(weights, engine, local):
+def test_requests_outlive_the_actor_that_they_were_sent_to(weights, engine, local, fault):
     sampling = Sampling(max_tokens=100, min_tokens=100)
     prompts = PROMPTS[:3] * 4
     with connected(MemoryTransport(), engine) as transport:
@@ -288,12 +263,54 @@ def test_requests_outlive_the_actor_that_they_were_sent_to(weights, engine, loca
             await asyncio.to_thread(ray.kill, doomed._actor)
             return await asyncio.gather(*tasks)
 
-        require_same(run_async(kill_one()), expected)
+        with fault(
+            "a Ray actor killed with six requests in flight", "the same tokens, by the other"
+        ):
+            require_same(run_async(kill_one()), expected)
         assert name in engine._failures[name]
-        wait_for(lambda: doomed.version == 5)
+        with fault("the same", "it is made anew and filled"):
+            wait_for(lambda: doomed.version == 5)
         assert doomed.life == life + 1
         assert doomed.name != name  # another actor
         require_same(generate(doomed, prompts, sampling), expected)
+
+
+def test_a_whole_node_dies_under_requests(weights, cluster, engine, local, fault):
+    """Its replica comes back on the node that is left, with the weights of the last push."""
+    sampling = Sampling(max_tokens=100, min_tokens=100)
+    prompts = PROMPTS[:3] * 4
+    node = cluster.worker_nodes.copy().pop()
+    (doomed,) = (r for r in engine.replicas if node_of(r) == node.node_id)
+    life = doomed.life
+    with connected(MemoryTransport(), engine) as transport:
+        transport.push(weights.items(), 6)
+        local.load_weights(weights.items(), 6)
+        expected = generate(local, prompts, sampling)
+
+        async def remove_node():
+            tasks = [
+                asyncio.create_task(engine.generate(p, sampling, s)) for s, p in enumerate(prompts)
+            ]
+            await asyncio.sleep(0.05)  # each was sent
+            await doomed.pause()  # an actor outlives its node for a moment: it must not finish
+            assert doomed.load == 6
+            await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+            return await asyncio.gather(*tasks)
+
+        try:
+            with fault("a node of two removed, its actor with six requests", "the same tokens"):
+                require_same(run_async(remove_node()), expected)
+            with fault("the same", "its actor is made anew on the other node and filled"):
+                wait_for(lambda: doomed.life > life and doomed.version == 6)
+            assert node_of(doomed) == cluster.head_node.node_id
+            require_same(generate(doomed, prompts, sampling), expected)
+        finally:
+            cluster.add_node(**NODE)
+
+
+def node_of(replica) -> str:
+    """The id of the cluster's node that its actor runs on."""
+    return inside(replica, lambda actor: ray.get_runtime_context().get_node_id())
 
 
 # -------------------------------------------------------------------- beyond two replicas
@@ -322,13 +339,6 @@ def test_tensor_parallel_inside_an_actor(weights, engine, local, skeleton):
         pair.close()
     assert ray.is_initialized()  # `engine` still needs it
     wait_for(lambda: not [pid for pid in pids if is_running(pid)])
-
-
-def is_running(pid) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
 
 
 def test_training_from_the_command_line(cluster, tiny_model, tmp_path):

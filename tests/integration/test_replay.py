@@ -11,6 +11,7 @@ import yaml
 from lightning_rl.buffer.parquet import ParquetRollouts
 from lightning_rl.cli import main
 from lightning_rl.errors import DataError
+from lightning_rl.models.policy import Policy
 from lightning_rl.replay.iterations import replay_iteration
 from lightning_rl.replay.log import Outcome, ReplayLog, checksums
 from lightning_rl.replay.rollouts import replay_rollout
@@ -190,6 +191,34 @@ def test_what_was_not_kept_is_said(run, capsys):
     (run.path / "config.yaml").unlink()
     assert main(["replay", str(run.path), "--iteration", "0"]) == 2
     assert "holds no config.yaml" in capsys.readouterr().err
+
+
+def test_exported_models_are_told_from_runs(run, tiny_model, tmp_path, capsys):
+    """A run may begin with one; it cannot be gone on with from one."""
+    policy = Policy(str(tiny_model))
+    next(policy.parameters()).data.add_(0.01)
+    policy.save_pretrained(run.path / "hf")
+    assert main(["replay", str(run.path / "hf"), "--iteration", "0"]) == 2
+    assert "is an exported model: weights alone, without the optimizer" in capsys.readouterr().err
+    for file in (run.path / "checkpoints").glob("*.ckpt"):
+        file.unlink()
+    (run.log.path / "000000-000.parquet").unlink()
+    again = RecordedRun(run.path)
+    with pytest.raises(DataError, match="to the next; what HFExport wrote has no optimizer state"):
+        replay_iteration(again, 3)
+
+
+def test_a_model_that_changed_since_is_found(run, tiny_model, tmp_path):
+    policy = Policy(str(tiny_model))
+    next(policy.parameters()).data.add_(0.01)
+    policy.save_pretrained(tmp_path / "model")
+    text = run.config.read_text()
+    run.config.write_text(text.replace(f"model: {tiny_model}", f"model: {tmp_path / 'model'}"))
+    replay = replay_iteration(run, 0)
+    assert replay.diverged_at == 0
+    assert not replay.equal
+    said = "differ at the start already: the initial weights changed since the run"
+    assert any(line.endswith(said) for line in replay.lines())
 
 
 def test_options_that_do_not_go_together(capsys):

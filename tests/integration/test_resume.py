@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 
 import pytest
@@ -132,4 +133,19 @@ def test_a_run_stops_when_the_disk_is_full(tiny_model, tmp_path, whole, asynchro
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert newest_good(version(tmp_path) / "checkpoints").name == "iteration_2.ckpt"
     fit(tiny_model, tmp_path)
+    assert_same_run(version(tmp_path), whole)
+
+
+def test_a_run_goes_on_from_before_a_damaged_checkpoint(tiny_model, tmp_path, whole):
+    shutil.copytree(whole, version(tmp_path), symlinks=True)
+    directory = version(tmp_path) / "checkpoints"
+    (directory / f"iteration_{ITERATIONS}.ckpt").unlink()  # it had not got that far
+    newest = directory / "iteration_3.ckpt"
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"iteration_3.ckpt is damaged: .*iteration_2.ckpt"):
+        fit(tiny_model, tmp_path / "other", ckpt_path=str(newest))
+    with pytest.warns(UserWarning, match=r"iteration_3.ckpt is damaged.*before: .*_2.ckpt"):
+        fit(tiny_model, tmp_path)
     assert_same_run(version(tmp_path), whole)

@@ -6,14 +6,11 @@ Every test pushes first, so each finds the engine as it wants it, whatever the o
 import asyncio
 import os
 import signal
-import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from lightning_rl.collect.loop import run_async
 from lightning_rl.engines import Sampling, VLLMServer
@@ -24,28 +21,26 @@ from lightning_rl.errors import (
     ReplicaError,
     SyncTimeoutError,
 )
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.lora import LoRA
+from lightning_rl.models.policy import Policy
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
+from tests.engine_checks import (
+    LONG,
+    PROMPTS,
+    connected,
+    generate,
+    is_running,
+    plain_model,
+    scaled,
+    true_logprobs,
+    wait_for,
+)
 
 pytestmark = pytest.mark.timeout(240)  # a hang is a failure
 
-LONG = [3 + i % 10 for i in range(70)]  # more than two cache blocks of 32 tokens
-PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], LONG, [3, 4, 2]]
 KEY = "LIGHTNING_RL_TEST_KEY"
-
-
-@pytest.fixture(scope="module")
-def weights(tiny_model):
-    return dict(Policy(str(tiny_model)).named_weights())
-
-
-@pytest.fixture(scope="module")
-def skeleton(tiny_model, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("skeleton")
-    save_skeleton(str(tiny_model), directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -59,48 +54,6 @@ def engine(skeleton):
     assert len(pids) >= 6  # for each: keeper, server, engine
     engine.close()
     wait_for(lambda: not [pid for pid in pids if is_running(pid)])
-
-
-@contextmanager
-def connected(transport, engine):
-    transport.connect(engine)
-    try:
-        yield transport
-    finally:
-        transport.close()
-
-
-def scaled(weights, factor):
-    return {name: weight * factor for name, weight in weights.items()}
-
-
-def plain_model(tiny_model, weights):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    model.load_state_dict(weights)
-    return model.eval()
-
-
-def generate(engine, prompts, sampling, seeds=None):
-    async def run():
-        pairs = zip(prompts, seeds or range(len(prompts)), strict=True)
-        return await asyncio.gather(*(engine.generate(p, sampling, s) for p, s in pairs))
-
-    return run_async(run())
-
-
-def true_logprobs(plain, prompt, token_ids, sampling) -> list[float]:
-    """The logprobs of a completion from their definition, in float64."""
-    with torch.no_grad():
-        logits = plain(input_ids=torch.tensor([prompt + token_ids])).logits[0].double()
-    result = []
-    for step, token in enumerate(token_ids):
-        z = logits[len(prompt) - 1 + step] / sampling.temperature
-        if step < sampling.min_tokens:
-            z[1] = -torch.inf
-        if sampling.top_k:
-            z[z < z.sort(descending=True).values[sampling.top_k - 1]] = -torch.inf
-        result.append(float(z[token] - z.logsumexp(0)))
-    return result
 
 
 def gap(replica, plain) -> float:
@@ -124,24 +77,10 @@ def sid(pid) -> int:
         return -1
 
 
-def is_running(pid) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
-
-
 def engine_core(replica) -> int:
     """The process that takes the steps of a push; the server before it goes on answering."""
     names = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in processes(replica)}
     return next(pid for pid, name in names.items() if "EngineCore" in name or "Engine" in name)
-
-
-def wait_for(condition, seconds=180.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 # -------------------------------------------------------------------- tokens
@@ -269,6 +208,11 @@ TRANSPORTS = {
     "collective_two_buckets": lambda tmp: CollectiveTransport(bucket_mb=0.05, keep_copy=False),
     "collective_changed_only": lambda tmp: CollectiveTransport(bucket_mb=0.05, changed_only=True),
 }
+ADAPTERS = {
+    "memory": lambda tmp: MemoryTransport(adapters_only=True),
+    "checkpoint": lambda tmp: CheckpointTransport(str(tmp), adapters_only=True),
+    "collective": lambda tmp: CollectiveTransport(bucket_mb=0.05, adapters_only=True),
+}
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -286,12 +230,47 @@ def test_a_push_replaces_all_weights_of_all_replicas(tiny_model, tmp_path, weigh
         assert gap(engine.replicas[0], plain_model(tiny_model, states[2])) > 1e-2
 
 
+def train_adapters(policy, seed):
+    """Give all adapters other weights; the policy then, merged."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    return {name: weight.clone() for name, weight in policy.named_weights()}
+
+
+@pytest.fixture
+def lora_policy(tiny_model):
+    """Of each layer that vLLM fuses, one part is adapted."""
+    return Policy(str(tiny_model), lora=LoRA(rank=4, target_modules=["v_proj", "gate_proj"]))
+
+
+@pytest.mark.parametrize("name", ["memory", "checkpoint", "collective"])
+def test_adapters_alone_are_merged_by_all_replicas(tiny_model, tmp_path, lora_policy, engine, name):
+    """Float32 logprobs as those of the merged weights; the second push brings no base."""
+    with connected(ADAPTERS[name](tmp_path), engine) as transport:
+        for version in (0, 1):
+            merged = train_adapters(lora_policy, version)
+            transport.push(transport.weights_of(lora_policy), version)
+            plain = plain_model(tiny_model, merged)
+            for replica in engine.replicas:
+                assert replica.version == version
+                assert gap(replica, plain) < 1e-5
+        base = plain_model(tiny_model, dict(lora_policy.named_base_weights()))
+        assert gap(engine.replicas[0], base) > 1e-2
+
+
 # -------------------------------------------------------------------- faults
 
 
-def test_a_skipped_layer_is_named(tiny_model, weights, engine):
+def test_a_skipped_layer_is_named(tiny_model, weights, engine, fault):
     layer = "model.layers.1.mlp.up_proj.weight"
-    with pytest.raises(IncompleteWeightsError, match=f"left out 1 .* '{layer}'"):
+    with fault(
+        "a layer left out of the push",
+        "naming it; the engine generates nothing until the next push",
+        IncompleteWeightsError,
+        f"left out 1 .* '{layer}'",
+    ):
         engine.load_weights({n: w for n, w in weights.items() if n != layer}.items(), 1)
     with pytest.raises(EngineError, match="no trained weights"):
         generate(engine, [[3]], Sampling(max_tokens=1))
@@ -305,23 +284,33 @@ def test_a_skipped_layer_is_named(tiny_model, weights, engine):
 
     with (
         connected(Forgetful(), engine) as transport,
-        pytest.raises(IncompleteWeightsError, match="left 5 of the engine's weights as they were"),
+        fault(
+            "tensors lost on the way",
+            "naming them, from vLLM's worker",
+            IncompleteWeightsError,
+            "left 5 of the engine's weights as they were",
+        ),
     ):
         transport.push(weights.items(), 1)
     engine.load_weights(weights.items(), 2)
     assert gap(engine.replicas[1], plain_model(tiny_model, weights)) < 1e-5
 
 
-def test_a_truncated_file_is_named(tiny_model, tmp_path, weights, engine):
+def test_a_truncated_file_is_named(tiny_model, tmp_path, weights, engine, fault):
     class Truncating(CheckpointTransport):
         def _write(self, *args):
-            path = super()._write(*args)
-            os.truncate(path, path.stat().st_size - 1000)
-            return path
+            told = super()._write(*args)
+            os.truncate(told["path"], os.path.getsize(told["path"]) - 1000)
+            return told
 
     with (
         connected(Truncating(str(tmp_path)), engine) as transport,
-        pytest.raises(DamagedWeightsError, match=r"00000001\.safetensors cannot be read"),
+        fault(
+            "a file cut short",
+            "naming it; the next push puts it right",
+            DamagedWeightsError,
+            r"00000001\.safetensors cannot be read",
+        ),
     ):
         transport.push(weights.items(), 1)
     with connected(CheckpointTransport(str(tmp_path)), engine) as transport:
@@ -329,7 +318,7 @@ def test_a_truncated_file_is_named(tiny_model, tmp_path, weights, engine):
     assert gap(engine.replicas[0], plain_model(tiny_model, weights)) < 1e-5
 
 
-def test_a_cache_that_is_not_reset_shows(monkeypatch, tiny_model, weights, engine):
+def test_a_cache_that_is_not_reset_shows(monkeypatch, tiny_model, weights, engine, fault):
     """What the probe after each sync sees: that it can fail."""
     replica = engine.replicas[0]
     engine.load_weights(weights.items(), 1)
@@ -341,12 +330,15 @@ def test_a_cache_that_is_not_reset_shows(monkeypatch, tiny_model, weights, engin
 
     monkeypatch.setattr(replica, "_call", no_reset)
     changed = scaled(weights, 0.8)
-    engine.load_weights(changed.items(), 2)
-    assert gap(replica, plain_model(tiny_model, changed)) > 1e-2
+    plain = plain_model(tiny_model, changed)
+    happened = "logprobs off by more than 0.01 on a cached prompt, as the probe compares them"
+    with fault("the prefix cache not reset", happened):
+        engine.load_weights(changed.items(), 2)
+        assert gap(replica, plain) > 1e-2
 
 
 def test_a_stuck_peer_that_is_not_ours_is_an_error_in_time(
-    monkeypatch, tiny_model, skeleton, weights, engine
+    monkeypatch, tiny_model, skeleton, weights, engine, fault
 ):
     """Two servers as somebody else's, by their URLs; one of them hangs."""
     engine.load_weights(weights.items(), 1)
@@ -359,7 +351,11 @@ def test_a_stuck_peer_that_is_not_ours_is_an_error_in_time(
         with connected(CollectiveTransport(timeout_s=3), visitor) as transport:
             transport.push(scaled(weights, 0.9).items(), 1)
             os.kill(hung, signal.SIGSTOP)
-            with pytest.raises((SyncTimeoutError, EngineError)):
+            with fault(
+                "a server of somebody else hangs (`SIGSTOP`) in a push",
+                "after the timeout, here 3 s; it goes on with the next push",
+                (SyncTimeoutError, EngineError),
+            ):
                 transport.push(scaled(weights, 0.8).items(), 2)
             os.kill(hung, signal.SIGCONT)
             transport.push(scaled(weights, 0.7).items(), 3)
@@ -370,30 +366,33 @@ def test_a_stuck_peer_that_is_not_ours_is_an_error_in_time(
     assert is_running(hung)  # it was not ours to end
 
 
-def test_a_replica_that_dies_in_the_middle_of_a_push(tiny_model, weights, engine):
-    """The other one is served, and itself comes back with the weights of that push."""
-    changed = scaled(weights, 0.8)
+def test_a_replica_that_dies_in_the_middle_of_a_push(tiny_model, lora_policy, engine, fault):
+    """The other one is served, and itself comes back with the base and that push's adapters."""
     doomed, other = engine.replicas
     life = doomed.life
 
     class Murderous(CollectiveTransport):
         def _transmit(self, bucket, replicas):
-            if doomed.life == life and doomed in replicas:
+            if doomed.version == 6 and doomed in replicas:
                 doomed._process.kill()
             super()._transmit(bucket, replicas)
 
-    with connected(Murderous(bucket_mb=0.05, timeout_s=60), engine) as transport:
-        transport.push(changed.items(), 7)
-        plain = plain_model(tiny_model, changed)
-        assert gap(other, plain) < 1e-5
-        sampling = Sampling(max_tokens=8)
-        assert all(set(c.versions) == {7} for c in generate(engine, PROMPTS * 2, sampling))
-        wait_for(lambda: doomed.version == 7)
+    with connected(Murderous(timeout_s=60, adapters_only=True), engine) as transport:
+        transport.push(transport.weights_of(lora_policy), 6)
+        merged = train_adapters(lora_policy, 7)
+        plain = plain_model(tiny_model, merged)
+        with fault("a server killed in the middle of a broadcast", "the push reaches the other"):
+            transport.push(transport.weights_of(lora_policy), 7)
+            assert gap(other, plain) < 1e-5
+        with fault("the same", "it is started anew and filled with that push"):
+            sampling = Sampling(max_tokens=8)
+            assert all(set(c.versions) == {7} for c in generate(engine, PROMPTS * 2, sampling))
+            wait_for(lambda: doomed.version == 7)
         assert doomed.life == life + 1
         assert gap(doomed, plain) < 1e-5
 
 
-def test_requests_outlive_the_replica_that_they_were_sent_to(weights, engine):
+def test_requests_outlive_the_replica_that_they_were_sent_to(weights, engine, fault):
     with connected(MemoryTransport(), engine) as transport:
         transport.push(weights.items(), 5)
         sampling = Sampling(max_tokens=100, min_tokens=100)
@@ -408,18 +407,25 @@ def test_requests_outlive_the_replica_that_they_were_sent_to(weights, engine):
             await asyncio.to_thread(doomed._process.kill)
             return await asyncio.gather(*tasks)
 
-        assert [c.token_ids for c in run_async(kill_one())] == expected
+        with fault("a server killed with six requests in flight", "the same tokens, by the other"):
+            assert [c.token_ids for c in run_async(kill_one())] == expected
         wait_for(lambda: engine.replicas[1].version == 5)
 
 
-def test_when_all_replicas_are_gone_there_is_an_error_in_time(monkeypatch, weights, engine):
+def test_when_all_replicas_are_gone_there_is_an_error_in_time(monkeypatch, weights, engine, fault):
     with connected(MemoryTransport(), engine) as transport:
         transport.push(weights.items(), 5)
         monkeypatch.setattr(engine, "recovery_timeout_s", 1.0)
         for replica in engine.replicas:
             replica._process.kill()
-        with pytest.raises(ReplicaError, match=r"none of 2 replicas came back .*=1: http://127"):
+        with fault(
+            "all servers killed",
+            "after `recovery_timeout_s`, here 1 s",
+            ReplicaError,
+            r"none of 2 replicas came back .*=1: http://127",
+        ):
             generate(engine, [[3]], Sampling(max_tokens=1))
         monkeypatch.setattr(engine, "recovery_timeout_s", 200.0)
-        assert generate(engine, [[3]], Sampling(max_tokens=4))[0].versions[0] == 5
+        with fault("the same, given time", "started, filled with the weights of then, and asked"):
+            assert generate(engine, [[3]], Sampling(max_tokens=4))[0].versions[0] == 5
         wait_for(lambda: all(replica.version == 5 for replica in engine.replicas))

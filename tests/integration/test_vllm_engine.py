@@ -8,32 +8,19 @@ import threading
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from lightning_rl.engines import Sampling, TransformersEngine, VLLMLocal
 from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
-from lightning_rl.models.policy import Policy, save_skeleton
-
-LONG = [3 + i % 10 for i in range(70)]  # more than two cache blocks of 32 tokens
-PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], LONG, [3, 4, 2]]
-
-
-@pytest.fixture(scope="module")
-def weights(tiny_model):
-    return dict(Policy(str(tiny_model)).named_weights())
+from lightning_rl.models.lora import LoRA
+from lightning_rl.models.policy import Policy
+from lightning_rl.sync.memory import MemoryTransport
+from tests.engine_checks import LONG, PROMPTS, generate, plain_model, scaled, true_logprobs
 
 
 @pytest.fixture(scope="module")
 def changed(weights):
     """Weights of another policy: the same, a fifth smaller."""
-    return {name: weight * 0.8 for name, weight in weights.items()}
-
-
-@pytest.fixture(scope="module")
-def skeleton(tiny_model, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("skeleton")
-    save_skeleton(str(tiny_model), directory)
-    return directory
+    return scaled(weights, 0.8)
 
 
 @pytest.fixture(scope="module")
@@ -51,41 +38,6 @@ def engine(started, weights):
     return started
 
 
-def plain_model(tiny_model, weights):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    model.load_state_dict(weights)
-    return model.eval()
-
-
-def generate(engine, prompts, sampling, seeds=None):
-    seeds = range(len(prompts)) if seeds is None else seeds
-
-    async def run():
-        pairs = zip(prompts, seeds, strict=True)
-        return await asyncio.gather(*(engine.generate(p, sampling, s) for p, s in pairs))
-
-    return asyncio.run(run())
-
-
-def processed_logprobs(plain, prompt, token_ids, sampling) -> list[float]:
-    """The logprobs of a completion from their definition, in float64."""
-    with torch.no_grad():
-        logits = plain(input_ids=torch.tensor([prompt + token_ids])).logits[0].double()
-    result = []
-    for step, token in enumerate(token_ids):
-        z = logits[len(prompt) - 1 + step] / sampling.temperature
-        if step < sampling.min_tokens:
-            z[1] = -torch.inf
-        if sampling.top_k:
-            z[z < z.sort(descending=True).values[sampling.top_k - 1]] = -torch.inf
-        ordered, order = z.softmax(-1).sort(descending=True)
-        before = ordered.cumsum(0) - ordered
-        kept = order[before < sampling.top_p]
-        assert token in kept.tolist()
-        result.append(float(z[token] - z[kept].logsumexp(0)))
-    return result
-
-
 SAMPLINGS = [
     Sampling(max_tokens=16, temperature=0.7),
     Sampling(max_tokens=16, temperature=1.3, top_k=3),
@@ -101,7 +53,7 @@ def test_logprobs_are_of_the_distribution_sampled_from(tiny_model, weights, engi
     for prompt, completion in zip(
         PROMPTS * 4, generate(engine, PROMPTS * 4, sampling), strict=True
     ):
-        expected = processed_logprobs(plain, prompt, completion.token_ids, sampling)
+        expected = true_logprobs(plain, prompt, completion.token_ids, sampling)
         assert completion.logprobs == pytest.approx(expected, abs=1e-5)
         tokens += len(expected)
     assert tokens > 60
@@ -207,6 +159,39 @@ def test_a_cancelled_request_leaves_and_the_others_stay(engine):
     assert not engine._llm.has_unfinished_requests()
 
 
+def test_other_threads_draw_as_if_it_were_not_there(engine):
+    """What is sampled, too, comes from seeds alone."""
+    sampling = Sampling(max_tokens=100, min_tokens=100)
+    expected = [c.token_ids for c in generate(engine, PROMPTS[:3], sampling)]
+    torch.manual_seed(5)
+    alone = torch.stack([torch.rand(()) for _ in range(3000)])
+    torch.manual_seed(5)
+    drawn = []
+    thread = threading.Thread(target=lambda: drawn.extend(torch.rand(()) for _ in range(3000)))
+    thread.start()
+    ours = [c.token_ids for c in generate(engine, PROMPTS[:3], sampling)]
+    thread.join()
+    assert torch.equal(torch.stack(drawn), alone)
+    assert ours == expected
+
+
+def test_adapters_alone_make_the_merged_weights(tiny_model, engine):
+    policy = Policy(str(tiny_model), lora=LoRA(rank=4, target_modules=["v_proj", "gate_proj"]))
+    transport = MemoryTransport(adapters_only=True)
+    transport.connect(engine)
+    for version in (4, 5):
+        transport.push(transport.weights_of(policy), version)
+        plain = plain_model(tiny_model, dict(policy.named_weights()))
+        assert engine.version == version
+        assert gap_on_a_cached_prompt(engine, plain) < 1e-5
+        for name, parameter in policy.named_parameters():  # what the second push brings
+            if ".lora_" in name:
+                torch.nn.init.normal_(
+                    parameter, std=0.1, generator=torch.Generator().manual_seed(0)
+                )
+    transport.close()
+
+
 def test_a_push_replaces_all_weights(tiny_model, changed, engine):
     sampling = Sampling(max_tokens=12, temperature=0.7)
     before = generate(engine, PROMPTS, sampling)
@@ -215,7 +200,7 @@ def test_a_push_replaces_all_weights(tiny_model, changed, engine):
     assert [c.token_ids for c in before] != [c.token_ids for c in after]
     plain = plain_model(tiny_model, changed)
     for prompt, completion in zip(PROMPTS, after, strict=True):
-        expected = processed_logprobs(plain, prompt, completion.token_ids, sampling)
+        expected = true_logprobs(plain, prompt, completion.token_ids, sampling)
         assert completion.logprobs == pytest.approx(expected, abs=1e-5)
         assert set(completion.versions) == {4}
 
@@ -224,7 +209,7 @@ def gap_on_a_cached_prompt(engine, plain) -> float:
     """Largest error of logprobs after a prompt of 70 tokens, which vLLM caches in blocks of 32."""
     sampling = Sampling(max_tokens=4, min_tokens=4)
     (completion,) = generate(engine, [LONG], sampling, [5])
-    expected = processed_logprobs(plain, LONG, completion.token_ids, sampling)
+    expected = true_logprobs(plain, LONG, completion.token_ids, sampling)
     return max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True))
 
 
@@ -267,8 +252,7 @@ def test_tokens_in_flight_keep_the_version_that_wrote_them(tiny_model, weights, 
         assert 0 < switch < 40
         assert completion.versions == [3] * switch + [4] * (40 - switch)
         by_version = {
-            v: processed_logprobs(m, prompt, completion.token_ids, sampling)
-            for v, m in plain.items()
+            v: true_logprobs(m, prompt, completion.token_ids, sampling) for v, m in plain.items()
         }
         expected = by_version[3][:switch] + by_version[4][switch:]
         assert completion.logprobs == pytest.approx(expected, abs=1e-5)
@@ -307,6 +291,21 @@ def test_a_request_that_does_not_fit_is_refused(engine):
         generate(engine, [[3] * 120], Sampling(max_tokens=9))
 
 
+def close_in_the_middle(engine):
+    """Of a request, from another thread, as a trainer does; the engine is paused besides."""
+
+    async def run():
+        request = asyncio.create_task(engine.generate([3], Sampling(max_tokens=100), 0))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await engine.pause()
+        await asyncio.to_thread(engine.close)
+        await engine.resume()
+        await request
+
+    asyncio.run(run())
+
+
 def test_an_engine_can_be_closed_and_started_again_beside_another(
     tiny_model, skeleton, weights, engine
 ):
@@ -326,7 +325,8 @@ def test_an_engine_can_be_closed_and_started_again_beside_another(
         other.load_weights(weights.items(), 0)
         again = [c.token_ids for c in generate(other, PROMPTS, Sampling(max_tokens=8))]
         assert again == expected
-        other.close()
+        with pytest.raises(EngineError, match="closed while it generated"):
+            close_in_the_middle(other)
         other.close()
         assert not other.running
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -346,5 +346,8 @@ def test_impossible_settings_are_refused(tmp_path, skeleton):
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"float16.* not for CPUs"):
             VLLMLocal(dtype="float16").start(skeleton)
-    with pytest.raises(EngineError, match="vLLM did not start"):
+    with pytest.raises(
+        EngineError,
+        match=r"did not start: User-specified max_model_len \(10000\) is greater [^\[]*$",
+    ):
         VLLMLocal(max_model_len=10_000).start(skeleton)

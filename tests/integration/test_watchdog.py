@@ -51,17 +51,17 @@ class NeverAnswers(Stalling):
 
 
 class BlocksTheLoop(Stalling):
-    def _sample(self, requests):
+    def _sample(self, lm, requests):
         if self.ill(len(requests)):
             self.release.wait()
-        return super()._sample(requests)
+        return super()._sample(lm, requests)
 
 
 class Raises(Stalling):
-    def _sample(self, requests):
+    def _sample(self, lm, requests):
         if self.ill(len(requests)):
             raise RuntimeError("the device fell off the bus")
-        return super()._sample(requests)
+        return super()._sample(lm, requests)
 
 
 def fit(tiny_model, tmp_path, engine, ckpt_path=None, **data):

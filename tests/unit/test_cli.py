@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch import Callback
 
+from lightning_rl.callbacks import IterationCheckpoint, ReplayRecorder, Watchdog
 from lightning_rl.cli import main
+from lightning_rl.cli.app import RLCLI
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="VLLMLocal needs vLLM")
 
@@ -502,3 +505,26 @@ def test_from_print_config_to_fit_validate_and_rollout(config, workplace, capsys
     assert {row["reward"] for row in rows} <= {0.0, 1.0}
     assert main(["rollout", *output, "--iterations", "3"]) == 0  # goes on where it stopped
     assert len((workplace / "out.jsonl").read_text().splitlines()) == 24
+
+
+class Built(RLCLI):
+    """What ``fit`` would run."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+def test_fit_adds_what_saves_records_and_watches(config, workplace):
+    (workplace / "defaults.yaml").write_text(yaml.safe_dump(config))
+
+    def callbacks(*options: str) -> list[Callback]:
+        added = (IterationCheckpoint, ReplayRecorder, Watchdog)
+        built = Built(["fit", "--config", "defaults.yaml", *options])
+        return [c for c in built.trainer.callbacks if isinstance(c, added)]
+
+    by_default = {type(c) for c in callbacks()}
+    assert by_default == {IterationCheckpoint, ReplayRecorder, Watchdog}
+    own = callbacks("--trainer.callbacks+=Watchdog", "--trainer.callbacks.timeout_s", "60")
+    assert [c.timeout_s for c in own if isinstance(c, Watchdog)] == [60.0]
+    none = callbacks("--trainer.enable_checkpointing", "false", "--trainer.logger", "false")
+    assert {type(c) for c in none} == {Watchdog}

@@ -5,7 +5,9 @@ from itertools import islice
 
 import pytest
 
+from lightning_rl.collect.source import GroupSource
 from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.engines.base import Sampling
 from lightning_rl.errors import RewardError
 from lightning_rl.loader import RolloutLoader, trainable
 from lightning_rl.models.policy import load_tokenizer
@@ -28,7 +30,8 @@ class Run:
                 for p in prompts.draw(2)
             ]
 
-        self.loader = RolloutLoader(collect, prompts, length, lambda: self.trained)
+        source = GroupSource(prompts, 2, 1, Sampling())
+        self.loader = RolloutLoader(collect, source, length, lambda: self.trained)
 
     def train(self, iterations: int, rest_of_epoch: int | None = None) -> list[list[int]]:
         """Tokens of each batch that was trained on, over epoch ends.
@@ -116,6 +119,28 @@ def test_a_batch_whose_training_was_interrupted_is_kept_and_comes_first(run):
     for part in ("tokens", "rollouts"):
         assert (batches[0][part] == interrupted[part]).all()
     assert second.collected == [2]
+
+
+def test_a_batch_of_several_ranks_that_was_not_trained_on_is_put_together(run, make_rollout):
+    """Group by group, in the order that it has on one process."""
+    first = run()
+    next(iter(first.loader))
+    state = first.state()
+
+    def pending(*groups):
+        rollouts = [
+            make_rollout([3], [4, 1], group_id=f"0/{g}/p", sample_index=i, reward=float(i))
+            for g in groups
+            for i in range(2)
+        ]
+        return [rollout.to_dict() for rollout in rollouts]
+
+    two = [state["ranks"][0] | {"pending": pending(*groups)} for groups in ((0, 2), (1, 3))]
+    second = run()
+    second.loader.load_state_dict({"ranks": two})
+    next(iter(second.loader))
+    ids = [rollout.id for rollout in second.loader.current]
+    assert ids == [f"0/{group}/p/{i}" for group in range(4) for i in range(2)]
 
 
 def test_a_restored_batch_is_kept_until_it_is_trained_on(run):

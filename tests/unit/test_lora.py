@@ -1,10 +1,7 @@
 """LoRA: what trains, what is pushed to engines, what is exported."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightning_rl.engines import TransformersEngine
@@ -12,6 +9,8 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.module import PolicyModule
+from lightning_rl.sync.checkpoint import CheckpointTransport
+from lightning_rl.sync.memory import MemoryTransport
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8, 2, 9, 1]])
 
@@ -187,40 +186,44 @@ def test_an_adapter_on_the_output_layer_is_refused(tiny_model, untied_model):
     Policy(str(untied_model), lora=LoRA(target_modules=["embed_tokens"]))  # not tied: fine
 
 
-def test_adapters_by_themselves_are_what_peft_writes(model, tmp_path):
-    policy = trained(Policy(str(model), lora=LoRA(rank=4, alpha=8.0)))
-    policy.lm.save_pretrained(tmp_path)  # transformers saves the adapter alone, in peft's format
-    config, weights = policy.named_adapter_weights()
-    written = load_file(tmp_path / "adapter_model.safetensors")
-    pushed = dict(weights)
-    assert pushed.keys() == written.keys()
-    assert all(torch.equal(pushed[name], written[name]) for name in written)
-    ours, theirs = (
-        json.loads(text)
-        for text in (
-            json.dumps(config, default=str),
-            (tmp_path / "adapter_config.json").read_text(),
-        )
-    )
-    assert ours["target_modules"] == sorted(theirs["target_modules"])
-    assert (ours["r"], ours["lora_alpha"]) == (theirs["r"], theirs["lora_alpha"]) == (4, 8.0)
-
-
-def test_adapters_by_themselves_make_the_same_policy(tiny_model, tmp_path):
-    policy = trained(Policy(str(tiny_model), lora=LoRA(rank=4)))
-    config, weights = policy.named_adapter_weights()
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    save_file(
-        {name: weight.contiguous() for name, weight in weights},
-        tmp_path / "adapter_model.safetensors",
-    )
-    again = AutoModelForCausalLM.from_pretrained(tiny_model)
-    again.load_adapter(str(tmp_path))
-    with torch.no_grad():
-        ours, theirs = logits(policy, tiny_model), again(input_ids=IDS, use_cache=False).logits
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("target", ["q_proj", "embed_tokens"])
+def test_base_and_adapters_by_themselves_are_the_merged_weights(untied_model, target):
+    """A and B as they are multiplied, with the scale of 6 / 4 in B, also of what is transposed."""
+    lora = LoRA(rank=4, alpha=6.0, target_modules=[target])
+    policy = trained(Policy(str(untied_model), lora=lora)).double()
+    adapters = dict(policy.named_adapter_weights())
+    layer = "model.layers.0.self_attn.q_proj" if target == "q_proj" else "model.embed_tokens"
+    assert set(adapters) == {f"{layer}.lora_A", f"{layer}.lora_B"}
+    a, b = adapters[f"{layer}.lora_A"], adapters[f"{layer}.lora_B"]
+    merged, base = dict(policy.named_weights()), dict(policy.named_base_weights())
+    assert a.shape == (4, 32)
+    assert merged.keys() == base.keys()
+    torch.testing.assert_close(merged.pop(f"{layer}.weight"), base.pop(f"{layer}.weight") + b @ a)
+    assert all(torch.equal(merged[name], weight) for name, weight in base.items())
 
 
 def test_a_policy_without_lora_has_no_adapters(tiny_model):
-    with pytest.raises(ConfigError, match="named_adapter_weights needs a LoRA policy; set lora"):
+    with pytest.raises(ConfigError, match="need a LoRA policy; set lora"):
         Policy(str(tiny_model)).named_adapter_weights()
+
+
+@pytest.mark.parametrize("kind", [MemoryTransport, CheckpointTransport])
+def test_an_engine_in_this_process_takes_adapters(tiny_model, tmp_path, kind):
+    engine = TransformersEngine(device="cpu")
+    engine.start(tiny_model)
+    policy = Policy(str(tiny_model), lora=LoRA(rank=4, alpha=8.0))
+    place = {"directory": str(tmp_path)} if kind is CheckpointTransport else {}
+    transport = kind(**place, adapters_only=True)
+    transport.connect(engine)
+    for version in (0, 1):
+        names = [name for name, _ in transport.weights_of(policy)]
+        assert any(".lora_" not in name for name in names) == (version == 0)
+        transport.push(transport.weights_of(policy), version)
+        assert engine.version == version
+        held = engine._lm.state_dict()
+        for name, weight in policy.named_weights():
+            assert torch.equal(held[name], weight), name
+        trained(policy)
+    files = {file.name.partition("-")[0] for file in tmp_path.iterdir()}
+    assert files == ({"adapters"} if kind is CheckpointTransport else set())
+    transport.close()

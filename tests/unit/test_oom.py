@@ -6,10 +6,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.algos.losses import PPOClip
 from lightning_rl.data.packing import pack_rollouts, select
 from lightning_rl.errors import PackMemoryError
 from lightning_rl.memory import forward_tokens, is_out_of_memory, smaller_budget
+from lightning_rl.models.heads import SharedValueHead
+from lightning_rl.models.policy import Policy
 from lightning_rl.module import PolicyModule
 from tests.unit.test_update import assert_close, last_gradients
 
@@ -105,3 +108,68 @@ def test_half_of_the_tokens_of_the_pack(make_rollout):
     assert forward_tokens(batch) == 11
     assert smaller_budget(batch, RuntimeError("out of memory")) == 5
     assert forward_tokens(select(batch, torch.tensor([0, 1]))) == 8
+
+
+class HungryPolicy(Policy):
+    """Runs out of memory where no gradient is wanted, with more than ``limit`` tokens in a pack."""
+
+    limit = 10**9
+    failures = 0
+
+    def forward(self, pack):
+        if not torch.is_grad_enabled() and forward_tokens(pack) > self.limit:
+            HungryPolicy.failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(pack)
+
+
+class HungryModule(PolicyModule):
+    """Whose policy and reference are such ones."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for policy in (self.policy, self.reference.policy):
+            policy.__class__ = HungryPolicy
+
+
+@pytest.mark.parametrize("limit", [60, 20, 15])
+def test_scores_are_those_of_whole_packs(tiny_model, random_batch, monkeypatch, caplog, limit):
+    policy = HungryPolicy(str(tiny_model), SharedValueHead())
+    torch.nn.init.normal_(policy.value_head.linear.weight, std=0.1)
+    batch, rows = random_batch(12, groups=5), torch.tensor([0, 2, 3, 5, 6, 7, 8, 10, 11])
+    whole = policy.score(batch.clone(), "scored", 10_000, rows)["tokens"]
+    monkeypatch.setattr(HungryPolicy, "limit", limit)
+    monkeypatch.setattr(HungryPolicy, "failures", 0)
+    ours = policy.score(batch.clone(), "scored", 10_000, rows)["tokens"]
+    assert HungryPolicy.failures >= 1
+    assert caplog.text.count("out of memory with") == HungryPolicy.failures
+    for name in ("scored", "values"):
+        assert float(whole[name].abs().max()) > 0.1
+        torch.testing.assert_close(ours[name], whole[name], rtol=0, atol=2e-6)
+
+
+def test_old_and_reference_logprobs_do_not_stop_a_run(
+    tiny_model, train_on, random_batch, monkeypatch
+):
+    """Two updates per batch, so that the old logprobs are scored, and a reference."""
+
+    def weights():
+        module = HungryModule(str(tiny_model), ppo_epochs=2, kl=K3Penalty(0.1),
+                              optimizer=lambda p: torch.optim.SGD(p, lr=0.1))  # fmt: skip
+        train_on(module, [random_batch(12, groups=5)])
+        return dict(module.policy.named_weights())
+
+    whole = weights()
+    monkeypatch.setattr(HungryPolicy, "limit", 30)
+    monkeypatch.setattr(HungryPolicy, "failures", 0)
+    ours = weights()
+    assert HungryPolicy.failures >= 2  # in each of both passes
+    for name, weight in whole.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_rollout_that_cannot_be_scored_is_named(tiny_model, random_batch, monkeypatch):
+    policy = HungryPolicy(str(tiny_model))
+    monkeypatch.setattr(HungryPolicy, "limit", 0)
+    with pytest.raises(PackMemoryError, match=r"a rollout of \d+ tokens does not fit .* of memory"):
+        policy.score(random_batch(4), "scored", 10_000)

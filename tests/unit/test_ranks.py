@@ -1,5 +1,7 @@
 """What several ranks share, as far as one process can tell; see tests/integration/test_ddp.py."""
 
+import json
+from collections import Counter
 from itertools import chain
 
 import pytest
@@ -7,7 +9,8 @@ import pytest
 from lightning_rl import dist
 from lightning_rl.algos.advantages import GRPO
 from lightning_rl.checks import check_groups
-from lightning_rl.collect.ranks import interleaved
+from lightning_rl.collect.batches import RolloutBatches
+from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.source import GroupSource
 from lightning_rl.data.packing import pack_rollouts, silent
 from lightning_rl.data.sources import IterablePrompts
@@ -26,6 +29,11 @@ def source(tiny_model):
         return GroupSource(prompts, 6 // ranks, 2, Sampling(), seed=5, rank=rank, ranks=ranks)
 
     return make
+
+
+def issued_ids(source: GroupSource, count: int) -> list[tuple[str, str]]:
+    groups = [source.next() for _ in range(count)]
+    return [(group[0].prompt.id, group[0].group_id) for group in groups]
 
 
 def issued(source: GroupSource, count: int) -> list[tuple[str, int]]:
@@ -65,10 +73,101 @@ def test_a_restored_source_goes_on(source):
     assert issued(second, 4) == issued(first, 4)
 
 
-def test_shares_are_put_together_in_the_order_of_places(make_rollout):
-    groups = [[make_rollout([3], [1], group_id=str(place))] for place in range(5)]
-    assert interleaved([groups[::2], groups[1::2]]) == groups
-    assert interleaved([groups, []]) == groups
+def test_shares_are_put_together_in_the_order_of_places():
+    assert dist.interleaved([[0, 2, 4], [1, 3]]) == [0, 1, 2, 3, 4]
+    assert dist.interleaved([[0, None], []]) == [0, None]
+
+
+def test_shares_of_other_ranks_are_dealt_as_if_they_had_been_to_these():
+    two = [[0, 2, 4], [1, 3]]
+    assert dist.dealt_anew(two, 0, 1) == [0, 1, 2, 3, 4]
+    assert [dist.dealt_anew(two, rank, 3) for rank in range(3)] == [[0, 3], [1, 4], [2]]
+    uneven = [[0, 2, 4, 6], [1]]
+    assert [dist.dealt_anew(uneven, rank, 2) for rank in range(2)] == uneven  # as many: as it was
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2), (1, 3)])
+def test_another_number_of_ranks_goes_on_as_one_process_does(source, before, after):
+    alone = source()
+    old = [source(rank, before) for rank in range(before)]
+    for one in (alone, *old):
+        one.begin(4)
+        issued(one, 6 // one.ranks)
+    states = json.loads(json.dumps([one.state_dict() for one in old]))
+    new = [source(rank, after) for rank in range(after)]
+    for one in new:
+        one.load_shares(states)
+    for iteration in (5, 6, 7):
+        for one in (alone, *new):
+            one.begin(iteration)
+        shares = [issued(one, 6 // after) for one in new]
+        assert sorted(chain(*shares)) == sorted(issued(alone, 6))
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 1), (3, 2), (2, 3), (1, 3)])
+def test_no_prompt_is_lost_or_doubled_when_ranks_change(source, before, after):
+    """In the middle of an iteration, with ranks that came to different places."""
+    old = [source(rank, before) for rank in range(before)]
+    seen = []
+    for rank, one in enumerate(old):
+        one.begin(2)
+        seen += issued_ids(one, 1 + rank)
+        one.give_back(one.next()[0].prompt)
+    new = [source(rank, after) for rank in range(after)]
+    for one in new:
+        one.load_shares([other.state_dict() for other in old])
+    for one in new:  # all that wait to be issued, and two more
+        seen += issued_ids(one, len(one._again) + 2)
+    # The last of the old ranks had drawn 1 + before times, and the others had to catch up.
+    order = [p.id for p in source().prompts.draw((1 + before) * before + 2 * after)]
+    assert Counter(prompt for prompt, _ in seen) == Counter(order)
+    assert len({group for _, group in seen}) == len(seen)  # no two groups of one name
+
+
+@pytest.fixture
+def batches(source):
+    """With an engine of their own, or (``shared``) one that rank 0 feeds for all ``ranks``."""
+
+    def make(rank: int, ranks: int, shared: bool = False) -> RolloutBatches:
+        issuing = source() if shared else source(rank, ranks)
+        return RolloutBatches(None, SyncCollector(), issuing)
+
+    return make
+
+
+def held(batches: RolloutBatches) -> list[str]:
+    return [group[0]["group_id"] for group in batches.state_dict()["collector"]["groups"]]
+
+
+def test_groups_in_hand_are_dealt_anew(batches):
+    before = batches(0, 1)
+    for _ in range(5):
+        before.collector._next(before.source)
+    state = json.loads(json.dumps(before.state_dict()))
+    names = held(before)
+    after = [batches(rank, 2) for rank in range(2)]
+    for one in after:
+        one.load_shares([state])
+    assert [held(one) for one in after] == [names[::2], names[1::2]]
+    back = batches(0, 1)
+    back.load_shares([one.state_dict() for one in after])
+    assert held(back) == names
+
+
+def test_an_engine_for_all_ranks_has_its_groups_on_rank_0(batches):
+    """And on the way to engines of their own, or back, none is lost."""
+    shared = [batches(rank, 2, shared=True) for rank in range(2)]
+    for _ in range(4):
+        shared[0].collector._next(shared[0].source)
+    names = held(shared[0])
+    own = [batches(rank, 2) for rank in range(2)]
+    for one in own:
+        one.load_shares([other.state_dict() for other in shared])
+    assert [held(one) for one in own] == [names[::2], names[1::2]]
+    assert own[0].source.prompts.state_dict() == shared[0].source.prompts.state_dict()
+    again = batches(0, 2, shared=True)
+    again.load_shares([one.state_dict() for one in own])
+    assert held(again) == names
 
 
 def test_groups_must_be_shared_evenly(monkeypatch):

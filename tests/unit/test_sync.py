@@ -18,6 +18,7 @@ from lightning_rl.errors import (
     WeightSyncError,
 )
 from lightning_rl.models.policy import Policy
+from lightning_rl.sync.adapters import Merger, merge
 from lightning_rl.sync.buckets import checked, cut, unit_of
 from lightning_rl.sync.checkpoint import CheckpointTransport, write_safetensors
 from lightning_rl.sync.collective import CollectiveTransport
@@ -71,6 +72,8 @@ def test_the_collectors_schedule_waits_until_it_has_used_up_what_it_may():
         (lambda: TrainerSchedule(min_updates=0), "min_updates=0 must be >= 1"),
         (lambda: MemoryTransport(bucket_mb=0), "bucket_mb=0 must be"),
         (lambda: MemoryTransport(changed_only=True, keep_copy=False), "set keep_copy: true"),
+        (lambda: MemoryTransport(adapters_only=True, keep_copy=False), "set keep_copy: true"),
+        (lambda: CheckpointTransport("x", adapters_only=True, changed_only=True), "exclude"),
         (lambda: CollectiveTransport(timeout_s=0), "timeout_s=0 must be"),
         (lambda: CollectiveTransport(backend="mpi"), r"backend='mpi' must be one of .*gloo"),
         (lambda: CheckpointTransport("x", keep=0), "keep=0 must be >= 1"),
@@ -157,6 +160,32 @@ def test_weights_are_checked_as_they_pass():
         list(checked([("c", torch.zeros(1))], expected))
     with pytest.raises(IncompleteWeightsError, match=r"'a' of shape \(5,\), .*\(2,\)"):
         list(checked([("a", torch.zeros(5))], expected))
+
+
+# -------------------------------------------------------------------- adapters
+
+
+def test_an_adapter_is_merged_in_float32():
+    b, a = torch.tensor([[1.0], [2.0]]), torch.tensor([[10.0, 20.0]])
+    adapters = {"q.lora_A": a, "q.lora_B": b}
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert merge("q.weight", weight, adapters).tolist() == [[11, 22], [23, 44]]
+    for name in ("q.bias", "k.weight"):
+        assert merge(name, weight, adapters) is weight
+    # bfloat16 has 256, then 258: 257.001 is nearer to that. A factor in bfloat16 would be 1, and
+    # 257 rounds down.
+    weight = torch.tensor([[256.0]], dtype=torch.bfloat16)
+    adapters = {"q.lora_A": torch.tensor([[1.0]]), "q.lora_B": torch.tensor([[1.001]])}
+    assert merge("q.weight", weight, adapters).tolist() == [[258]]
+    assert merge("q.weight", weight, adapters).dtype == torch.bfloat16
+
+
+def test_adapters_without_their_base_are_refused():
+    merger = Merger(torch.device("cpu"))
+    merger.begin()
+    assert list(merger.take([("q.lora_A", torch.ones(1, 2))], with_base=False)) == []
+    with pytest.raises(IncompleteWeightsError, match=r"1 layers whose weights .* first 'q'"):
+        merger.finish()
 
 
 # -------------------------------------------------------------------- files

@@ -18,7 +18,7 @@ from lightning_rl.engines.base import Completion, Sampling
 from lightning_rl.engines.http_replica import completion_of, refusal
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
-from lightning_rl.engines.server_process import ServerProcess
+from lightning_rl.engines.server_process import ServerProcess, validation_failure
 from lightning_rl.engines.vllm_server import VLLMServer, server_command
 from lightning_rl.errors import (
     ConfigError,
@@ -29,7 +29,9 @@ from lightning_rl.errors import (
     SyncTimeoutError,
     WeightSyncError,
 )
+from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
+from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.group import Group
@@ -85,14 +87,20 @@ class ThreadReplica(Replica):
     def init_weight_transfer_engine(self, init_info):
         source = SOURCES[init_info["source"]]
         self.source = source(torch.device("cpu"), 0, **init_info["options"])
+        self.merger = Merger(torch.device("cpu"))
 
     def start_weight_update(self):
-        self.buckets = []
+        self.buckets, self.received = [], 0
+        self.merger.begin()
 
     def update_weights(self, update_info):
         if (bucket := update_info["bucket"]) is None:
+            self.merger.finish()
             return
-        weights = {name: weight.clone() for name, weight in self.source.fetch(bucket)}
+        arrived = list(self.source.fetch(bucket))
+        self.received += sum(weight.nbytes for _, weight in arrived)
+        taken = self.merger.take(arrived, update_info["complete"])
+        weights = {name: weight.clone() for name, weight in taken}
         self.buckets.append(sorted(weights))
         self.held |= weights
 
@@ -213,6 +221,85 @@ def test_with_changes_only_a_restarted_replica_gets_everything(connect, engine, 
     wait_for(lambda: engine.replicas[0].life == 2)
     transport.push(weights.items(), 1)
     assert holds(engine.replicas[0], weights)
+
+
+# -------------------------------------------------------------------- adapters
+
+
+def train_adapters(policy, seed):
+    """Give all adapters other weights; the policy then, merged."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    return {name: weight.clone() for name, weight in policy.named_weights()}
+
+
+@pytest.fixture
+def lora_policy(tiny_model):
+    return Policy(
+        str(tiny_model), lora=LoRA(rank=2, alpha=4.0, target_modules=["q_proj", "up_proj"])
+    )
+
+
+def test_adapters_alone_make_the_merged_weights(connect, engine, lora_policy):
+    """To the bit, for the scale of 4 / 2 is exact."""
+    transport = connect(adapters_only=True)
+    # Float32 A of (2, 64) and B of (64, 2), of q and up in each of two layers.
+    adapters = 4 * 2 * 2 * (2 * 64 + 64 * 2)
+    for version, seed in enumerate((1, 2, 3)):
+        merged = train_adapters(lora_policy, seed)
+        transport.push(transport.weights_of(lora_policy), version)
+        for replica in engine.replicas:
+            assert holds(replica, merged)
+            assert (replica.version, replica.said) == (version, str(version))
+            if version > 0:
+                assert replica.received == adapters
+                loaded = {name for bucket in replica.buckets for name in bucket}
+                assert loaded == {  # what an engine fuses with an adapted layer comes with it
+                    n for n in merged if ".self_attn." in n or ".mlp." in n
+                }
+
+
+def test_a_restarted_replica_gets_base_and_adapters(connect, engine, lora_policy):
+    transport = connect(adapters_only=True)
+    for version, seed in enumerate((1, 2)):
+        merged = train_adapters(lora_policy, seed)
+        transport.push(transport.weights_of(lora_policy), version)
+    doomed, other = engine.replicas
+    run_async(lose(engine, doomed))
+    wait_for(lambda: doomed.version == 1)
+    assert doomed.life == 2
+    assert holds(doomed, merged)
+    # And one that dies in a push, or lost what refills it: the base comes again, from its copy.
+    merged = train_adapters(lora_policy, 3)
+    doomed.dies_at = "update_weights"
+    transport.push(transport.weights_of(lora_policy), 2)
+    assert holds(other, merged)
+    wait_for(lambda: doomed.version == 2)
+    assert holds(doomed, merged)
+    engine.refill = None
+    run_async(lose(engine, doomed))
+    wait_for(lambda: doomed.life == 4 and doomed.alive)
+    merged = train_adapters(lora_policy, 4)
+    transport.push(transport.weights_of(lora_policy), 3)
+    assert holds(doomed, merged)
+    assert holds(other, merged)
+
+
+def test_an_adapter_that_is_left_out_is_named(connect, engine, lora_policy):
+    transport = connect(adapters_only=True)
+    transport.push(transport.weights_of(lora_policy), 0)
+    lost = "model.layers.1.self_attn.q_proj.lora_B"
+    weights = [item for item in transport.weights_of(lora_policy) if item[0] != lost]
+    with pytest.raises(
+        IncompleteWeightsError, match=f"left 1 adapters as they were, first '{lost}"
+    ):
+        transport.push(weights, 1)
+    assert engine.version == -1
+    merged = train_adapters(lora_policy, 5)
+    transport.push(transport.weights_of(lora_policy), 2)  # with the base, for who knows
+    assert all(holds(replica, merged) for replica in engine.replicas)
 
 
 async def lose(engine, replica):
@@ -447,3 +534,30 @@ def test_a_server_says_why_it_ended():
     server = ServerProcess([sys.executable, "-c", "print('x'); raise ValueError('bad port')"], {})
     wait_for(lambda: not server.running)
     assert server.tail() == "ValueError: bad port"
+
+
+def test_what_a_server_refuses_is_said_without_what_surrounds_it():
+    """The lines that vLLM prints."""
+    told = (
+        "Traceback (most recent call last):\n  File x\n"
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "  Value error, max_model_len (10) is too large. [type=value_error, input_value=Args()]\n"
+        "    For further information visit https://errors.pydantic.dev/value_error"
+    )
+    assert validation_failure(told) == "max_model_len (10) is too large."
+    told = told.replace("ModelConfig\n  Value error, max", "ModelConfig\ndtype\n  Max")
+    assert validation_failure(told) == "dtype: Max_model_len (10) is too large."
+    assert validation_failure("ValueError: 1 2 3") is None
+
+
+def test_an_engine_core_that_fails_is_the_root_cause():
+    program = "import sys; sys.stderr.write(sys.argv[1])"
+    printed = (
+        "(EngineCore pid=9) ERROR [core.py:1]     raise ValueError(\n"
+        "ValueError: No memory for the cache.\n    raise RuntimeError(\n"
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed: {}\n"
+        "UserWarning: leaked objects\n"
+    )
+    server = ServerProcess([sys.executable, "-c", program, printed], {})
+    wait_for(lambda: not server.running)
+    assert server.tail() == "ValueError: No memory for the cache."

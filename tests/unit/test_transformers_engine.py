@@ -228,3 +228,16 @@ def test_request_seeds_differ_in_every_part_and_stay_what_they_are():
     assert all(0 <= seed < 2**63 for seed in [base, *others])
     # printf 0/a/0/0 | b2sum -l 64, halved: a rollout of an old run can be generated again.
     assert base == 6388178686916178054
+
+
+def test_closing_ends_a_request_with_an_error(start):
+    engine = start()
+
+    async def run():
+        request = asyncio.create_task(engine.generate([3], Sampling(max_tokens=2), 0))
+        await asyncio.sleep(0)  # it waits for its batch
+        engine.close()
+        await request
+
+    with pytest.raises(EngineError, match="the engine was closed"):
+        asyncio.run(run())

@@ -5,23 +5,26 @@ import asyncio
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoTokenizer, Qwen2Config
 
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.models import heads
 from lightning_rl.models.heads import token_logprobs
 from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.sampling import end_tokens
 
 VOCABULARY = 23
 
 
-def naive(logits: Tensor, target: int, temperature: float, top_k: int, top_p: float):
+def naive(logits: Tensor, target: int, temperature: float, top_k: int, top_p: float, banned=()):
     """Logprob and entropy of one token in float64, from a list of what may be sampled.
 
     The target belongs to it in any case. Gradients flow to ``logits``.
     """
     z = logits / temperature
-    order = z.argsort(descending=True).tolist()
+    banned = () if target in banned else banned  # it shows that none was left out
+    order = [t for t in z.argsort(descending=True).tolist() if t not in banned]
     kept = order[:top_k] if top_k else order
     nucleus, mass = [], 0.0
     probs = z[kept].softmax(-1)
@@ -56,9 +59,10 @@ SETTINGS = [
 ]
 
 
-def ours(linear, hidden, targets, settings):
+def ours(linear, hidden, targets, settings, no_end=None, ends=()):
     temperature, top_k, top_p = (torch.tensor(column) for column in zip(*settings, strict=True))
-    return token_logprobs(hidden, linear, targets, temperature, top_k, top_p)
+    no_end = None if no_end is None else torch.tensor(no_end)
+    return token_logprobs(hidden, linear, targets, temperature, top_k, top_p, no_end, ends)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -72,13 +76,27 @@ def test_rows_of_a_pack_may_be_sampled_differently():
     check_against_naive([*SETTINGS, (1.0, 0, 1.0), (0.5, 0, 1.0)] * 2)
 
 
-def check_against_naive(settings):
+@pytest.mark.parametrize("chunk", [3 * VOCABULARY, 1 << 24])
+def test_end_tokens_that_could_not_be_sampled(monkeypatch, chunk):
+    """Alone and together with cuts; target 11 is an end token itself: then none was left out."""
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", chunk)
+    ends = [11, 5]
+    targets = problem(12)[2].tolist()
+    assert 11 in targets[::2]
+    for settings in ([(0.7, 0, 1.0)] * 12, [(0.7, 5, 0.9), (1.0, 0, 0.5), (1.3, 3, 1.0)] * 4):
+        check_against_naive(settings, [i % 2 == 0 for i in range(12)], ends)
+
+
+def check_against_naive(settings, no_end=None, ends=()):
     linear, hidden, targets = problem(len(settings))
-    scores = ours(linear, hidden, targets, settings)
+    scores = ours(linear, hidden, targets, settings, no_end, ends)
+    banned = [ends if flag else () for flag in no_end or [False] * len(settings)]
     inputs = [hidden, *linear.parameters()]
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     logits = nn.functional.linear(*doubles)
-    rows = [naive(logits[i], int(targets[i]), *settings[i]) for i in range(len(settings))]
+    rows = [
+        naive(logits[i], int(targets[i]), *settings[i], banned[i]) for i in range(len(settings))
+    ]
     expected = [torch.stack([row[part] for row in rows]) for part in (0, 1)]
     for mine, theirs in zip(scores, expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=3e-6)
@@ -150,6 +168,7 @@ def sampled(tiny_model, make_rollout, tmp_path, sampling, count=40):
         make_rollout(
             prompt, c.token_ids, logprobs=c.logprobs, group_id=str(i % 4),
             temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+            min_tokens=sampling.min_tokens,
         )
         for i, (prompt, c) in enumerate(zip(prompts, asyncio.run(run()), strict=True))
     ]  # fmt: skip
@@ -186,3 +205,38 @@ def test_scores_do_not_depend_on_packs_where_only_some_are_cut(tiny_model, rando
     )
     for other in others:
         torch.testing.assert_close(other, whole, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5, "top_p": 0.9}])
+def test_with_min_tokens_ratios_start_at_one_too(tiny_model, make_rollout, tmp_path, cut):
+    sampling = Sampling(max_tokens=8, temperature=0.7, min_tokens=4, **cut)
+    policy, rollouts = sampled(tiny_model, make_rollout, tmp_path, sampling)
+    batch = pack_rollouts(rollouts)
+    scores = policy(batch)
+    for rollout in rollouts:
+        rollout.min_tokens = 0
+    with torch.no_grad():
+        without = policy(pack_rollouts(rollouts))
+    engine = batch["tokens", "rollout_logprobs"][scores.live]
+    assert min(len(r.token_ids) for r in rollouts) >= 4
+    assert float(((scores.logprobs.detach() - engine).exp() - 1).abs().max()) < 1e-5
+    assert float((without.logprobs - engine).abs().max()) > 0.1
+    (-scores.logprobs.sum() - scores.entropy.sum()).backward()
+    assert all(p.grad.isfinite().all() for p in policy.parameters() if p.grad is not None)
+
+
+def test_min_tokens_counts_in_each_turn_anew(make_rollout):
+    rollout = make_rollout(
+        [3, 2], [4, 5, 6, 2, 7, 8, 1], loss_mask=[True] * 3 + [False] + [True] * 3
+    )
+    rollout.min_tokens = 2
+    batch = pack_rollouts([rollout, make_rollout([3], [4, 1])])
+    expected = [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0]
+    assert batch["tokens", "no_end"].int().tolist() == expected
+    assert "no_end" not in pack_rollouts([make_rollout([3], [4, 1])])["tokens"]
+
+
+def test_end_tokens_are_the_tokenizers_and_the_models(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    for of_the_model, together in ((1, [1]), ([2, 5], [1, 2, 5]), (None, [1])):
+        assert end_tokens(tokenizer, Qwen2Config(eos_token_id=of_the_model)) == together

@@ -1,0 +1,109 @@
+"""Adapters alone on the way: an engine keeps the base, and merges what comes into it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from lightning_rl.errors import IncompleteWeightsError
+from lightning_rl.sync.buckets import unit_of
+
+_ENDS = (".lora_A", ".lora_B")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor is a factor of an adapter (:meth:`Policy.named_adapter_weights`)."""
+    return name.endswith(_ENDS)
+
+
+def divide(
+    weights: Iterable[tuple[str, Tensor]],
+) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]] | None]:
+    """Adapters, which come first, and the weights after them; None: adapters are all there is."""
+    stream, adapters = iter(weights), dict[str, Tensor]()
+    for name, tensor in stream:
+        if not is_adapter(name):
+            return adapters, chain([(name, tensor)], stream)
+        adapters[name] = tensor
+    return adapters, None if adapters else iter(())
+
+
+def merge(name: str, weight: Tensor, adapters: Mapping[str, Tensor]) -> Tensor:
+    """``weight + lora_B @ lora_A``, computed in float32; ``weight`` if it is not adapted."""
+    layer, _, leaf = name.rpartition(".")
+    if leaf != "weight" or f"{layer}.lora_B" not in adapters:
+        return weight
+    a, b = (adapters[f"{layer}.lora_{x}"].to(weight.device).float() for x in "AB")
+    return (weight.float() + b @ a).to(weight.dtype)
+
+
+class Merger:
+    """Where weights arrive, in an engine's worker: makes whole weights of adapters.
+
+    Adapters come first and all together; whatever comes after them in the same push is their base.
+    Of that it keeps, in the memory of the host, all modules in which something is adapted, for
+    engines load a module as a whole. A push without adapters passes through.
+
+    Args:
+        device: where to merge.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base: dict[str, Tensor] = {}
+        self._adapters: dict[str, Tensor] = {}
+        self._units: set[str] = set()  # modules in which something is adapted
+        self._came: set[str] = set()
+
+    def begin(self) -> None:
+        """A push begins."""
+        self._came.clear()
+
+    def take(
+        self, arrived: Iterable[tuple[str, Tensor]], with_base: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What to load of what arrived; ``with_base``: adapters wait for their base to follow."""
+        units = set()
+        for name, tensor in arrived:
+            if is_adapter(name):
+                self._adapters[name] = tensor.to(self._device, copy=True)
+                self._came.add(name)
+                units.add(unit_of(name))
+            elif unit_of(name) in self._units:
+                self._base[name] = tensor.to("cpu", copy=True)
+                yield name, merge(name, tensor, self._adapters)
+            else:
+                yield name, tensor
+        self._units |= units
+        if not with_base:
+            for name, weight in self._base.items():
+                if unit_of(name) in units:
+                    yield name, merge(name, weight.to(self._device), self._adapters)
+
+    def finish(self) -> None:
+        """A push ends.
+
+        Raises:
+            IncompleteWeightsError: naming an adapter that it left as it was, or whose base is not
+                there.
+        """
+        if missing := sorted(self._adapters.keys() - self._came):
+            raise IncompleteWeightsError(
+                f"the push left {len(missing)} adapters as they were, first {missing[0]!r}"
+            )
+        layers = {name.rpartition(".")[0] for name in self._adapters}
+        if missing := sorted(layers - {name.rpartition(".")[0] for name in self._base}):
+            raise IncompleteWeightsError(
+                f"the push brings adapters of {len(missing)} layers whose weights the engine has "
+                f"not, first {missing[0]!r}"
+            )
+
+
+def merged(
+    base: Mapping[str, Tensor], adapters: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """All of ``base``, adapted; as an engine in this process takes it."""
+    held = dict(adapters)
+    for name, weight in base.items():
+        yield name, merge(name, weight, held)

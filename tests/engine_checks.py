@@ -1,0 +1,90 @@
+"""What tests of vLLM engines share: prompts, a yardstick for logprobs, ways to ask."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lightning_rl.collect.loop import run_async
+from lightning_rl.engines.base import Completion, Sampling
+
+LONG = [3 + i % 10 for i in range(70)]  # more than two cache blocks of 32 tokens
+PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], LONG, [3, 4, 2]]
+
+
+def generate(
+    engine: Any,
+    prompts: Sequence[list[int]],
+    sampling: Sampling,
+    seeds: Iterable[int] | None = None,
+) -> list[Completion]:
+    """All at once, by an engine or one replica of it; seeds from 0 on unless given."""
+
+    async def run() -> list[Completion]:
+        pairs = zip(prompts, range(len(prompts)) if seeds is None else seeds, strict=True)
+        return await asyncio.gather(*(engine.generate(p, sampling, s) for p, s in pairs))
+
+    return run_async(run())
+
+
+def plain_model(model: Path, weights: Mapping[str, Tensor]) -> Any:
+    """The Hugging Face model with these weights."""
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    plain.load_state_dict(weights)
+    return plain.eval()
+
+
+def true_logprobs(
+    plain: Any, prompt: list[int], token_ids: list[int], sampling: Sampling
+) -> list[float]:
+    """The logprobs of a completion from their definition, in float64."""
+    with torch.no_grad():
+        logits = plain(input_ids=torch.tensor([prompt + token_ids])).logits[0].double()
+    result = []
+    for step, token in enumerate(token_ids):
+        z = logits[len(prompt) - 1 + step] / sampling.temperature
+        if step < sampling.min_tokens:
+            z[1] = -torch.inf
+        if sampling.top_k:
+            z[z < z.sort(descending=True).values[sampling.top_k - 1]] = -torch.inf
+        ordered, order = z.softmax(-1).sort(descending=True)
+        before = ordered.cumsum(0) - ordered
+        kept = order[before < sampling.top_p]
+        assert token in kept.tolist()
+        result.append(float(z[token] - z[kept].logsumexp(0)))
+    return result
+
+
+def scaled(weights: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
+    """Weights of another policy."""
+    return {name: weight * factor for name, weight in weights.items()}
+
+
+@contextmanager
+def connected(transport: Any, engine: Any) -> Iterator[Any]:
+    transport.connect(engine)
+    try:
+        yield transport
+    finally:
+        transport.close()
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

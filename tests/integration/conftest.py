@@ -1,0 +1,55 @@
+"""What integration tests share: the tiny model as engines take it, and the fault table."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from lightning_rl.models.policy import Policy, save_skeleton
+
+Fault = Callable[..., AbstractContextManager[None]]
+
+
+@pytest.fixture(scope="session")
+def weights(tiny_model: Path) -> dict[str, Tensor]:
+    return dict(Policy(str(tiny_model)).named_weights())
+
+
+@pytest.fixture(scope="session")
+def skeleton(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an engine needs of the tiny model to start: all but its weights."""
+    directory = tmp_path_factory.mktemp("skeleton")
+    save_skeleton(str(tiny_model), directory)
+    return directory
+
+
+@pytest.fixture
+def fault(record_property: Callable[[str, object], None]) -> Fault:
+    """A line of the fault table (``python -m benchmarks.faults``): what is broken in the block.
+
+    ``with fault(injected, happened)`` notes how long the block took; with ``error`` and ``match``
+    it must raise that, and what happened is the error's name and ``happened``.
+    """
+
+    @contextmanager
+    def broken(
+        injected: str,
+        happened: str,
+        error: type[Exception] | tuple[type[Exception], ...] | None = None,
+        match: str | None = None,
+    ) -> Iterator[None]:
+        begin = time.perf_counter()
+        if error is None:
+            yield
+        else:
+            with pytest.raises(error, match=match) as caught:
+                yield
+            happened = f"`{type(caught.value).__name__}` {happened}"
+        seconds = time.perf_counter() - begin
+        record_property("fault", json.dumps([injected, happened, seconds]))
+
+    return broken

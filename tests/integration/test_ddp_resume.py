@@ -1,0 +1,141 @@
+"""Runs of two processes go on: with two, with one, and those of one with two."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from lightning_rl.collect.async_collector import AsyncCollector
+from lightning_rl.errors import CheckpointError, LightningRLError
+from tests.ranks_resume import StopsWhenCollected, checkpoint_of, gone_on, saved
+from tests.ranks_run import GROUP_SIZE, GROUPS, replaying
+from tests.two_ranks import TOLERANCE, Results, comparable, run_two
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def stopped(tiny_model, folder) -> None:
+    """A run on one process that ended with a batch in hand, for two to go on with."""
+    with pytest.raises(LightningRLError, match=r"^stopped$"):
+        saved(str(tiny_model), folder / "alone" / "stopped", "auto", StopsWhenCollected())
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model, folder, stopped) -> Results:
+    return run_two("tests.ranks_resume", tiny_model, folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model, folder) -> Callable[[bool], dict[str, Any]]:
+    """The whole run on one process; with a replay buffer if so asked."""
+    done: dict[bool, dict[str, Any]] = {}
+
+    def run(replays: bool) -> dict[str, Any]:
+        if replays not in done:
+            where = folder / "alone" / f"whole_{replays}"
+            done[replays] = saved(
+                str(tiny_model), where, "auto", **(replaying(where) if replays else {})
+            )
+        return done[replays]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("scenario", "trained"), [("resume_ddp", 3), ("resume_fsdp", 3), ("resume_shards", 2)]
+)
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(results, scenario, trained):
+    for rank in results(scenario):
+        whole, rest = rank["whole"], rank["rest"]
+        assert len(whole["rollouts"]) == 4
+        assert rest["rollouts"] == whole["rollouts"][trained:]
+        for expected, row in zip(whole["rows"][trained + 1 :], rest["rows"][1:], strict=True):
+            assert comparable(row) == comparable(expected)
+            assert math.isfinite(row["policy/loss"])
+
+
+# -------------------------------------------------------------------- another number of processes
+
+
+def require_rest(rest, whole, trained, tolerance=TOLERANCE):
+    """What was left of a run after ``trained`` iterations, as if nothing had happened."""
+    shares, expected = rest[0]["rollouts"], whole["rollouts"][trained:]
+    if len(rest) == 2:
+        shares = [one + two for one, two in zip(shares, rest[1]["rollouts"], strict=True)]
+    for ours, theirs in zip(shares, expected, strict=True):
+        assert sorted(map(list, ours)) == sorted(map(list, theirs))
+    left = len(expected)  # before these there may be a row of the first sync
+    for ours, theirs in zip(rest[0]["rows"][-left:], whole["rows"][-left:], strict=True):
+        expected = pytest.approx(comparable(theirs), rel=tolerance, abs=tolerance)
+        assert comparable(ours) == expected
+
+
+@pytest.mark.parametrize("scenario", ["one_to_two", "one_to_shared", "one_to_fsdp"])
+def test_two_processes_go_on_with_what_one_had_collected(results, alone, scenario):
+    two = results(scenario)
+    assert len(two[0]["rollouts"][0]) == len(two[1]["rollouts"][0]) == GROUPS * GROUP_SIZE // 2
+    require_rest(two, alone(False), 2)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "checkpoint", "strategy"),
+    [
+        ("resume_ddp", "iteration_3.ckpt", "auto"),
+        ("resume_fsdp", "iteration_3.ckpt", "auto"),
+        ("resume_shards", "iteration_2.ckpt", "fsdp"),
+        ("replay_saved", "iteration_2.ckpt", "auto"),
+    ],
+)
+def test_one_process_goes_on_where_two_stopped(
+    results, alone, tiny_model, folder, scenario, checkpoint, strategy
+):
+    results(scenario)
+    replays = scenario == "replay_saved"
+    run = folder / scenario if replays else folder / scenario / "whole"
+    options = replaying(run) if replays else {}
+    chosen = ModelParallelStrategy(1, 1) if strategy == "fsdp" else strategy
+    path, where = checkpoint_of(run, checkpoint), folder / "alone" / f"{scenario}_rest"
+    try:
+        rest = gone_on(str(tiny_model), where, chosen, path, processes=1, **options)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    # Importance weights, of which some are above 6 here, are larger than logprobs, errors too.
+    tolerance = 1e-4 if replays else TOLERANCE
+    trained = int(path.stem.removeprefix("iteration_"))
+    require_rest([rest], alone(replays), trained, tolerance)
+
+
+def test_one_process_goes_on_with_what_two_were_generating(results, tiny_model, folder):
+    """Working ahead, rollouts depend on time; but no prompt is lost or trained on twice."""
+    two = results("ahead")
+    path = checkpoint_of(folder / "ahead", "iteration_2.ckpt")
+    where = folder / "alone" / "ahead_rest"
+    rest = gone_on(
+        str(tiny_model), where, "auto", path, data={"collector": AsyncCollector(max_staleness=1)}
+    )
+    batches = [*two[0]["rollouts"][:2], *two[1]["rollouts"][:2], *rest["rollouts"]]
+    trained = [rollout[0] for batch in batches for rollout in batch]
+    assert len(set(trained)) == len(trained) == 4 * GROUPS * GROUP_SIZE
+    state = torch.load(path, weights_only=True)["RLDataModule"]["loader"]["ranks"]
+    waiting = {g[0]["group_id"] for s in state for g in s["source"]["collector"]["groups"]}
+    assert waiting  # something was in flight or done
+    assert waiting <= {name.rpartition("/")[0] for name in trained}
+    prompts = [name.split("/")[2] for name in trained[::GROUP_SIZE]]
+    assert len(set(prompts)) == len(prompts)
+    assert all(row["rollout/staleness_max"] <= 1 for row in rest["rows"][1:])
+
+
+def test_shards_are_for_strategies_that_shard(results, tiny_model, folder):
+    results("resume_shards")
+    path = checkpoint_of(folder / "resume_shards" / "whole", "iteration_2.ckpt")
+    with pytest.raises(CheckpointError, match="folder of shards, which only ModelParallelStrategy"):
+        saved(str(tiny_model), folder / "other", "auto", ckpt_path=str(path))
