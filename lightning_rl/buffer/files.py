@@ -1,18 +1,17 @@
 """A rollout file's class, by its ending."""
 
+from importlib import import_module
 from pathlib import Path
 
 from lightning_rl.buffer.base import RolloutFile
-from lightning_rl.buffer.jsonl import JSONLRollouts
-from lightning_rl.buffer.parquet import ParquetRollouts
-from lightning_rl.buffer.store import RolloutStore
 from lightning_rl.errors import ConfigError
 
-_KINDS: dict[str, type[RolloutFile]] = {
-    ".jsonl": JSONLRollouts,
-    ".parquet": ParquetRollouts,
-    ".sqlite": RolloutStore,
-    ".db": RolloutStore,
+# Imported when asked for: the viewer reads JSON lines without waiting for numpy.
+_KINDS = {
+    ".jsonl": ("jsonl", "JSONLRollouts"),
+    ".parquet": ("parquet", "ParquetRollouts"),
+    ".sqlite": ("store", "RolloutStore"),
+    ".db": ("store", "RolloutStore"),
 }
 
 
@@ -22,12 +21,14 @@ def open_rollouts(path: str | Path) -> RolloutFile:
     Raises:
         ConfigError: for another ending.
     """
-    kind = _KINDS.get(Path(path).suffix)
-    if kind is None:
+    ending = Path(path).suffix
+    if ending not in _KINDS:
         raise ConfigError(
             f"rollout file {str(path)!r}: the ending tells the format, and must be one of "
             f"{', '.join(_KINDS)}"
         )
-    if Path(path).is_dir() and kind is not ParquetRollouts:
+    if Path(path).is_dir() and ending != ".parquet":
         raise ConfigError(f"rollout file {str(path)!r} is a directory; name a file")
+    module, name = _KINDS[ending]
+    kind: type[RolloutFile] = getattr(import_module(f"lightning_rl.buffer.{module}"), name)
     return kind(path)

@@ -166,7 +166,7 @@ def test_after_a_resume_the_pending_rollouts_are_recorded(make_rollout):
         def state_dict(self) -> dict:
             return {}
 
-        def load_state_dict(self, state: dict) -> None:
+        def load_shares(self, states: list[dict]) -> None:
             pass
 
     def loader() -> RolloutLoader:
