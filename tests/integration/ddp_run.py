@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_rl.callbacks import IterationCheckpoint, RLCallback, RunReport, WeightSync
 from lightning_rl.errors import RunInterrupted
 from lightning_rl.module import PolicyModule
-from tests.unit.test_training import adamw, data_module
+from tests.small_run import adamw, data_module
 
 
 class SignalOneRank(RLCallback):

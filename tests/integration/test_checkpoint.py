@@ -38,7 +38,7 @@ from lightning_rl.interrupts import seconds_of
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.reference import PeriodicReference
 from lightning_rl.module import PolicyModule
-from tests.unit.test_training import adamw, data_module, trainer_of
+from tests.small_run import adamw, data_module, trainer_of
 
 ITERATIONS = 4  # two epochs of two
 GROUPS, GROUP_SIZE = 2, 4

@@ -19,7 +19,7 @@ from tests.integration.test_checkpoint import (
     version,
 )
 from tests.integration.test_checkpoint import whole as whole
-from tests.unit.test_training import share_of_sevens
+from tests.small_run import share_of_sevens
 
 
 @pytest.mark.parametrize(

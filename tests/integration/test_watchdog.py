@@ -20,7 +20,7 @@ from lightning_rl.collect.loop import (
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import ConfigError, EngineError, StalledError
 from lightning_rl.stacks import where_tasks_wait
-from tests.unit.test_training import data_module, grpo, trainer_of
+from tests.small_run import data_module, grpo, trainer_of
 
 HEALTHY = 10**9
 

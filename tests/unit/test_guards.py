@@ -34,7 +34,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError, GuardError
 from lightning_rl.module import PolicyModule
-from tests.unit.test_training import adamw, data_module, grpo, trainer_of
+from tests.small_run import adamw, data_module, grpo, trainer_of
 
 PROMPT = [3, 2]
 

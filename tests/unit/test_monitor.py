@@ -9,7 +9,7 @@ from lightning_rl.collect.async_collector import AsyncCollector
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.errors import ConfigError
 from lightning_rl.sync.schedule import CollectorSchedule, FixedSchedule, TrainerSchedule
-from tests.unit.test_training import data_module, grpo, trainer_of
+from tests.small_run import data_module, grpo, trainer_of
 
 BEFORE = ["sync/version", "eval/accuracy", "eval/reward_mean"]
 AFTER = ["sync/version", "policy/loss", "policy/entropy", "reward/mean"]

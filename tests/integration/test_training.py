@@ -5,9 +5,8 @@ import random
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rl.algos.advantages import GAE, GRPO
@@ -21,64 +20,12 @@ from lightning_rl.callbacks import (
     WeightSync,
 )
 from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.datamodule import RLDataModule
-from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError, EngineError, RewardError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.stages import STAGES
-
-
-def share_of_sevens(completions, completion_ids, **columns):
-    """In [0, 1]; the end token counts as no seven."""
-    pairs = zip(completions, completion_ids, strict=True)
-    return [text.count("7") / len(ids) for text, ids in pairs]
-
-
-def data_module(**options) -> RLDataModule:
-    rows = [{"prompt": f"{n}="} for n in range(100, 140)]
-    options = {
-        "train_prompts": IterablePrompts(rows[8:], seed=1),
-        "eval_prompts": IterablePrompts(rows[:8]),
-        "rewards": [share_of_sevens],
-        "engine": TransformersEngine(device="cpu"),
-        "sampling": Sampling(max_tokens=6),
-        "success_reward": 0.5,
-        "eval_samples": 4,
-        "group_size": 8,
-        "groups_per_iteration": 6,
-        "iterations_per_epoch": 10,
-        "seed": 7,
-    } | options
-    return RLDataModule(**options)
-
-
-def trainer_of(tmp_path, callbacks, **options) -> Trainer:
-    options = {"logger": CSVLogger(tmp_path, "csv"), "enable_checkpointing": False} | options
-    return Trainer(
-        accelerator="cpu",
-        devices=1,
-        callbacks=callbacks,
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **({"max_epochs": 1} | options),
-    )
-
-
-def adamw(lr: float):
-    return lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=0.0)
-
-
-def grpo(tiny_model, **options) -> PolicyModule:
-    return PolicyModule(str(tiny_model), **({"optimizer": adamw(1e-2), "seed": 7} | options))
-
-
-def ppo(tiny_model, **options) -> PolicyModule:
-    options = {"optimizer": adamw(1e-2), "ppo_epochs": 2, "minibatches": 2, "seed": 7} | options
-    return PolicyModule(
-        str(tiny_model), advantage=GAE(), value_head=SharedValueHead(detach=True), **options
-    )
+from tests.small_run import data_module, grpo, ppo, share_of_sevens, trainer_of
 
 
 def column(history, name: str) -> list[float]:
@@ -334,33 +281,30 @@ def test_chat_prompts_get_chat_completions(tiny_model, tmp_path):
         assert completion[0]["role"] == "assistant"
 
 
-class TestCheckpoints:
-    """A checkpoint holds nothing that weights_only refuses, and rebuilds its module."""
+@pytest.fixture(scope="module")
+def saved(tiny_model, tmp_path_factory):
+    """A checkpoint of a run with a critic."""
+    tmp_path = tmp_path_factory.mktemp("ckpt")
+    trainer = trainer_of(tmp_path, [WeightSync(), RunReport(), StepTimer()])
+    trainer.fit(ppo(tiny_model), data_module(iterations_per_epoch=1, groups_per_iteration=2))
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    return tmp_path / "run.ckpt"
 
-    @pytest.fixture(scope="class")
-    def path(self, tiny_model, tmp_path_factory):
-        tmp_path = tmp_path_factory.mktemp("ckpt")
-        trainer = trainer_of(tmp_path, [WeightSync(), RunReport(), StepTimer()])
-        trainer.fit(ppo(tiny_model), data_module(iterations_per_epoch=1, groups_per_iteration=2))
-        trainer.save_checkpoint(tmp_path / "run.ckpt")
-        return tmp_path / "run.ckpt"
 
-    def test_it_loads_with_weights_only(self, path, tiny_model):
-        checkpoint = torch.load(path, weights_only=True)
-        kept = checkpoint["hyper_parameters"]
-        assert kept["model"] == str(tiny_model)
-        assert (kept["ppo_epochs"], kept["minibatches"]) == (2, 2)
-        assert "advantage" not in kept  # an object: to be given again
+def test_a_checkpoint_holds_nothing_that_weights_only_refuses(saved, tiny_model):
+    kept = torch.load(saved, weights_only=True)["hyper_parameters"]
+    assert kept["model"] == str(tiny_model)
+    assert (kept["ppo_epochs"], kept["minibatches"]) == (2, 2)
+    assert "advantage" not in kept  # an object: to be given again
 
-    def test_load_from_checkpoint(self, path):
-        module = PolicyModule.load_from_checkpoint(
-            path, advantage=GAE(), value_head=SharedValueHead()
-        )
-        state = torch.load(path, weights_only=True)["state_dict"]
-        assert module.state_dict().keys() == state.keys()
-        for name, weight in module.state_dict().items():
-            assert torch.equal(weight, state[name]), name
-        assert module.iteration == 1
+
+def test_load_from_checkpoint_rebuilds_the_module(saved):
+    module = PolicyModule.load_from_checkpoint(saved, advantage=GAE(), value_head=SharedValueHead())
+    state = torch.load(saved, weights_only=True)["state_dict"]
+    assert module.state_dict().keys() == state.keys()
+    for name, weight in module.state_dict().items():
+        assert torch.equal(weight, state[name]), name
+    assert module.iteration == 1
 
 
 def test_grpo_is_the_default(tiny_model):

@@ -1,0 +1,64 @@
+"""A run of seconds: the tiny model learns to write sevens."""
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_rl import GAE
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.models.heads import SharedValueHead
+from lightning_rl.module import PolicyModule
+
+
+def share_of_sevens(completions, completion_ids, **columns):
+    """In [0, 1]; the end token counts as no seven."""
+    pairs = zip(completions, completion_ids, strict=True)
+    return [text.count("7") / len(ids) for text, ids in pairs]
+
+
+def data_module(**options) -> RLDataModule:
+    rows = [{"prompt": f"{n}="} for n in range(100, 140)]
+    options = {
+        "train_prompts": IterablePrompts(rows[8:], seed=1),
+        "eval_prompts": IterablePrompts(rows[:8]),
+        "rewards": [share_of_sevens],
+        "engine": TransformersEngine(device="cpu"),
+        "sampling": Sampling(max_tokens=6),
+        "success_reward": 0.5,
+        "eval_samples": 4,
+        "group_size": 8,
+        "groups_per_iteration": 6,
+        "iterations_per_epoch": 10,
+        "seed": 7,
+    } | options
+    return RLDataModule(**options)
+
+
+def trainer_of(tmp_path, callbacks, **options) -> Trainer:
+    options = {"logger": CSVLogger(tmp_path, "csv"), "enable_checkpointing": False} | options
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=callbacks,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **({"max_epochs": 1} | options),
+    )
+
+
+def adamw(lr: float):
+    return lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=0.0)
+
+
+def grpo(tiny_model, **options) -> PolicyModule:
+    return PolicyModule(str(tiny_model), **({"optimizer": adamw(1e-2), "seed": 7} | options))
+
+
+def ppo(tiny_model, **options) -> PolicyModule:
+    options = {"optimizer": adamw(1e-2), "ppo_epochs": 2, "minibatches": 2, "seed": 7} | options
+    return PolicyModule(
+        str(tiny_model), advantage=GAE(), value_head=SharedValueHead(detach=True), **options
+    )
