@@ -13,6 +13,7 @@ from lightning_rl.engines import Sampling, TransformersEngine, VLLMLocal
 from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
+from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.memory import MemoryTransport
 from tests.engine_checks import LONG, PROMPTS, generate, plain_model, scaled, true_logprobs
 
@@ -175,9 +176,16 @@ def test_other_threads_draw_as_if_it_were_not_there(engine):
     assert ours == expected
 
 
-def test_adapters_alone_make_the_merged_weights(tiny_model, engine):
+TRANSPORTS = {
+    "memory": lambda tmp, **options: MemoryTransport(**options),
+    "checkpoint": lambda tmp, **options: CheckpointTransport(str(tmp), **options),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_adapters_alone_make_the_merged_weights(tiny_model, tmp_path, engine, name):
     policy = Policy(str(tiny_model), lora=LoRA(rank=4, target_modules=["v_proj", "gate_proj"]))
-    transport = MemoryTransport(adapters_only=True)
+    transport = TRANSPORTS[name](tmp_path, adapters_only=True)
     transport.connect(engine)
     for version in (4, 5):
         transport.push(transport.weights_of(policy), version)
@@ -192,10 +200,15 @@ def test_adapters_alone_make_the_merged_weights(tiny_model, engine):
     transport.close()
 
 
-def test_a_push_replaces_all_weights(tiny_model, changed, engine):
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_push_replaces_all_weights(tiny_model, tmp_path, weights, changed, engine, name):
     sampling = Sampling(max_tokens=12, temperature=0.7)
+    transport = TRANSPORTS[name](tmp_path)
+    transport.connect(engine)
+    transport.push(weights.items(), 3)
     before = generate(engine, PROMPTS, sampling)
-    engine.load_weights(changed.items(), 4)
+    transport.push(changed.items(), 4)
+    transport.close()
     after = generate(engine, PROMPTS, sampling)
     assert [c.token_ids for c in before] != [c.token_ids for c in after]
     plain = plain_model(tiny_model, changed)
