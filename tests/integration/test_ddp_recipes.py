@@ -42,7 +42,11 @@ def run_to_the_end(tmp_path, *command) -> str:
 
 
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("variants", [["ddp"], ["server", "ddp"]], ids="-".join)
+@pytest.mark.parametrize(
+    "variants",
+    [["ddp"], pytest.param(["server", "ddp"], marks=pytest.mark.slow)],
+    ids="-".join,
+)
 def test_the_recipe_on_two_processes(tiny_model, tmp_path, prompts, variants):
     """With vLLM in both; and with one server that works for both while they train."""
     reward = tmp_path / "reward.yaml"
@@ -82,6 +86,7 @@ def test_the_recipe_on_two_processes(tiny_model, tmp_path, prompts, variants):
     assert json.loads((run / "summary.json").read_text())["status"] == "completed"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
 def test_the_bare_loop_on_two_processes(tiny_model, tmp_path, prompts):
     printed = run_to_the_end(

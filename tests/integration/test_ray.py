@@ -275,6 +275,7 @@ def test_requests_outlive_the_actor_that_they_were_sent_to(weights, engine, loca
         require_same(generate(doomed, prompts, sampling), expected)
 
 
+@pytest.mark.slow
 def test_a_whole_node_dies_under_requests(weights, cluster, engine, local, fault):
     """Its replica comes back on the node that is left, with the weights of the last push."""
     sampling = Sampling(max_tokens=100, min_tokens=100)

@@ -366,6 +366,7 @@ def test_a_stuck_peer_that_is_not_ours_is_an_error_in_time(
     assert is_running(hung)  # it was not ours to end
 
 
+@pytest.mark.slow
 def test_a_replica_that_dies_in_the_middle_of_a_push(tiny_model, lora_policy, engine, fault):
     """The other one is served, and itself comes back with the base and that push's adapters."""
     doomed, other = engine.replicas
@@ -392,6 +393,7 @@ def test_a_replica_that_dies_in_the_middle_of_a_push(tiny_model, lora_policy, en
         assert gap(doomed, plain) < 1e-5
 
 
+@pytest.mark.slow
 def test_requests_outlive_the_replica_that_they_were_sent_to(weights, engine, fault):
     with connected(MemoryTransport(), engine) as transport:
         transport.push(weights.items(), 5)
@@ -412,6 +414,7 @@ def test_requests_outlive_the_replica_that_they_were_sent_to(weights, engine, fa
         wait_for(lambda: engine.replicas[1].version == 5)
 
 
+@pytest.mark.slow
 def test_when_all_replicas_are_gone_there_is_an_error_in_time(monkeypatch, weights, engine, fault):
     with connected(MemoryTransport(), engine) as transport:
         transport.push(weights.items(), 5)
