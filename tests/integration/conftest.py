@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from lightning_rl.models.policy import Policy, save_skeleton
+from tests.bad_configs import furnish
 
 Fault = Callable[..., AbstractContextManager[None]]
 
@@ -53,3 +54,14 @@ def fault(record_property: Callable[[str, object], None]) -> Fault:
         record_property("fault", json.dumps([injected, happened, seconds]))
 
     return broken
+
+
+@pytest.fixture
+def workplace(tiny_model, tmp_path, monkeypatch) -> Path:
+    """The working directory: a good configuration, and the files and modules that it names."""
+    furnish(tmp_path, tiny_model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
+        monkeypatch.setenv(name, "0")
+    return tmp_path

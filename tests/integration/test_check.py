@@ -20,17 +20,7 @@ from lightning_rl.plan import (
     training_memory,
 )
 from lightning_rl.rollout import Prompt
-from tests.bad_configs import CONFIG, furnish
-
-
-@pytest.fixture
-def workplace(tiny_model, tmp_path, monkeypatch) -> Path:
-    furnish(tmp_path, tiny_model)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
-        monkeypatch.setenv(name, "0")
-    return tmp_path
+from tests.bad_configs import CONFIG
 
 
 def files(place: Path) -> dict[Path, int]:

@@ -13,19 +13,9 @@ import yaml
 from lightning_rl.cli import main
 from lightning_rl.cli.trust import TRUSTED, require_trusted, split_options
 from lightning_rl.errors import ConfigError
-from tests.bad_configs import CONFIG, complaint, furnish
+from tests.bad_configs import CONFIG, complaint
 
 SECRET = "sk-never-to-be-seen-4711"
-
-
-@pytest.fixture
-def workplace(tiny_model, tmp_path, monkeypatch) -> Path:
-    furnish(tmp_path, tiny_model)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
-        monkeypatch.setenv(name, "0")
-    return tmp_path
 
 
 # --------------------------------------------------------------------------------- trusted only
