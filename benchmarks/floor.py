@@ -1,19 +1,19 @@
 """How near is an iteration to its floor?
 
-    python -m benchmarks.floor            (or: make bench-floor)
+    OMP_NUM_THREADS=1 python -m benchmarks.floor [--save]       (or: make bench-floor)
 
 Runs the quickstart's GRPO through `Trainer.fit` with its callbacks and logger, and after every
 iteration the bare work of the same rollouts: `vllm.LLM.generate` of as many tokens for the same
-prompts (no logprobs, no seeds), and a hand-written torch forward, backward and AdamW step on the
+prompts (no logprobs, no seeds), then a hand-written torch forward, backward and AdamW step on the
 same tokens, prompts shared within a group. The ratio of CPU seconds, iteration by iteration, is
 what the library costs. Groups whose rewards are all alike are trained on by the bare step, but left
 out by the library, which is exact; `skipped` is their share. The last line is JSON with `ratio`
-(against the floor with shared prompts), `ratio_unshared`, and `ratio_skipping` (against a floor
-with shared prompts that leaves out the same rollouts).
+(against the floor with shared prompts) and, against other floors, `ratio_unshared`,
+`ratio_skipping` (it leaves out the same rollouts) and `ratio_asking` (its vLLM is asked for
+logprobs, and each request has a seed, as ours are).
 """
 
 import argparse
-import json
 import statistics
 import time
 from typing import Any
@@ -22,8 +22,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks.plain_step import PlainStep
+from benchmarks.results import report
 from benchmarks.task import LR, MODEL, fit, make_data, make_module, prepare
 from lightning_rl import PolicyModule, PreviewTable, RLCallback, Rollout, StepTimer, WeightSync
+
+PHASES = ("generate", "train", "sync")
+FLOORS = ("shared", "unshared", "skipping", "asking")
 
 
 class Floor(RLCallback):
@@ -53,10 +57,8 @@ class Floor(RLCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         policy: Any = pl_module.policy
         self.plain = {
-            share: PlainStep(policy.lm.config, policy.lm.state_dict(), LR)
-            for share in (True, False)
+            name: PlainStep(policy.lm.config, policy.lm.state_dict(), LR) for name in FLOORS
         }
-        self.plain_skipping = PlainStep(policy.lm.config, policy.lm.state_dict(), LR)
 
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begin = time.process_time()
@@ -72,29 +74,25 @@ class Floor(RLCallback):
         assert isinstance(pl_module, PolicyModule)
         if pl_module.iteration == 0:
             return
-        iteration = time.process_time() - self.begin
-        advantages = torch.randn(sum(len(r.token_ids) for r in self.rollouts))
-        # Alternate the order, so that neither variant always finds warm caches.
-        order = (True, False) if pl_module.iteration % 2 else (False, True)
-        steps = {
-            share: cpu_seconds(self.plain[share].step, self.rollouts, advantages, share)
-            for share in order
-        }
-        moving = with_spread(self.rollouts)
-        trained = advantages[: sum(len(r.token_ids) for r in moving)]
         row = {
-            "iteration": iteration,
+            "iteration": time.process_time() - self.begin,
+            **{phase: metrics[f"time/{phase}"] for phase in PHASES},
             "skipped": metrics["policy/skipped_share"],
-            "step_skipping": cpu_seconds(self.plain_skipping.step, moving, trained, True),
-            "generate": cpu_seconds(self.generate),
-            "step": steps[True],
-            "step_unshared": steps[False],
-            "tokens": float(len(advantages)),
+            "tokens": float(sum(len(r.token_ids) for r in self.rollouts)),
         }
+        # Another one begins each time, so that none always finds the warmest caches.
+        turn = pl_module.iteration % len(self.plain)
+        for name in [*self.plain, *self.plain][turn : turn + len(self.plain)]:
+            rollouts = with_spread(self.rollouts) if name == "skipping" else self.rollouts
+            advantages = torch.randn(sum(len(r.token_ids) for r in rollouts))
+            # As in an iteration, the step follows generation, and so finds its caches cold.
+            row[f"generate_{name}"] = cpu_seconds(self.generate, name == "asking")
+            share = name != "unshared"
+            row[f"step_{name}"] = cpu_seconds(self.plain[name].step, rollouts, advantages, share)
         if pl_module.iteration > self.warmup:
             self.rows.append(row)
 
-    def generate(self) -> None:
+    def generate(self, asking: bool) -> None:
         """As many tokens as the rollouts have, for the same prompts."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -105,6 +103,9 @@ class Floor(RLCallback):
                 ignore_eos=True,
                 temperature=1.0,
                 detokenize=False,
+                seed=r.seed if asking else None,
+                logprobs=0 if asking else None,
+                flat_logprobs=asking,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             for r in self.rollouts
@@ -140,27 +141,30 @@ def run(iterations: int, warmup: int) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--save", action="store_true", help="keep the result")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     prepare()
     rows = run(arguments.iterations, arguments.warmup)
     median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     ratios = {
-        name: statistics.median(r["iteration"] / (r["generate"] + r[step]) for r in rows)
-        for name, step in (
-            ("ratio", "step"),
-            ("ratio_unshared", "step_unshared"),
-            ("ratio_skipping", "step_skipping"),
+        "ratio" if name == "shared" else f"ratio_{name}": statistics.median(
+            r["iteration"] / (r[f"generate_{name}"] + r[f"step_{name}"]) for r in rows
         )
+        for name in FLOORS
     }
     print(f"\nCPU seconds, median of {len(rows)} iterations, {arguments.threads} thread(s):")
-    for key in ("iteration", "generate", "step", "step_unshared", "step_skipping"):
-        print(f"  {key:<14} {median[key]:.3f}")
-    print(f"  {'tokens':<14} {median['tokens']:.0f} per iteration, {median['skipped']:.0%} skipped")
-    print(json.dumps({k: round(v, 3) for k, v in (ratios | median).items()}))
+    inside = ", ".join(f"{phase} {median[phase]:.3f}" for phase in PHASES)
+    print(f"  {'iteration':<15} {median['iteration']:.3f}  ({inside})")
+    for name in FLOORS:
+        generate, step = median[f"generate_{name}"], median[f"step_{name}"]
+        inside = f"generate {generate:.3f}, step {step:.3f}"
+        print(f"  {'floor, ' + name:<15} {generate + step:.3f}  ({inside})")
+    print(f"  {'tokens':<15} {median['tokens']:.0f} per iteration, {median['skipped']:.0%} skipped")
+    report("floor", ratios | median, arguments.save)
 
 
 if __name__ == "__main__":

@@ -180,6 +180,8 @@ class VLLMLocal(Engine):
 
     async def _step_while_busy(self) -> None:
         """Advance all requests token by token; new ones join between steps."""
+        # A thread takes over torch.set_num_threads() when it first asks torch; vLLM asks OpenMP.
+        torch.get_num_threads()
         try:
             while self._requests:
                 await self._may_step.wait()
@@ -215,8 +217,7 @@ class VLLMLocal(Engine):
         )
 
     def _params(self, sampling: Sampling, seed: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         return SamplingParams(
             max_tokens=sampling.max_tokens,
