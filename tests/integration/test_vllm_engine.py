@@ -1,7 +1,9 @@
 """VLLMLocal against the Hugging Face model: logprobs, seeds, concurrency, weight pushes."""
 
 import asyncio
+import os
 import random
+import subprocess
 import sys
 import threading
 
@@ -174,6 +176,35 @@ def test_other_threads_draw_as_if_it_were_not_there(engine):
     thread.join()
     assert torch.equal(torch.stack(drawn), alone)
     assert ours == expected
+
+
+FEWER_THREADS = """
+import sys
+from pathlib import Path
+import torch
+from lightning_rl import Sampling, VLLMLocal
+from lightning_rl.collect.loop import run_async
+from lightning_rl.models.policy import Policy
+
+torch.set_num_threads(1)
+engine = VLLMLocal(max_model_len=64, kv_cache_gb=0.05)
+engine.start(Path(sys.argv[1]))
+engine.load_weights(Policy(sys.argv[1]).named_weights(), 0)
+completion = run_async(engine.generate([3, 4], Sampling(max_tokens=4, min_tokens=4), 0))
+print(len(completion.token_ids), torch.get_num_threads())
+"""
+
+
+def test_torch_may_be_given_fewer_threads_than_openmp(tiny_model):
+    """vLLM's attention counts both, and ends the process where they differ."""
+    done = subprocess.run(
+        [sys.executable, "-c", FEWER_THREADS, str(tiny_model)],
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["4", "1"], done.stderr[-2000:]
 
 
 TRANSPORTS = {
