@@ -18,6 +18,7 @@ from lightning_rl.engines.base import (
     require_same_weights,
 )
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
+from lightning_rl.models.sampling import end_tokens
 
 
 @dataclass(slots=True)
@@ -71,7 +72,8 @@ class TransformersEngine(Engine):
         with torch.random.fork_rng():  # building must not advance the run's random state
             lm = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
         self._lm = lm.to(self.device).eval().requires_grad_(False)
-        self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self._ends = end_tokens(tokenizer, config)
 
     def close(self) -> None:
         self._lm = None
@@ -115,8 +117,8 @@ class TransformersEngine(Engine):
     def _sample(self, lm: PreTrainedModel, requests: list[_Request]) -> list[Completion]:
         """Left-pad the prompts, then sample token by token with a key/value cache."""
         width = max(len(r.token_ids) for r in requests)
-        eos, count = self._tokenizer.eos_token_id, len(requests)
-        ids = torch.full((count, width), eos, device=self.device)
+        count, padding = len(requests), self._ends[0]
+        ids = torch.full((count, width), padding, device=self.device)
         mask = torch.zeros((count, width), dtype=torch.long, device=self.device)
         for row, request in enumerate(requests):
             ids[row, width - len(request.token_ids) :] = torch.tensor(request.token_ids)
@@ -137,15 +139,15 @@ class TransformersEngine(Engine):
             )
             cache = output.past_key_values
             logits = output.logits[:, -1].float()
-            chosen = [eos] * count
+            chosen = [padding] * count
             for row, request in enumerate(requests):
                 if reasons[row] is not None:
                     continue
-                token, logprob = _draw(logits[row], request, len(tokens[row]), eos)
+                token, logprob = _draw(logits[row], request, len(tokens[row]), self._ends)
                 chosen[row] = token
                 tokens[row].append(token)
                 logprobs[row].append(logprob)
-                if token == eos:
+                if token in self._ends:
                     reasons[row] = "stop"
                 elif len(tokens[row]) == request.sampling.max_tokens:
                     reasons[row] = "length"
@@ -170,12 +172,14 @@ class TransformersEngine(Engine):
             self.version = version
 
 
-def _draw(logits: Tensor, request: _Request, length: int, eos: int) -> tuple[int, float]:
+def _draw(
+    logits: Tensor, request: _Request, length: int, ends: list[int]
+) -> tuple[int, float]:
     """One token and its logprob under the distribution it was sampled from; logits (V,)."""
     sampling = request.sampling
     if length < sampling.min_tokens:
         logits = logits.clone()
-        logits[eos] = -torch.inf
+        logits[ends] = -torch.inf
     if sampling.temperature == 0:
         logprobs = logits.log_softmax(-1)
         token = int(logits.argmax())

@@ -30,7 +30,7 @@ def model(tiny_model, tmp_path_factory):
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
         initializer_range=0.15, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None, eos_token_id=[1, 5], pad_token_id=0,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """TransformersEngine: seeded, exact, and true to its sampling options."""
 
 import asyncio
+import json
 from collections import Counter
 
 import pytest
@@ -241,3 +242,21 @@ def test_closing_ends_a_request_with_an_error(start):
 
     with pytest.raises(EngineError, match="the engine was closed"):
         asyncio.run(run())
+
+
+def test_it_ends_with_any_end_token_of_the_model(tiny_model, weights, tmp_path):
+    """As vLLM does, and as scoring takes it: a chat model has several."""
+    save_skeleton(str(tiny_model), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": [1, 5]}))
+    engine = TransformersEngine(device="cpu")
+    engine.start(tmp_path)
+    engine.load_weights(weights.items(), 3)
+    sampling = Sampling(max_tokens=8, min_tokens=3, temperature=2.0)
+    last = Counter()
+    for completion in generate(engine, PROMPTS * 20, sampling):
+        assert not {1, 5} & set(completion.token_ids[:-1])
+        assert len(completion.token_ids) > 3 or completion.finish_reason == "length"
+        if completion.finish_reason == "stop":
+            last[completion.token_ids[-1]] += 1
+    assert set(last) == {1, 5}
