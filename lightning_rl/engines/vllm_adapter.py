@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -134,22 +135,33 @@ def skip_rank_compilation() -> None:
     sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
 
 
+@cache
 def keep_global_randomness() -> None:
     """Let vLLM's sampler for CPUs draw from a generator of its own.
 
     For each token it draws from the global one, and then draws again from that of the request. Any
     other thread may draw from the global one meanwhile, so to put that back would undo its draws.
+    Drawn here, all tokens of a step also take one assignment instead of one each.
     """
     import vllm.v1.sample.ops.topk_topp_sampler as sampler
 
-    own = torch.Generator()
+    own, forward_cpu = torch.Generator(), sampler.TopKTopPSampler.forward_cpu
+    torch_for_sampler: Any = ModuleType("torch")
+    torch_for_sampler.__dict__.update(vars(torch))
 
-    def randint(*args: Any, generator: torch.Generator = own, **options: Any) -> Tensor:
-        return torch.randint(*args, generator=generator, **options)
+    def forward(
+        self: Any, logits: Tensor, generators: dict[int, torch.Generator], *limits: Any
+    ) -> Any:
+        if self.use_fp64_gumbel:  # draws otherwise
+            return forward_cpu(self, logits, generators, *limits)
+        seeds = torch.randint(0, 2**31, (len(logits),), generator=own)
+        drawn = [int(torch.randint(0, 2**31, (), generator=g)) for g in generators.values()]
+        seeds[list(generators)] = torch.tensor(drawn, dtype=torch.long)
+        torch_for_sampler.randint = lambda *args, **options: seeds
+        return forward_cpu(self, logits, {}, *limits)
 
-    torch_for_sampler = ModuleType("torch")
-    torch_for_sampler.__dict__.update(vars(torch), randint=randint)
     sampler.torch = torch_for_sampler
+    sampler.TopKTopPSampler.forward_cpu = forward
 
 
 def divert_crash_dump() -> Path:
