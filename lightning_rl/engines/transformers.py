@@ -172,9 +172,7 @@ class TransformersEngine(Engine):
             self.version = version
 
 
-def _draw(
-    logits: Tensor, request: _Request, length: int, ends: list[int]
-) -> tuple[int, float]:
+def _draw(logits: Tensor, request: _Request, length: int, ends: list[int]) -> tuple[int, float]:
     """One token and its logprob under the distribution it was sampled from; logits (V,)."""
     sampling = request.sampling
     if length < sampling.min_tokens:
