@@ -143,12 +143,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3, help="runs whose iterations are counted")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save", action="store_true", help="keep the result")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     prepare()
-    rows = run(arguments.iterations, arguments.warmup)
+    rows: list[dict[str, float]] = []
+    for _ in range(arguments.repeats):
+        rows += run(arguments.iterations, arguments.warmup)
     median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     ratios = {
         "ratio" if name == "shared" else f"ratio_{name}": statistics.median(
