@@ -27,6 +27,7 @@ from benchmarks.task import LR, MODEL, fit, make_data, make_module, prepare
 from lightning_rl import PolicyModule, PreviewTable, RLCallback, Rollout, StepTimer, WeightSync
 
 PHASES = ("generate", "train", "sync")
+"""Of an iteration, as StepTimer records them: in wall seconds."""
 FLOORS = ("shared", "unshared", "skipping", "asking")
 
 
@@ -161,7 +162,7 @@ def main() -> None:
     }
     print(f"\nCPU seconds, median of {len(rows)} iterations, {arguments.threads} thread(s):")
     inside = ", ".join(f"{phase} {median[phase]:.3f}" for phase in PHASES)
-    print(f"  {'iteration':<15} {median['iteration']:.3f}  ({inside})")
+    print(f"  {'iteration':<15} {median['iteration']:.3f}  (wall: {inside})")
     for name in FLOORS:
         generate, step = median[f"generate_{name}"], median[f"step_{name}"]
         inside = f"generate {generate:.3f}, step {step:.3f}"

@@ -72,8 +72,7 @@ class TransformersEngine(Engine):
         with torch.random.fork_rng():  # building must not advance the run's random state
             lm = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
         self._lm = lm.to(self.device).eval().requires_grad_(False)
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        self._ends = end_tokens(tokenizer, config)
+        self._ends = end_tokens(AutoTokenizer.from_pretrained(model_dir), config)
 
     def close(self) -> None:
         self._lm = None
