@@ -6,12 +6,10 @@ import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -90,6 +88,35 @@ def weight_shapes(model_dir: Path) -> dict[str, torch.Size]:
     return {name: weight.shape for name, weight in lm.state_dict().items()}
 
 
+class SampledLogprobs:
+    """Keeps a request's logprobs in place of vLLM's own class: one float per token.
+
+    Ids, ranks, texts and where each token's begin, which that collects for every token, nobody asks
+    for.
+    """
+
+    cumulative_logprob = prompt_logprobs = prompt_token_id_logprobs = None
+
+    def __init__(self) -> None:
+        self.logprobs: list[float] = []
+
+    def update_from_output(self, output: Any) -> None:
+        if output.new_logprobs is not None:
+            # Each row is of one token, and begins with the one that was sampled.
+            self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+
+
+def add_request(
+    llm: Any, request_id: str, token_ids: Sequence[int], params: Any, priority: int
+) -> str:
+    """Returns the request's name inside vLLM, under which it can be aborted."""
+    # With its type it is an input that needs no rendering.
+    prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
+    name = str(llm.add_request(request_id, prompt, params, priority=priority))
+    llm.output_processor.request_states[name].logprobs_processor = SampledLogprobs()
+    return name
+
+
 def reload_weights(worker: Any, items: list[tuple[str, Tensor]]) -> None:
     """Runs in vLLM's worker: load through the model's own loader, and check that it took all."""
     model = worker.get_model()
@@ -126,42 +153,6 @@ def require_all_loaded(model: Any, loaded: set[str]) -> None:
             f"the push left {len(missing)} of the engine's weights as they were, first "
             f"{missing[0]!r}; is the engine's model the trainer's?"
         )
-
-
-def skip_rank_compilation() -> None:
-    """Replace one function that vLLM compiles for 2-10 s on first use; same result, eager."""
-    import vllm.v1.sample.sampler as sampler
-
-    sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
-
-
-@cache
-def keep_global_randomness() -> None:
-    """Let vLLM's sampler for CPUs draw from a generator of its own.
-
-    For each token it draws from the global one, and then draws again from that of the request. Any
-    other thread may draw from the global one meanwhile, so to put that back would undo its draws.
-    Drawn here, all tokens of a step also take one assignment instead of one each.
-    """
-    import vllm.v1.sample.ops.topk_topp_sampler as sampler
-
-    own, forward_cpu = torch.Generator(), sampler.TopKTopPSampler.forward_cpu
-    torch_for_sampler: Any = ModuleType("torch")
-    torch_for_sampler.__dict__.update(vars(torch))
-
-    def forward(
-        self: Any, logits: Tensor, generators: dict[int, torch.Generator], *limits: Any
-    ) -> Any:
-        if self.use_fp64_gumbel:  # draws otherwise
-            return forward_cpu(self, logits, generators, *limits)
-        seeds = torch.randint(0, 2**31, (len(logits),), generator=own)
-        drawn = [int(torch.randint(0, 2**31, (), generator=g)) for g in generators.values()]
-        seeds[list(generators)] = torch.tensor(drawn, dtype=torch.long)
-        torch_for_sampler.randint = lambda *args, **options: seeds
-        return forward_cpu(self, logits, {}, *limits)
-
-    sampler.torch = torch_for_sampler
-    sampler.TopKTopPSampler.forward_cpu = forward
 
 
 def divert_crash_dump() -> Path:

@@ -20,13 +20,17 @@ from lightning_rl.engines.base import (
 )
 from lightning_rl.engines.vllm_adapter import (
     EngineSettings,
+    add_request,
     contained,
     divert_crash_dump,
-    keep_global_randomness,
     last_line,
     reload_weights,
-    skip_rank_compilation,
     weight_shapes,
+)
+from lightning_rl.engines.vllm_cpu import (
+    keep_global_randomness,
+    skip_rank_compilation,
+    use_cpu_kernels,
 )
 from lightning_rl.errors import EngineError, StaleWeightsError
 
@@ -112,13 +116,16 @@ class VLLMLocal(Engine):
             from vllm import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
-            if not torch.cuda.is_available():
+            on_cpu = not torch.cuda.is_available()
+            if on_cpu:
                 skip_rank_compilation()
                 keep_global_randomness()
             try:
                 self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
             except (ValueError, RuntimeError, TypeError, AssertionError) as error:
                 raise EngineError(f"vLLM did not start: {last_line(error)}") from error
+        if on_cpu and arguments["enforce_eager"]:
+            self._llm.apply_model(use_cpu_kernels)
         self._crash_file = divert_crash_dump()
         self._detach_process_group()
         self._shapes = weight_shapes(model_dir)
@@ -152,15 +159,11 @@ class VLLMLocal(Engine):
         request_id = str(self._next_id)
         self._next_id += 1
         request = _Request(loop.create_future())
+        params = self._params(sampling, seed)
         with self._exclusive:
             self.require_ready()  # which it is not in the middle of a push
             self.require_room(len(token_ids), sampling)
-            internal_id = self._llm.add_request(
-                request_id,
-                {"prompt_token_ids": list(token_ids)},
-                self._params(sampling, seed),
-                priority=sampling.priority,
-            )
+            internal_id = add_request(self._llm, request_id, token_ids, params, sampling.priority)
             self._requests[request_id] = request
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = loop.create_task(self._step_while_busy())
@@ -210,7 +213,7 @@ class VLLMLocal(Engine):
         request.future.set_result(
             Completion(
                 token_ids=tokens,
-                logprobs=list(result.logprobs.logprobs),
+                logprobs=result.logprobs,
                 finish_reason=result.finish_reason or "abort",
                 versions=request.versions,
             )
@@ -228,7 +231,6 @@ class VLLMLocal(Engine):
             stop=sampling.stop or None,
             seed=seed,
             logprobs=0,  # exactly the sampled token's
-            flat_logprobs=True,
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,

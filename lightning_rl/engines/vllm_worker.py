@@ -25,11 +25,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from lightning_rl.engines.vllm_adapter import (
-    last_line,
-    require_all_loaded,
-    skip_rank_compilation,
-)
+from lightning_rl.engines.vllm_adapter import last_line, require_all_loaded
+from lightning_rl.engines.vllm_cpu import skip_rank_compilation, use_cpu_kernels
 from lightning_rl.errors import WeightSyncError
 from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.sources import SOURCES, Source
@@ -73,6 +70,8 @@ class TransferEngine(WeightTransferEngine[SourceInfo, UpdateInfo]):
         rank = self.parallel_config.rank
         self._source = SOURCES[init_info.source](self.device, rank, **init_info.options)
         self._merger = Merger(self.device)
+        if self.device.type == "cpu" and self.model_config.enforce_eager:
+            use_cpu_kernels(self.model)
 
     def start_weight_update(self) -> None:
         if self._loaded is not None:  # the push before broke off

@@ -1,0 +1,86 @@
+"""vLLM on CPUs: what it computes slowly, or draws from where it should not."""
+
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def skip_rank_compilation() -> None:
+    """Replace one function that vLLM compiles for 2-10 s on first use; same result, eager."""
+    import vllm.v1.sample.sampler as sampler
+
+    sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
+
+
+@cache
+def keep_global_randomness() -> None:
+    """Let vLLM's sampler for CPUs draw from a generator of its own.
+
+    For each token it draws from the global one, and then draws again from that of the request. Any
+    other thread may draw from the global one meanwhile, so to put that back would undo its draws.
+    Drawn here, all tokens of a step also take one assignment instead of one each.
+    """
+    import vllm.v1.sample.ops.topk_topp_sampler as sampler
+
+    own, forward_cpu = torch.Generator(), sampler.TopKTopPSampler.forward_cpu
+    torch_for_sampler: Any = ModuleType("torch")
+    torch_for_sampler.__dict__.update(vars(torch))
+
+    def forward(
+        self: Any, logits: Tensor, generators: dict[int, torch.Generator], *limits: Any
+    ) -> Any:
+        if self.use_fp64_gumbel:  # draws otherwise
+            return forward_cpu(self, logits, generators, *limits)
+        seeds = torch.randint(0, 2**31, (len(logits),), generator=own)
+        drawn = [int(torch.randint(0, 2**31, (), generator=g)) for g in generators.values()]
+        seeds[list(generators)] = torch.tensor(drawn, dtype=torch.long)
+        torch_for_sampler.randint = lambda *args, **options: seeds
+        return forward_cpu(self, logits, {}, *limits)
+
+    sampler.torch = torch_for_sampler
+    sampler.TopKTopPSampler.forward_cpu = forward
+
+
+def use_cpu_kernels(model: nn.Module) -> None:
+    """Let norms and SwiGLU take fewer passes over memory; up to rounding the same results.
+
+    vLLM has a norm in C++ for CPUs, but computes it there in PyTorch, operation by operation:
+    together a twelfth of the CPU seconds of a small model. Set on each layer, not for all models of
+    the process.
+    """
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    layer: Any
+    for layer in model.modules():
+        if type(layer) is RMSNorm and _has_kernel(layer):
+            layer._forward_method = partial(_rms_norm, layer)
+        elif type(layer) is SiluAndMul:
+            layer._forward_method = _silu_and_mul
+
+
+def _has_kernel(norm: Any) -> bool:
+    # It takes whole vectors of 32 elements, weights in the type of what they scale, and all of it.
+    return norm.has_weight and norm.variance_size_override is None and norm.hidden_size % 32 == 0
+
+
+def _rms_norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+    if x.dtype != norm.weight.dtype:
+        return norm.forward_native(x, residual)
+    x = x.contiguous()
+    if residual is None:
+        normed = torch.empty_like(x)
+        torch.ops._C.rms_norm(normed, x, norm.weight.data, norm.variance_epsilon)
+        return normed
+    residual = residual.contiguous()
+    # In place, which who calls a norm with a residual allows.
+    torch.ops._C.fused_add_rms_norm(x, residual, norm.weight.data, norm.variance_epsilon)
+    return x, residual
+
+
+def _silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return nn.functional.silu(gate).mul_(up)
