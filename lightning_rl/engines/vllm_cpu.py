@@ -76,7 +76,7 @@ def _rms_norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Any:
         torch.ops._C.rms_norm(normed, x, norm.weight.data, norm.variance_epsilon)
         return normed
     residual = residual.contiguous()
-    # In place, which who calls a norm with a residual allows.
+    # A norm with a residual may write over both.
     torch.ops._C.fused_add_rms_norm(x, residual, norm.weight.data, norm.variance_epsilon)
     return x, residual
 
