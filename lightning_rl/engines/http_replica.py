@@ -192,10 +192,13 @@ class HTTPReplica(Replica):
 
 
 def _told(tail: str) -> str:
-    """The end of what a server printed, with what it says of vLLM's version."""
+    """The end of what a server printed, and what may be behind it."""
     if "unrecognized arguments" not in tail:
         return tail
-    return f"{tail}: this vLLM is not the tested version, which `lightning-rl doctor` names"
+    return (
+        f"{tail}; if that is not from the engine's options, this vLLM is not the version that "
+        "`lightning-rl doctor` names"
+    )
 
 
 def completion_of(choice: Mapping[str, Any]) -> Completion:

@@ -68,7 +68,9 @@ class ServerProcess:
         return " | ".join(line.strip() for line in (errors or printed.splitlines())[-lines:])
 
 
-_ERROR = re.compile(r"^[\w.]*(?:Error|Exception): (?!.*root cause above).*", re.MULTILINE)
+_ERROR = re.compile(
+    r"^(?:[\w.]*(?:Error|Exception)|[\w.]+: error): (?!.*root cause above).*", re.MULTILINE
+)
 _VALIDATION = re.compile(
     r"\d validation errors? for \w+\n(?:(?P<field>\S+)\n)?\s+(?:Value error, )?(?P<why>.*)"
 )

@@ -57,6 +57,16 @@ def engine(skeleton):
     wait_for(lambda: not [pid for pid in pids if is_running(pid)])
 
 
+def test_an_option_that_vllm_does_not_know_is_named(skeleton):
+    engine = VLLMServer(max_model_len=128, kv_cache_gb=0.05, options={"max_num_seqz": 3})
+    expected = (
+        r"start: \S+: error: unrecognized arguments: --max-num-seqz; if .* `lightning-rl doctor`"
+    )
+    with pytest.raises(ReplicaError, match=expected):
+        engine.start(skeleton)
+    engine.close()
+
+
 def gap(replica, plain) -> float:
     """Largest error of a replica's logprobs after a prompt that it caches in blocks."""
     sampling = Sampling(max_tokens=4, min_tokens=4)
