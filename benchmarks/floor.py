@@ -150,9 +150,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     prepare()
-    rows: list[dict[str, float]] = []
-    for _ in range(arguments.repeats):
-        rows += run(arguments.iterations, arguments.warmup)
+    runs = (run(arguments.iterations, arguments.warmup) for _ in range(arguments.repeats))
+    rows = [row for each in runs for row in each]
     median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     ratios = {
         "ratio" if name == "shared" else f"ratio_{name}": statistics.median(

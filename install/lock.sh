@@ -14,4 +14,5 @@ lock() { # backend, options...
 }
 # Packed attention is checked against this transformers; the CPU engine limits it by itself.
 lock cpu ${torch_source[@]+"${torch_source[@]}"}
-lock cuda --constraint <(echo 'transformers==5.19.*')
+# A folder of wheels may hold the CPU build of torch, which would take the place of the CUDA build.
+UV_FIND_LINKS= lock cuda --constraint <(echo 'transformers==5.19.*')

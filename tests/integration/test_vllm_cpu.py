@@ -9,6 +9,8 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from lightning_rl.engines.vllm_cpu import use_cpu_kernels
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM computes on the GPU")
+
 
 @pytest.fixture(autouse=True)
 def configured():
