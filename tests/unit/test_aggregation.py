@@ -12,6 +12,7 @@ from lightning_rl.algos.aggregation import PromptMean, SequenceMean, TokenMean, 
 from lightning_rl.data.packing import pack_rollouts, token_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
+from tests.tolerances import distance, gradient_rounding, rounding
 
 RULES = [TokenMean(), SequenceMean(), PromptMean(), TokenSum(max_tokens=12)]
 
@@ -71,7 +72,8 @@ def test_parity_in_float64(random_batch, rule, seed):
 
 @pytest.mark.parametrize("rule", [TokenMean(), SequenceMean(), PromptMean()])
 def test_the_means_sum_to_one(random_batch, rule):
-    assert float(rule(random_batch(61)).sum()) == pytest.approx(1, abs=1e-6)
+    weights = rule(random_batch(61))
+    assert float(weights.sum()) == pytest.approx(1, abs=rounding(len(weights)))
 
 
 def test_the_divisor_of_token_sum_ignores_lengths(make_rollout):
@@ -123,8 +125,8 @@ def test_gradients_do_not_depend_on_packs_or_order(tiny_model, train_on, random_
     first = gradient(rollouts, 100_000)
     assert float(first.norm()) > 1e-3
     for arranged, budget in ((rollouts, 1), (shuffled, 40)):
-        other = gradient(arranged, budget)
-        assert float((other - first).norm() / first.norm()) < 1e-6, budget
+        bound = gradient_rounding(tiny_model, tokens=sum(len(r.token_ids) for r in rollouts))
+        assert distance(gradient(arranged, budget), first) < bound, budget
 
 
 def test_gradients_of_the_rules_differ_as_their_weights_do(make_rollout):

@@ -14,6 +14,7 @@ from lightning_rl.algos.ratio_losses import CISPO, GSPO, SAPO, Reinforce, SFTMix
 from lightning_rl.data.packing import is_idle, pack_rollouts, without_idle
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
+from tests.tolerances import distance, gradient_rounding, scores_rounding
 
 LOSSES = [PPOClip(dual_clip=3.0), GSPO(), CISPO(), SAPO(), Reinforce(), SFTMix(PPOClip())]
 
@@ -53,7 +54,7 @@ def test_weights_are_those_of_all_rollouts(tiny_model, train_on, rollouts, loss)
         weights_after(tiny_model, train_on, lambda: [pack_rollouts(rollouts)] * 2, skip, **options)
         for skip in (True, False)
     )
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert distance(ours, theirs) < gradient_rounding(tiny_model, tokens=100)
     # 4 of 7 groups, and (a group's rewards are 0, 1/2, 1) the middle one of each of the others
     idle = 4 * 3 + 3 - isinstance(loss, SFTMix)
     assert metrics["policy/skipped_share"] == pytest.approx(idle / 21, abs=0.02)
@@ -73,7 +74,7 @@ def test_what_is_left_out_counts_in_the_averages(
         weights_after(tiny_model, train_on, lambda: [pack_rollouts(rollouts)], skip, **options)[0]
         for skip in (True, False)
     )
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert distance(ours, theirs) < gradient_rounding(tiny_model, tokens=100)
 
 
 def test_with_nothing_to_learn_the_optimizer_steps_all_the_same(
@@ -88,7 +89,7 @@ def test_with_nothing_to_learn_the_optimizer_steps_all_the_same(
         weights_after(tiny_model, train_on, lambda b=b: [x.clone() for x in b], skip, **options)
         for b, skip in ((batches, True), (batches, False), (batches[:1], True))
     )
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert distance(ours, theirs) < gradient_rounding(tiny_model, tokens=100)
     assert float((ours - before).abs().max()) > 1e-4  # AdamW's momentum
     assert metrics["policy/skipped_share"] == 1
     assert metrics["policy/grad_norm"] == 0
@@ -100,8 +101,9 @@ def test_old_logprobs_are_of_the_rollouts_that_will_be_trained_on(tiny_model, ro
     everything = module.compute_old_logprobs(pack_rollouts(rollouts))["tokens", "old_logprobs"]
     batch = module.compute_old_logprobs(module.compute_advantages(pack_rollouts(rollouts)))
     moving = batch["tokens", "advantages"] != 0
+    bound = scores_rounding(tiny_model, everything)
     torch.testing.assert_close(
-        batch["tokens", "old_logprobs"][moving], everything[moving], rtol=0, atol=1e-5
+        batch["tokens", "old_logprobs"][moving], everything[moving], rtol=0, atol=bound
     )
     alike = torch.tensor([g % 2 == 0 for g in range(7) for _ in range(3)])
     lengths = batch["rollouts", "length"]

@@ -1,0 +1,69 @@
+"""How far two float results may be apart that are one number, computed in two orders.
+
+A sum of n terms, rounded after each addition, is off by about sqrt(n) u times the size of what is
+added, u half the distance of neighbouring numbers: errors have either sign, and add up as a random
+walk does (Higham and Mary 2019, "A New Approach to Probabilistic Rounding Error Analysis", theorem
+2.4: beyond LAMBDA sqrt(n) u with a chance of 2 exp(-LAMBDA^2 / 2)). Which order it is depends on
+the CPU's vector width and on the shapes of packs, so no test may count on one.
+
+What is at fault in this library when a result differs (a wrong mask, temperature, weight or row) is
+off by far more; each test that takes its bound from here plants such a fault too.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+Model = PretrainedConfig | Path | str
+"""A configuration, or the directory it lies in."""
+
+LAMBDA = 5.0
+"""A single number exceeds its bound once in 130,000 times, were errors independent."""
+
+
+def rounding(additions: int, magnitude: float = 1.0, dtype: torch.dtype = torch.float32) -> float:
+    """Bound on the distance of two results of ``additions`` in a row, of terms of that magnitude.
+
+    Each result may be off by LAMBDA sqrt(n) u, so that both are within twice that; 2 u is eps.
+    """
+    return LAMBDA * additions**0.5 * torch.finfo(dtype).eps * magnitude
+
+
+def norm_rounding(additions: int, dtype: torch.dtype = torch.float32) -> float:
+    """The same for the norm of a difference, relative to that of the result.
+
+    Thousands of errors average out in a norm, so it has no tail, and needs no LAMBDA.
+    """
+    return additions**0.5 * torch.finfo(dtype).eps
+
+
+def forward_additions(model: Model) -> int:
+    """Additions one after another from a token to a logprob: lengths of sums, layer by layer."""
+    config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(model)
+    hidden, positions = config.hidden_size, config.max_position_embeddings
+    head = hidden // config.num_attention_heads
+    norms, projections = 2 * hidden, 3 * hidden  # into attention, out of it, into the MLP
+    between = getattr(config, "intermediate_size", 4 * hidden)
+    layer = norms + projections + head + 2 * positions + between
+    return config.num_hidden_layers * layer + 2 * hidden + config.vocab_size
+
+
+def scores_rounding(model: Model, *scores: Tensor) -> float:
+    """Bound for logprobs, entropies or values, of which the largest is their magnitude."""
+    magnitude = max(1.0, *(float(part.detach().abs().max()) for part in scores))
+    return rounding(forward_additions(model), magnitude)
+
+
+def gradient_rounding(model: Model, tokens: int) -> float:
+    """Relative bound for the norm of a gradient: there, back twice as far, and summed over tokens.
+
+    For weights after one plain gradient step too, of which the gradient is a part.
+    """
+    return norm_rounding(3 * forward_additions(model) + tokens)
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Norm of the difference over the norm of ``theirs``."""
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
