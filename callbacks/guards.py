@@ -1,15 +1,12 @@
 """Guards: each watches one number in every iteration, and acts when it leaves its bound."""
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 from torch import Tensor
-from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
 
 from lightning_rl.callbacks.guard_actions import (
     Finding,
@@ -17,8 +14,8 @@ from lightning_rl.callbacks.guard_actions import (
     Mask,
     Warn,
 )
-from lightning_rl.dist import any_rank, gather
-from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.dist import gather
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
 
@@ -54,6 +51,7 @@ class Guard(RLCallback, ABC):
 
     def __init__(self, bound: float, action: GuardAction = Warn(), patience: int = 1) -> None:
         require_at_least(1, patience=patience)
+        require_finite(bound=bound)
         if action.changes_update and not self.before_update:
             raise ConfigError(
                 f"{type(self).__name__} knows its value only after the update, so "
@@ -210,36 +208,16 @@ class EntropyGuard(MetricFloorGuard):
         super().__init__("policy/entropy", bound, action, patience)
 
 
-class NonFiniteGuard(Guard):
-    """Optimizer steps whose gradient is NaN or infinite. None of them reaches the weights.
+class NonFiniteGuard(MetricGuard):
+    """Optimizer steps whose gradient is NaN or infinite, which ``PolicyModule`` leaves out itself.
 
-    Such a step is left out, whatever the action is; Adam's moments stay as they are. A NaN in the
-    loss makes one in the gradient.
+    A guard adds the action: an alarm in every iteration with such a step, or the end of the run.
     """
 
-    name = "non_finite"
     what = "the number of optimizer steps left out for a gradient that is NaN or infinite"
     fix = "look for extreme logprobs or advantages; lower lr"
-    before_update = False
 
     def __init__(self, action: GuardAction = Warn(), patience: int = 1) -> None:
-        super().__init__(0, action, patience)
-        self._steps = 0
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm: Any = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if hasattr(norm, "full_tensor"):  # of sharded gradients
-            norm = norm.full_tensor()
-        if any_rank(not math.isfinite(float(norm))):
-            self._steps += 1
-            optimizer.zero_grad(set_to_none=True)  # an optimizer leaves such parameters alone
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        assert isinstance(pl_module, PolicyModule)
-        steps, self._steps = self._steps, 0
-        self.judge(pl_module, float(steps), None)
+        super().__init__("policy/nonfinite_skipped", 0, action, patience)
+        self.name = "non_finite"
+        self.what = type(self).what  # type: ignore[misc]

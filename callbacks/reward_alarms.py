@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rl.errors import require_at_least
+from lightning_rl.errors import require_at_least, require_finite
 from lightning_rl.hooks import RLCallback
 from lightning_rl.metrics import summarize
 from lightning_rl.module import PolicyModule
@@ -58,6 +58,12 @@ class RewardAlarms(RLCallback):
         require_at_least(1, window=window, length_ratio=length_ratio)
         require_at_least(
             0, duplicates_rise=duplicates_rise, component_drift=component_drift, eval_drop=eval_drop
+        )
+        require_finite(
+            length_ratio=length_ratio,
+            duplicates_rise=duplicates_rise,
+            component_drift=component_drift,
+            eval_drop=eval_drop,
         )
         self.window = window
         self.length_ratio = length_ratio

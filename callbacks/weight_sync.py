@@ -50,7 +50,7 @@ class WeightSync(RLCallback):
         max_gap: float | None = None,
         probe_prompts: int = 4,
     ) -> None:
-        if max_gap is not None and max_gap <= 0:
+        if max_gap is not None and not max_gap > 0:
             raise ConfigError(
                 f"max_gap={max_gap} must be > 0 nats; null for the engine's tolerance"
             )

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lightning_rl.algos.batch_advantages import ReinforcePlusPlus, RunningBaseline
     from lightning_rl.algos.correction import (
         Correction,
+        GeometricMIS,
+        GeometricTIS,
         SequenceMIS,
         SequenceTIS,
         TokenMIS,
@@ -181,7 +183,15 @@ _PLACES = {
     "algos.advantages": ("GAE", "GRPO", "Advantage"),
     "algos.aggregation": ("Aggregation", "PromptMean", "SequenceMean", "TokenMean", "TokenSum"),
     "algos.batch_advantages": ("ReinforcePlusPlus", "RunningBaseline"),
-    "algos.correction": ("Correction", "SequenceMIS", "SequenceTIS", "TokenMIS", "TokenTIS"),
+    "algos.correction": (
+        "Correction",
+        "GeometricMIS",
+        "GeometricTIS",
+        "SequenceMIS",
+        "SequenceTIS",
+        "TokenMIS",
+        "TokenTIS",
+    ),
     "algos.entropy": ("EntropyBonus", "LinearEntropyBonus"),
     "algos.group_advantages": ("DrGRPO", "MaxRL", "OPMD", "PassAtK", "RLOO"),
     "algos.kl": (

@@ -1,6 +1,12 @@
 """Which parts of an algorithm do not go together; each refusal says what to change."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.kl import KLPenalty
@@ -11,7 +17,7 @@ from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.dist import world_size
 from lightning_rl.engines.base import Sampling
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.models.reference import Reference
 from lightning_rl.sync.schedule import SyncSchedule
 
@@ -38,6 +44,12 @@ def check_parts(
             f"advantage={type(advantage).__name__} needs a critic; set value_head to "
             "SharedValueHead or SeparateValueHead"
         )
+    if kl_reward is not None and not advantage.takes_kl_reward:
+        raise ConfigError(
+            f"advantage={type(advantage).__name__} reads the reward as it was graded, which "
+            "kl_reward would take a KL off: no rollout would count as it should; set kl instead, "
+            "the same penalty in the loss"
+        )
     if objective.value_warmup_iterations and not advantage.needs_values:
         raise ConfigError(
             f"value_warmup_iterations={objective.value_warmup_iterations} needs a critic to warm "
@@ -54,6 +66,25 @@ def check_parts(
             "trust_engine_logprobs=true, which takes the engine's logprobs for the old ones; leave "
             "one of them out"
         )
+
+
+def check_optimizer(make: Callable[[Any], Optimizer]) -> None:
+    """Check what an optimizer is and was given, on a parameter of no consequence.
+
+    Raises:
+        ConfigError: if it cannot step on one gradient, or has an option that is no finite number.
+    """
+    optimizer = make([Parameter(torch.zeros(1, 1))])
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer={type(optimizer).__name__} evaluates the loss again and again within a "
+            "step (its step() needs a closure), and here a step has one gradient; use AdamW, or "
+            "another that needs none"
+        )
+    for group in optimizer.param_groups:
+        options = {k: v for k, v in group.items() if isinstance(v, float | tuple)}
+        require_finite(**{f"optimizer.{name}": value for name, value in options.items()})
 
 
 def check_group_size(advantage: Advantage, group_size: int) -> None:

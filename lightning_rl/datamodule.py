@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from lightning_rl import dist
 from lightning_rl.agents.base import Agent, SingleTurn
-from lightning_rl.buffer.replay import ReplayBuffer
+from lightning_rl.buffer.replay import ReplayBuffer, warn_if_uncorrected
 from lightning_rl.checks import (
     check_experts,
     check_filters,
@@ -20,6 +20,7 @@ from lightning_rl.checks import (
     check_groups,
     room_for_prompts,
 )
+from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.batches import RolloutBatches
 from lightning_rl.collect.collector import Collector, SyncCollector
 from lightning_rl.collect.filters import GroupFilter
@@ -31,7 +32,7 @@ from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, Sampling
-from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.evaluation import evaluation_metrics
 from lightning_rl.experts import Experts
 from lightning_rl.hooks import call_hook
@@ -116,6 +117,7 @@ class RLDataModule(LightningDataModule):
             eval_limit=eval_limit,
             max_rounds=max_rounds,
         )
+        require_finite(success_reward=success_reward)
         self.train_prompts = train_prompts
         self.eval_prompts = eval_prompts
         self.rewards = Rewards(rewards, reward_weights, max_failed_share)
@@ -198,6 +200,8 @@ class RLDataModule(LightningDataModule):
             check_group_size(module.advantage, self.group_size)
             check_filters(self.filters, self.group_size)
             check_groups(self.groups_per_iteration, module.minibatches)
+            if isinstance(self.collector, WorkingAhead) and self.collector.max_staleness:
+                warn_if_uncorrected("asynchronous", module.objective, module.trust_engine_logprobs)
             if self.buffer is not None:
                 self.buffer.check(module.objective, module.trust_engine_logprobs)
         if self.experts is not None:

@@ -4,16 +4,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.algos.preference import dpo
 from lightning_rl.buffer.files import open_rollouts
+from lightning_rl.checks import check_optimizer
 from lightning_rl.data.packing import pack_rollouts, token_rows
 from lightning_rl.data.prompts import PromptDataset
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, require_finite
+from lightning_rl.gradients import FiniteSteps
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy, Scores
@@ -22,7 +23,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.sft import SFTDataModule, supervised_rollout
 
 
-class DPOModule(LightningModule):
+class DPOModule(FiniteSteps):
     """Raises the chosen completion of a pair over the rejected one, relative to a reference.
 
     Automatic optimisation: gradient clipping and accumulation are the Trainer's. The two
@@ -54,6 +55,7 @@ class DPOModule(LightningModule):
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        require_finite(beta=beta)
         if beta <= 0 or not 0 <= smoothing < 0.5:
             raise ConfigError(
                 f"DPOModule(beta={beta}, smoothing={smoothing}): need beta > 0 and smoothing in "
@@ -82,6 +84,7 @@ class DPOModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         assert self.policy is not None
+        check_optimizer(self.optimizer)
         optimizer = self.optimizer([p for p in self.policy.parameters() if p.requires_grad])
         if self.lr_scheduler is None:
             return optimizer

@@ -1,5 +1,6 @@
 """The library's errors: each message names the value, the bound it broke and the fix."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,11 +100,23 @@ class SyncTimeoutError(WeightSyncError):
 
 
 def require_at_least(bound: float, **values: float | None) -> None:
-    """Refuse settings below a bound; None passes.
+    """Refuse settings below a bound, or NaN; None passes.
 
     Raises:
         ConfigError: naming the first key, its value and the bound.
     """
     for name, value in values.items():
-        if value is not None and value < bound:
+        if value is not None and not value >= bound:
             raise ConfigError(f"{name}={value} must be >= {bound:g}")
+
+
+def require_finite(**values: float | Sequence[float] | None) -> None:
+    """Refuse settings that are infinite or NaN, also in a list; None passes.
+
+    Raises:
+        ConfigError: naming the first key and its value.
+    """
+    for name, value in values.items():
+        numbers = value if isinstance(value, Sequence) else [value]
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise ConfigError(f"{name}={value} must be finite, neither infinite nor NaN")

@@ -1,5 +1,7 @@
-"""The gradient of a minibatch, pack by pack, in as much memory as there is."""
+"""The gradient of a minibatch, pack by pack, in as much memory as there is; none that is NaN."""
 
+import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -7,13 +9,45 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from lightning_rl.data.packing import select, silent, split_packs
-from lightning_rl.dist import largest
+from lightning_rl.dist import any_rank, largest
 from lightning_rl.memory import smaller_budget
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.sharding import whole
+
+_log = logging.getLogger(__name__)
 
 PackLoss = Callable[[TensorDict], tuple[Tensor, dict[str, Tensor]]]
+
+
+class FiniteSteps(LightningModule):
+    """A module whose optimizer steps are left out where the gradient is NaN or infinite.
+
+    On all ranks alike. Weights and the optimizer's state stay as if the batch had never been; a NaN
+    in the loss makes one in the gradient.
+    """
+
+    nonfinite_steps = 0
+    """Steps left out since the module was built, or since it was set to 0."""
+    _warned = False
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = whole(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        if not any_rank(not math.isfinite(float(norm))):
+            return
+        optimizer.zero_grad(set_to_none=True)  # an optimizer leaves such parameters alone
+        self.nonfinite_steps += 1
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "the gradient is NaN or infinite: this optimizer step is left out, as all such are "
+                "(policy/nonfinite_skipped counts them); look for extreme logprobs or advantages, "
+                "or lower lr"
+            )
 
 
 def accumulate(

@@ -14,7 +14,7 @@ from lightning_rl.algos.entropy import EntropyBonus
 from lightning_rl.algos.kl import KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
 from lightning_rl.algos.objective import Objective, loss_tokens
-from lightning_rl.checks import check_parts
+from lightning_rl.checks import check_optimizer, check_parts
 from lightning_rl.data.packing import (
     is_idle,
     select,
@@ -23,7 +23,7 @@ from lightning_rl.data.packing import (
     without_idle,
 )
 from lightning_rl.dist import every_rank
-from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.gradients import accumulate
 from lightning_rl.hooks import call_hook
 from lightning_rl.hparams import save_primitive_hparams
@@ -35,13 +35,14 @@ from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.sharding import shard, whole
 from lightning_rl.recording import RecordingModule
 from lightning_rl.rollout import Rollout
-from lightning_rl.seeding import run_seed
+from lightning_rl.seeding import derived_seed, run_seed
 
 
 class PolicyModule(RecordingModule):
     """Wraps a causal LM (policy head, optional value head) and improves it from rollouts.
 
     ``training_step`` runs the named steps below on one packed batch; each can be called by itself.
+    Optimizer steps with a NaN or infinite gradient are left out (``policy/nonfinite_skipped``).
     Rollouts that cannot move the policy (``skips_idle``) are left out of them: the gradient is the
     same, and ``policy/*`` and ``rollout/logprob_gap_*`` are over the tokens that were trained on.
 
@@ -61,7 +62,8 @@ class PolicyModule(RecordingModule):
         lora: train adapters only; None: all weights.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
-        value_lr: learning rate of the critic's own parameters; None: as the policy's.
+        value_lr: learning rate of the critic's own parameters; None: ten times the optimizer's, so
+            1e-5 beside the default 1e-6.
         value_warmup_iterations: train only the critic in the first so many iterations.
         trust_engine_logprobs: take the engine's logprobs for the old ones instead of recomputing
             them.
@@ -118,6 +120,7 @@ class PolicyModule(RecordingModule):
             max_tokens_per_pack=max_tokens_per_pack,
         )
         require_at_least(0, value_lr=value_lr)
+        require_finite(value_lr=value_lr, max_grad_norm=max_grad_norm)
         objective = Objective(
             loss,
             correction,
@@ -186,7 +189,11 @@ class PolicyModule(RecordingModule):
                 shard(policy, self.device_mesh)
 
     def configure_optimizers(self) -> Any:
+        check_optimizer(self.optimizer)
         optimizer = self.optimizer(self._policy().parameter_groups(self.value_lr))
+        if self._policy().value_head is not None and self.value_lr is None:
+            # A critic starts from nothing, and nothing it forgets was learnt before.
+            optimizer.param_groups[-1]["lr"] *= 10
         if self.lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
@@ -233,17 +240,18 @@ class PolicyModule(RecordingModule):
 
     def update(self, batch: TensorDict) -> dict[str, float]:
         """PPO epochs x minibatches x packs of optimisation; returns the iteration's metrics."""
-        metrics = TokenMetrics()
+        metrics, self.nonfinite_steps = TokenMetrics(), 0
         with self.clock("train"):
             for epoch in range(self.ppo_epochs):
-                # Stateless, so that a resumed run deals the same minibatches.
-                seed = (self.seed * 1_000_003 + self.iteration) * 1_000_003 + epoch
+                seed = derived_seed(self.seed, self.iteration, epoch)
                 generator = torch.Generator().manual_seed(seed)
                 with every_rank():
                     parts = split_minibatches(batch, self.minibatches, generator)
                 for rows in parts:
                     self._optimize(select(batch, rows), metrics)
-        return add_effective_share(metrics.compute())
+        return add_effective_share(metrics.compute()) | {
+            "policy/nonfinite_skipped": float(self.nonfinite_steps)
+        }
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One RL iteration on a packed batch."""
@@ -316,6 +324,8 @@ class PolicyModule(RecordingModule):
                 "policy/lr": torch.tensor([optimizer.param_groups[0]["lr"]]),
             }
         )
+        if self._trainer is None:  # with Fabric; a Trainer calls this hook within the step
+            self.on_before_optimizer_step(optimizer)
         optimizer.step()
         if self.lr_scheduler is not None:
             scheduler: Any = self.lr_schedulers()

@@ -20,7 +20,7 @@ from lightning_rl.metrics import summarize
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Group, Rollout
 from lightning_rl.rundir import run_dir
-from lightning_rl.seeding import run_seed
+from lightning_rl.seeding import derived_seed, run_seed
 
 
 class RecordedGroups:
@@ -78,7 +78,7 @@ class RecordedGroups:
     def _permutation(self, lap: int) -> list[int]:
         if not self._shuffle:
             return list(range(len(self._groups)))
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + lap)
+        generator = torch.Generator().manual_seed(derived_seed(self._seed, lap))
         return torch.randperm(len(self._groups), generator=generator).tolist()
 
 

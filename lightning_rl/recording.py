@@ -3,15 +3,15 @@
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 
 from lightning_rl.errors import LightningRLError
+from lightning_rl.gradients import FiniteSteps
 from lightning_rl.hooks import call_hook
 from lightning_rl.seeding import gather_random_states, restore_random_states
 from lightning_rl.stages import StageClock
 
 
-class RecordingModule(LightningModule):
+class RecordingModule(FiniteSteps):
     """A LightningModule that counts iterations, times stages and gathers metrics.
 
     ``iteration`` is the number of iterations trained, which is also the version of the weights.

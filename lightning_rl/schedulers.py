@@ -5,7 +5,7 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, require_finite
 
 
 class WarmupConstant(LambdaLR):
@@ -30,7 +30,7 @@ class WarmupLinear(WarmupConstant):
     """Linear warm-up, then linear decay to ``final`` times the learning rate at ``total_steps``.
 
     Raises:
-        ConfigError: if ``total_steps`` is not above ``warmup_steps``.
+        ConfigError: if ``total_steps`` is not above ``warmup_steps``, or ``final`` not finite.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class WarmupLinear(WarmupConstant):
     ) -> None:
         if total_steps <= warmup_steps:
             raise ConfigError(f"total_steps={total_steps} must exceed warmup_steps={warmup_steps}")
+        require_finite(final=final)
         self.total_steps = total_steps
         self.final = final
         super().__init__(optimizer, warmup_steps)

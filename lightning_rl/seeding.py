@@ -2,17 +2,55 @@
 
 import os
 import random
+import secrets
 from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_rl.dist import gather, rank
+from lightning_rl.errors import ConfigError, require_at_least
+
+LARGEST_SEED = 2**32 - 1
+"""Of ``seed_everything``; numpy takes no larger one."""
 
 
 def run_seed(seed: int | None) -> int:
-    """``seed`` if given, else what Lightning's ``seed_everything`` was called with, else 0."""
+    """``seed`` if given, else what Lightning's ``seed_everything`` was called with, else 0.
+
+    Raises:
+        ConfigError: for a negative one.
+    """
+    require_at_least(0, seed=seed)
     return seed if seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def drawn_seed() -> int:
+    """A seed for ``seed_everything: true``; all ranks that Lightning starts get the first's.
+
+    Raises:
+        ConfigError: on one of several processes that something else started.
+    """
+    if not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
+        return secrets.randbelow(LARGEST_SEED + 1)
+    if "PL_GLOBAL_SEED" not in os.environ:
+        raise ConfigError(
+            "seed_everything=true on processes that torchrun or SLURM started: each would draw a "
+            "seed of its own; set it to a number"
+        )
+    return int(os.environ["PL_GLOBAL_SEED"])
+
+
+def derived_seed(seed: int, *places: int) -> int:
+    """A seed in [0, 2^64) for one place of a run, such as its iteration and epoch.
+
+    Stateless, so that a resumed run draws the same. (seed x 1,000,003 + place) x 1,000,003 + ...
+    modulo 2^64, which is what torch's generators take: odd factors, so no two iterations of a run
+    share one, however large ``seed`` is.
+    """
+    for place in places:
+        seed = seed * 1_000_003 + place
+    return seed % 2**64
 
 
 def gather_random_states() -> list[dict[str, Any]]:

@@ -11,16 +11,18 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.algos.aggregation import Aggregation, TokenMean
+from lightning_rl.checks import check_optimizer
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.gradients import FiniteSteps
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
-from lightning_rl.seeding import run_seed
+from lightning_rl.seeding import derived_seed, run_seed
 
 
-class SFTModule(LightningModule):
+class SFTModule(FiniteSteps):
     """Maximises the likelihood of given completions; automatic optimisation, plain Lightning.
 
     Gradient clipping and accumulation are the Trainer's (``gradient_clip_val``, ...).
@@ -63,6 +65,7 @@ class SFTModule(LightningModule):
             )
 
     def configure_optimizers(self) -> Any:
+        check_optimizer(self.optimizer)
         optimizer = self.optimizer(self.parameters())
         if self.lr_scheduler is None:
             return optimizer
@@ -129,7 +132,7 @@ class SFTDataModule(LightningDataModule):
                 dataset.load(self._tokenizer)
 
     def train_dataloader(self) -> DataLoader[Rollout]:
-        order = torch.Generator().manual_seed(self.seed)
+        order = torch.Generator().manual_seed(derived_seed(self.seed))
         return self._loader(self.train, shuffle=True, generator=order)
 
     def val_dataloader(self) -> Any:

@@ -141,6 +141,12 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--model.max_tokens_per_pack 0": ["max_tokens_per_pack=0 must be >= 1"],
         "--model.max_grad_norm -1": ["max_grad_norm=-1", "must be > 0", "null for no clipping"],
         "--model.optimizer.lr -1.0": ["Invalid learning rate: -1.0"],
+        "--model.optimizer.lr .inf": ["optimizer.lr=inf must be finite"],
+        "--data.reward_weights [.nan]": ["reward_weights=[nan] must be finite"],
+        "--data.sampling.temperature .inf": ["temperature=inf must be 0 (greedy), or finite"],
+        "--data.sampling.temperature 0.005": ["temperature=0.005", "vLLM samples at no less"],
+        "--model.optimizer torch.optim.LBFGS": ["optimizer=LBFGS", "use AdamW"],
+        "--seed_everything 4294967296": ["must be in [0, 4294967295]"],
         "--model.loss.clip_low -0.1": ["clip_low=-0.1"],
         "--model.loss.clip_low 1.5": ["clip_low=1.5"],
         "--model.kl K3Penalty --model.kl.coef -1": ["coef=-1"],
@@ -163,6 +169,10 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
     },
     "settings that contradict each other": {
         "--model.advantage GAE": ["advantage=GAE needs a critic", "SharedValueHead"],
+        "--model.advantage PassAtK --model.kl_reward K3Penalty": [
+            "advantage=PassAtK reads the reward as it was graded",
+            "set kl instead",
+        ],
         "--model.value_warmup_iterations 3": ["value_warmup_iterations=3 needs a critic"],
         "--model.reference FrozenReference": ["reference=FrozenReference is compared with nothing"],
         "--model.trust_engine_logprobs true --model.correction TokenTIS": ["nothing to correct"],

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_rl.data.packing import token_rows
 from lightning_rl.dist import global_mean_std
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
 
 
 def group_means(rewards: Tensor, group: Tensor) -> Tensor:
@@ -59,6 +60,16 @@ def gae(
     return advantages, advantages + values
 
 
+def whiten(advantages: Tensor) -> Tensor:
+    """(A - mean) / sqrt(variance + 1e-8), over all ranks' tokens; shape (M,).
+
+    The floor is a standard deviation of 1e-4, as in TRL and verl: what is smaller than that is
+    rounding, and stays small.
+    """
+    mean, std = global_mean_std(advantages)
+    return (advantages - mean) * (std**2 + 1e-8).rsqrt()
+
+
 def total_rewards(batch: TensorDict) -> Tensor:
     """Each rollout's reward plus the sum of its ``token_rewards`` (e.g. a KL), shape (R,)."""
     rewards_R = batch["rollouts", "reward"]
@@ -75,6 +86,8 @@ class Advantage(ABC):
     """
 
     needs_values: ClassVar[bool] = False
+    takes_kl_reward: ClassVar[bool] = True
+    """Whether a reward may have a KL taken off; not where it says how good a rollout was."""
 
     @property
     def min_group_size(self) -> int:
@@ -102,10 +115,17 @@ class GRPO(Advantage):
     Args:
         normalize_std: divide by the group's standard deviation; False leaves A = r - mean.
         eps: keeps a group without spread finite (its advantages are zero).
+
+    Raises:
+        ConfigError: for a negative ``eps``, or one that is not finite.
     """
 
     normalize_std: bool = True
     eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        require_finite(eps=self.eps)
+        require_at_least(0, eps=self.eps)
 
     @property
     def min_group_size(self) -> int:
@@ -128,12 +148,19 @@ class GAE(Advantage):
 
     Args:
         whiten: give the batch's advantages mean 0 and standard deviation 1, over all ranks.
+
+    Raises:
+        ConfigError: unless ``gamma`` and ``lam`` are in [0, 1].
     """
 
     gamma: float = 1.0
     lam: float = 0.95
     whiten: bool = True
     needs_values: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
+            raise ConfigError(f"GAE(gamma={self.gamma}, lam={self.lam}): both must be in [0, 1]")
 
     def __call__(self, batch: TensorDict) -> TensorDict:
         live = batch["tokens", "loss_mask"].nonzero().squeeze(1)
@@ -146,8 +173,7 @@ class GAE(Advantage):
             rewards = rewards + batch["tokens", "token_rewards"][live]
         advantages, returns = gae(rewards, values, row, self.gamma, self.lam)
         if self.whiten:
-            mean, std = global_mean_std(advantages)
-            advantages = (advantages - mean) / (std + 1e-8)
+            advantages = whiten(advantages)
         empty = torch.zeros_like(batch["tokens", "values"])
         batch["tokens", "advantages"] = empty.index_put((live,), advantages)
         batch["tokens", "returns"] = empty.index_put((live,), returns)

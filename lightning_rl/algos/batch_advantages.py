@@ -12,6 +12,7 @@ from lightning_rl.algos.advantages import (
     group_means,
     spread_over_tokens,
     total_rewards,
+    whiten,
 )
 from lightning_rl.data.packing import token_rows
 from lightning_rl.dist import global_mean_std
@@ -46,10 +47,8 @@ class ReinforcePlusPlus(Advantage):
             own = tokens["token_rewards"][live]
             # With no critic and gamma = lambda = 1, the recursion of GAE is the reward-to-go.
             advantages = advantages + gae(own, torch.zeros_like(own), row[live], 1.0, 1.0)[0]
-        mean, std = global_mean_std(advantages)
-        normalised = (advantages - mean) / (std + 1e-8)
         empty = torch.zeros_like(tokens["rollout_logprobs"])
-        tokens["advantages"] = empty.index_put((live,), normalised)
+        tokens["advantages"] = empty.index_put((live,), whiten(advantages))
         return batch
 
 

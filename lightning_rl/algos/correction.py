@@ -5,6 +5,7 @@ old policy makes it than the engine did (other numerics, or stale weights). With
 the old policy this is decoupled PPO (Hilton et al. 2022): behaviour, proximal and current policy.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.algos.losses import Metrics
-from lightning_rl.algos.ratio_losses import row_means
+from lightning_rl.algos.ratios import ratios, row_means, row_sums
 from lightning_rl.errors import ConfigError
 
 
@@ -32,8 +33,7 @@ class Correction(ABC):
         """
         log_weight = tokens["old_logprobs"] - tokens["rollout_logprobs"]
         weights = self.weights(log_weight, tokens["row"])
-        # Bounded so that one absurd weight leaves the metrics finite.
-        raw = self.raw(log_weight, tokens["row"]).clamp(max=30.0).exp()
+        raw = ratios(self.raw(log_weight, tokens["row"]))
         changed = ~torch.isclose(weights, raw, rtol=1e-6, atol=0.0)
         return weights, {
             "weight_mean": weights,
@@ -48,61 +48,106 @@ class Correction(ABC):
         return log_weight
 
 
-class _Sequence(Correction, ABC):
-    """Weighs a whole rollout by the geometric mean of its tokens' weights."""
-
-    def raw(self, log_weight: Tensor, row: Tensor) -> Tensor:
-        return row_means(log_weight, row)
-
-
 @dataclass(frozen=True)
 class TokenTIS(Correction):
     """Truncated importance sampling, min(w, cap) per token (Yao et al. 2025, "off-policy RL").
 
+    TRL's ``token_truncate`` and verl's ``rollout_is: token``.
+
     Raises:
-        ConfigError: unless ``cap`` is at least 1.
+        ConfigError: unless ``cap`` is at least 1, and finite.
     """
 
     cap: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.cap < 1:
-            raise ConfigError(f"{type(self).__name__}(cap={self.cap}) must be >= 1")
+        if not 1 <= self.cap < math.inf:
+            raise ConfigError(f"{type(self).__name__}(cap={self.cap}) must be >= 1, and finite")
 
     def weights(self, log_weight: Tensor, row: Tensor) -> Tensor:
-        return self.raw(log_weight, row).exp().clamp(max=self.cap)
-
-
-@dataclass(frozen=True)
-class SequenceTIS(_Sequence, TokenTIS):
-    """The same with one weight per rollout, the geometric mean over its tokens."""
+        return ratios(self.raw(log_weight, row)).clamp(max=self.cap)
 
 
 @dataclass(frozen=True)
 class TokenMIS(Correction):
     """Masked importance sampling: w within [low, high], else 0 (IcePop, Ring-1T 2025).
 
+    TRL's ``token_mask``.
+
     Raises:
-        ConfigError: unless 0 <= low < 1 < high.
+        ConfigError: unless 0 <= low < 1 < high, and ``high`` is finite.
     """
 
     low: float = 0.5
     high: float = 5.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low < 1 < self.high:
+        if not 0 <= self.low < 1 < self.high < math.inf:
             raise ConfigError(
-                f"{type(self).__name__}(low={self.low}, high={self.high}): need 0 <= low < 1 < high"
+                f"{type(self).__name__}(low={self.low}, high={self.high}): need 0 <= low < 1 < "
+                "high, and high finite"
             )
 
     def weights(self, log_weight: Tensor, row: Tensor) -> Tensor:
-        w = self.raw(log_weight, row).exp()
+        w = ratios(self.raw(log_weight, row))
         return torch.where((w >= self.low) & (w <= self.high), w, 0.0)
+
+
+class _Sequence(Correction, ABC):
+    """Weighs a whole rollout by the product of its tokens' weights: how much likelier it is."""
+
+    def raw(self, log_weight: Tensor, row: Tensor) -> Tensor:
+        return row_sums(log_weight, row)
+
+
+@dataclass(frozen=True)
+class SequenceTIS(_Sequence, TokenTIS):
+    """min(w, cap) with one w per rollout, the product over its tokens (Liu et al. 2025,
+    "When Speed Kills Stability"): unbiased up to the cap, and the noisier the longer rollouts are.
+
+    TRL's ``sequence_truncate`` (cap 3) and verl's ``rollout_is: sequence`` (cap 2).
+    """
 
 
 @dataclass(frozen=True)
 class SequenceMIS(_Sequence, TokenMIS):
-    """The same with one weight per rollout: keeps or drops it as a whole."""
+    """Keeps or drops a rollout as a whole, by the product of its tokens' weights.
+
+    The defaults are those of TRL's ``sequence_mask``: no lower bound, since a small weight already
+    takes a rollout's influence. For rollouts of hundreds of tokens few are within any bounds;
+    :class:`GeometricMIS` has a scale that does not grow with length.
+    """
+
+    low: float = 0.0
+    high: float = 3.0
+
+
+class _Geometric(Correction, ABC):
+    """Weighs a whole rollout by the geometric mean of its tokens' weights, as GSPO's ratio is."""
+
+    def raw(self, log_weight: Tensor, row: Tensor) -> Tensor:
+        return row_means(log_weight, row)
+
+
+@dataclass(frozen=True)
+class GeometricTIS(_Geometric, TokenTIS):
+    """min(w, cap) with one w per rollout, the geometric mean over its tokens.
+
+    A cap of 1.001 is a mean of 0.001 nats per token: 1 nat, or a product of 2.7, in 1,000 tokens.
+    """
+
+    cap: float = 1.001
+
+
+@dataclass(frozen=True)
+class GeometricMIS(_Geometric, TokenMIS):
+    """Keeps or drops a rollout as a whole, by the geometric mean of its tokens' weights.
+
+    The bounds are those of verl's geometric rejection, ±0.001 nats per token.
+    """
+
+    low: float = 0.999
+    high: float = 1.001
 
 
 def add_effective_share(metrics: dict[str, float]) -> dict[str, float]:

@@ -1,9 +1,8 @@
 """Entropy bonuses: keep exploring, for as long as it helps."""
 
-import math
 from dataclasses import dataclass
 
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, require_finite
 
 
 @dataclass(frozen=True)
@@ -17,8 +16,7 @@ class EntropyBonus:
     coef: float = 0.001
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.coef):
-            raise ConfigError(f"entropy.coef={self.coef} must be a finite number")
+        require_finite(**{"entropy.coef": self.coef})
 
     def at(self, iteration: int) -> float:
         """The coefficient in an iteration; override for another schedule."""
@@ -30,7 +28,7 @@ class LinearEntropyBonus(EntropyBonus):
     """From ``coef`` to ``final`` over ``iterations`` iterations, then ``final``.
 
     Raises:
-        ConfigError: if ``iterations`` is less than 1.
+        ConfigError: if ``iterations`` is less than 1, or ``final`` is not finite.
     """
 
     final: float = 0.0
@@ -38,6 +36,7 @@ class LinearEntropyBonus(EntropyBonus):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_finite(**{"entropy.final": self.final})
         if self.iterations < 1:
             raise ConfigError(f"LinearEntropyBonus(iterations={self.iterations}) must be >= 1")
 

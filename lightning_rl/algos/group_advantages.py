@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import comb
+from typing import ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -13,7 +14,7 @@ from lightning_rl.algos.advantages import (
     spread_over_tokens,
     total_rewards,
 )
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, require_finite
 
 
 class GroupAdvantage(Advantage):
@@ -59,9 +60,12 @@ class RLOO(GroupAdvantage):
 class MaxRL(GroupAdvantage):
     """A = (r - mean) / mean of the group (Tajwar et al. 2026, "Maximum Likelihood RL").
 
-    For rewards >= 0. The rarer a success, the more it counts: the expected gradient approaches that
-    of log likelihood as groups grow. A group without any reward gets zero.
+    For rewards >= 0, so ``kl_reward`` is refused. The rarer a success, the more it counts: the
+    expected gradient approaches that of log likelihood as groups grow. A group without any reward
+    gets zero.
     """
+
+    takes_kl_reward: ClassVar[bool] = False
 
     def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
         mean = group_means(rewards_R, group_R)
@@ -75,20 +79,22 @@ class PassAtK(GroupAdvantage):
     With n rollouts, m of them wrong, mean R = 1 - C(m, k) / C(n, k) and std s = sqrt(R (1 - R)):
     A(right) = (1 - R) / s and A(wrong) = (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s.
     Where s is 0 (all sets of k alike) all are zero, and so they are where failed rollouts left
-    fewer than k.
+    fewer than k. Success is judged by the reward alone, so ``kl_reward`` is refused.
 
     Args:
         k: samples of which one has to be right.
         success_reward: a rollout with at least this reward is right.
 
     Raises:
-        ConfigError: if ``k`` is less than 1.
+        ConfigError: if ``k`` is less than 1, or ``success_reward`` not finite.
     """
 
     k: int = 2
     success_reward: float = 1.0
+    takes_kl_reward: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        require_finite(success_reward=self.success_reward)
         if self.k < 1:
             raise ConfigError(f"PassAtK(k={self.k}) must be >= 1")
 
@@ -132,6 +138,7 @@ class OPMD(GroupAdvantage):
     tau: float = 1.0
 
     def __post_init__(self) -> None:
+        require_finite(tau=self.tau)
         if self.tau <= 0:
             raise ConfigError(f"OPMD(tau={self.tau}) must be > 0")
 

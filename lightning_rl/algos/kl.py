@@ -1,11 +1,13 @@
 """Keeping the policy near a reference: estimators, coefficients, and both put together."""
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor
 
-from lightning_rl.errors import ConfigError
+from lightning_rl.algos.ratios import LARGEST_LOG_RATIO
+from lightning_rl.errors import ConfigError, require_finite
 
 # Schulman 2020, "Approximating KL divergence"; d = log p_ref - log p, all shapes (M,).
 
@@ -21,8 +23,9 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Unbiased, low variance, never negative: exp(d) - d - 1."""
-    d = ref_logprobs - logprobs
+    """Unbiased, low variance, never negative: exp(d) - d - 1, with d taken at no more than 20."""
+    # From above only, where exp grows out of hand: far below 0, d pulls back with slope 1.
+    d = (ref_logprobs - logprobs).clamp(max=LARGEST_LOG_RATIO)
     return d.expm1() - d
 
 
@@ -34,6 +37,7 @@ class Coefficient:
     """
 
     def __init__(self, value: float) -> None:
+        require_finite(**{"kl coef": value})
         if value <= 0:
             raise ConfigError(f"kl coef={value} must be > 0; for no KL penalty set kl: null")
         self.value = value
@@ -63,6 +67,7 @@ class AdaptiveCoefficient(Coefficient):
 
     def __init__(self, value: float = 0.01, target: float = 0.01, gain: float = 0.5) -> None:
         super().__init__(value)
+        require_finite(target=target, gain=gain)
         if target <= 0 or gain <= 0:
             raise ConfigError(
                 f"AdaptiveCoefficient(target={target}, gain={gain}): both must be > 0"
@@ -71,6 +76,8 @@ class AdaptiveCoefficient(Coefficient):
         self.gain = gain
 
     def update(self, measured: float) -> None:
+        if not math.isfinite(measured):  # says nothing of where the policy is
+            return
         error = min(0.2, max(-0.2, measured / self.target - 1))
         self.value *= 1 + self.gain * error
 

@@ -15,7 +15,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.algos.kl import k3
-from lightning_rl.errors import ConfigError
+from lightning_rl.algos.ratios import ratios
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
 
 Metrics = dict[str, Tensor]
 """Per-token tensors (M,), without gradient; the module averages them over all live tokens."""
@@ -46,6 +47,7 @@ def check_clip(low: float, high: float, hint: str = "") -> None:
     Raises:
         ConfigError: naming both, and ``hint`` after what they need.
     """
+    require_finite(clip_low=low, clip_high=high)
     if not 0 < low < 1 or high <= 0:
         raise ConfigError(
             f"clip_low={low}, clip_high={high}: need 0 < clip_low < 1 and clip_high > 0{hint}"
@@ -68,7 +70,7 @@ def ppo_clip(
     (dual-clip PPO, Ye et al. 2020, eq. 8).
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape and logprobs.ndim == 1
-    ratio = (logprobs - old_logprobs).exp()
+    ratio = ratios(logprobs - old_logprobs)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - low, 1 + high) * advantages
     objective, cut = torch.minimum(unclipped, clipped), clipped < unclipped
@@ -97,6 +99,7 @@ class PPOClip(PolicyLoss):
     zero_at_zero_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        require_finite(dual_clip=self.dual_clip)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ConfigError(f"dual_clip={self.dual_clip} must be > 1; 3 is usual, null for none")
         check_clip(self.clip_low, self.clip_high, "; 0.2 and 0.2 are PPO's defaults")
@@ -120,10 +123,17 @@ class ValueLoss:
     Args:
         coef: weight beside the policy loss.
         clip: None, or how far values may move from the rollout's before the larger error counts.
+
+    Raises:
+        ConfigError: for a negative value, or one that is not finite.
     """
 
     coef: float = 0.5
     clip: float | None = None
+
+    def __post_init__(self) -> None:
+        require_finite(coef=self.coef, clip=self.clip)
+        require_at_least(0, coef=self.coef, clip=self.clip)
 
     def __call__(self, values: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         returns, old = tokens["returns"], tokens["values"]

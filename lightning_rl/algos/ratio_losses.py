@@ -8,7 +8,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, check_clip, divergence
-from lightning_rl.errors import ConfigError
+from lightning_rl.algos.ratios import ratios, row_means
+from lightning_rl.errors import ConfigError, require_finite
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class GSPO(PolicyLoss):
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         log_ratio = logprobs.detach() - tokens["old_logprobs"]
-        s = row_means(log_ratio, tokens["row"]).exp()
+        s = ratios(row_means(log_ratio, tokens["row"]))
         s = s * (logprobs - logprobs.detach()).exp()  # value s, gradient s d log p
         unclipped = s * tokens["advantages"]
         clipped = s.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens["advantages"]
@@ -63,13 +64,14 @@ class CISPO(PolicyLoss):
     zero_at_zero_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        require_finite(clip_low=self.clip_low, clip_high=self.clip_high)
         if self.clip_low <= 0 or self.clip_high <= 0:
             raise ConfigError(
                 f"CISPO(clip_low={self.clip_low}, clip_high={self.clip_high}): both must be > 0"
             )
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
-        ratio = (logprobs.detach() - tokens["old_logprobs"]).exp()
+        ratio = ratios(logprobs.detach() - tokens["old_logprobs"])
         weight = ratio.clamp(max(0.0, 1 - self.clip_low), 1 + self.clip_high)
         metrics = divergence(logprobs, tokens) | {"clip_frac": (weight != ratio).float()}
         return -weight * tokens["advantages"] * logprobs, metrics
@@ -91,6 +93,7 @@ class SAPO(PolicyLoss):
     zero_at_zero_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        require_finite(tau_positive=self.tau_positive, tau_negative=self.tau_negative)
         if self.tau_positive <= 0 or self.tau_negative <= 0:
             raise ConfigError(
                 f"SAPO(tau_positive={self.tau_positive}, tau_negative={self.tau_negative}): both "
@@ -99,7 +102,7 @@ class SAPO(PolicyLoss):
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         advantages = tokens["advantages"]
-        ratio = (logprobs - tokens["old_logprobs"]).exp()
+        ratio = ratios(logprobs - tokens["old_logprobs"])
         tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative)
         gate = torch.sigmoid(tau * (ratio - 1))
         metrics = divergence(logprobs, tokens) | {"gate": 4 * (gate * (1 - gate)).detach()}
@@ -116,10 +119,16 @@ class SFTMix(PolicyLoss):
     Args:
         loss: for sampled tokens.
         coef: weight of an expert token beside a sampled one.
+
+    Raises:
+        ConfigError: if ``coef`` is not finite.
     """
 
     loss: PolicyLoss = PPOClip()
     coef: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_finite(coef=self.coef)
 
     @property
     def zero_at_zero_advantage(self) -> bool:  # type: ignore[override]
@@ -132,10 +141,3 @@ class SFTMix(PolicyLoss):
         metrics = {name: value[~expert] for name, value in metrics.items()}
         metrics["expert_nll"] = -logprobs.detach()[expert]
         return torch.where(expert, -self.coef * logprobs, loss), metrics
-
-
-def row_means(values: Tensor, row: Tensor) -> Tensor:
-    """Mean of ``values`` (M,) over the tokens of each token's own rollout, shape (M,)."""
-    _, inverse, counts = row.unique(return_inverse=True, return_counts=True)
-    sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device)
-    return (sums.index_add(0, inverse, values) / counts)[inverse]

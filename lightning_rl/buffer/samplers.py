@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lightning_rl.buffer.files import open_rollouts
-from lightning_rl.errors import ConfigError, DataError, require_at_least
+from lightning_rl.errors import ConfigError, DataError, require_at_least, require_finite
 from lightning_rl.rollout import Group
 
 
@@ -123,6 +123,7 @@ class RewardPriority(_Weighted):
 
     def __init__(self, groups: int = 8, temperature: float = 0.25) -> None:
         super().__init__(groups)
+        require_finite(temperature=temperature)
         if temperature <= 0:
             raise ConfigError(f"RewardPriority(temperature={temperature}) must be > 0")
         self.temperature = temperature
@@ -144,6 +145,7 @@ class AdvantagePriority(_Weighted):
     def __init__(self, groups: int = 8, alpha: float = 1.0) -> None:
         super().__init__(groups)
         require_at_least(0, alpha=alpha)
+        require_finite(alpha=alpha)
         self.alpha = alpha
 
     def log_weights(self, entries: Sequence[Entry]) -> np.ndarray:
@@ -180,6 +182,7 @@ class Mixed(Sampler):
         pick: Sampler | None = None,
     ) -> None:
         super().__init__()
+        require_finite(replayed=replayed, expert=expert, expert_reward=expert_reward)
         if min(replayed, expert) < 0 or replayed + expert >= 1:
             raise ConfigError(
                 f"Mixed(replayed={replayed}, expert={expert}): shares must be >= 0 and sum to "

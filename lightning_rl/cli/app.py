@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Parameter
 
 import lightning_rl
@@ -21,7 +22,7 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.callbacks.weight_sync import schedules
 from lightning_rl.checkpoint_io import VerifiedCheckpointIO, require_good
-from lightning_rl.checks import check_sync
+from lightning_rl.checks import check_optimizer, check_sync
 from lightning_rl.cli.errors import check_sources, innermost
 from lightning_rl.cli.sources import read_sources
 from lightning_rl.cli.trust import require_trusted, split_options
@@ -31,6 +32,7 @@ from lightning_rl.errors import CheckpointError, ConfigError
 from lightning_rl.module import PolicyModule
 from lightning_rl.offline import OfflineDataModule
 from lightning_rl.recording import RecordingModule
+from lightning_rl.seeding import LARGEST_SEED, drawn_seed
 from lightning_rl.sft import SFTModule
 
 # Short class names work in YAML for what has been imported: all that is public.
@@ -229,6 +231,18 @@ class RLCLI(LightningCLI):
             hparams = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
             require_trusted(hparams.get("hyper_parameters", {}), self.trusted, f"{path}: ")
 
+    def _set_seed(self) -> None:
+        """Draw a seed if asked to, and say it: with it the run can be done again."""
+        own = self.config[self.config.subcommand]
+        if own.seed_everything is True:
+            own.seed_everything = drawn_seed()
+            rank_zero_info(f"seed_everything=true: drew {own.seed_everything}; set it to run again")
+        elif not 0 <= own.seed_everything <= LARGEST_SEED:  # false is 0, and leaves all as it is
+            raise ConfigError(
+                f"seed_everything={own.seed_everything} must be in [0, {LARGEST_SEED}]"
+            )
+        super()._set_seed()
+
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
@@ -239,6 +253,7 @@ class RLCLI(LightningCLI):
         """Find what else cannot work, before a model is loaded and an engine started."""
         if isinstance(self.model, PolicyModule | SFTModule | DPOModule):
             try:
+                check_optimizer(self.model.optimizer)
                 optimizer = self.model.optimizer([Parameter(torch.zeros(1))])
                 if self.model.lr_scheduler is not None:
                     self.model.lr_scheduler(optimizer)

@@ -139,5 +139,7 @@ async def _first_done(
 
 
 def _require_more_than_one(over_issue: float) -> None:
-    if not over_issue > 1:
-        raise ConfigError(f"over_issue={over_issue} must be > 1; 1.25 issues a quarter more")
+    if not 1 < over_issue < math.inf:
+        raise ConfigError(
+            f"over_issue={over_issue} must be > 1, and finite; 1.25 issues a quarter more"
+        )

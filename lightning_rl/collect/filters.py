@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lightning_rl.errors import require_at_least, require_finite
 from lightning_rl.rollout import Rollout
 
 
@@ -27,11 +28,18 @@ class RewardSpread(GroupFilter):
 
     Args:
         min_spread: largest minus smallest reward must exceed this.
+
+    Raises:
+        ConfigError: if ``min_spread`` is negative or not finite.
     """
 
     min_group_size: ClassVar[int] = 2
 
     min_spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_finite(min_spread=self.min_spread)
+        require_at_least(0, min_spread=self.min_spread)
 
     def keep(self, group: Sequence[Rollout]) -> bool:
         rewards = [r.reward for r in group if r.completed and r.reward is not None]

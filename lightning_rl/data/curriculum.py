@@ -7,7 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data.prompts import PromptDataset
-from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.errors import ConfigError, DataError, require_finite
 from lightning_rl.rollout import Prompt, Rollout
 
 
@@ -37,6 +37,7 @@ class PassRateCurriculum(PromptDataset):
         floor: float = 0.05,
         memory: float = 0.5,
     ) -> None:
+        require_finite(success_reward=success_reward, floor=floor)
         if floor <= 0 or not 0 <= memory < 1:
             raise ConfigError(
                 f"PassRateCurriculum(floor={floor}, memory={memory}): need floor > 0 and memory "

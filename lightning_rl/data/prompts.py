@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import Message, Prompt, Rollout
-from lightning_rl.seeding import run_seed
+from lightning_rl.seeding import derived_seed, run_seed
 
 Row = dict[str, Any]
 
@@ -184,7 +184,7 @@ class PromptDataset(ABC):
         count = len(self._loaded())
         if not self.shuffle:
             return list(range(count))
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, epoch))
         return torch.randperm(count, generator=generator).tolist()
 
     def _check(self, where: str, row: Any) -> None:

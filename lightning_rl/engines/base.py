@@ -1,6 +1,7 @@
 """What every generation engine does: token ids in, token ids with their logprobs out."""
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
 
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this, with a warning."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -19,7 +23,7 @@ class Sampling:
 
     Args:
         max_tokens: new tokens at most.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; else at least 0.01.
         top_p: nucleus mass, in (0, 1].
         top_k: keep the k likeliest tokens; 0 keeps all.
         min_tokens: no end token before this many.
@@ -41,7 +45,12 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, ok, bound in (
             ("max_tokens", self.max_tokens >= 1, ">= 1"),
-            ("temperature", self.temperature >= 0, ">= 0 (0 is greedy)"),
+            (
+                "temperature",
+                self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf,
+                "0 (greedy), or finite and >= 0.01: vLLM samples at no less, and rollouts would be "
+                "scored at another temperature than they were sampled at",
+            ),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "in [0, max_tokens]"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.models.sharding import whole
 
 ADAPTER = "default"
@@ -24,7 +24,7 @@ class LoRA:
         target_modules: names of the layers, or ``all-linear``.
 
     Raises:
-        ConfigError: if ``rank`` is below 1.
+        ConfigError: if ``rank`` is below 1, or ``alpha`` not finite.
     """
 
     rank: int = 16
@@ -33,6 +33,7 @@ class LoRA:
 
     def __post_init__(self) -> None:
         require_at_least(1, **{"lora.rank": self.rank})
+        require_finite(**{"lora.alpha": self.alpha})
 
     def attach(self, lm: PreTrainedModel) -> None:
         """Add the adapters to ``lm``, in place; B starts at zero, so nothing changes yet.

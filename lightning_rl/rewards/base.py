@@ -9,8 +9,11 @@ from typing import Any
 
 from lightning_rl.collect.loop import run_async
 from lightning_rl.collect.threads import in_daemon_thread
-from lightning_rl.errors import ConfigError, RewardError
+from lightning_rl.errors import ConfigError, RewardError, require_finite
 from lightning_rl.rollout import Rollout, RolloutStatus
+
+LARGEST_REWARD = 1e6
+"""Batches hold rewards in float32, which beyond this no longer tells differences of 0.1."""
 
 RewardFunction = Callable[..., list[float]]
 """``f(prompts, completions, **columns) -> list[float]``, plain or ``async``.
@@ -40,7 +43,8 @@ class Rewards:
         max_failed_share: share of a batch that may fail before the run stops.
 
     Raises:
-        ConfigError: if weights and functions differ in number, or two functions share a name.
+        ConfigError: if weights and functions differ in number, a weight is not finite, or two
+            functions share a name.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Rewards:
                 f"reward_weights has {len(weights)} values for {len(functions)} rewards; give one "
                 "each"
             )
+        require_finite(reward_weights=weights)
         if not 0 <= max_failed_share <= 1:
             raise ConfigError(f"max_failed_share={max_failed_share} must be in [0, 1]")
         self.functions = {reward_name(f): f for f in functions}
@@ -71,8 +76,8 @@ class Rewards:
         """Set ``reward`` and ``reward_parts`` of every completed rollout, in place.
 
         A function that raises, or returns another number of scores, marks its group FAILED; a score
-        that is no finite number, or a :class:`RewardFailure`, only its own rollout. The reason is
-        kept in ``rollout.error``. What is graded already stays as it is.
+        that is no finite number, or beyond ±1e6, or a :class:`RewardFailure`, only its own rollout.
+        The reason is kept in ``rollout.error``. What is graded already stays as it is.
         """
         await asyncio.gather(*(self._grade_group(group, self._in_thread) for group in groups))
 
@@ -140,10 +145,13 @@ class Rewards:
             rollouts = [r for r in rollouts if r.completed]
         for rollout in rollouts:
             parts = {n: s for n, s in rollout.reward_parts.items() if s is not None}
-            if parts:
-                rollout.reward = math.fsum(self.weights[n] * s for n, s in parts.items())
-            else:
+            reward = math.fsum(self.weights[n] * s for n, s in parts.items())
+            if not parts:
                 _fail([rollout], "no reward applies: every function returned None")
+            elif abs(reward) > LARGEST_REWARD:
+                _fail([rollout], f"the weighted sum {reward:g} of rewards is beyond ±1e6")
+            else:
+                rollout.reward = reward
 
 
 def is_async(function: RewardFunction) -> bool:
@@ -193,10 +201,14 @@ def _problem(score: Any) -> str | None:
     if isinstance(score, RewardFailure):
         return score.reason
     try:
-        usable = score is None or math.isfinite(float(score))
+        size = 0.0 if score is None else abs(float(score))
     except (TypeError, ValueError, OverflowError):
-        usable = False
-    return None if usable else f"returned {score!r}; a score must be a finite number or None"
+        size = math.nan
+    if not math.isfinite(size):
+        return f"returned {score!r}; a score must be a finite number or None"
+    if size > LARGEST_REWARD:
+        return f"returned {score!r}; a score must be within ±1e6, so that float32 can tell it apart"
+    return None
 
 
 def _fail(rollouts: Sequence[Rollout], error: str) -> None:

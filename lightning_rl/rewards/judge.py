@@ -5,7 +5,7 @@ import re
 from string import Formatter
 from typing import Any
 
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.rewards.base import RewardFailure
 from lightning_rl.rewards.judge_models import JudgeError, JudgeModel
 from lightning_rl.rewards.per_sample import Score
@@ -80,6 +80,7 @@ class LLMJudge(Remote):
             raise ConfigError(f"pattern={pattern!r} must have exactly one group, the score")
         if "completion" not in self.fields:
             raise ConfigError("the judge's question must show {completion}")
+        require_finite(lowest=lowest, highest=highest)
         if not lowest < highest:
             raise ConfigError(f"lowest={lowest} must be < highest={highest}")
         self.judge = judge

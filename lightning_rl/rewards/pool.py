@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from typing import Any
 
-from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.machine import usable_cores
 from lightning_rl.rewards.base import RewardFailure, RewardFunction, is_async, reward_name
 from lightning_rl.rewards.per_sample import PerSample, Score
@@ -65,6 +65,7 @@ class Isolated(PerSample):
     ) -> None:
         require_at_least(1, workers=workers, memory_mb=memory_mb)
         require_at_least(0.001, timeout_s=timeout_s)
+        require_finite(fault_score=fault_score)
         super().__init__(function)
         self.workers = workers or usable_cores()
         self.limits = Limits(timeout_s, memory_mb, sandbox)

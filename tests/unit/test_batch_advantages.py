@@ -49,6 +49,17 @@ def test_reinforce_plus_plus_with_a_group_baseline_by_hand(make_rollout):
     assert batch["tokens", "advantages"].reshape(4, 2)[:, 1].tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("advantage", [ReinforcePlusPlus(), GAE(lam=1.0)])
+def test_rounding_is_not_blown_up_to_full_size_advantages(make_rollout, advantage):
+    """Rewards 1 +- 1e-5, a standard deviation of 1e-5: 1e-5 / sqrt(1e-10 + 1e-8) = 0.0995."""
+    rollouts = [make_rollout([3], [1], reward=1 + 1e-5 * sign) for sign in (1, -1)]
+    batch = pack_rollouts(rollouts)
+    batch["tokens", "values"] = torch.zeros(len(batch["tokens"]))
+    ours = advantage(batch)["tokens", "advantages"][batch["tokens", "loss_mask"]]
+    # Rewards are float32, whose neighbours of 1 are 6e-8 and 1.2e-7 away: 1 part in 100 of 1e-5.
+    assert ours.tolist() == pytest.approx([0.0995, -0.0995], rel=0.02)
+
+
 def test_which_of_them_need_groups():
     assert ReinforcePlusPlus().min_group_size == 1
     assert ReinforcePlusPlus(group_baseline=True).min_group_size == 2

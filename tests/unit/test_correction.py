@@ -1,19 +1,32 @@
 """Off-policy correction: weights by hand and in float64, metrics, and what they do to the loss."""
 
 import math
+import warnings
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from lightning_rl.algos.correction import SequenceMIS, SequenceTIS, TokenMIS, TokenTIS
+from lightning_rl.algos.correction import (
+    GeometricMIS,
+    GeometricTIS,
+    SequenceMIS,
+    SequenceTIS,
+    TokenMIS,
+    TokenTIS,
+)
 from lightning_rl.algos.kl import K2Penalty
 from lightning_rl.algos.losses import PPOClip
 from lightning_rl.algos.objective import Objective
+from lightning_rl.callbacks import WeightSync
+from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
+from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.early_cut import PartialCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Scores
 from lightning_rl.module import PolicyModule
+from tests.small_run import data_module, grpo, trainer_of
 
 
 def tokens_of(ratios, row, old=-2.0) -> TensorDict:
@@ -32,9 +45,7 @@ def tokens_of(ratios, row, old=-2.0) -> TensorDict:
 
 
 TOKENS = tokens_of([0.25, 1.0, 3.0, 16.0, 1.0, 0.25, 0.25, 0.25], [0, 0, 0, 1, 1, 2, 2, 2])
-# Geometric means: 0.75^(1/3) = 0.9086, 4 and 0.25
-
-
+# Products: 0.75, 16 and 1/64; geometric means: 0.75^(1/3) = 0.9086, 4 and 0.25
 MEAN = 0.75 ** (1 / 3)
 
 
@@ -44,8 +55,11 @@ MEAN = 0.75 ** (1 / 3)
         (TokenTIS(cap=2.0), [0.25, 1, 2, 2, 1, 0.25, 0.25, 0.25], [0, 0, 1, 1, 0, 0, 0, 0]),
         (TokenMIS(0.5, 5.0), [0, 1, 3, 0, 1, 0, 0, 0], [1, 0, 0, 1, 0, 1, 1, 1]),
         (TokenMIS(0.0, 5.0), [0.25, 1, 3, 0, 1, 0.25, 0.25, 0.25], [0, 0, 0, 1, 0, 0, 0, 0]),
-        (SequenceTIS(cap=2.0), [MEAN] * 3 + [2] * 2 + [0.25] * 3, [0] * 3 + [1] * 2 + [0] * 3),
-        (SequenceMIS(0.5, 5.0), [MEAN] * 3 + [4] * 2 + [0] * 3, [0] * 5 + [1] * 3),
+        (SequenceTIS(cap=2.0), [0.75] * 3 + [2] * 2 + [1 / 64] * 3, [0] * 3 + [1] * 2 + [0] * 3),
+        (SequenceMIS(0.5, 5.0), [0.75] * 3 + [0] * 5, [0] * 3 + [1] * 5),
+        (SequenceMIS(), [0.75] * 3 + [0] * 2 + [1 / 64] * 3, [0] * 3 + [1] * 2 + [0] * 3),
+        (GeometricTIS(cap=2.0), [MEAN] * 3 + [2] * 2 + [0.25] * 3, [0] * 3 + [1] * 2 + [0] * 3),
+        (GeometricMIS(0.5, 5.0), [MEAN] * 3 + [4] * 2 + [0] * 3, [0] * 5 + [1] * 3),
     ],
 )  # fmt: skip
 def test_weights_by_hand(correction, weights, changed):
@@ -54,33 +68,53 @@ def test_weights_by_hand(correction, weights, changed):
     assert metrics["corrected_share"].tolist() == changed
     assert metrics["weight_mean"].tolist() == pytest.approx(weights, abs=1e-12)
     if isinstance(correction, SequenceTIS | SequenceMIS):
+        raw = [0.75] * 3 + [16] * 2 + [1 / 64] * 3
+    elif isinstance(correction, GeometricTIS | GeometricMIS):
         raw = [MEAN] * 3 + [4] * 2 + [0.25] * 3
     else:
         raw = [0.25, 1, 3, 16, 1, 0.25, 0.25, 0.25]
     assert metrics["weight_max"].tolist() == pytest.approx(raw)
 
 
-@pytest.mark.parametrize("make", [TokenTIS, SequenceTIS, TokenMIS, SequenceMIS])
-def test_weights_in_float64(make):
+@pytest.mark.parametrize(
+    ("correction", "power"),
+    [
+        (TokenTIS(), None), (SequenceTIS(), 0), (GeometricTIS(), 1),
+        (TokenMIS(), None), (SequenceMIS(), 0), (GeometricMIS(0.5, 2.0), 1),
+    ],
+)  # fmt: skip
+def test_weights_in_float64(correction, power):
     generator = torch.Generator().manual_seed(1)
     row = torch.repeat_interleave(torch.arange(20), torch.randint(1, 6, (20,), generator=generator))
     row = row[torch.randperm(len(row), generator=generator)]  # also where rows are not contiguous
     ratios = torch.randn(len(row), generator=generator, dtype=torch.double).mul(1.5).exp().tolist()
-    correction = make()
     expected = []
     for i in range(len(row)):
         own = [ratios[j] for j in range(len(row)) if row[j] == row[i]]
-        w = math.prod(own) ** (1 / len(own)) if "Sequence" in make.__name__ else ratios[i]
-        if "TIS" in make.__name__:
-            expected.append(min(w, 2.0))
+        w = ratios[i] if power is None else math.prod(own) ** (1 / len(own) ** power)
+        if isinstance(correction, TokenTIS):
+            expected.append(min(w, correction.cap))
         else:
-            expected.append(w if 0.5 <= w <= 5.0 else 0.0)
+            expected.append(w if correction.low <= w <= correction.high else 0.0)
     ours, metrics = correction(tokens_of(ratios, row.tolist()))
     assert ours.tolist() == pytest.approx(expected, rel=1e-12)
     assert 0 < metrics["corrected_share"].mean() < 1
 
 
-@pytest.mark.parametrize("correction", [TokenTIS(), SequenceTIS(), TokenMIS(), SequenceMIS()])
+def test_a_drift_of_a_nat_in_ten_tokens_is_seen_by_every_sequence_level_default():
+    """0.2 nats per token: w = 1.22 each, 7.4 for the rollout; token bounds see nothing of it."""
+    tokens = tokens_of([math.exp(0.2)] * 10, [0] * 10)
+    assert TokenTIS()(tokens)[1]["corrected_share"].sum() == 0
+    assert TokenMIS()(tokens)[1]["corrected_share"].sum() == 0
+    assert SequenceTIS()(tokens)[0].tolist() == [2.0] * 10
+    assert GeometricTIS()(tokens)[0].tolist() == [1.001] * 10
+    assert SequenceMIS()(tokens)[0].tolist() == GeometricMIS()(tokens)[0].tolist() == [0.0] * 10
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [TokenTIS(), SequenceTIS(), GeometricTIS(2.0), TokenMIS(), SequenceMIS(), GeometricMIS()],
+)
 def test_an_absurd_weight_is_corrected_and_stays_finite(correction):
     tokens = TensorDict(
         {
@@ -103,12 +137,40 @@ def test_an_absurd_weight_is_corrected_and_stays_finite(correction):
         (lambda: TokenTIS(cap=0.9), r"TokenTIS\(cap=0.9\) must be >= 1"),
         (lambda: SequenceTIS(cap=0.0), r"SequenceTIS\(cap=0.0\) must be >= 1"),
         (lambda: TokenMIS(low=1.0), "need 0 <= low < 1 < high"),
-        (lambda: SequenceMIS(high=1.0), r"SequenceMIS\(low=0.5, high=1.0\)"),
+        (lambda: SequenceMIS(high=1.0), r"SequenceMIS\(low=0.0, high=1.0\)"),
+        (lambda: GeometricMIS(low=1.0), r"GeometricMIS\(low=1.0, high=1.001\)"),
     ],
 )
 def test_impossible_bounds_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("collector", "model", "warns"),
+    [
+        (AsyncCollector(max_staleness=1), {}, True),
+        (OneStepOffCollector(), {}, True),
+        (PartialCollector(), {}, True),
+        (AsyncCollector(max_staleness=1), {"correction": TokenTIS()}, False),
+        (AsyncCollector(max_staleness=1), {"trust_engine_logprobs": True}, False),
+        (AsyncCollector(max_staleness=0), {}, False),
+        (SyncCollector(), {}, False),
+    ],
+)
+def test_stale_rollouts_that_nothing_corrects_for_are_warned_of(
+    tiny_model, tmp_path, collector, model, warns
+):
+    module, data = grpo(tiny_model, **model), data_module(collector=collector)
+    trainer = trainer_of(tmp_path, [WeightSync()], logger=False)
+    data.trainer = module.trainer = trainer
+    trainer.strategy.connect(module)  # so that the trainer knows its module
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        data.load_prompts("fit")
+    messages = [str(w.message) for w in seen if "asynchronous rollouts" in str(w.message)]
+    assert len(messages) == warns
+    assert all("nothing corrects for it; set model.trust_engine" in m for m in messages)
 
 
 # ---------------------------------------------------------------- in the loss
@@ -133,7 +195,7 @@ def test_weights_multiply_the_policy_loss_but_not_the_kl():
 
 
 @pytest.mark.parametrize("budget", [100_000, 25])
-@pytest.mark.parametrize("make", [TokenTIS, SequenceTIS])
+@pytest.mark.parametrize("make", [TokenTIS, SequenceTIS, GeometricTIS])
 def test_metrics_of_an_iteration_do_not_depend_on_packs(
     tiny_model, train_on, random_batch, make, budget
 ):
@@ -151,8 +213,10 @@ def test_metrics_of_an_iteration_do_not_depend_on_packs(
     mask = batch["tokens", "loss_mask"]
     row = torch.repeat_interleave(torch.arange(12), batch["rollouts", "length"])[mask]
     gap = (batch["tokens", "old_logprobs"] - batch["tokens", "rollout_logprobs"])[mask].double()
-    if make is SequenceTIS:
+    if make is GeometricTIS:
         gap = torch.stack([gap[row == r].mean() for r in row])
+    elif make is SequenceTIS:
+        gap = torch.stack([gap[row == r].sum() for r in row])
     w = gap.exp()
     train_on(module, [collected()])
     metrics = {name: float(value) for name, value in module.trainer.callback_metrics.items()}

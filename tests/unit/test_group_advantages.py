@@ -9,8 +9,10 @@ import torch
 
 from lightning_rl.algos.advantages import GRPO
 from lightning_rl.algos.group_advantages import OPMD, RLOO, DrGRPO, MaxRL, PassAtK
+from lightning_rl.algos.kl import K1Penalty
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
+from lightning_rl.module import PolicyModule
 
 ALL = [GRPO(), GRPO(False), DrGRPO(), RLOO(), MaxRL(), PassAtK(k=2), OPMD(tau=0.5)]
 
@@ -222,3 +224,12 @@ def test_groups_too_small_for_k_and_impossible_parameters_are_refused(make_rollo
         PassAtK(k=0)
     with pytest.raises(ConfigError, match=r"OPMD\(tau=0.0\) must be > 0"):
         OPMD(tau=0.0)
+
+
+@pytest.mark.parametrize("advantage", [PassAtK(), MaxRL()])
+def test_what_reads_the_reward_as_graded_takes_no_kl_off_it(tiny_model, advantage):
+    """Success is 1, and 1 minus a KL is none: advantages were all 0, or divided by nearly 0."""
+    with pytest.raises(ConfigError, match=f"advantage={type(advantage).__name__} reads the reward"):
+        PolicyModule(str(tiny_model), advantage=advantage, kl_reward=K1Penalty(0.1))
+    assert PolicyModule(str(tiny_model), advantage=advantage, kl=K1Penalty(0.1)).kl is not None
+    assert PolicyModule(str(tiny_model), advantage=RLOO(), kl_reward=K1Penalty(0.1))

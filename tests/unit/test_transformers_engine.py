@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from lightning_rl.engines import Sampling, TransformersEngine, request_seed
 from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
 from lightning_rl.models.policy import Policy, save_skeleton
+from tests.tolerances import scores_rounding
 
 PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], [3, 4, 2]]
 
@@ -88,7 +89,8 @@ def test_logprobs_are_of_the_distribution_sampled_from(tiny_model, engine, sampl
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
     for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, sampling), strict=True):
         expected = processed_logprobs(plain, prompt, completion, sampling)
-        assert completion.logprobs == pytest.approx(expected, abs=1e-5)
+        bound = scores_rounding(tiny_model, torch.tensor(expected))
+        assert completion.logprobs == pytest.approx(expected, abs=bound)
 
 
 def test_frequencies_are_those_of_the_filtered_distribution(tiny_model, engine):
@@ -164,9 +166,9 @@ def test_a_push_replaces_all_weights(tiny_model, start, weights):
     plain = AutoModelForCausalLM.from_pretrained(tiny_model)
     plain.load_state_dict(changed)
     assert before[2].logprobs != pytest.approx(after[2].logprobs, abs=1e-2)
-    assert after[2].logprobs == pytest.approx(
-        processed_logprobs(plain, PROMPTS[2], after[2], sampling), abs=1e-5
-    )
+    expected = processed_logprobs(plain, PROMPTS[2], after[2], sampling)
+    bound = scores_rounding(tiny_model, torch.tensor(expected))
+    assert after[2].logprobs == pytest.approx(expected, abs=bound)
     assert set(after[0].versions) == {4}
 
 
@@ -210,7 +212,7 @@ def test_stop_strings_are_refused(engine):
     ("options", "message"),
     [
         ({"max_tokens": 0}, "max_tokens=0 must be >= 1"),
-        ({"temperature": -0.1}, r"temperature=-0\.1 must be >= 0"),
+        ({"temperature": -0.1}, r"temperature=-0\.1 must be 0 \(greedy\), or"),
         ({"top_p": 0.0}, r"top_p=0\.0 must be in \(0, 1\]"),
         ({"top_k": -1}, "top_k=-1 must be >= 0"),
         ({"max_tokens": 4, "min_tokens": 5}, r"min_tokens=5 must be in \[0, max_tokens\]"),

@@ -17,6 +17,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.schedulers import WarmupLinear
+from tests.tolerances import distance, gradient_rounding, scores_rounding
 
 
 def sgd(parameters):
@@ -90,7 +91,7 @@ def test_the_grpo_gradient_is_the_policy_gradient(
         )
     loss.backward()
     expected = {f"lm.{name}": p.grad for name, p in plain.named_parameters()}
-    assert_close(last_gradients(module), expected, 1e-5)
+    assert_close(last_gradients(module), expected, gradient_rounding(tiny_model, tokens))
 
 
 @pytest.mark.parametrize("make", [module_of, with_critic])
@@ -103,7 +104,7 @@ def test_the_gradient_does_not_depend_on_the_cut_into_packs(
         train_on(module, [random_batch(12, groups=5)])
         gradients.append(last_gradients(module))
     for other in gradients[1:]:
-        assert_close(other, gradients[0], 1e-6)
+        assert_close(other, gradients[0], gradient_rounding(tiny_model, tokens=100))
 
 
 @pytest.mark.parametrize("make", [module_of, with_critic])
@@ -117,7 +118,7 @@ def test_the_gradient_does_not_depend_on_the_order_of_rollouts(
         module = make(tiny_model, max_tokens_per_pack=60)
         train_on(module, [pack_rollouts(arranged)])
         gradients.append(last_gradients(module))
-    assert_close(gradients[1], gradients[0], 1e-6)
+    assert_close(gradients[1], gradients[0], gradient_rounding(tiny_model, tokens=100))
 
 
 def test_several_epochs_and_minibatches_do_not_depend_on_packs_either(
@@ -130,7 +131,7 @@ def test_several_epochs_and_minibatches_do_not_depend_on_packs_either(
         )
         train_on(module, [random_batch(14)])
         weights.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))
-    assert float((weights[0] - weights[1]).norm() / weights[0].norm()) < 1e-6
+    assert distance(weights[0], weights[1]) < gradient_rounding(tiny_model, tokens=100)
 
 
 class StepByStep(PolicyModule):
@@ -173,8 +174,9 @@ def test_old_logprobs_are_those_before_the_update(tiny_model, random_batch):
     with torch.no_grad():
         scores = module.policy(batch)
     mask = batch["tokens", "loss_mask"]
+    bound = scores_rounding(tiny_model, scores.logprobs)
     torch.testing.assert_close(
-        batch["tokens", "old_logprobs"][mask], scores.logprobs, rtol=0, atol=1e-5
+        batch["tokens", "old_logprobs"][mask], scores.logprobs, rtol=0, atol=bound
     )
     assert not batch["tokens", "old_logprobs"][~mask].any()
 
@@ -284,6 +286,24 @@ def test_the_critic_has_a_learning_rate_of_its_own(tiny_model, train_on, random_
     assert sum(p.numel() for p in critic_group["params"]) == heads
 
 
+def test_the_critic_learns_ten_times_as_fast_unless_it_is_said_how_fast(tiny_model, train_on,
+                                                                       random_batch):  # fmt: skip
+    module = PolicyModule(str(tiny_model), advantage=GAE(), value_head=SeparateValueHead())
+    trainer = train_on(module, [random_batch(19)])
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    assert rates == pytest.approx([1e-6, 1e-5])
+    recorder = Recorder()
+    # A schedule starts from there: after one step of four, both are at three quarters.
+    module = module_of(
+        tiny_model, advantage=GAE(), value_head=SharedValueHead(),
+        lr_scheduler=lambda o: WarmupLinear(o, total_steps=4),
+    )  # fmt: skip
+    trainer = train_on(module, [random_batch(19)], callbacks=[recorder])
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    assert rates == pytest.approx([0.075, 0.75])
+    assert recorder.rows[0]["policy/lr"] == pytest.approx(0.1)
+
+
 def test_iterations_are_counted(tiny_model, train_on, random_batch):
     module = module_of(tiny_model, minibatches=2)
     train_on(module, [random_batch(s) for s in (1, 2, 3)])
@@ -306,4 +326,4 @@ def test_a_fused_optimizer_from_yaml_steps_as_the_plain_one(tiny_model, train_on
         trainer = train_on(module, [random_batch(20), random_batch(21)])
         assert trainer.optimizers[0].defaults["fused"] is fused
         weights.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))
-    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)
+    assert distance(weights[0], weights[1]) < gradient_rounding(tiny_model, tokens=100)

@@ -1,0 +1,146 @@
+"""Seeds: any of them works, small ones deal as ever, and a drawn one is told and kept."""
+
+import json
+import logging
+
+import pytest
+import yaml
+
+from lightning_rl.cli import main
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.policy import load_tokenizer
+from lightning_rl.offline import RecordedGroups
+from lightning_rl.seeding import derived_seed, drawn_seed, run_seed
+from tests.small_run import grpo
+
+DATE = 20_261_122
+LARGE = [18_446_634, DATE, 2**32 - 1, 2**63, 10**30]
+
+
+@pytest.mark.parametrize("seed", LARGE)
+def test_a_large_seed_deals_minibatches(tiny_model, train_on, random_batch, seed):
+    module = grpo(tiny_model, minibatches=2, seed=seed)
+    train_on(module, [random_batch(51), random_batch(52)])
+    assert module.iteration == 2
+
+
+@pytest.mark.parametrize("seed", LARGE)
+def test_and_orders_prompts_and_recorded_groups(tiny_model, make_rollout, seed):
+    prompts = IterablePrompts([{"prompt": f"{n}="} for n in range(9)], seed=seed)
+    prompts.load(load_tokenizer(str(tiny_model)))
+    first, second = ([prompt.id for prompt in prompts.draw(9)] for _ in range(2))
+    assert sorted(first) == sorted(second)
+    assert first != second
+    groups = [[make_rollout([3], [4], group_id=str(n))] for n in range(9)]
+    recorded = RecordedGroups(groups, shuffle=True, seed=seed)
+    assert sorted(r.group_id.split("/")[1] for r in recorded.draw(9)) == list("012345678")
+
+
+def test_small_seeds_draw_what_they_always_drew():
+    """Runs of the quickstart and the recipes stay the same, bit by bit."""
+    for seed, iteration, epoch in ((0, 0, 0), (0, 27, 1), (7, 3, 2), (18_446_633, 5, 0)):
+        plain = (seed * 1_000_003 + iteration) * 1_000_003 + epoch
+        assert plain < 2**64
+        assert derived_seed(seed, iteration, epoch) == plain
+
+
+def test_no_two_places_of_a_run_share_a_seed():
+    for seed in (0, DATE, 2**32 - 1):
+        seeds = {derived_seed(seed, i, epoch) for i in range(500) for epoch in range(4)}
+        assert len(seeds) == 2000
+        assert len({s % 2**32 for s in seeds}) == 2000  # torch's generator on CPUs uses 32 bits
+
+
+def test_a_negative_seed_is_refused(tiny_model):
+    with pytest.raises(ConfigError, match="seed=-1 must be >= 0"):
+        grpo(tiny_model, seed=-1)
+    with pytest.raises(ConfigError, match="seed=-5 must be >= 0"):
+        run_seed(-5)
+
+
+# ---------------------------------------------------------------- seed_everything
+
+
+@pytest.fixture
+def workplace(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # put back afterwards
+        monkeypatch.setenv(name, "0")
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    rows = [{"prompt": f"{n}="} for n in range(10, 40)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "seed_rewards.py").write_text(
+        "def sevens(completions, **_):\n    return [float(c.count('7')) for c in completions]\n"
+    )
+    config = {
+        "model": {
+            "class_path": "PolicyModule",
+            "init_args": {
+                "model": str(tiny_model),
+                "minibatches": 2,
+                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}},
+            },
+        },
+        "data": {
+            "class_path": "RLDataModule",
+            "init_args": {
+                "train_prompts": {
+                    "class_path": "JSONLPrompts", "init_args": {"path": "train.jsonl"},
+                },
+                "rewards": ["seed_rewards.sevens"],
+                "engine": {"class_path": "TransformersEngine", "init_args": {"device": "cpu"}},
+                "sampling": {"max_tokens": 4},
+                "group_size": 4,
+                "groups_per_iteration": 2,
+                "iterations_per_epoch": 2,
+            },
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "enable_model_summary": False,
+            "enable_progress_bar": False,
+            "enable_checkpointing": False,
+            "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": ""}},
+            "callbacks": [{"class_path": "WeightSync"}, {"class_path": "RunReport"}],
+        },
+    }  # fmt: skip
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def fit(workplace, seed, version: int):
+    assert main(["fit", "--config", "config.yaml", "--seed_everything", str(seed)]) == 0
+    run = workplace / "runs" / f"version_{version}"
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    kept = ("reward/mean", "policy/loss", "policy/grad_norm", "rollout/tokens_mean")
+    saved = yaml.safe_load((run / "config.yaml").read_text())["seed_everything"]
+    return saved, [{name: row.get(name) for name in kept} for row in rows]
+
+
+def test_true_draws_a_seed_says_it_and_keeps_it(workplace, caplog):
+    with caplog.at_level(logging.INFO):
+        drawn, rows = fit(workplace, "true", 0)
+    assert f"seed_everything=true: drew {drawn}; set it to run again" in caplog.text
+    again, same = fit(workplace, drawn, 1)
+    assert (again, same) == (drawn, rows)
+    assert drawn_seed() != drawn_seed()  # once in 4,294,967,296 times they are equal
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_numpy_does_not_take_is_refused(workplace, capsys, seed):
+    assert main(["fit", "--config", "config.yaml", "--seed_everything", str(seed)]) == 2
+    assert f"seed_everything={seed} must be in [0, 4294967295]" in capsys.readouterr().err
+
+
+def test_ranks_share_what_the_first_drew(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")  # as Lightning starts the second, with its environment
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1234567")
+    assert drawn_seed() == 1234567
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    with pytest.raises(ConfigError, match="each would draw a seed of its own"):
+        drawn_seed()
