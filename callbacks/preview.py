@@ -67,12 +67,15 @@ def spread(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
 
 
 def markdown_table(rollouts: Sequence[Rollout]) -> str:
-    """One row per rollout: prompt, completion, reward, parts, how it ended."""
-    lines = ["| prompt | completion | reward | parts | end |", "|---|---|---|---|---|"]
+    """One row per rollout: prompt, completion, reward, parts, what rewards logged, its end."""
+    extra = list(dict.fromkeys(column for r in rollouts for column in r.extra))
+    head = ["prompt", "completion", "reward", "parts", *extra, "end"]
+    lines = ["| " + " | ".join(map(_cell, head)) + " |", "|---" * len(head) + "|"]
     for r in rollouts:
         parts = ", ".join(f"{name} {score}" for name, score in r.reward_parts.items())
         end = r.error or f"{r.status.value}, {r.finish_reason}, {len(r.token_ids)} tokens"
-        cells = (as_text(r.prompt.prompt), as_text(r.completion), r.reward, parts, end)
+        logged = [r.extra.get(column) for column in extra]
+        cells = (as_text(r.prompt.prompt), as_text(r.completion), r.reward, parts, *logged, end)
         lines.append("| " + " | ".join(_cell(c) for c in cells) + " |")
     return "\n".join(lines)
 

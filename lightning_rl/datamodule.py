@@ -40,6 +40,7 @@ from lightning_rl.loader import LazyLoader, RolloutLoader
 from lightning_rl.models.policy import load_tokenizer, save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
+from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rollout import Rollout
 from lightning_rl.rundir import run_dir
 from lightning_rl.seeding import run_seed
@@ -304,6 +305,7 @@ class RLDataModule(LightningDataModule):
         module, trainer, batches = self._module(), self.trainer, self._ready_batches()
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
+        self.rewards.state = self._trainer_state(iteration)
         collection = collect_share(batches, iteration)
         rollouts = collection.rollouts
         groups = of_all_ranks(in_groups(collection.generated, self.group_size))
@@ -324,6 +326,17 @@ class RLDataModule(LightningDataModule):
             rollouts += self.experts.draw(iteration)
         batches.settle()
         return rollouts
+
+    def _trainer_state(self, iteration: int) -> TrainerState:
+        total = self._ready_batches().source.iterations or -1
+        length = self.iterations_per_epoch
+        return TrainerState(
+            global_step=iteration,
+            max_steps=total,
+            epoch=iteration / length,
+            num_train_epochs=-1 if total < 0 else -(-total // length),
+            is_world_process_zero=dist.rank() == 0,
+        )
 
     def sync_state(self, trainer_version: int) -> SyncState:
         """What a schedule of weight syncs decides by."""

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import comb, fsum
 
+from lightning_rl.collect.stats import logged_metrics
 from lightning_rl.rollout import Rollout
 
 
@@ -16,7 +17,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout], success_reward: float) -> dict[str, float]:
-    """``eval/*``: accuracy, mean reward, length, truncated share and pass@k for k = 2, 4, ... <= n.
+    """``eval/*``: accuracy, mean reward, length, truncated share, pass@k for k = 2, 4, ... <= n.
 
     A rollout is right if its reward reaches ``success_reward``; one that could not be graded or
     generated counts as wrong. Accuracy is the mean over all rollouts, which with n samples per
@@ -32,6 +33,7 @@ def evaluation_metrics(rollouts: Sequence[Rollout], success_reward: float) -> di
         "eval/tokens_mean": sum(len(r.token_ids) for r in rollouts) / count,
         "eval/truncated_share": sum(r.finish_reason == "length" for r in rollouts) / count,
     }
+    metrics |= {f"eval/{name}": value for name, value in logged_metrics(rollouts).items()}
     smallest = min(len(group) for group in right.values())
     k = 2
     while k <= smallest:

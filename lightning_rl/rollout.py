@@ -43,7 +43,8 @@ class Rollout:
     the engine's at the sampling temperature (0.0 where the mask is False) and ``versions`` the
     weight version that wrote each token (-1 where the mask is False). ``expert`` marks a given
     completion to imitate, which no engine wrote. ``environment_reward`` is what an environment
-    paid, for rewards to use.
+    paid, for rewards to use. ``extra`` and ``logged`` are what reward functions logged: a value
+    per column for this rollout, and numbers for all of its group.
     """
 
     prompt: Prompt
@@ -66,6 +67,8 @@ class Rollout:
     min_tokens: int = 0
     expert: bool = False
     environment_reward: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
 
     @property
     def id(self) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from lightning_rl.agents.tools import tool_metrics
 from lightning_rl.metrics import summarize
+from lightning_rl.rewards.log import mean
 from lightning_rl.rollout import Rollout, RolloutStatus
 
 
@@ -37,17 +38,27 @@ def rollout_metrics(
         metrics["rollout/staleness_mean"] = sum(ages) / len(ages)
     if not graded:
         return metrics
-    mean, std = summarize([r.reward for r in graded])  # type: ignore[misc]
-    metrics |= {"reward/mean": mean, "reward/std": std}
+    average, std = summarize([r.reward for r in graded])  # type: ignore[misc]
+    metrics |= {"reward/mean": average, "reward/std": std}
     for name in graded[0].reward_parts:
         part = [s for r in graded if (s := r.reward_parts[name]) is not None]
         metrics[f"reward/{name}"], metrics[f"reward/{name}_std"] = summarize(part)
+    metrics |= logged_metrics(graded)
     groups: dict[str, set[float | None]] = defaultdict(set)
     for rollout in graded:
         groups[rollout.group_id].add(rollout.reward)
     # Such groups teach a group-relative method nothing.
     metrics["reward/zero_spread_share"] = _share(len(g) == 1 for g in groups.values())
     return metrics
+
+
+def logged_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """``logged/*``: what reward functions gave ``log_metric``, averaged over the rollouts."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.logged.items():
+            values[name].append(value)
+    return {f"logged/{name}": mean(numbers) for name, numbers in values.items()}
 
 
 def _share(flags: object) -> float:

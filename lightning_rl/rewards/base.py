@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from lightning_rl.collect.loop import run_async
 from lightning_rl.collect.threads import in_daemon_thread
 from lightning_rl.errors import ConfigError, RewardError, require_finite
+from lightning_rl.rewards.log import RewardLog, TrainerState, mean
 from lightning_rl.rollout import Rollout, RolloutStatus
 
 LARGEST_REWARD = 1e6
@@ -19,9 +21,11 @@ RewardFunction = Callable[..., list[float]]
 """``f(prompts, completions, **columns) -> list[float]``, plain or ``async``.
 
 It gets one group at a time. Besides the dataset's columns it may ask by name for
-``completion_ids`` (list[list[int]]), ``finish_reasons`` (list[str]) and ``environment_rewards``
-(list[float | None]). ``None`` in the returned list means that this reward does not apply to that
-completion, a :class:`RewardFailure` that it could not be graded.
+``completion_ids`` (list[list[int]]), ``finish_reasons`` (list[str]), ``environment_rewards``
+(list[float | None]) and, as in TRL, for ``trainer_state`` (a :class:`~.log.TrainerState`),
+``log_extra(column, values)`` and ``log_metric(name, value)``. ``None`` in the returned list means
+that this reward does not apply to that completion, a :class:`RewardFailure` that it could not be
+graded.
 """
 
 _Call = Callable[[RewardFunction, dict[str, Any]], Awaitable[Any]]
@@ -70,6 +74,8 @@ class Rewards:
             )
         self.weights = dict(zip(self.functions, weights or [1.0] * len(functions), strict=True))
         self.max_failed_share = max_failed_share
+        self.state = TrainerState()
+        """How far training is, which whoever trains keeps up to date."""
         self._one_at_a_time = asyncio.Lock()
 
     async def grade(self, groups: Sequence[Sequence[Rollout]]) -> None:
@@ -124,16 +130,19 @@ class Rewards:
 
     async def _grade_group(self, group: Sequence[Rollout], call: _Call) -> None:
         rollouts = [r for r in group if r.completed and r.reward is None]
+        metrics: dict[str, list[float]] = defaultdict(list)
         for name, function in self.functions.items():
             if not rollouts:
                 return
+            log = RewardLog(len(rollouts))
             try:
-                result = await call(function, _arguments(function, rollouts))
+                result = await call(function, self._arguments(function, rollouts, log))
                 scores = list(await result if inspect.isawaitable(result) else result)
                 if len(scores) != len(rollouts):
                     raise ValueError(
                         f"returned {len(scores)} scores for {len(rollouts)} completions"
                     )
+                log.require_whole()
             except Exception as error:  # a user's code may raise anything; it is kept, not hidden
                 _fail(rollouts, f"reward {name}: {type(error).__name__}: {error}")
                 return
@@ -142,8 +151,12 @@ class Rewards:
                     _fail([rollout], f"reward {name}: {problem}")
                 else:
                     rollout.reward_parts[name] = None if score is None else float(score)
+            log.write_to(rollouts)
+            for metric, values in log.metrics.items():
+                metrics[metric] += values
             rollouts = [r for r in rollouts if r.completed]
         for rollout in rollouts:
+            rollout.logged = {metric: mean(values) for metric, values in metrics.items()}
             parts = {n: s for n, s in rollout.reward_parts.items() if s is not None}
             reward = math.fsum(self.weights[n] * s for n, s in parts.items())
             if not parts:
@@ -152,6 +165,27 @@ class Rewards:
                 _fail([rollout], f"the weighted sum {reward:g} of rewards is beyond ±1e6")
             else:
                 rollout.reward = reward
+
+    def _arguments(
+        self, function: RewardFunction, rollouts: list[Rollout], log: RewardLog
+    ) -> dict[str, Any]:
+        available: dict[str, Any] = {
+            "prompts": [r.prompt.prompt for r in rollouts],
+            "completions": [r.completion for r in rollouts],
+            "completion_ids": [r.token_ids for r in rollouts],
+            "finish_reasons": [r.finish_reason for r in rollouts],
+            "environment_rewards": [r.environment_reward for r in rollouts],
+            "trainer_state": self.state,
+            **log.arguments(),
+        }
+        for column in rollouts[0].prompt.columns:
+            available.setdefault(column, [r.prompt.columns[column] for r in rollouts])
+        # Only what the function has parameters for, unless it takes ``**kwargs``.
+        parameters = inspect.signature(function).parameters.values()
+        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+            return available
+        names = {p.name for p in parameters}
+        return {name: value for name, value in available.items() if name in names}
 
 
 def is_async(function: RewardFunction) -> bool:
@@ -176,24 +210,6 @@ def _finish(coroutine: Coroutine[Any, Any, None]) -> None:
         return
     coroutine.close()
     raise ConfigError("a plain reward function returned an awaitable; make it `async def`")
-
-
-def _arguments(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, Any]:
-    available: dict[str, Any] = {
-        "prompts": [r.prompt.prompt for r in rollouts],
-        "completions": [r.completion for r in rollouts],
-        "completion_ids": [r.token_ids for r in rollouts],
-        "finish_reasons": [r.finish_reason for r in rollouts],
-        "environment_rewards": [r.environment_reward for r in rollouts],
-    }
-    for column in rollouts[0].prompt.columns:
-        available.setdefault(column, [r.prompt.columns[column] for r in rollouts])
-    # Only what the function has parameters for, unless it takes ``**kwargs``.
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return available
-    names = {p.name for p in parameters}
-    return {name: value for name, value in available.items() if name in names}
 
 
 def _problem(score: Any) -> str | None:

@@ -6,6 +6,10 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from lightning_rl.rewards.base import RewardFailure, RewardFunction, reward_name
+from lightning_rl.rewards.log import RewardLog
+
+SHARED = ("trainer_state", "log_extra", "log_metric")
+"""Arguments that are no lists with a value per completion."""
 
 Score = float | None | RewardFailure
 
@@ -22,14 +26,25 @@ class PerSample(ABC):
         self.__name__ = reward_name(function)
         self.__signature__ = inspect.signature(function)
 
-    async def __call__(self, **columns: list[Any]) -> list[Score]:
+    async def __call__(self, **arguments: Any) -> list[Score]:
+        columns = {n: v for n, v in arguments.items() if n not in SHARED}
+        shared = {n: v for n, v in arguments.items() if n in SHARED}
         count = len(next(iter(columns.values())))
-        samples = [{name: [v[i]] for name, v in columns.items()} for i in range(count)]
-        return list(await asyncio.gather(*(self.grade_one(sample) for sample in samples)))
+        logs = [RewardLog(1) for _ in range(count)]
+        samples = [
+            {name: [v[i]] for name, v in columns.items()}
+            | {name: logs[i].arguments().get(name, v) for name, v in shared.items()}
+            for i in range(count)
+        ]
+        scores = await asyncio.gather(*(self.grade_one(sample) for sample in samples))
+        log = RewardLog.of(arguments)
+        if log is not None:
+            log.join(logs)
+        return list(scores)
 
     @abstractmethod
-    async def grade_one(self, sample: dict[str, list[Any]]) -> Score:
-        """The score of one completion; each list of ``sample`` has one element."""
+    async def grade_one(self, sample: dict[str, Any]) -> Score:
+        """The score of one completion; lists of ``sample`` have one element, see ``SHARED``."""
 
 
 def only_score(scores: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.machine import usable_cores
 from lightning_rl.rewards.base import RewardFailure, RewardFunction, is_async, reward_name
+from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.per_sample import PerSample, Score
 from lightning_rl.rewards.pool_worker import Limits
 
@@ -76,12 +77,15 @@ class Isolated(PerSample):
         if sandbox:
             self._idle.append(self._start())  # else it is refused only after the first generation
 
-    async def grade_one(self, sample: dict[str, list[Any]]) -> Score:
+    async def grade_one(self, sample: dict[str, Any]) -> Score:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix=self.__name__)
         loop = asyncio.get_running_loop()
         result = await loop.run_in_executor(self._threads, self._grade, sample)
         if "score" in result:
+            log = RewardLog.of(sample)
+            if log is not None:
+                log.add(result["log"])
             return result["score"]
         if "fault" in result and self.fault_score is not None:
             return self.fault_score
@@ -96,7 +100,7 @@ class Isolated(PerSample):
             self._idle.pop().close()
 
     # As many threads as workers: one that finds no idle worker may start one.
-    def _grade(self, sample: dict[str, list[Any]]) -> dict[str, Any]:
+    def _grade(self, sample: dict[str, Any]) -> dict[str, Any]:
         try:
             worker = self._idle.pop() if self._idle else self._start()
         except ConfigError as error:
@@ -155,7 +159,7 @@ class _Worker:
         except (EOFError, OSError):
             return "the worker died; its error is printed above"
 
-    def grade(self, sample: dict[str, list[Any]]) -> dict[str, Any] | None:
+    def grade(self, sample: dict[str, Any]) -> dict[str, Any] | None:
         """What came of a sample; None if the worker is of no use any more."""
         request = pickle.dumps(sample)
         try:

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lightning_rl.rewards.base import RewardFailure
+from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.per_sample import only_score
 from lightning_rl.rewards.sandbox import adopt_orphans, die_with_parent, run_in_sandbox
 
@@ -64,8 +65,8 @@ def main(descriptor: int, home: str) -> None:
 class Server:
     """Answers each request, a pickled sample, with the JSON of what came of it.
 
-    ``{"score": x}``, ``{"error": reason}`` if the function failed, or ``{"fault": reason}`` if its
-    process broke a limit or died.
+    ``{"score": x, "log": {...}}``, ``{"error": reason}`` if the function failed, or
+    ``{"fault": reason}`` if its process broke a limit or died.
     """
 
     connection: Connection
@@ -150,10 +151,16 @@ def _confine(place: str, limits: Limits) -> None:
 
 def _grade(function: Any, request: bytes, limits: Limits) -> bytes:
     try:
-        score = only_score(function(**pickle.loads(request)))
+        sample = pickle.loads(request)
+        score = only_score(function(**sample))
         if isinstance(score, RewardFailure):
             return _json(error=score.reason[:_ERROR_CHARACTERS])
-        return _json(score=None if score is None else float(score))
+        log = RewardLog.of(sample) or RewardLog(1)
+        log.require_whole()
+        result = _json(score=None if score is None else float(score), log=log.to_dict())
+        if len(result) > _RESULT_BYTES:
+            return _json(error=f"what it logged takes {len(result)} of {_RESULT_BYTES} bytes")
+        return result
     except MemoryError:
         return _json(fault=f"needed more than memory_mb={limits.memory_mb}")
     except BaseException as error:  # also SystemExit and KeyboardInterrupt end the sample only

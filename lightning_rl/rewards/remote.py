@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rewards.base import RewardFailure, RewardFunction, is_async
+from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.per_sample import PerSample, Score, only_score
 
 T = TypeVar("T")
@@ -101,9 +102,16 @@ class Remote(PerSample):
         # A semaphore serves one event loop, and a script may use one after the other.
         self._gates: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()
 
-    async def grade_one(self, sample: dict[str, list[Any]]) -> Score:
+    async def grade_one(self, sample: dict[str, Any]) -> Score:
+        log = RewardLog.of(sample)
+
         async def attempt() -> Any:
-            return only_score(await self.function(**sample))  # type: ignore[misc]
+            if log is not None:
+                log.clear()  # of what an attempt left that failed
+            score = only_score(await self.function(**sample))  # type: ignore[misc]
+            if log is not None:
+                log.require_whole()
+            return score
 
         loop = asyncio.get_running_loop()
         gate = self._gates.setdefault(loop, asyncio.Semaphore(self.max_concurrency))

@@ -99,6 +99,7 @@ def _rollout_row(place: int, record: Record) -> Record:
             "finish_reason",
             "reward",
             "reward_parts",
+            "extra",
             "error",
             "expert",
         )

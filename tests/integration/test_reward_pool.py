@@ -14,6 +14,7 @@ from benchmarks.faulty_rewards import FAULTS, SANDBOX_ONLY, faulty
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.base import RewardFailure, Rewards
 from lightning_rl.rewards.code import PythonTests, program_in
+from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rewards.pool import Isolated
 
 HELPERS = """
@@ -48,6 +49,12 @@ def secret(completions):
 
 def pids(completions):
     return [os.getppid()]
+
+
+def logs(completions, trainer_state, log_extra, log_metric):
+    log_extra("long", ["x" * 70_000 if completions[0] == "long" else trainer_state.epoch])
+    log_metric("length", len(completions[0]))
+    return [1.0]
 
 
 def announce_and_hang(completions, path):
@@ -228,6 +235,22 @@ def test_in_rewards_only_what_failed_is_failed(helpers, make_rollout):
         "reward mixed: ValueError: could not convert string to float: 'x'",
         None,
     ]
+
+
+def test_what_a_completion_logs_comes_back_from_its_process(helpers, make_rollout):
+    pool = Isolated(helpers.logs, workers=1)
+    texts = ["a", "long", "four4"]
+    group = [
+        make_rollout([3], [4], sample_index=i, completion=t, reward=None)
+        for i, t in enumerate(texts)
+    ]
+    rewards = Rewards([pool])
+    rewards.state = TrainerState(epoch=0.25)
+    asyncio.run(rewards.grade([group]))
+    pool.close()
+    assert [r.extra.get("long") for r in group] == [0.25, None, 0.25]
+    assert group[1].error.startswith("reward logs: what it logged takes 70")
+    assert [r.logged.get("length") for r in group] == [3.0, None, 3.0]
 
 
 def test_an_object_with_settings_keeps_them_and_its_name(helpers):

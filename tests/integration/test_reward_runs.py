@@ -21,9 +21,11 @@ REWARD = """
 import os
 
 
-def length(completion_ids, completions, fate):
+def length(completion_ids, completions, fate, trainer_state, log_metric):
     if fate[0] == "die":
         os.abort()
+    log_metric("step", trainer_state.global_step)
+    log_metric("steps", trainer_state.max_steps)
     return [float(len(completion_ids[0]))]
 
 
@@ -53,7 +55,7 @@ def fit(tiny_model, tmp_path, functions, fates, **options):
         sampling=Sampling(max_tokens=3),
         group_size=2,
         groups_per_iteration=4,
-        iterations_per_epoch=1,
+        iterations_per_epoch=2,
         seed=0,
         **options,
     )
@@ -81,6 +83,7 @@ def test_a_crashing_reward_costs_its_group_and_the_share_is_recorded(
     assert row["rollout/failed_share"] == 0.25
     assert 1 <= row["reward/length"] <= 3
     assert row["reward/worker_std"] == 0  # one worker
+    assert (row["logged/step"], row["logged/steps"]) == (1, 2)  # of the last iteration
     pid = int(row["reward/worker"])
     assert not Path(f"/proc/{pid}").exists()  # it ended with the run
     assert pid != os.getpid()

@@ -46,7 +46,14 @@ def last_digit(prompts, completions, **columns):
 def test_a_plain_function_gets_columns_by_name(groups):
     def trl_style(prompts, completions, n, **kwargs):
         assert prompts == ["text"] * 2
-        assert set(kwargs) == {"completion_ids", "finish_reasons", "environment_rewards"}
+        assert set(kwargs) == {
+            "completion_ids",
+            "finish_reasons",
+            "environment_rewards",
+            "trainer_state",
+            "log_extra",
+            "log_metric",
+        }
         return [x + float(c[-1]) for x, c in zip(n, completions, strict=True)]
 
     assert grade(groups, trl_style) == [[10, 11], [20, 21]]
