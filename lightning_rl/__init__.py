@@ -108,6 +108,7 @@ if TYPE_CHECKING:
         JSONLPrompts,
         ParquetPrompts,
     )
+    from lightning_rl.data.views import as_padded, as_steps, as_torchrl
     from lightning_rl.datamodule import RLDataModule
     from lightning_rl.dist_fabric import FabricDDP
     from lightning_rl.dpo import DPOModule, PairDataModule, RolloutPairs
@@ -154,6 +155,7 @@ if TYPE_CHECKING:
     from lightning_rl.rewards.environment import EnvironmentReward
     from lightning_rl.rewards.judge import LLMJudge
     from lightning_rl.rewards.judge_models import EngineJudge, JudgeError, JudgeModel, OpenAIJudge
+    from lightning_rl.rewards.log import TrainerState
     from lightning_rl.rewards.pool import Isolated
     from lightning_rl.rewards.remote import Remote, retry
     from lightning_rl.rewards.rules import OverlongPenalty
@@ -263,6 +265,7 @@ _PLACES = {
     "data.prompts": ("PromptDataset",),
     "data.reasoning_gym": ("ReasoningGymPrompts",),
     "data.sources": ("HFDatasetPrompts", "IterablePrompts", "JSONLPrompts", "ParquetPrompts"),
+    "data.views": ("as_padded", "as_steps", "as_torchrl"),
     "datamodule": ("RLDataModule",),
     "dist_fabric": ("FabricDDP",),
     "dpo": ("DPOModule", "PairDataModule", "RolloutPairs"),
@@ -304,6 +307,7 @@ _PLACES = {
     "rewards.environment": ("EnvironmentReward",),
     "rewards.judge": ("LLMJudge",),
     "rewards.judge_models": ("EngineJudge", "JudgeError", "JudgeModel", "OpenAIJudge"),
+    "rewards.log": ("TrainerState",),
     "rewards.pool": ("Isolated",),
     "rewards.remote": ("Remote", "retry"),
     "rewards.rules": ("OverlongPenalty",),
