@@ -8,7 +8,7 @@ from typing import Any
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.rewards.base import RewardFailure
 from lightning_rl.rewards.judge_models import JudgeError, JudgeModel
-from lightning_rl.rewards.per_sample import Score
+from lightning_rl.rewards.per_sample import SHARED, Score
 from lightning_rl.rewards.remote import Remote
 from lightning_rl.rollout import Message
 
@@ -102,7 +102,7 @@ class LLMJudge(Remote):
     ) -> list[Score]:
         try:
             shown = {"prompt": prompts[0], "completion": completions[0]}
-            shown |= {name: values[0] for name, values in columns.items()}
+            shown |= {name: v[0] for name, v in columns.items() if name not in SHARED}
             return [self._score(await self.judge.ask(self._question(shown)))]
         except JudgeError as error:
             return [RewardFailure(str(error))]
