@@ -8,7 +8,18 @@ from difflib import get_close_matches
 
 from lightning_rl.errors import ConfigError, DataError, LightningRLError, RunInterrupted
 
-COMMANDS = ("fit", "validate", "test", "rollout", "rollouts", "view", "replay", "check", "doctor")
+COMMANDS = (
+    "fit",
+    "validate",
+    "test",
+    "rollout",
+    "rollouts",
+    "view",
+    "replay",
+    "check",
+    "convert",
+    "doctor",
+)
 
 USAGE = """\
 usage: lightning-rl <command> [options]
@@ -21,6 +32,7 @@ usage: lightning-rl <command> [options]
   view       show runs in a browser: curves, step times, rollouts by token
   replay     do a recorded rollout or iteration again, and say where it first differs
   check      what a configuration amounts to, and a first rollout; writes nothing
+  convert    read a configuration of TRL and write ours, saying what it could not carry
   doctor     versions, engine, devices, threads, and what is wrong with each
 
 `lightning-rl <command> --help` says more, `--print_config` prints a whole configuration;
@@ -69,6 +81,10 @@ def _run(arguments: list[str]) -> int:
         from lightning_rl.cli.rollouts import main as rollouts
 
         return rollouts(arguments[1:])
+    if command == "convert":
+        from lightning_rl.cli.convert.main import main as convert
+
+        return convert(arguments[1:])
     if command == "view":
         from lightning_rl.cli.view import main as view
 

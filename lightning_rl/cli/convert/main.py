@@ -1,0 +1,91 @@
+"""``lightning-rl convert``: another library's configuration as ours."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml  # type: ignore[import-untyped]
+
+from lightning_rl.cli.convert.rows import Conversion
+from lightning_rl.cli.convert.trl import convert_trl
+from lightning_rl.cli.convert.write import as_yaml, notes
+from lightning_rl.errors import ConfigError, require_at_least
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see lightning-rl convert --help)")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """What the command line says.
+
+    Raises:
+        ConfigError: for what it cannot mean.
+    """
+    parser = _Parser(
+        prog="lightning-rl convert",
+        description="Read a configuration of TRL (GRPOConfig) and write ours. What could not be "
+        "carried over, and what a number means here, stands above it and on stderr.",
+        epilog="A GRPOConfig that is made in Python: json.dump(config.to_dict(), file).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", type=Path, help="YAML as TRL's scripts read it, or JSON")
+    parser.add_argument("--output", type=Path, help="the file to write (default: print it)")
+    parser.add_argument("--devices", type=int, default=1, help="training processes (default: 1)")
+    parser.add_argument("--model", help="directory or hub name, which a GRPOConfig does not name")
+    parser.add_argument("--prompts", help="file or folder of prompts to train on")
+    parser.add_argument("--eval_prompts", help="file or folder of held-out prompts")
+    parser.add_argument("--rewards", nargs="+", help="import paths of reward functions")
+    parsed = parser.parse_args(arguments)
+    require_at_least(1, devices=parsed.devices)
+    return parsed
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the YAML, and say on stderr what is to be said about it."""
+    options = parse_arguments(arguments)
+    conversion = convert(read(options.file), options)
+    text = as_yaml(conversion, options.file.name)
+    if options.output is None:
+        print(text, end="")
+    else:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text, encoding="utf-8")
+    print("\n".join(notes(conversion)), file=sys.stderr)
+    return 0
+
+
+def convert(values: dict[str, Any], options: argparse.Namespace) -> Conversion:
+    """What was read, with what the command line adds."""
+    named = {
+        "model_name_or_path": options.model,
+        "dataset_name": options.prompts,
+        "reward_funcs": options.rewards,
+    }
+    values = values | {name: value for name, value in named.items() if value is not None}
+    return convert_trl(values, options.devices, options.eval_prompts)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Names and values of a YAML or JSON file.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise ConfigError(
+            f"{path}: convert reads .yaml, .yml and .json; of a configuration made in Python, or "
+            "in training_args.bin, write json.dump(config.to_dict(), file) first"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}, not names and values")
+    return values

@@ -1,0 +1,131 @@
+"""What a table of counterparts is made of, and what reading a configuration by it leaves."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of another library.
+
+    Args:
+        theirs: its name; of nested ones with dots.
+        default: its value where nothing is said.
+        ours: our counterparts, separated by commas: ``data.group_size`` is an argument of
+            RLDataModule, ``model.x`` of PolicyModule, ``trainer.x`` of the Trainer, ``Class.x`` of
+            a public class, and a name alone a public class or a top-level key. Empty: there is
+            none.
+        note: what a copied number means here, or why there is no counterpart.
+    """
+
+    theirs: str
+    default: Any
+    ours: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Left:
+    """A value that was not carried over, and why."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass
+class Conversion:
+    """Our configuration, and what is to be said about it."""
+
+    config: dict[str, Any] = field(
+        default_factory=lambda: {
+            "model": {"class_path": "PolicyModule", "init_args": {}},
+            "data": {"class_path": "RLDataModule", "init_args": {}},
+        }
+    )
+    left: list[Left] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """What carries over under another number or name."""
+    missing: list[str] = field(default_factory=list)
+    """What the other library does not keep in its configuration, to be filled in."""
+
+    def put(self, path: str, value: Any) -> None:
+        """Set ``model.x``, ``data.x`` or ``trainer.x``; dots go deeper."""
+        first, *rest = path.split(".")
+        names = [first, *(["init_args"] if first in ("model", "data") else []), *rest]
+        at = self.config
+        for name in names[:-1]:
+            at = at.setdefault(name, {})
+        at[names[-1]] = value
+
+    def put_class(self, path: str, name: str, /, **arguments: Any) -> None:
+        """Set a class with its arguments."""
+        self.put(path, instance(name, **arguments))
+
+    def leave(self, given: "Given", key: str, reason: str) -> None:
+        """Note that a value is not carried over, or not as it is."""
+        self.left.append(Left(key, given[key], reason))
+
+
+def instance(name: str, /, **arguments: Any) -> dict[str, Any]:
+    """A class and its arguments, as our YAML has them."""
+    return {"class_path": name, **({"init_args": arguments} if arguments else {})}
+
+
+class Given:
+    """The values of a configuration, defaults filled in; knows what was taken over.
+
+    Args:
+        values: what the file says.
+        rows: the table.
+        defaults: of parameters that are in no row.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], rows: Mapping[str, Row], defaults: Mapping[str, Any]
+    ) -> None:
+        known = {name: row.default for name, row in rows.items()}
+        values = {name: _number(value) for name, value in values.items()}
+        self._values = known | values
+        self._defaults = {**defaults, **known}
+        self._rows = rows
+        self._given = values
+        self._taken: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        """A value that is carried over."""
+        self._taken.add(name)
+        return self._values[name]
+
+    def look(self, name: str) -> Any:
+        """A value that is not carried over by this."""
+        return self._values[name]
+
+    def left(self) -> list[Left]:
+        """What was given, says something else than the default, and was not taken over."""
+        return [
+            Left(name, value, self._reason(name))
+            for name, value in self._given.items()
+            if name not in self._taken and not _same(value, self._defaults.get(name))
+        ]
+
+    def _reason(self, name: str) -> str:
+        if name in self._rows:
+            return self._rows[name].note or "it has no counterpart"
+        return "it is in no table of counterparts: look for it on the page that compares both"
+
+
+def _number(value: Any) -> Any:
+    """YAML takes 1e-6, without a dot, for text."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        return float(value)
+    return value
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether nothing else was said than what holds anyway; dumps hide tokens as ``<NAME>``."""
+    if value is None or (isinstance(value, str) and re.fullmatch(r"<[A-Z_]+_TOKEN>", value)):
+        return True
+    return value == default or (not value and not default and value != 0)

@@ -1,0 +1,319 @@
+"""From TRL's GRPOConfig to our configuration: one function per thing that both configure."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.cli.convert import trl_learning as learning
+from lightning_rl.cli.convert.rows import Conversion, Given, Left, instance
+from lightning_rl.cli.convert.trl_rows import TRL
+from lightning_rl.errors import ConfigError
+
+
+def convert_trl(
+    values: Mapping[str, Any], devices: int = 1, eval_prompts: str | None = None
+) -> Conversion:
+    """Our configuration for a GRPOConfig, or for what TRL's own script reads beside it.
+
+    Args:
+        values: names and values, as its YAML or ``to_dict()`` has them; defaults may be left out.
+        devices: training processes, which TRL is told by its launcher.
+        eval_prompts: file or folder of held-out prompts; None: the data set's test split.
+
+    Raises:
+        ConfigError: if batches do not work out.
+    """
+    given = Given(values, TRL, _defaults_of_bases())
+    result = Conversion()
+    result.put("trainer.max_epochs", 1)
+    _model(given, result)
+    _data(given, result)
+    _sampling(given, result)
+    _engine(given, result)
+    steps = _batches(given, result, devices)
+    total = _length(given, result, steps)
+    learning.loss(given, result)
+    learning.advantage(given, result)
+    learning.correction(given, result)
+    learning.reference(given, result, steps)
+    learning.optimizer(given, result, total)
+    _trainer(given, result, devices)
+    _callbacks(given, result, steps, eval_prompts)
+    result.left += given.left()
+    return result
+
+
+@cache
+def _defaults_of_bases() -> dict[str, Any]:
+    """Of transformers' TrainingArguments, so that a full dump tells what was set from what is."""
+    from transformers import TrainingArguments
+
+    return {
+        f.name: f.default_factory() if f.default_factory is not MISSING else f.default
+        for f in fields(TrainingArguments)
+    }
+
+
+def _model(given: Given, result: Conversion) -> None:
+    if given["model_name_or_path"] is None:
+        result.missing.append("model.model: directory or hub name of the model")
+        result.put("model.model", "MODEL")
+    else:
+        result.put("model.model", given["model_name_or_path"])
+    if given["gradient_checkpointing"]:
+        result.put("model.gradient_checkpointing", True)
+    if given["torch_compile"]:
+        result.put("model.compile", True)
+    if given["use_peft"]:
+        targets = given["lora_target_modules"] or "all-linear"
+        result.put(
+            "model.lora",
+            {
+                "rank": given["lora_r"],
+                "alpha": float(given["lora_alpha"]),
+                "target_modules": [targets] if isinstance(targets, str) else list(targets),
+            },
+        )
+
+
+def _data(given: Given, result: Conversion) -> None:
+    shuffle = {} if given["shuffle_dataset"] else {"shuffle": False}
+    if given["data_seed"] is not None:
+        shuffle["seed"] = given["data_seed"]
+    name = given.look("dataset_name")
+    if name is not None and Path(name).exists():
+        split = given["dataset_train_split"]
+        result.put("data.train_prompts", prompts_from(given["dataset_name"], split, **shuffle))
+    else:
+        result.missing.append(
+            "data.train_prompts: a file or folder of prompts (of a hub's data set what "
+            "load_dataset(...).save_to_disk(folder) writes)"
+        )
+        result.put("data.train_prompts", instance("JSONLPrompts", path="PROMPTS.jsonl", **shuffle))
+        if name is not None:
+            result.leave(given, "dataset_name", "it is not here; save it to a folder and name that")
+    functions = given["reward_funcs"]
+    rewards = [] if functions is None else [functions] if isinstance(functions, str) else functions
+    carried: list[Any] = [_reward(name) for name in rewards]
+    if None in carried:
+        result.leave(given, "reward_funcs", "those without a dot are TRL's own: write them anew")
+    if not any(carried):
+        result.missing.append("data.rewards: import paths of your reward functions")
+        carried = ["MODULE.FUNCTION"]
+    result.put("data.rewards", [reward for reward in carried if reward is not None])
+    if given["reward_weights"] is not None:
+        result.put("data.reward_weights", list(given["reward_weights"]))
+
+
+def prompts_from(path: str, split: str | None, **options: Any) -> dict[str, Any]:
+    """The class that reads a file or folder of prompts."""
+    if Path(path).is_dir():
+        return instance("HFDatasetPrompts", path=path, split=split, **options)
+    kind = "ParquetPrompts" if Path(path).suffix == ".parquet" else "JSONLPrompts"
+    return instance(kind, path=path, **options)
+
+
+def _heldout(given: Given, result: Conversion, path: str | None) -> None:
+    name, split = given.look("dataset_name"), given["dataset_test_split"]
+    if path is None and name is not None and Path(name).is_dir():
+        path = name
+    if path is None:
+        path = "HELDOUT.jsonl"
+        result.missing.append(f"data.eval_prompts: held-out prompts (TRL's split {split!r})")
+    result.put("data.eval_prompts", prompts_from(path, split))
+
+
+def _reward(name: str) -> Any:
+    if name == "get_soft_overlong_punishment":  # TRL's script gives it these bounds
+        return instance("lightning_rl.OverlongPenalty", max_tokens=1280, buffer=256)
+    return name if "." in name else None
+
+
+def _sampling(given: Given, result: Conversion) -> None:
+    if given["max_completion_length"] is None:
+        raise ConfigError("max_completion_length=None is not possible here; set a number of tokens")
+    for theirs, ours in (
+        ("max_completion_length", "max_tokens"),
+        ("temperature", "temperature"),
+        ("top_p", "top_p"),
+        ("top_k", "top_k"),
+    ):
+        value = given[theirs]
+        if ours in ("max_tokens", "temperature") or value != TRL[theirs].default:
+            # vLLM's -1 for all tokens
+            result.put(f"data.sampling.{ours}", max(0, value) if ours == "top_k" else value)
+    extra = _mapping(given["generation_kwargs"])
+    names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "stop_strings": "stop"}
+    known = {"max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop"}
+    for name, value in extra.items():
+        ours = names.get(name, name)
+        if ours not in known:
+            result.left.append(
+                Left(f"generation_kwargs.{name}", value, "scoring does not reproduce it")
+            )
+            continue
+        result.put(
+            f"data.sampling.{ours}",
+            [value] if ours == "stop" and isinstance(value, str) else value,
+        )
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """TRL takes a mapping as JSON too."""
+    return dict(json.loads(value) if isinstance(value, str) else value or {})
+
+
+def _engine(given: Given, result: Conversion) -> None:
+    if not given["use_vllm"]:
+        result.put_class("data.engine", "TransformersEngine")
+        result.remarks.append(
+            "use_vllm false is TransformersEngine; VLLMLocal, the default here, is mostly faster"
+        )
+        return
+    arguments: dict[str, Any] = {}
+    if given["vllm_max_model_length"] is not None:
+        arguments["max_model_len"] = given["vllm_max_model_length"]
+    if given["vllm_mode"] == "server":
+        url = given["vllm_server_base_url"]
+        host, port = given["vllm_server_host"], given["vllm_server_port"]
+        host = "127.0.0.1" if host == "0.0.0.0" else host
+        arguments["urls"] = [url or f"http://{host}:{port}"]
+        arguments["start_timeout_s"] = float(given["vllm_server_timeout"])
+        result.put_class("data.engine", "VLLMServer", **arguments)
+        result.remarks.append(
+            "the server is vLLM's own, started as docs/sync.md shows, not `trl vllm-serve`"
+        )
+        return
+    arguments["gpu_memory_utilization"] = given["vllm_gpu_memory_utilization"]
+    options = {}
+    if given["vllm_tensor_parallel_size"] != 1:
+        options["tensor_parallel_size"] = given["vllm_tensor_parallel_size"]
+    if given["vllm_model_impl"] != "vllm":
+        options["model_impl"] = given["vllm_model_impl"]
+    if options:
+        arguments["options"] = options
+    result.put_class("data.engine", "VLLMLocal", **arguments)
+
+
+def _batches(given: Given, result: Conversion, devices: int) -> int:
+    """Returns the optimizer steps of an iteration."""
+    completions = given["per_device_train_batch_size"] * devices
+    accumulated, group_size = given["gradient_accumulation_steps"], given["num_generations"]
+    size, steps = given["generation_batch_size"], given["steps_per_generation"]
+    if steps is None:
+        steps = accumulated if size is None else size // completions
+    generated = completions * steps
+    minibatches = steps / accumulated
+    if minibatches < 1:  # a gradient is accumulated over several generations
+        generated, minibatches = completions * accumulated, 1
+        result.remarks.append(
+            f"steps_per_generation {steps} is less than gradient_accumulation_steps {accumulated}: "
+            "here all that goes into one optimizer step is generated together"
+        )
+    if generated % group_size:
+        raise ConfigError(
+            f"{generated} completions an iteration are no whole groups of num_generations="
+            f"{group_size}; name the number of processes by --devices"
+        )
+    groups = generated // group_size
+    if minibatches != int(minibatches) or minibatches > groups:
+        chosen = max(1, min(groups, round(minibatches)))
+        result.remarks.append(
+            f"{minibatches:g} optimizer steps a pass are {chosen} here: a minibatch is made of "
+            f"whole groups, of which an iteration has {groups}"
+        )
+        minibatches = chosen
+    result.put("data.group_size", group_size)
+    result.put("data.groups_per_iteration", groups)
+    result.put("model.minibatches", int(minibatches))
+    result.put("model.ppo_epochs", given["num_iterations"])
+    return int(minibatches) * int(given["num_iterations"])
+
+
+def _length(given: Given, result: Conversion, steps: int) -> int | None:
+    """Returns the optimizer steps of the whole run, where the file tells."""
+    if given["max_steps"] > 0:
+        given["num_train_epochs"]  # of no effect beside it
+        iterations = math.ceil(given["max_steps"] / steps)
+        result.put("data.iterations_per_epoch", iterations)
+        return iterations * steps
+    result.missing.append(
+        f"data.iterations_per_epoch: num_train_epochs {given['num_train_epochs']:g} x prompts / "
+        "groups_per_iteration (it is 100 now), with trainer.max_epochs 1"
+    )
+    result.put("data.iterations_per_epoch", 100)
+    return None
+
+
+def _trainer(given: Given, result: Conversion, devices: int) -> None:
+    result.config["seed_everything"] = given["seed"]
+    result.put("trainer.accelerator", "cpu" if given["use_cpu"] else "auto")
+    result.put("trainer.devices", devices)
+    if given["output_dir"] is not None:
+        result.put("trainer.default_root_dir", str(given["output_dir"]))
+    bf16 = not given["fp16"] if given["bf16"] is None else given["bf16"]
+    if given["fp16"]:
+        result.leave(given, "fp16", "float16 needs a loss scaler; bf16-mixed is written")
+    if bf16 or given["fp16"]:
+        whole = str(given["dtype"]) in ("bfloat16", "torch.bfloat16")
+        result.put("trainer.precision", "bf16-true" if whole else "bf16-mixed")
+    loggers = given["report_to"]
+    loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
+    classes = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow": "MLFlowLogger"}
+    chosen = [_logger(classes[name], given, result) for name in loggers if name in classes]
+    if chosen:
+        result.put("trainer.logger", chosen)
+    if set(loggers) - classes.keys() - {"none", "all"}:
+        result.leave(given, "report_to", "write one of Lightning's loggers")
+
+
+def _logger(name: str, given: Given, result: Conversion) -> dict[str, Any]:
+    named = {} if given["run_name"] is None else {"name": given["run_name"]}
+    if name == "MLFlowLogger":
+        return instance(name, **({"experiment_name": named["name"]} if named else {}))
+    return instance(name, save_dir=str(given.look("output_dir") or "."), **named)
+
+
+def _callbacks(given: Given, result: Conversion, steps: int, heldout: str | None) -> None:
+    callbacks = [instance("WeightSync")]
+    if _strategy(given, "eval_strategy") != "no":
+        every = given["eval_steps"] or given.look("logging_steps")
+        callbacks.append(
+            instance(
+                "Evaluate",
+                every_n_iterations=max(1, round(every / steps)),
+                before_training=bool(given["eval_on_start"]),
+            )
+        )
+        samples = given["num_generations_eval"] or given.look("num_generations")
+        result.put("data.eval_samples", samples)
+        _heldout(given, result, heldout)
+    if given["log_completions"]:
+        count = given["num_completions_to_print"]
+        shown = {} if count is None else {"num_rollouts": count}
+        callbacks.append(instance("PreviewTable", **shown))
+    if _strategy(given, "save_strategy") == "steps" and given.look("save_steps") >= 1:
+        every = max(1, round(given["save_steps"] / steps))
+        options: dict[str, Any] = {"every_n_iterations": every}
+        if given["save_total_limit"]:
+            options["keep_last"] = given["save_total_limit"]
+        if given["metric_for_best_model"]:
+            options["monitor"] = str(given["metric_for_best_model"])
+            options["mode"] = "min" if given["greater_is_better"] is False else "max"
+            result.missing.append(
+                "IterationCheckpoint.monitor: TRL's name of the metric; ours are reward/mean, "
+                "eval/accuracy, ..."
+            )
+        callbacks.append(instance("IterationCheckpoint", **options))
+    callbacks += [instance("HFExport"), instance("RunReport")]
+    if not given["disable_tqdm"]:
+        callbacks.insert(-1, instance("RLProgressBar"))
+    result.put("trainer.callbacks", callbacks)
+
+
+def _strategy(given: Given, key: str) -> str:
+    return str(given[key]).rpartition(".")[2].lower()

@@ -1,0 +1,233 @@
+"""Tables of counterparts against our classes, and configurations of TRL as ours."""
+
+import inspect
+import json
+import re
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+
+import lightning_rl
+from lightning_rl import PolicyModule, RLDataModule
+from lightning_rl.cli.convert.main import main
+from lightning_rl.cli.convert.trl import convert_trl
+from lightning_rl.cli.convert.trl_rows import TRL
+from lightning_rl.cli.convert.write import as_yaml
+from lightning_rl.errors import ConfigError
+
+GRPO_CONFIG = """
+learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout
+cast_lm_head_to_fp32 remove_unused_columns num_generations num_generations_eval
+max_completion_length ds3_gather_for_generation shuffle_dataset pad_to_multiple_of
+generation_batch_size steps_per_generation temperature top_p top_k min_p generation_kwargs
+chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode
+vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url
+vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port
+vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size beta
+num_iterations epsilon delta epsilon_high sapo_temperature_neg sapo_temperature_pos
+vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level
+reward_weights multi_objective_aggregation scale_rewards loss_type mask_truncated_completions
+sync_ref_model ref_model_mixup_alpha ref_model_sync_steps top_entropy_quantile entropy_coef
+use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target
+max_tool_calling_iterations vllm_importance_sampling_correction vllm_importance_sampling_mode
+vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min off_policy_mask_threshold
+use_bias_correction_kl log_completions log_multimodal num_completions_to_print
+log_unique_prompts log_completions_hub_repo use_transformers_continuous_batching
+transformers_continuous_batching_config use_transformers_paged vllm_importance_sampling_cap
+"""
+"""The fields of GRPOConfig in TRL 1.16."""
+PLACES = {"model": PolicyModule, "data": RLDataModule, "trainer": Trainer}
+
+
+def is_ours(name: str) -> bool:
+    """Whether ``name``, as tables have it, is an argument or a public class."""
+    place, _, argument = name.partition(".")
+    if not argument:
+        return place == "seed_everything" or hasattr(lightning_rl, place)
+    owner = PLACES.get(place) or getattr(lightning_rl, place)
+    return argument in inspect.signature(owner).parameters
+
+
+@pytest.mark.parametrize("row", TRL.values(), ids=lambda row: row.theirs)
+def test_each_counterpart_exists(row):
+    names = [name for name in row.ours.split(", ") if name]
+    assert [name for name in names if not is_ours(name)] == []
+    assert names or row.note, "no counterpart, and no reason"
+    for code in re.findall(r"`([A-Z]\w+)", row.note):  # classes, ours or Lightning's
+        assert hasattr(lightning_rl, code) or code in (
+            "ModelParallelStrategy",
+            "ModelCheckpoint",
+            "TensorBoardLogger",
+            "WandbLogger",
+        ), code
+
+
+def test_every_field_of_grpo_config_has_a_row():
+    assert [name for name in GRPO_CONFIG.split() if name not in TRL] == []
+
+
+# One that differs from the default where doubling it or turning it around does not do.
+OTHER = {
+    "adam_beta1": 0.8, "adam_beta2": 0.9, "bf16": False, "dataset_name": "a/hub",
+    "dtype": "bfloat16", "num_generations": 4, "reward_weights": [0.5], "greater_is_better": False,
+    "eval_strategy": "steps", "fp16": True, "importance_sampling_level": "sequence",
+    "loss_type": "grpo", "lr_scheduler_type": "cosine", "max_steps": 64, "model_name_or_path": "m",
+    "multi_objective_aggregation": "normalize_then_sum", "optim": "sgd", "pad_to_multiple_of": 8,
+    "report_to": "wandb", "reward_funcs": ["a.b"], "save_strategy": "no", "scale_rewards": "none",
+    "top_k": 5, "vllm_importance_sampling_clip_max": 5.0, "run_name": "run",
+    "vllm_importance_sampling_mode": "token_mask",
+    "vllm_mode": "server", "vllm_model_impl": "transformers", "generation_kwargs": {"stop": "x"},
+    "accelerator_config": {"split_batches": True},
+    "steps_per_generation": 4, "generation_batch_size": 32, "lora_target_modules": ["q_proj"],
+    "num_completions_to_print": 3, "max_tool_calling_iterations": 3,
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "gradient_accumulation_steps": 4,
+}  # fmt: skip
+# What a parameter needs beside it to mean anything.
+BESIDE = {
+    "epsilon_high": {"epsilon_high": 0.3},
+    "lora": {"use_peft": True},
+    "sapo": {"loss_type": "sapo"},
+    "vllm_": {"use_vllm": True},
+    "vllm_server": {"use_vllm": True, "vllm_mode": "server"},
+    "vllm_importance_sampling_cap": {
+        "use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"
+    },
+    "use_bias_correction_kl": {"beta": 0.1},
+    "sync_ref_model": {"beta": 0.1},
+    "ref_model": {"beta": 0.1, "sync_ref_model": True},
+    "eval_steps": {"eval_strategy": "steps", "eval_steps": 7},
+    "num_train_epochs": {"max_steps": -1},
+    "eval_on_start": {"eval_strategy": "steps", "eval_steps": 7},
+    "num_generations_eval": {"eval_strategy": "steps", "eval_steps": 7},
+    "dataset_test_split": {"eval_strategy": "steps", "eval_steps": 7},
+    "num_completions_to_print": {"log_completions": True},
+    "greater_is_better": {"metric_for_best_model": "reward"},
+    "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_min_lr"},
+    "run_name": {"report_to": "tensorboard"},
+    "gradient_accumulation_steps": {"steps_per_generation": 32},
+}  # fmt: skip
+START = {"max_steps": 100, "save_steps": 10, "bf16": True}
+
+
+def beside(name: str) -> dict:
+    found = [values for prefix, values in BESIDE.items() if name.startswith(prefix)]
+    return START | (found[-1] if found else {})
+
+
+def another(name: str):
+    value = beside(name).get(name, TRL[name].default)
+    if name in OTHER:
+        return OTHER[name]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 if value else 0.25
+    return {"str": f"other_{name}", "NoneType": 16 if "max" in name or "steps" in name else 0.5}[
+        type(value).__name__
+    ]
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_no_parameter_is_dropped_in_silence(name):
+    start = beside(name)
+    before = convert_trl(start)
+    after = convert_trl(start | {name: another(name)})
+    told = [item.key for item in after.left] + after.missing + after.remarks
+    carried = after.config != before.config
+    assert carried or any(name in text for text in told), (name, another(name))
+    if not TRL[name].ours:
+        assert any(item.key == name and item.reason for item in after.left)
+
+
+def part(values, path):
+    at = convert_trl(values).config
+    for name in path.split("."):
+        at = at.get("init_args", at)[name]
+    return at
+
+
+def test_batches_are_counted_as_trl_counts_them():
+    # 2 processes x 4 completions x 8 micro-batches = 64 completions, 8 groups of 8; the optimizer
+    # steps after every 4 micro-batches, so 2 minibatches; twice: 4 steps an iteration.
+    values = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 8,
+        "num_iterations": 2,
+        "max_steps": 100,
+    }
+    result = convert_trl(values, devices=2).config
+    data, model = result["data"]["init_args"], result["model"]["init_args"]
+    assert (data["groups_per_iteration"], data["group_size"]) == (8, 8)
+    assert (model["minibatches"], model["ppo_epochs"]) == (2, 2)
+    assert data["iterations_per_epoch"] == 25
+    assert model["lr_scheduler"]["init_args"] == {"warmup_steps": 0, "total_steps": 100}
+    with pytest.raises(ConfigError, match="12 completions an iteration are no whole groups"):
+        convert_trl({"per_device_train_batch_size": 12})
+
+
+def test_numbers_that_mean_something_else_are_changed_and_said():
+    result = convert_trl({"loss_type": "cispo", "epsilon_high": 5.0})
+    assert part({"loss_type": "cispo", "epsilon_high": 5.0}, "model.loss") == {
+        "class_path": "CISPO",
+        "init_args": {"clip_low": 1.0, "clip_high": 4.0},
+    }
+    assert any("epsilon_high 5 bounds the ratio" in remark for remark in result.remarks)
+    assert part({}, "model.advantage.eps") == 1e-4
+    assert part({"scale_rewards": False}, "model.advantage.normalize_std") is False
+    assert part({"delta": 4.0}, "model.loss.dual_clip") == 4.0
+    assert part({"top_k": -1}, "data.sampling").get("top_k") == 0
+    assert part({"learning_rate": "2e-6"}, "model.optimizer.lr") == 2e-6
+    (left,) = convert_trl({"loss_type": "cispo"}).left  # its epsilon_high is epsilon: 0.2
+    assert (left.key, "every weight would be cut" in left.reason) == ("epsilon_high", True)
+
+
+def test_corrections_are_those_of_trl():
+    def correction(**values):
+        return part({"use_vllm": True} | values, "model.correction")
+
+    assert correction() == {"class_path": "SequenceMIS", "init_args": {"low": 0.0, "high": 3.0}}
+    values = {"vllm_importance_sampling_mode": "token_truncate"}
+    assert correction(**values) == {"class_path": "TokenTIS", "init_args": {"cap": 3.0}}
+    assert "correction" not in convert_trl({}).config["model"]["init_args"]
+
+
+def test_a_full_dump_reports_only_what_was_set(tmp_path, capsys):
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(output_dir="out", use_cpu=True, ddp_bucket_cap_mb=25)
+    (tmp_path / "grpo.json").write_text(json.dumps(arguments.to_dict(), default=str))
+    assert main([str(tmp_path / "grpo.json"), "--output", str(tmp_path / "ours.yaml")]) == 0
+    said = capsys.readouterr().err
+    # But for the one that was set: what GRPOConfig has otherwise than its base, and use_cpu's.
+    assert set(re.findall(r"^- (\w+)=", said, re.MULTILINE)) == {
+        "ddp_bucket_cap_mb",
+        "dataloader_pin_memory",
+        "logging_steps",
+        "remove_unused_columns",
+    }
+    written = (tmp_path / "ours.yaml").read_text()
+    assert "# - ddp_bucket_cap_mb=" in written
+    assert yaml.safe_load(written)["trainer"]["accelerator"] == "cpu"
+
+
+def test_a_hostile_value_stays_in_its_comment():
+    text = as_yaml(
+        convert_trl({"hub_model_id": "a\nmodel: {class_path: os.system}\u2028b"}), "x\ny"
+    )
+    assert all(
+        line.startswith("#") for line in text.splitlines() if "os.system" in line or "x y" in line
+    )
+    assert set(yaml.safe_load(text)) == {"seed_everything", "model", "data", "trainer"}
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "list.yaml").write_text("- 1")
+    for name, message in (
+        ("training_args.bin", r"json.dump\(config.to_dict"),
+        ("none.yaml", "cannot be read"),
+        ("list.yaml", "holds list"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            main([str(tmp_path / name)])
