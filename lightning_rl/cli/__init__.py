@@ -32,7 +32,7 @@ usage: lightning-rl <command> [options]
   view       show runs in a browser: curves, step times, rollouts by token
   replay     do a recorded rollout or iteration again, and say where it first differs
   check      what a configuration amounts to, and a first rollout; writes nothing
-  convert    read a configuration of TRL and write ours, saying what it could not carry
+  convert    read a configuration of TRL or verl and write ours, saying what it could not carry
   doctor     versions, engine, devices, threads, and what is wrong with each
 
 `lightning-rl <command> --help` says more, `--print_config` prints a whole configuration;

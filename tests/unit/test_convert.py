@@ -13,6 +13,8 @@ from lightning_rl import PolicyModule, RLDataModule
 from lightning_rl.cli.convert.main import main
 from lightning_rl.cli.convert.trl import convert_trl
 from lightning_rl.cli.convert.trl_rows import TRL
+from lightning_rl.cli.convert.verl import convert_verl
+from lightning_rl.cli.convert.verl_rows import VERL
 from lightning_rl.cli.convert.write import as_yaml
 from lightning_rl.errors import ConfigError
 
@@ -49,7 +51,7 @@ def is_ours(name: str) -> bool:
     return argument in inspect.signature(owner).parameters
 
 
-@pytest.mark.parametrize("row", TRL.values(), ids=lambda row: row.theirs)
+@pytest.mark.parametrize("row", [*TRL.values(), *VERL.values()], ids=lambda row: row.theirs)
 def test_each_counterpart_exists(row):
     names = [name for name in row.ours.split(", ") if name]
     assert [name for name in names if not is_ours(name)] == []
@@ -231,3 +233,122 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             main([str(tmp_path / name)])
+
+
+VERL_START = {
+    "trainer.total_training_steps": 64,
+    "trainer.test_freq": 4,
+    "trainer.save_freq": 4,
+    "trainer.logger": ["wandb"],
+    "trainer.n_gpus_per_node": 1,
+    "data.train_files": "train.parquet",
+    "data.val_files": "test.parquet",
+    "actor_rollout_ref.actor.entropy_coeff": 0.01,
+    "actor_rollout_ref.actor.use_kl_loss": True,
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_ctrl.type": "adaptive",
+    "actor_rollout_ref.model.lora_rank": 4,
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
+}
+VERL_OTHER = {
+    "trainer.logger": ["tensorboard"], "trainer.device": "cpu", "data.train_files": "other.parquet",
+    "data.val_files": "other.parquet", "trainer.default_local_dir": "out", "data.seed": 3,
+    "algorithm.adv_estimator": "grpo", "algorithm.kl_penalty": "mse", "data.shuffle": False,
+    "algorithm.kl_ctrl.type": "fixed", "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.rollout_correction.rollout_rs": "token_k1", "trainer.rollout_data_dir": "out",
+    "algorithm.rollout_correction.rollout_rs_threshold": "0.5_2.0",
+    "trainer.v1.trainer_mode": "colocate_async",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo", "critic.loss_agg_mode": "token-sum",
+    "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum", "critic.enable": True,
+    "actor_rollout_ref.actor.optim.betas": [0.8, 0.9], "actor_rollout_ref.rollout.top_k": 5,
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "constant", "trainer.save_freq": 5,
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": 4, "actor_rollout_ref.actor.clip_ratio_c": 4.0,
+    "actor_rollout_ref.actor.kl_loss_type": "k1", "actor_rollout_ref.rollout.name": "hf",
+    "actor_rollout_ref.rollout.val_kwargs.top_k": 5, "actor_rollout_ref.model.path": "m",
+    "actor_rollout_ref.rollout.max_model_len": 99, "data.val_max_samples": 5,
+    "critic.ppo_mini_batch_size": 5, "trainer.max_actor_ckpt_to_keep": 5,
+    "actor_rollout_ref.model.target_modules": ["q"], "data.prompt_key": "question",
+    "actor_rollout_ref.actor.strategy": "megatron", "algorithm.filter_groups.metric": "acc",
+}  # fmt: skip
+VERL_BESIDE = {
+    "algorithm.rollout_correction.rollout_is": {
+        "algorithm.rollout_correction.rollout_is": "sequence"
+    },
+    "trainer.total_epochs": {"trainer.total_training_steps": None},
+    "actor_rollout_ref.rollout.val_kwargs": {
+        "actor_rollout_ref.rollout.val_kwargs.temperature": 0.7
+    },
+    "algorithm.rollout_correction.rollout_rs": {
+        "algorithm.rollout_correction.rollout_rs": "seq_sum_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold": "0.1_3.0",
+    },
+    "algorithm.norm": {"algorithm.adv_estimator": "grpo"},
+    "algorithm.filter": {"algorithm.filter_groups.enable": True},
+    "actor_rollout_ref.actor.tau": {"actor_rollout_ref.actor.policy_loss.loss_mode": "sapo"},
+    "actor_rollout_ref.actor.loss_scale": {
+        "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm"
+    },
+}  # fmt: skip
+# They hold here always, or are covered by what is written for the policy.
+ALWAYS = (
+    "use_dynamic_bsz", "filter_overlong_prompts", "critic.grad_clip", "critic.enable",
+    "critic.ppo_epochs", "critic.ppo_mini_batch_size", "critic.loss_agg_mode",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in VERL if not name.endswith(ALWAYS)])
+def test_no_parameter_of_verl_is_dropped_in_silence(name):
+    start = dict(VERL_START)
+    for prefix, values in VERL_BESIDE.items():
+        start |= values if name.startswith(prefix) else {}
+    value = start.get(name, VERL[name].default)
+    other = VERL_OTHER.get(name)
+    if other is None or other == value:
+        other = not value if isinstance(value, bool) else value * 2 if value else 0.5
+        if not isinstance(value, bool | int | float):
+            other = f"other_{name}" if isinstance(value, str) else 16
+    before, after = (
+        convert_verl([f"{key}={json.dumps(v)}" for key, v in values.items()])
+        for values in (start, start | {name: other})
+    )
+    told = [item.key for item in after.left] + after.missing + after.remarks
+    assert after.config != before.config or any(name in text for text in told), (name, other)
+
+
+def test_verl_as_hydra_keeps_it(tmp_path, capsys):
+    overrides = [
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=cispo",
+        "actor_rollout_ref.actor.clip_ratio_low=1.0",
+        "actor_rollout_ref.actor.clip_ratio_high=4.0",
+        "+actor_rollout_ref.actor.optim.lr=1e-6",
+        "ray_kwargs.ray_init.num_cpus=8",
+    ]
+    (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+    assert main([str(tmp_path / "overrides.yaml"), "--model", "m", "--rewards", "a.b"]) == 0
+    printed = capsys.readouterr()
+    model = yaml.safe_load(printed.out)["model"]["init_args"]
+    assert (model["model"], model["minibatches"]) == ("m", 4)
+    assert model["loss"] == {
+        "class_path": "CISPO",
+        "init_args": {"clip_low": 1.0, "clip_high": 4.0},
+    }
+    assert model["optimizer"]["init_args"]["lr"] == 1e-6
+    assert "ray_kwargs.ray_init.num_cpus" in printed.err
+    nested = {"actor_rollout_ref": {"rollout": {"n": 5, "dtype": "${x}"}}, "data": {"seed": 1}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(nested))
+    assert main([str(tmp_path / "config.yaml")]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["group_size"] == 5
+
+
+def test_ppo_of_verl_keeps_its_bounds_and_its_critic():
+    model = convert_verl([]).config["model"]["init_args"]
+    assert model["loss"]["init_args"] == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+    assert model["value_loss"] == {"coef": 1.0, "clip": 0.5}
+    assert (model["value_lr"], model["advantage"]["init_args"]["lam"]) == (1e-5, 1.0)
+    remark = convert_verl(["actor_rollout_ref.actor.clip_ratio=0.3"]).remarks[0]
+    assert "clip_ratio 0.3 has no effect in verl" in remark

@@ -11,6 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_rl.cli.convert.rows import Conversion
 from lightning_rl.cli.convert.trl import convert_trl
+from lightning_rl.cli.convert.verl import convert_verl, flat
 from lightning_rl.cli.convert.write import as_yaml, notes
 from lightning_rl.errors import ConfigError, require_at_least
 
@@ -28,12 +29,20 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = _Parser(
         prog="lightning-rl convert",
-        description="Read a configuration of TRL (GRPOConfig) and write ours. What could not be "
-        "carried over, and what a number means here, stands above it and on stderr.",
-        epilog="A GRPOConfig that is made in Python: json.dump(config.to_dict(), file).",
+        description="Read a configuration of TRL (GRPOConfig) or verl (PPO trainer) and write "
+        "ours. What could not be carried over, and what a number means here, stands above it and "
+        "on stderr.",
+        epilog="A GRPOConfig that is made in Python: json.dump(config.to_dict(), file). Of verl "
+        "best .hydra/overrides.yaml, which holds what was set and nothing else.",
         allow_abbrev=False,
     )
     parser.add_argument("file", type=Path, help="YAML as TRL's scripts read it, or JSON")
+    parser.add_argument(
+        "--from",
+        dest="library",
+        choices=("trl", "verl"),
+        help="whose it is (default: what its names look like)",
+    )
     parser.add_argument("--output", type=Path, help="the file to write (default: print it)")
     parser.add_argument("--devices", type=int, default=1, help="training processes (default: 1)")
     parser.add_argument("--model", help="directory or hub name, which a GRPOConfig does not name")
@@ -59,8 +68,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def convert(values: dict[str, Any], options: argparse.Namespace) -> Conversion:
+def convert(values: Any, options: argparse.Namespace) -> Conversion:
     """What was read, with what the command line adds."""
+    if isinstance(values, list) or options.library == "verl" or "actor_rollout_ref" in values:
+        return _from_verl(values, options)
     named = {
         "model_name_or_path": options.model,
         "dataset_name": options.prompts,
@@ -70,8 +81,20 @@ def convert(values: dict[str, Any], options: argparse.Namespace) -> Conversion:
     return convert_trl(values, options.devices, options.eval_prompts)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Names and values of a YAML or JSON file.
+def _from_verl(values: Any, options: argparse.Namespace) -> Conversion:
+    named = {
+        "actor_rollout_ref.model.path": options.model,
+        "data.train_files": options.prompts,
+        "data.val_files": options.eval_prompts,
+    }
+    if not isinstance(values, list):
+        values = [f"{name}={json.dumps(value)}" for name, value in flat(values)]
+    added = [f"{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
+    return convert_verl([*values, *added], options.rewards)
+
+
+def read(path: Path) -> Any:
+    """A mapping, or a list of ``name=value``, of a YAML or JSON file.
 
     Raises:
         ConfigError: if it is neither.
@@ -86,6 +109,7 @@ def read(path: Path) -> dict[str, Any]:
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
+    overrides = isinstance(values, list) and all(isinstance(v, str) for v in values)
+    if not isinstance(values, dict) and not overrides:
         raise ConfigError(f"{path} holds {type(values).__name__}, not names and values")
     return values

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -74,6 +75,14 @@ def instance(name: str, /, **arguments: Any) -> dict[str, Any]:
     return {"class_path": name, **({"init_args": arguments} if arguments else {})}
 
 
+def prompts_from(path: str, split: str | None, **options: Any) -> dict[str, Any]:
+    """The class that reads a file or folder of prompts."""
+    if Path(path).is_dir():
+        return instance("HFDatasetPrompts", path=path, split=split, **options)
+    kind = "ParquetPrompts" if Path(path).suffix == ".parquet" else "JSONLPrompts"
+    return instance(kind, path=path, **options)
+
+
 class Given:
     """The values of a configuration, defaults filled in; knows what was taken over.
 
@@ -102,6 +111,14 @@ class Given:
     def look(self, name: str) -> Any:
         """A value that is not carried over by this."""
         return self._values[name]
+
+    def says(self, name: str) -> bool:
+        """Whether the file says something of it."""
+        return name in self._given
+
+    def cover(self, *names: str) -> None:
+        """These hold here anyway, or come with another."""
+        self._taken.update(names)
 
     def left(self) -> list[Left]:
         """What was given, says something else than the default, and was not taken over."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.cli.convert import trl_learning as learning
-from lightning_rl.cli.convert.rows import Conversion, Given, Left, instance
+from lightning_rl.cli.convert.rows import Conversion, Given, Left, instance, prompts_from
 from lightning_rl.cli.convert.trl_rows import TRL
 from lightning_rl.errors import ConfigError
 
@@ -107,14 +107,6 @@ def _data(given: Given, result: Conversion) -> None:
     result.put("data.rewards", [reward for reward in carried if reward is not None])
     if given["reward_weights"] is not None:
         result.put("data.reward_weights", list(given["reward_weights"]))
-
-
-def prompts_from(path: str, split: str | None, **options: Any) -> dict[str, Any]:
-    """The class that reads a file or folder of prompts."""
-    if Path(path).is_dir():
-        return instance("HFDatasetPrompts", path=path, split=split, **options)
-    kind = "ParquetPrompts" if Path(path).suffix == ".parquet" else "JSONLPrompts"
-    return instance(kind, path=path, **options)
 
 
 def _heldout(given: Given, result: Conversion, path: str | None) -> None:
@@ -237,7 +229,7 @@ def _batches(given: Given, result: Conversion, devices: int) -> int:
 def _length(given: Given, result: Conversion, steps: int) -> int | None:
     """Returns the optimizer steps of the whole run, where the file tells."""
     if given["max_steps"] > 0:
-        given["num_train_epochs"]  # of no effect beside it
+        given.cover("num_train_epochs")  # of no effect beside it
         iterations = math.ceil(given["max_steps"] / steps)
         result.put("data.iterations_per_epoch", iterations)
         return iterations * steps
