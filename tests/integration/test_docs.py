@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rl.cli import COMMANDS, main
 from lightning_rl.cli.app import RLCLI
+from lightning_rl.cli.convert.main import parse_arguments as parse_convert
 from lightning_rl.cli.replay import parse_arguments as parse_replay
 from lightning_rl.cli.rollouts import parse_arguments as parse_rollouts
 from lightning_rl.cli.view import parse_arguments as parse_view
@@ -199,7 +200,12 @@ def test_our_command_is_understood(block, words, stand_in, capsys):
     if arguments[0] == "check" or "--dry_run" in arguments:
         own_options = ("--dry_run", "--no_rollout")
         arguments = ["fit", *(a for a in arguments[1:] if a not in own_options)]
-    own = {"view": parse_view, "rollouts": parse_rollouts, "replay": parse_replay}
+    own = {
+        "convert": parse_convert,
+        "view": parse_view,
+        "rollouts": parse_rollouts,
+        "replay": parse_replay,
+    }
     if arguments[0] in own:
         own[arguments[0]](arguments[1:])
         return

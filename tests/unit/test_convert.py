@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ from lightning.pytorch import Trainer
 import lightning_rl
 from lightning_rl import PolicyModule, RLDataModule
 from lightning_rl.cli.convert.main import main
+from lightning_rl.cli.convert.pages import SECTIONS, renewed
 from lightning_rl.cli.convert.trl import convert_trl
 from lightning_rl.cli.convert.trl_rows import TRL
 from lightning_rl.cli.convert.verl import convert_verl
@@ -67,6 +69,13 @@ def test_each_counterpart_exists(row):
 
 def test_every_field_of_grpo_config_has_a_row():
     assert [name for name in GRPO_CONFIG.split() if name not in TRL] == []
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_pages_show_the_tables(name):
+    page = (Path(__file__).parents[2] / "docs" / name).read_text()
+    # If not: python -m lightning_rl.cli.convert.pages docs/trl.md docs/verl.md
+    assert renewed(page, SECTIONS[name]) == page
 
 
 # One that differs from the default where doubling it or turning it around does not do.

@@ -176,8 +176,8 @@ def _length(given: Given, result: Conversion) -> int | None:
         result.put("data.iterations_per_epoch", steps)
         return int(steps)
     result.missing.append(
-        f"data.iterations_per_epoch: total_epochs {epochs:g} x prompts / train_batch_size (it is "
-        "100 now)"
+        f"data.iterations_per_epoch: trainer.total_epochs {epochs:g} x prompts / train_batch_size "
+        "(it is 100 now)"
     )
     result.put("data.iterations_per_epoch", 100)
     return None
