@@ -50,9 +50,9 @@ done
     fail "$python cannot make virtual environments; on Debian or Ubuntu install python3-venv" \
         "(apt-get install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'))"
 
-# Measured: 3.2 GB and 9.5 GB, which uv's cache shares on the same disk. The rest is for archives
+# Measured: 3.8 GB and 9.5 GB, which uv's cache shares on the same disk. The rest is for archives
 # while they are unpacked.
-if [ "$backend" = cuda ]; then size_gb=10; else size_gb=3; fi
+if [ "$backend" = cuda ]; then size_gb=10; else size_gb=4; fi
 needed_gb=$((size_gb + 4))
 free_gb=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
 [ "$free_gb" -ge "$needed_gb" ] ||

@@ -20,7 +20,7 @@ def this_machine() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-class HostedVLLM(VLLMLocal):
+class _HostedVLLM(VLLMLocal):
     """VLLMLocal that takes weights through vLLM's weight-transfer API, as servers do."""
 
     def transfer(self, step: str, arguments: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class RayActor:
                 "tensor_parallel_size": tensor_parallel_size,
                 "distributed_executor_backend": "mp",
             }
-        self._engine = HostedVLLM(**{**settings, "options": {**options, **settings["options"]}})
+        self._engine = _HostedVLLM(**{**settings, "options": {**options, **settings["options"]}})
 
     async def start(self, model_files: Mapping[str, bytes]) -> dict[str, Any]:
         """Start from a model's files, which need not be on this machine; returns where it runs."""
