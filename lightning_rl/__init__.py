@@ -94,7 +94,11 @@ if TYPE_CHECKING:
     from lightning_rl.checkpoint_io import VerifiedCheckpointIO
     from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
     from lightning_rl.collect.collector import Collector, SyncCollector
-    from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
+    from lightning_rl.collect.early_cut import (
+        PartialCollector,
+        PartialTailCollector,
+        TailBatchingCollector,
+    )
     from lightning_rl.collect.filters import GroupFilter, RewardSpread
     from lightning_rl.collect.pipeline import RolloutPipeline
     from lightning_rl.collect.source import GroupSource
@@ -256,7 +260,7 @@ _PLACES = {
     "checkpoint_io": ("VerifiedCheckpointIO",),
     "collect.async_collector": ("AsyncCollector", "OneStepOffCollector"),
     "collect.collector": ("Collector", "SyncCollector"),
-    "collect.early_cut": ("PartialCollector", "TailBatchingCollector"),
+    "collect.early_cut": ("PartialCollector", "PartialTailCollector", "TailBatchingCollector"),
     "collect.filters": ("GroupFilter", "RewardSpread"),
     "collect.pipeline": ("RolloutPipeline",),
     "collect.source": ("GroupSource",),

@@ -33,7 +33,7 @@ from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, Sampling
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.evaluation import evaluation_metrics
+from lightning_rl.evaluation import evaluation_metrics, own_metrics
 from lightning_rl.experts import Experts
 from lightning_rl.hooks import call_hook
 from lightning_rl.loader import LazyLoader, RolloutLoader
@@ -75,6 +75,8 @@ class RLDataModule(LightningDataModule):
         eval_samples: rollouts per held-out prompt; from 2 on, pass@k is reported too.
         eval_limit: use only the first held-out prompts; None: all.
         success_reward: a held-out rollout with at least this reward counts as right.
+        eval_metrics: functions ``f(rollouts) -> dict[str, float]`` of all held-out rollouts, whose
+            numbers are recorded as ``eval/<name>`` beside accuracy.
         reward_weights: one per reward; None: all 1.
         max_failed_share: share of an iteration's rollouts whose grading may fail before it stops.
         seed: from which every request's own seed is derived; None: ``seed_everything``'s.
@@ -104,6 +106,7 @@ class RLDataModule(LightningDataModule):
         eval_samples: int = 1,
         eval_limit: int | None = None,
         success_reward: float = 1.0,
+        eval_metrics: list[Callable[..., dict[str, float]]] | None = None,
         reward_weights: list[float] | None = None,
         max_failed_share: float = 0.1,
         seed: int | None = None,
@@ -140,6 +143,7 @@ class RLDataModule(LightningDataModule):
         self.eval_samples = eval_samples
         self.eval_limit = eval_limit
         self.success_reward = success_reward
+        self.eval_metrics = eval_metrics or []
         self.seed = run_seed(seed)
         self._model_dir: tempfile.TemporaryDirectory[str] | None = None
         self._batches: RolloutBatches | None = None
@@ -356,7 +360,7 @@ class RLDataModule(LightningDataModule):
         """Roll out and grade the held-out prompts, always with the same seeds.
 
         Raises:
-            ConfigError: without ``eval_prompts``.
+            ConfigError: without ``eval_prompts``, or if one of ``eval_metrics`` fails.
         """
         if self.eval_prompts is None:
             raise ConfigError("there is nothing to evaluate on; set data.eval_prompts")
@@ -369,7 +373,8 @@ class RLDataModule(LightningDataModule):
             groups = in_groups(rollouts, self.eval_samples)
             groups = complete_together(self._pipeline, groups, self.eval_sampling)
         rollouts = [rollout for group in groups for rollout in group]
-        return rollouts, evaluation_metrics(rollouts, self.success_reward)
+        metrics = evaluation_metrics(rollouts, self.success_reward)
+        return rollouts, metrics | own_metrics(self.eval_metrics, rollouts, metrics)
 
     def try_out(self, groups: int, group_size: int) -> list[Rollout]:
         """Graded rollouts of the first prompts, beside training: no prompt is used up.

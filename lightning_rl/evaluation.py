@@ -1,10 +1,13 @@
 """What a set of graded rollouts says about a policy."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import comb, fsum
+from numbers import Real
+from typing import Any
 
 from lightning_rl.collect.stats import logged_metrics
+from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Rollout
 
 
@@ -41,3 +44,44 @@ def evaluation_metrics(rollouts: Sequence[Rollout], success_reward: float) -> di
         metrics[f"eval/pass@{k}"] = fsum(scores) / len(scores)
         k *= 2
     return metrics
+
+
+def own_metrics(
+    functions: Sequence[Callable[..., dict[str, float]]],
+    rollouts: Sequence[Rollout],
+    known: Mapping[str, float],
+) -> dict[str, float]:
+    """``eval/<name>`` of what functions of one's own make of the same rollouts.
+
+    Each is called with all rollouts, group by group, and returns numbers by name.
+
+    Raises:
+        ConfigError: naming the function, if it fails, returns something else, or a name that is
+            ``known`` or another's.
+    """
+    metrics: dict[str, float] = {}
+    for function in functions:
+        name = getattr(function, "__name__", type(function).__name__)
+        try:
+            told = function(rollouts)
+        except Exception as error:
+            raise ConfigError(
+                f"data.eval_metrics: {name} raised {type(error).__name__}: {error}"
+            ) from error
+        for key, value in _numbers(name, told).items():
+            if f"eval/{key}" in {**known, **metrics}:
+                raise ConfigError(
+                    f"data.eval_metrics: {name} returns {key!r}, but eval/{key} is recorded "
+                    "already; give it another name"
+                )
+            metrics[f"eval/{key}"] = value
+    return metrics
+
+
+def _numbers(name: str, told: Any) -> dict[str, float]:
+    if not isinstance(told, Mapping) or not all(isinstance(v, Real) for v in told.values()):
+        raise ConfigError(
+            f"data.eval_metrics: {name} returned {told!r:.80}; it must return numbers by name, as "
+            '{"majority": 0.5}'
+        )
+    return {str(key): float(value) for key, value in told.items()}

@@ -4,14 +4,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from lightning_rl.errors import ConfigError
+
 STAGES = ("generate", "reward", "logprob", "train", "sync", "eval")
-"""Everything else in an iteration is ``other``."""
+"""The library's own. Everything in an iteration that is in no stage is ``other``."""
+
+RESERVED = ("other", "iteration")
+"""Names that ``StepTimer`` gives to sums."""
 
 
 class StageClock:
     """Attributes wall time to named stages; a nested stage stops the outer one (but for ``eval``).
 
-    So the parts never overlap, and together with the rest ("other") sum to the wall time.
+    So the parts never overlap, and together with the rest ("other") sum to the wall time. Any name
+    makes a stage: ``with pl_module.clock("simulator"): ...`` is recorded as ``time/simulator``.
     """
 
     def __init__(self) -> None:
@@ -27,7 +33,16 @@ class StageClock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Time a block: ``with clock("train"): ...``."""
+        """Time a block: ``with clock("train"): ...``.
+
+        Raises:
+            ConfigError: for the name of a sum.
+        """
+        if stage in RESERVED:
+            raise ConfigError(
+                f"clock({stage!r}): {stage} is what StepTimer calls a sum of stages; name yours "
+                "otherwise"
+            )
         if self.stage == "eval":  # what an evaluation generates and grades is evaluation
             yield
             return
@@ -42,15 +57,19 @@ class StageClock:
             self._notify()
 
     def take(self) -> dict[str, float]:
-        """Seconds per stage since the last call, and start again from zero."""
+        """Seconds per stage since the last call, and start again from zero.
+
+        A stage of one's own stays in the table once it was seen: its column in a log has no gaps.
+        """
         self._switch()
-        taken, self.seconds = self.seconds, dict.fromkeys(STAGES, 0.0)
+        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
         return taken
 
     def _switch(self) -> None:
         now = time.perf_counter()
         if self._stack:
-            self.seconds[self._stack[-1]] += now - self._since
+            stage = self._stack[-1]
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
         self._since = now
 
     def _notify(self) -> None:

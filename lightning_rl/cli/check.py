@@ -101,7 +101,8 @@ def _require_monitored(
     callbacks: Sequence[Callback], data: RLDataModule, prompts: Sequence[Prompt]
 ) -> None:
     """What evaluations record is known; the rest is, when an iteration has been trained."""
-    if not any(isinstance(callback, Evaluate) for callback in callbacks):
+    # Metrics of one's own say their names when they have seen rollouts.
+    if data.eval_metrics or not any(isinstance(callback, Evaluate) for callback in callbacks):
         return
     samples = largest_rollouts(prompts, groups=1, group_size=data.eval_samples, max_tokens=1)
     row = evaluation_metrics(samples, data.success_reward)

@@ -58,36 +58,112 @@ class PartialCollector(WorkingAhead):
             yield
 
 
+class PartialTailCollector(PartialCollector):
+    """Partial rollouts, of which the slowest get a batch of their own: both modes in one.
+
+    A group that has gone on through ``candidate_step`` iterations belongs to the tail. As soon as
+    ``trigger_size`` groups do, the next batch waits for them, and issues no group beyond its own
+    size; so they no longer compete with new ones, and end before they get too old.
+
+    Args:
+        over_issue: groups in flight in other iterations, as a multiple of the batch.
+        max_staleness: versions by which a token may be older than the policy that trains on it.
+        trigger_size: groups of the tail that make such a batch due; None: as many as a batch takes.
+        candidate_step: iterations through which a group has gone on when it counts as slow.
+
+    Raises:
+        ConfigError: unless over_issue > 1, trigger_size >= 1 and
+            1 <= candidate_step <= max_staleness.
+    """
+
+    def __init__(
+        self,
+        over_issue: float = 1.5,
+        max_staleness: int = 4,
+        trigger_size: int | None = None,
+        candidate_step: int = 1,
+    ) -> None:
+        super().__init__(over_issue, max_staleness)
+        require_at_least(1, trigger_size=trigger_size, candidate_step=candidate_step)
+        if candidate_step > max_staleness:
+            raise ConfigError(
+                f"candidate_step={candidate_step} must be <= max_staleness={max_staleness}: no "
+                "group goes on for longer"
+            )
+        self.trigger_size = trigger_size
+        self.candidate_step = candidate_step
+        self._tail: set[str] = set()  # ids of the groups that this batch waits for
+
+    async def take(self, pipeline: RolloutPipeline, source: GroupSource, count: int) -> list[Group]:
+        slow = {
+            group[0].group_id
+            for group in (*self._done, *self._running.values())
+            if self._age(group, source.iteration) >= self.candidate_step
+        }
+        self._tail = slow if len(slow) >= (self.trigger_size or count) else set()
+        return await super().take(pipeline, source, count)
+
+    def _age(self, group: Group, iteration: int) -> int:
+        """Iterations since the weights that wrote its first tokens."""
+        return iteration - (self._deadline_of(group) - self.max_staleness)
+
+    def _allowance(self) -> int:
+        return self._missing if self._awake and self._tail else super()._allowance()
+
+    def _ready(self, count: int) -> bool:
+        # They have the earliest deadlines, so of what is done they are taken first.
+        done = sum(group[0].group_id in self._tail for group in self._done)
+        return done >= min(count, len(self._tail)) and super()._ready(count)
+
+
 class TailBatchingCollector(Collector):
     """Short rounds take the groups done first; the slow ones' prompts wait for a long round.
 
     A short round issues more groups than a batch needs and aborts what is not done when the batch
-    is full. Once a batch of such prompts has come together, it is generated alone, to its last
-    rollout. Every rollout is on-policy (tail batching: RollPacker, Gao et al. 2025).
+    is full. Once enough prompts have been put off, their groups are generated without others beside
+    them, to the last rollout. Every rollout is on-policy (tail batching: RollPacker, Gao et al.
+    2025).
 
     Args:
         over_issue: groups in a short round, as a multiple of the batch.
+        trigger_size: slow prompts that make a long round due, which new prompts fill up if they are
+            fewer than a batch; None: as many as a batch takes.
+        candidate_step: how often a prompt is put off before it counts as slow; until then it is
+            issued again in the next short round.
 
     Raises:
-        ConfigError: unless over_issue > 1.
+        ConfigError: unless over_issue > 1, and trigger_size and candidate_step >= 1.
     """
 
-    def __init__(self, over_issue: float = 1.25) -> None:
+    def __init__(
+        self,
+        over_issue: float = 1.25,
+        trigger_size: int | None = None,
+        candidate_step: int = 1,
+    ) -> None:
         super().__init__()
         _require_more_than_one(over_issue)
+        require_at_least(1, trigger_size=trigger_size, candidate_step=candidate_step)
         self.over_issue = over_issue
+        self.trigger_size = trigger_size
+        self.candidate_step = candidate_step
         self._tail: deque[Prompt] = deque()
+        self._again: deque[tuple[Prompt, int]] = deque()  # put off so many times, not slow yet
+        self._put_off_before: dict[str, int] = {}  # of groups of this round
 
     async def take(self, pipeline: RolloutPipeline, source: GroupSource, count: int) -> list[Group]:
-        if len(self._tail) >= count and not self._restored:
+        if len(self._tail) >= (self.trigger_size or count) and not self._restored:
             return await self._long_round(pipeline, source, count)
         return await self._short_round(pipeline, source, count)
 
     async def _long_round(
         self, pipeline: RolloutPipeline, source: GroupSource, count: int
     ) -> list[Group]:
-        groups = [source.issue(self._tail.popleft()) for _ in range(count)]
+        slow = min(count, len(self._tail))
+        groups = [source.issue(self._tail.popleft()) for _ in range(slow)]
         self._issued |= {group[0].group_id: group for group in groups}
+        groups += [self._next_or_again(source) for _ in range(count - slow)]
+        self._put_off_before.clear()
         rollouts = [rollout for group in groups for rollout in group]
         await pipeline.generate(rollouts, source.sampling)
         return groups
@@ -95,26 +171,44 @@ class TailBatchingCollector(Collector):
     async def _short_round(
         self, pipeline: RolloutPipeline, source: GroupSource, count: int
     ) -> list[Group]:
-        groups = [self._next(source) for _ in range(math.ceil(self.over_issue * count))]
+        groups = [self._next_or_again(source) for _ in range(math.ceil(self.over_issue * count))]
         done = await _first_done(pipeline, source, groups, count)
         for group in groups:
             if group[0].group_id not in done:
                 self._put_off(group)
+        self._put_off_before.clear()
         return [group for group in groups if group[0].group_id in done]
+
+    def _next_or_again(self, source: GroupSource) -> Group:
+        if self._restored or not self._again:
+            return self._next(source)
+        prompt, times = self._again.popleft()
+        group = source.issue(prompt)
+        self._issued[group[0].group_id] = group
+        self._put_off_before[group[0].group_id] = times
+        return group
 
     def _put_off(self, group: Group) -> None:
         for rollout in group:
             rollout.status = RolloutStatus.ABORTED
         del self._issued[group[0].group_id]
         self.dropped.append(group)
-        self._tail.append(group[0].prompt)
+        prompt, times = group[0].prompt, self._put_off_before.get(group[0].group_id, 0) + 1
+        if times >= self.candidate_step:
+            self._tail.append(prompt)
+        else:
+            self._again.append((prompt, times))
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"tail": [asdict(prompt) for prompt in self._tail]}
+        return super().state_dict() | {
+            "tail": [asdict(prompt) for prompt in self._tail],
+            "again": [[asdict(prompt), times] for prompt, times in self._again],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._tail = deque(Prompt(**record) for record in state["tail"])
+        self._again = deque((Prompt(**record), times) for record, times in state.get("again", []))
 
 
 async def _first_done(
@@ -128,7 +222,7 @@ async def _first_done(
     try:
         while len(finished) < count:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            for task in [task for task in tasks if task in done]:  # in the order of issue
                 task.result()  # raises what went wrong
                 finished.append(tasks.pop(task))
     finally:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,22 +37,38 @@ class TransformersEngine(Engine):
         dtype: of the engine's own copy of the weights.
         max_batch_size: requests sampled together.
         device: None: a GPU if there is one.
+        min_batch_size: requests that a batch waits for, where they trickle in one by one (turns of
+            environments and tools); 1 waits for none.
+        max_wait_s: how long at most, in seconds.
     """
 
     def __init__(
-        self, dtype: str = "float32", max_batch_size: int = 256, device: str | None = None
+        self,
+        dtype: str = "float32",
+        max_batch_size: int = 256,
+        device: str | None = None,
+        min_batch_size: int = 1,
+        max_wait_s: float = 0.05,
     ) -> None:
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"engine dtype={dtype!r} must be float32, bfloat16 or float16")
-        require_at_least(1, max_batch_size=max_batch_size)
+        require_at_least(1, max_batch_size=max_batch_size, min_batch_size=min_batch_size)
+        require_at_least(0, max_wait_s=max_wait_s)
+        if min_batch_size > max_batch_size:
+            raise ConfigError(
+                f"min_batch_size={min_batch_size} must be <= max_batch_size={max_batch_size}"
+            )
         self.dtype = dtype
         self.max_batch_size = max_batch_size
+        self.min_batch_size = min_batch_size
+        self.max_wait_s = max_wait_s
         try:
             self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         except RuntimeError as error:
             raise ConfigError(f"engine device={device!r}: {str(error).splitlines()[0]}") from error
         self._lm: PreTrainedModel | None = None
         self._waiting: list[_Request] = []
+        self._arrived = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
         # Weights are pushed from the trainer's thread, while batches are sampled in another.
         self._exclusive = threading.Lock()
@@ -91,12 +108,14 @@ class TransformersEngine(Engine):
         request = _Request(list(token_ids), sampling, generator, loop.create_future())
         self._waiting.append(request)
         if self._loop_task is None or self._loop_task.done():
+            self._arrived = asyncio.Event()  # of this loop
             self._loop_task = loop.create_task(self._serve())
+        self._arrived.set()
         return await request.future
 
     async def _serve(self) -> None:
         while self._waiting:
-            await asyncio.sleep(0)  # let everyone who is ready join the batch
+            await self._gather()
             batch = self._waiting[: self.max_batch_size]
             del self._waiting[: self.max_batch_size]
             batch = [request for request in batch if not request.future.done()]
@@ -111,6 +130,16 @@ class TransformersEngine(Engine):
                 continue
             for request, completion in zip(batch, completions, strict=True):
                 request.future.set_result(completion)
+
+    async def _gather(self) -> None:
+        """Until the batch is large enough, or its first request has waited for long enough."""
+        await asyncio.sleep(0)  # let everyone who is ready join the batch
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self.max_wait_s
+        while len(self._waiting) < self.min_batch_size and clock() < deadline:
+            self._arrived.clear()
+            with suppress(TimeoutError):  # then the batch is as large as it gets
+                await asyncio.wait_for(self._arrived.wait(), deadline - clock())
 
     @torch.no_grad()
     def _sample(self, lm: PreTrainedModel, requests: list[_Request]) -> list[Completion]:

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
+from lightning_rl.collect.early_cut import (
+    PartialCollector,
+    PartialTailCollector,
+    TailBatchingCollector,
+)
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.source import GroupSource
 from lightning_rl.engines.base import Sampling
@@ -39,8 +43,26 @@ collectors = st.one_of(
     st.builds(AsyncCollector, st.integers(0, 4), st.sampled_from([None, 1, 5])),
     st.builds(OneStepOffCollector),
     st.builds(PartialCollector, st.sampled_from([1.1, 1.5, 3.0]), st.integers(1, 4)),
-    st.builds(TailBatchingCollector, st.sampled_from([1.1, 1.5, 3.0])),
+    st.builds(
+        TailBatchingCollector,
+        st.sampled_from([1.1, 1.5, 3.0]),
+        st.sampled_from([None, 1, 7]),
+        st.integers(1, 3),
+    ),
+    st.builds(
+        PartialTailCollector,
+        st.sampled_from([1.1, 1.5, 3.0]),
+        st.integers(2, 4),
+        st.sampled_from([None, 1, 7]),
+        st.integers(1, 2),
+    ),
 )
+
+
+def put_off(state: dict) -> list[str]:
+    """Ids of prompts that a collector's state will issue again."""
+    prompts = [*state.get("tail", []), *(prompt for prompt, _ in state.get("again", []))]
+    return [prompt["id"] for prompt in prompts]
 
 
 @settings(max_examples=80, deadline=None)
@@ -74,7 +96,7 @@ def test_no_prompt_is_lost_or_doubled_and_no_token_is_too_old(
     # Each prompt drawn is trained on once, or will be: it is in the collector's state.
     state = json.loads(json.dumps(collector.state_dict()))
     waiting = [group[0]["prompt"]["id"] for group in state["groups"]]
-    waiting += [prompt["id"] for prompt in state.get("tail", [])]
+    waiting += put_off(state)
     seen = Counter([group[0].prompt.id for group in trained] + waiting)
     assert seen == Counter(str(n) for n in range(prompts.drawn))
     ids = [r.id for group in trained + result.dropped for r in group]
@@ -90,7 +112,9 @@ def test_no_prompt_is_lost_or_doubled_and_no_token_is_too_old(
             lambda: AsyncCollector(3),
             OneStepOffCollector,
             PartialCollector,
+            PartialTailCollector,
             TailBatchingCollector,
+            lambda: TailBatchingCollector(trigger_size=1, candidate_step=2),
         ]
     ),
     pattern=st.lists(st.integers(1, 300), min_size=1, max_size=7),
@@ -121,7 +145,7 @@ def test_a_run_that_stopped_and_goes_on_trains_on_every_prompt_once(
     assert max(rest.staleness) <= getattr(again, "max_staleness", 0)
     state = again.state_dict()
     waiting = [group[0]["prompt"]["id"] for group in state["groups"]]
-    waiting += [prompt["id"] for prompt in state.get("tail", [])] + rest.given_back
+    waiting += put_off(state) + rest.given_back
     assert Counter(trained + waiting) == Counter(str(n) for n in range(prompts.drawn))
 
 
@@ -173,6 +197,65 @@ def test_partial_rollouts_keep_what_they_wrote():
     )  # nothing was written twice, or for nothing
 
 
+def slow_prompts(*slow: int, tokens: int = 100):
+    """5 tokens, but for some prompts."""
+    return lambda prompt, seed: tokens if prompt in slow else 5
+
+
+def trained_prompts(result) -> list[list[str]]:
+    return [sorted(group[0].prompt.id for group in groups) for groups in result.batches]
+
+
+def test_a_prompt_counts_as_slow_when_it_was_put_off_often_enough():
+    # Batches of two out of three groups; prompt 0 is slow, and the third of three quick ones is put
+    # off as well.
+    def trained(**options):
+        collector = TailBatchingCollector(over_issue=1.5, **options)
+        engine = SimulatedEngine(slow_prompts(0), step=1.0)
+        return trained_prompts(simulate(collector, engine, 4, 2, 1))
+
+    # One slow prompt makes a long round due; prompt 3 fills it up.
+    assert trained(trigger_size=1) == [["1", "2"], ["0", "3"], ["4", "5"], ["6", "7"]]
+    # Two do: 0 and 5, put off in the first two rounds.
+    assert trained() == [["1", "2"], ["3", "4"], ["0", "5"], ["6", "7"]]
+    # The first time, 0 gets another chance beside 3 and 4; the second time it counts as slow.
+    assert trained(trigger_size=1, candidate_step=2)[:3] == [["1", "2"], ["3", "4"], ["0", "5"]]
+    # Slow after three times, it gets its long round in the fourth.
+    assert trained(trigger_size=1, candidate_step=3)[2:] == [["5", "6"], ["0", "7"]]
+
+
+def test_a_tail_of_partial_rollouts_gets_a_batch_of_its_own():
+    # Batches of two, three groups in flight, 100 tokens against 5. Alone, partial rollouts keep on
+    # taking the quick ones until the slow group's deadline, in iteration 4, is near. In the tail
+    # mode it is waited for in the second batch, beside which no third group is begun.
+    def run(collector):
+        engine = SimulatedEngine(slow_prompts(0), step=1.0)
+        return simulate(collector, engine, 5, 2, 1)
+
+    late = trained_prompts(run(PartialCollector(1.5, max_staleness=4)))
+    early = run(PartialTailCollector(1.5, max_staleness=4, trigger_size=1))
+    assert [place for place, ids in enumerate(late) if "0" in ids] == [4]
+    assert trained_prompts(early)[:2] == [["1", "2"], ["0", "3"]]
+    slow = next(r for g in early.batches[1] for r in g if r.prompt.id == "0")
+    assert slow.versions == [0] * 5 + [1] * 95  # kept what it had
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TailBatchingCollector(trigger_size=0), "trigger_size=0 must be >= 1"),
+        (lambda: TailBatchingCollector(candidate_step=0), "candidate_step=0 must be >= 1"),
+        (
+            lambda: PartialTailCollector(max_staleness=2, candidate_step=3),
+            "candidate_step=3 must be <= max_staleness=2",
+        ),
+    ],
+)
+def test_impossible_tails_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
 def test_too_seldom_synced_is_an_error_and_no_hang():
     class Never(SimulatedEngine):
         def load_weights(self, weights, version):
@@ -198,7 +281,7 @@ class Breaks(SimulatedEngine):
 
 @pytest.mark.parametrize(
     "make", [SyncCollector, AsyncCollector, OneStepOffCollector, PartialCollector,
-             TailBatchingCollector],
+             PartialTailCollector, TailBatchingCollector],
 )  # fmt: skip
 def test_an_engine_that_fails_is_heard_of_and_its_groups_are_kept(make):
     collector, prompts = make(), CountedPrompts()

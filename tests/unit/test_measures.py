@@ -7,7 +7,8 @@ import torch
 
 from lightning_rl import stages
 from lightning_rl.collect.stats import rollout_metrics
-from lightning_rl.evaluation import evaluation_metrics, pass_at_k
+from lightning_rl.errors import ConfigError
+from lightning_rl.evaluation import evaluation_metrics, own_metrics, pass_at_k
 from lightning_rl.metrics import TokenMetrics, summarize
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.stages import STAGES, StageClock
@@ -117,6 +118,22 @@ def test_listeners_hear_every_change(now):
     assert heard == ["generate", "sync", "generate", "other"]
 
 
+def test_a_stage_of_ones_own_stops_the_others_and_keeps_its_column(now):
+    clock = StageClock()
+    with clock("generate"):
+        now[0] += 1
+        with clock("simulator"):
+            now[0] += 10
+    assert clock.take() == dict.fromkeys(STAGES, 0.0) | {"generate": 1.0, "simulator": 10.0}
+    assert clock.take()["simulator"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["other", "iteration"])
+def test_a_stage_cannot_have_the_name_of_a_sum(name):
+    with pytest.raises(ConfigError, match=f"clock.'{name}'.: {name} is what StepTimer calls a sum"):
+        StageClock()(name).__enter__()
+
+
 # ---------------------------------------------------------------- evaluation
 
 
@@ -153,6 +170,33 @@ def test_what_could_not_be_graded_counts_as_wrong(make_rollout):
     metrics = evaluation_metrics(rollouts, success_reward=1.0)
     assert metrics["eval/accuracy"] == pytest.approx(1 / 3)
     assert "eval/pass@2" not in metrics
+
+
+def lengths(rollouts):
+    return {"longest": max(len(r.token_ids) for r in rollouts), "rollouts": len(rollouts)}
+
+
+def test_metrics_of_ones_own_see_all_rollouts_and_are_recorded_beside_the_others(make_rollout):
+    rollouts = [make_rollout([3], [4] * n, group_id="a", reward=1.0) for n in (2, 5)]
+    known = evaluation_metrics(rollouts, success_reward=1.0)
+    found = own_metrics([lengths], rollouts, known)
+    assert found == {"eval/longest": 5.0, "eval/rollouts": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ([lambda rollouts: {"accuracy": 1.0}], "eval/accuracy is recorded already"),
+        ([lengths, lengths], "eval/longest is recorded already"),
+        ([lambda rollouts: 0.5], r"returned 0.5; it must return numbers by name"),
+        ([lambda rollouts: {"a": "b"}], r"returned \{'a': 'b'\}; it must return numbers"),
+        ([lambda rollouts: {"a": 1 / 0}], "raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_metrics_of_ones_own_that_cannot_be_used(make_rollout, functions, message):
+    rollouts = [make_rollout([3], [4], group_id="a", reward=1.0)]
+    with pytest.raises(ConfigError, match=message):
+        own_metrics(functions, rollouts, evaluation_metrics(rollouts, 1.0))
 
 
 # ---------------------------------------------------------------- collection

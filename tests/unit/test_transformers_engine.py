@@ -262,3 +262,63 @@ def test_it_ends_with_any_end_token_of_the_model(tiny_model, weights, tmp_path):
         if completion.finish_reason == "stop":
             last[completion.token_ids[-1]] += 1
     assert set(last) == {1, 5}
+
+
+# ---------------------------------------------------------------- batches
+
+
+def sizes_of_batches(engine, monkeypatch, gaps):
+    """Requests that arrive one by one, so many turns of the loop apart; the sizes sampled."""
+    sizes, sample = [], engine._sample
+
+    def counted(lm, requests):
+        sizes.append(len(requests))
+        return sample(lm, requests)
+
+    monkeypatch.setattr(engine, "_sample", counted)
+
+    async def trickle():
+        tasks = []
+        for seed, gap in enumerate(gaps):
+            for _ in range(gap):
+                await asyncio.sleep(0)
+            request = engine.generate([3, 4], Sampling(max_tokens=2), seed)
+            tasks.append(asyncio.create_task(request))
+        return await asyncio.gather(*tasks)
+
+    return sizes, asyncio.run(trickle())
+
+
+def test_a_batch_waits_for_enough_requests(start, monkeypatch):
+    gaps = [5] * 7
+    alone, expected = sizes_of_batches(start(), monkeypatch, gaps)
+    assert alone == [1] * 7
+    waits = start(min_batch_size=3, max_wait_s=60.0)
+    # Six fill two batches; a seventh would wait for a minute.
+    sizes, completions = sizes_of_batches(waits, monkeypatch, gaps[:6])
+    assert sizes == [3, 3]
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected[:6]]
+
+
+def test_a_batch_waits_no_longer_than_it_may(start, monkeypatch):
+    sizes, completions = sizes_of_batches(
+        start(min_batch_size=3, max_wait_s=0.01), monkeypatch, [0, 0]
+    )
+    assert sizes == [2]
+    assert all(completion.token_ids for completion in completions)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_batch_size": 0}, "min_batch_size=0 must be >= 1"),
+        (
+            {"min_batch_size": 9, "max_batch_size": 8},
+            "min_batch_size=9 must be <= max_batch_size=8",
+        ),
+        ({"max_wait_s": -1.0}, "max_wait_s=-1.0 must be >= 0"),
+    ],
+)
+def test_impossible_batches_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        TransformersEngine(device="cpu", **options)
