@@ -124,6 +124,7 @@ if TYPE_CHECKING:
         VLLMLocal,
         VLLMServer,
     )
+    from lightning_rl.engines.status import ReplicaStatus, RunState
     from lightning_rl.errors import (
         CheckpointError,
         ConfigError,
@@ -281,6 +282,7 @@ _PLACES = {
         "VLLMLocal",
         "VLLMServer",
     ),
+    "engines.status": ("ReplicaStatus", "RunState"),
     "errors": (
         "CheckpointError",
         "ConfigError",

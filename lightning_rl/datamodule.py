@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tensordict import TensorDict
 
@@ -32,6 +33,7 @@ from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, Sampling
+from lightning_rl.engines.status import RunState
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.evaluation import evaluation_metrics, own_metrics
 from lightning_rl.experts import Experts
@@ -343,9 +345,20 @@ class RLDataModule(LightningDataModule):
         )
 
     def sync_state(self, trainer_version: int) -> SyncState:
-        """What a schedule of weight syncs decides by."""
-        status = run_async(self.collector.status())
-        return SyncState(trainer_version, self.engine.version, status)
+        """What a schedule of weight syncs decides by, and who is doing what; ask it any time."""
+        return SyncState(
+            trainer_version,
+            self.engine.version,
+            run_async(self.collector.status()),
+            self._trainer_state(),
+            tuple(self.engine.replica_states()),
+        )
+
+    def _trainer_state(self) -> RunState:
+        if self.trainer is None or self.trainer.state.status != TrainerStatus.RUNNING:
+            return RunState.STOPPED
+        waits = self._module().clock.stage in ("generate", "reward", "sync")
+        return RunState.WAITING if waits else RunState.RUNNING
 
     def before_sync(self) -> None:
         """Called before the engine's weights change."""

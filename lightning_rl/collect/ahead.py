@@ -191,7 +191,7 @@ class WorkingAhead(Collector):
 
     async def status(self) -> CollectorStatus:
         if self._work is None:
-            return CollectorStatus()
+            return CollectorStatus(closed=True)
         pipeline, source = self._work
         newest = pipeline.engine.version + self.max_staleness
         return CollectorStatus(

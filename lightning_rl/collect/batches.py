@@ -13,6 +13,7 @@ from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.collect.loop import background_loop, run_async
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.source import Group, GroupSource
+from lightning_rl.engines.status import RunState
 from lightning_rl.errors import FilterError
 from lightning_rl.rollout import Rollout, RolloutStatus
 
@@ -138,6 +139,9 @@ class RolloutBatches:
         dropped, self.collector.dropped = self.collector.dropped, []
         collection.generated += [rollout for group in dropped for rollout in group]
         collection.ahead = self.collector.metrics()
+        if self.pipeline.engine.replica_count > 1:
+            states = [replica.state for replica in self.pipeline.engine.replica_states()]
+            collection.ahead["collect/replicas"] = float(states.count(RunState.RUNNING))
         return groups
 
     def _require_enough(self, collection: Collection) -> None:

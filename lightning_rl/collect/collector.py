@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.source import Group, GroupSource
+from lightning_rl.engines.status import RunState
 from lightning_rl.errors import require_at_least
 from lightning_rl.rollout import Rollout, RolloutStatus
 
@@ -17,13 +18,22 @@ class CollectorStatus:
     """What a schedule of weight syncs may know of a collector, between two batches.
 
     ``in_flight`` and ``done`` are groups, ``wanted`` how many a batch takes; ``may_issue`` tells
-    whether more may be generated with the engine's present weights.
+    whether more may be generated with the engine's present weights; ``closed``, that it has not
+    begun, or has ended.
     """
 
     in_flight: int = 0
     done: int = 0
     wanted: int = 0
     may_issue: bool = False
+    closed: bool = False
+
+    @property
+    def state(self) -> RunState:
+        """Running while groups are, or may be, generated; waiting if that takes new weights."""
+        if self.closed:
+            return RunState.STOPPED
+        return RunState.RUNNING if self.in_flight or self.may_issue else RunState.WAITING
 
     @property
     def ready(self) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_rl.engines.status import ReplicaStatus, RunState
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
 
 LEAST_TEMPERATURE = 0.01
@@ -168,6 +169,25 @@ class Engine(ABC):
         Raises:
             WeightSyncError: for a weight that the engine does not know, or misses.
         """
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are not answered yet."""
+        return 0
+
+    @property
+    def paused(self) -> bool:
+        """Between :meth:`pause` and :meth:`resume`."""
+        return False
+
+    def replica_states(self) -> list[ReplicaStatus]:
+        """What each of its processes is doing; any thread may ask."""
+        state = RunState.RUNNING
+        if not self.running:
+            state = RunState.STOPPED
+        elif self.paused or self.version < 0:
+            state = RunState.WAITING
+        return [ReplicaStatus(type(self).__name__, state, self.version, self.in_flight)]
 
     async def pause(self) -> None:
         """Stop between two tokens; requests in flight keep what they have."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_rl.collect.loop import run_async
 from lightning_rl.engines.base import Completion, Engine, Sampling
 from lightning_rl.engines.replica import Replica, ReplicaLost
+from lightning_rl.engines.status import ReplicaStatus, RunState
 from lightning_rl.engines.vllm_adapter import weight_shapes
 from lightning_rl.errors import EngineError, ReplicaError, require_at_least
 
@@ -168,6 +169,26 @@ class ReplicatedEngine(Engine):
 
     def _why(self) -> str:
         return "; ".join(f"{name}: {why}" for name, why in self._failures.items()) or "no failure"
+
+    @property
+    def in_flight(self) -> int:
+        return sum(replica.load for replica in self.replicas)
+
+    @property
+    def paused(self) -> bool:
+        return self._paused or not self._open.is_set()
+
+    def replica_states(self) -> list[ReplicaStatus]:
+        return [
+            ReplicaStatus(replica.name, self._state_of(replica), replica.version, replica.load)
+            for replica in self.replicas
+        ]
+
+    def _state_of(self, replica: Replica) -> RunState:
+        if not replica.alive:
+            return RunState.STOPPED
+        serves = self.version >= 0 and replica.version == self.version
+        return RunState.RUNNING if serves and not self.paused else RunState.WAITING
 
     async def pause(self) -> None:
         self._paused = True

@@ -68,6 +68,7 @@ class TransformersEngine(Engine):
             raise ConfigError(f"engine device={device!r}: {str(error).splitlines()[0]}") from error
         self._lm: PreTrainedModel | None = None
         self._waiting: list[_Request] = []
+        self._sampling = 0  # requests in the present batch
         self._arrived = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
         # Weights are pushed from the trainer's thread, while batches are sampled in another.
@@ -81,6 +82,10 @@ class TransformersEngine(Engine):
     def max_length(self) -> int:
         assert self._lm is not None
         return int(self._lm.config.get_text_config().max_position_embeddings)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._waiting) + self._sampling
 
     def start(self, model_dir: Path) -> None:
         if self._lm is not None:
@@ -119,6 +124,7 @@ class TransformersEngine(Engine):
             batch = self._waiting[: self.max_batch_size]
             del self._waiting[: self.max_batch_size]
             batch = [request for request in batch if not request.future.done()]
+            self._sampling = len(batch)
             try:
                 with self._exclusive:
                     if self._lm is None:
@@ -128,6 +134,8 @@ class TransformersEngine(Engine):
                 for request in batch:
                     fail(request.future, f"transformers failed while generating: {error}", error)
                 continue
+            finally:
+                self._sampling = 0
             for request, completion in zip(batch, completions, strict=True):
                 request.future.set_result(completion)
 

@@ -175,6 +175,14 @@ class VLLMLocal(Engine):
                     self._llm.abort_request([internal_id], internal=True)
             raise
 
+    @property
+    def in_flight(self) -> int:
+        return len(self._requests)
+
+    @property
+    def paused(self) -> bool:
+        return not self._may_step.is_set()
+
     async def pause(self) -> None:
         self._may_step.clear()
 

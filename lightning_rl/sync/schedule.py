@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from lightning_rl.collect.collector import CollectorStatus
+from lightning_rl.engines.status import ReplicaStatus, RunState
 from lightning_rl.errors import require_at_least
 
 
@@ -11,12 +12,15 @@ from lightning_rl.errors import require_at_least
 class SyncState:
     """What a schedule may look at: versions count iterations trained.
 
-    ``engine_version`` is what all replicas generate with, ``collector`` how far it has got.
+    ``engine_version`` is what all replicas generate with, ``collector`` how far it has got;
+    ``trainer``, ``collector.state`` and ``replicas`` say who is running, waiting or stopped.
     """
 
     trainer_version: int
     engine_version: int
     collector: CollectorStatus = field(default_factory=CollectorStatus)
+    trainer: RunState = RunState.RUNNING
+    replicas: tuple[ReplicaStatus, ...] = ()
 
     @property
     def updates(self) -> int:

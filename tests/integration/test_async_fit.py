@@ -11,17 +11,24 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_rl.callbacks import RLCallback, RunReport, WeightSync
 from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
+from lightning_rl.collect.early_cut import (
+    PartialCollector,
+    PartialTailCollector,
+    TailBatchingCollector,
+)
 from lightning_rl.collect.loop import run_async
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.engines.status import RunState
 from lightning_rl.errors import EngineError, RewardError
 from lightning_rl.module import PolicyModule
+from lightning_rl.sync.schedule import FixedSchedule
 
 COLLECTORS = [
     SyncCollector, lambda: AsyncCollector(2), OneStepOffCollector, PartialCollector,
-    TailBatchingCollector,
+    lambda: PartialTailCollector(trigger_size=1), TailBatchingCollector,
+    lambda: TailBatchingCollector(trigger_size=1, candidate_step=2),
 ]  # fmt: skip
 
 
@@ -215,3 +222,43 @@ def test_a_blocked_loop_does_not_keep_a_failed_run_from_ending(monkeypatch, tiny
     ):
         trainer.fit(make_module(tiny_model), data_module(Blocks(1)))
     released.set()
+
+
+class Watching(FixedSchedule):
+    """Pushes every time, and remembers what it saw."""
+
+    def should_sync(self, state):
+        seen.append(state)
+        return super().should_sync(state)
+
+
+seen = []
+
+
+def test_a_schedule_sees_who_is_doing_what(tiny_model, tmp_path):
+    seen.clear()
+    states = []
+
+    def asks(completions, **columns):
+        states.append(datamodule.sync_state(0).trainer)
+        return sevens(completions)
+
+    datamodule = data_module(AsyncCollector(1), rewards=[asks])
+    trainer = make_trainer(tmp_path)
+    trainer.callbacks[0].schedule = Watching()
+    trainer.fit(make_module(tiny_model), datamodule=datamodule)
+    assert [state.trainer_version for state in seen] == [1, 2, 3, 4]
+    assert {state.trainer for state in seen} == {RunState.RUNNING}
+    # It works at the next batch, or has it already and waits for weights to begin another.
+    for state in seen:
+        waits = state.collector.in_flight == 0
+        assert state.collector.state is (RunState.WAITING if waits else RunState.RUNNING)
+    for state in seen:
+        [replica] = state.replicas
+        assert (replica.name, replica.state) == ("TransformersEngine", RunState.RUNNING)
+        assert replica.version == state.engine_version == state.trainer_version - 1
+    # The first batch is awaited; later ones are graded while the trainer works.
+    assert RunState.WAITING in states
+    after = datamodule.sync_state(4)
+    assert (after.trainer, after.collector.state) == (RunState.STOPPED, RunState.STOPPED)
+    assert [replica.state for replica in after.replicas] == [RunState.STOPPED]

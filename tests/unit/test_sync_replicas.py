@@ -19,6 +19,7 @@ from lightning_rl.engines.http_replica import completion_of, refusal
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.server_process import ServerProcess, validation_failure
+from lightning_rl.engines.status import ReplicaStatus, RunState
 from lightning_rl.engines.vllm_server import VLLMServer, server_command
 from lightning_rl.errors import (
     ConfigError,
@@ -221,6 +222,30 @@ def test_with_changes_only_a_restarted_replica_gets_everything(connect, engine, 
     wait_for(lambda: engine.replicas[0].life == 2)
     transport.push(weights.items(), 1)
     assert holds(engine.replicas[0], weights)
+
+
+def test_what_each_replica_is_doing(connect, engine, weights):
+    def states():
+        return [replica.state for replica in engine.replica_states()]
+
+    assert states() == [RunState.WAITING] * 2  # for the first push
+    transport = connect()
+    transport.push(weights.items(), 0)
+    assert states() == [RunState.RUNNING] * 2
+    run_async(engine.pause())
+    assert states() == [RunState.WAITING] * 2
+    run_async(engine.resume())
+    engine.refill = None
+    engine.replicas[0].starts = False
+    run_async(lose(engine, engine.replicas[0]))
+    assert states() == [RunState.STOPPED, RunState.RUNNING]
+    engine.replicas[0].starts = True
+    wait_for(lambda: engine.replicas[0].alive)
+    assert states() == [RunState.WAITING, RunState.RUNNING]  # it is back, but empty
+    transport.push(weights.items(), 1)
+    assert engine.replica_states() == [
+        ReplicaStatus(f"replica {i}", RunState.RUNNING, version=1, in_flight=0) for i in range(2)
+    ]
 
 
 # -------------------------------------------------------------------- adapters
