@@ -126,6 +126,7 @@ if TYPE_CHECKING:
     )
     from lightning_rl.engines.status import ReplicaStatus, RunState
     from lightning_rl.errors import (
+        AgentError,
         CheckpointError,
         ConfigError,
         DamagedWeightsError,
@@ -155,7 +156,7 @@ if TYPE_CHECKING:
     )
     from lightning_rl.module import PolicyModule
     from lightning_rl.offline import OfflineDataModule
-    from lightning_rl.rewards.base import RewardFailure, Rewards
+    from lightning_rl.rewards.base import RewardFailure, Rewards, batch_reward
     from lightning_rl.rewards.code import PythonTests
     from lightning_rl.rewards.environment import EnvironmentReward
     from lightning_rl.rewards.judge import LLMJudge
@@ -284,6 +285,7 @@ _PLACES = {
     ),
     "engines.status": ("ReplicaStatus", "RunState"),
     "errors": (
+        "AgentError",
         "CheckpointError",
         "ConfigError",
         "DamagedWeightsError",
@@ -308,7 +310,7 @@ _PLACES = {
     "models.reference": ("BaseReference", "FrozenReference", "PeriodicReference", "Reference"),
     "module": ("PolicyModule",),
     "offline": ("OfflineDataModule",),
-    "rewards.base": ("RewardFailure", "Rewards"),
+    "rewards.base": ("RewardFailure", "Rewards", "batch_reward"),
     "rewards.code": ("PythonTests",),
     "rewards.environment": ("EnvironmentReward",),
     "rewards.judge": ("LLMJudge",),

@@ -18,11 +18,15 @@ class DataError(LightningRLError, ValueError):
 
 
 class RewardError(LightningRLError):
-    """Too large a share of rollouts could not be graded; ``rollouts`` are those and their like."""
+    """Too large a share of rollouts failed; ``rollouts`` are those and their like."""
 
     def __init__(self, message: str, rollouts: Sequence[Any] = ()) -> None:
         super().__init__(message)
         self.rollouts = list(rollouts)
+
+
+class AgentError(RewardError):
+    """Too large a share of rollouts failed before their end: their agent raised."""
 
 
 class FilterError(LightningRLError):

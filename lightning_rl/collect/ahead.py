@@ -148,7 +148,7 @@ class WorkingAhead(Collector):
 
     async def _finish(self, group: Group, pipeline: RolloutPipeline, source: GroupSource) -> None:
         await pipeline.generate(group, source.sampling)
-        await pipeline.rewards.grade([group])
+        await pipeline.rewards.grade_ahead([group])
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         group = self._running.pop(task, None)

@@ -146,4 +146,5 @@ def _retried(rollout: Rollout) -> Rollout:
         generated = rollout.finish_reason is not None
         rollout.status = RolloutStatus.COMPLETED if generated else RolloutStatus.INIT
         rollout.error = None
+        rollout.reward_parts = {}
     return rollout

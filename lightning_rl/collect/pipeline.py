@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent
+from lightning_rl.collect.agent_faults import run_agent
 from lightning_rl.collect.loop import note_progress, run_async
 from lightning_rl.collect.source import new_rollouts
 from lightning_rl.engines.base import Engine, Sampling
@@ -65,21 +66,26 @@ class RolloutPipeline:
     ) -> None:
         """Let the agent fill those that are not done yet, ``max_concurrency`` at a time.
 
+        A rollout whose agent raises is FAILED with that reason; the others go on.
+
         Raises:
             EngineError: if the engine fails.
+            ConfigError: if an agent refuses what it was configured with.
         """
         unfinished = [r for r in rollouts if r.status is RolloutStatus.INIT]
         gate = asyncio.Semaphore(max_concurrency or max(1, len(unfinished)))
 
         async def fill(rollout: Rollout) -> None:
             async with gate:
-                await self.agent.run(rollout, self.engine, sampling)
+                await run_agent(self.agent, rollout, self.engine, sampling)
             note_progress()
 
         async with asyncio.TaskGroup() as tasks:
             for rollout in unfinished:
                 tasks.create_task(fill(rollout))
-        self._decode([r for r in rollouts if r.finish_reason is not None])  # also of a checkpoint
+        ended = [r for r in rollouts if r.finish_reason is not None]  # also of a checkpoint
+        # What a failed one wrote until then may show why.
+        self._decode([*ended, *(r for r in rollouts if r.status is RolloutStatus.FAILED)])
 
     def grade(self, groups: Sequence[Group]) -> None:
         """Grade what is not graded yet, and wait for it."""

@@ -4,13 +4,13 @@ import asyncio
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_rl.collect.loop import run_async
 from lightning_rl.collect.threads import in_daemon_thread
-from lightning_rl.errors import ConfigError, RewardError, require_finite
+from lightning_rl.errors import AgentError, ConfigError, RewardError, require_finite
 from lightning_rl.rewards.log import RewardLog, TrainerState, mean
 from lightning_rl.rollout import Rollout, RolloutStatus
 
@@ -20,12 +20,12 @@ LARGEST_REWARD = 1e6
 RewardFunction = Callable[..., list[float]]
 """``f(prompts, completions, **columns) -> list[float]``, plain or ``async``.
 
-It gets one group at a time. Besides the dataset's columns it may ask by name for
-``completion_ids`` (list[list[int]]), ``finish_reasons`` (list[str]), ``environment_rewards``
-(list[float | None]) and, as in TRL, for ``trainer_state`` (a :class:`~.log.TrainerState`),
-``log_extra(column, values)`` and ``log_metric(name, value)``. ``None`` in the returned list means
-that this reward does not apply to that completion, a :class:`RewardFailure` that it could not be
-graded.
+It gets one group at a time, unless :func:`batch_reward` marks it. Besides the dataset's columns it
+may ask by name for ``completion_ids`` (list[list[int]]), ``finish_reasons`` (list[str]),
+``environment_rewards`` (list[float | None]), ``group_ids`` (list[str]) and, as in TRL, for
+``trainer_state`` (a :class:`~.log.TrainerState`), ``log_extra(column, values)`` and
+``log_metric(name, value)``. ``None`` in what it returns means that this reward does not apply to
+that completion, a :class:`RewardFailure` that it could not be graded.
 """
 
 _Call = Callable[[RewardFunction, dict[str, Any]], Awaitable[Any]]
@@ -74,6 +74,8 @@ class Rewards:
             )
         self.weights = dict(zip(self.functions, weights or [1.0] * len(functions), strict=True))
         self.max_failed_share = max_failed_share
+        self._of_batch = {n: f for n, f in self.functions.items() if is_batch_reward(f)}
+        self._of_group = {n: f for n, f in self.functions.items() if n not in self._of_batch}
         self.state = TrainerState()
         """How far training is, which whoever trains keeps up to date."""
         self._one_at_a_time = asyncio.Lock()
@@ -81,14 +83,28 @@ class Rewards:
     async def grade(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Set ``reward`` and ``reward_parts`` of every completed rollout, in place.
 
-        A function that raises, or returns another number of scores, marks its group FAILED; a score
-        that is no finite number, or beyond ±1e6, or a :class:`RewardFailure`, only its own rollout.
-        The reason is kept in ``rollout.error``. What is graded already stays as it is.
+        A function that raises, or returns another number of scores, marks all that it was given
+        FAILED; a score that is no finite number, or beyond ±1e6, or a :class:`RewardFailure`, only
+        its own rollout. The reason is kept in ``rollout.error``. What is graded already stays as it
+        is.
         """
-        await asyncio.gather(*(self._grade_group(group, self._in_thread) for group in groups))
+        await self.grade_ahead(groups)
+        await self._score(_together(groups), self._of_batch, self._in_thread)
+        self._add_up(_together(groups))
+
+    async def grade_ahead(self, groups: Sequence[Sequence[Rollout]]) -> None:
+        """The part of :meth:`grade` that can be done group by group, before a batch is complete.
+
+        With a :func:`batch_reward` the rollouts have no ``reward`` yet afterwards.
+        """
+        await asyncio.gather(
+            *(self._score(group, self._of_group, self._in_thread) for group in groups)
+        )
+        if not self._of_batch:
+            self._add_up(_together(groups))
 
     def grade_here(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        """The same, and wait for it; plain functions run in the calling thread.
+        """The same as :meth:`grade`, and wait for it; plain functions run in the calling thread.
 
         Some of them (math-verify's time limit) use signals, which only the main thread may.
         """
@@ -96,20 +112,25 @@ class Rewards:
             run_async(self.grade(groups))
             return
         for group in groups:
-            _finish(self._grade_group(group, _call_here))
+            _finish(self._score(group, self._of_group, _call_here))
+        _finish(self._score(_together(groups), self._of_batch, _call_here))
+        self._add_up(_together(groups))
 
     def require_graded(self, rollouts: Sequence[Rollout]) -> None:
-        """Stop a run whose rewards break too often.
+        """Stop a run whose rewards, or whose agent, break too often.
 
         Raises:
             RewardError: when more than ``max_failed_share`` of the rollouts failed; it holds them
                 all, so that what they cost is not lost.
+            AgentError: the same, if the first of them came to no end that could be graded.
         """
         failed = [r for r in rollouts if r.status is RolloutStatus.FAILED]
         share = len(failed) / max(1, len(rollouts))
         if share > self.max_failed_share:
-            raise RewardError(
-                f"{len(failed)} of {len(rollouts)} rollouts could not be graded ({share:.0%}, "
+            ended = failed[0].finish_reason is not None
+            kind, what = (RewardError, "could not be graded") if ended else (AgentError, "failed")
+            raise kind(
+                f"{len(failed)} of {len(rollouts)} rollouts {what} ({share:.0%}, "
                 f"max_failed_share={self.max_failed_share}); first error: {failed[0].error}",
                 rollouts,
             )
@@ -128,12 +149,15 @@ class Rewards:
         async with self._one_at_a_time:
             return await in_daemon_thread(function, arguments)
 
-    async def _grade_group(self, group: Sequence[Rollout], call: _Call) -> None:
-        rollouts = [r for r in group if r.completed and r.reward is None]
+    async def _score(
+        self, group: Sequence[Rollout], functions: Mapping[str, RewardFunction], call: _Call
+    ) -> None:
+        """Let functions score, one after another, what none has failed and they have not scored."""
         metrics: dict[str, list[float]] = defaultdict(list)
-        for name, function in self.functions.items():
+        for name, function in functions.items():
+            rollouts = [r for r in group if _is_open(r) and name not in r.reward_parts]
             if not rollouts:
-                return
+                continue
             log = RewardLog(len(rollouts))
             try:
                 result = await call(function, self._arguments(function, rollouts, log))
@@ -145,7 +169,7 @@ class Rewards:
                 log.require_whole()
             except Exception as error:  # a user's code may raise anything; it is kept, not hidden
                 _fail(rollouts, f"reward {name}: {type(error).__name__}: {error}")
-                return
+                continue
             for rollout, score in zip(rollouts, scores, strict=True):
                 if problem := _problem(score):
                     _fail([rollout], f"reward {name}: {problem}")
@@ -154,9 +178,12 @@ class Rewards:
             log.write_to(rollouts)
             for metric, values in log.metrics.items():
                 metrics[metric] += values
-            rollouts = [r for r in rollouts if r.completed]
-        for rollout in rollouts:
-            rollout.logged = {metric: mean(values) for metric, values in metrics.items()}
+        for rollout in filter(_is_open, group):
+            rollout.logged |= {metric: mean(values) for metric, values in metrics.items()}
+
+    def _add_up(self, rollouts: Sequence[Rollout]) -> None:
+        """Set the reward of what all functions have scored."""
+        for rollout in filter(_is_open, rollouts):
             parts = {n: s for n, s in rollout.reward_parts.items() if s is not None}
             reward = math.fsum(self.weights[n] * s for n, s in parts.items())
             if not parts:
@@ -175,11 +202,13 @@ class Rewards:
             "completion_ids": [r.token_ids for r in rollouts],
             "finish_reasons": [r.finish_reason for r in rollouts],
             "environment_rewards": [r.environment_reward for r in rollouts],
+            "group_ids": [r.group_id for r in rollouts],
             "trainer_state": self.state,
             **log.arguments(),
         }
-        for column in rollouts[0].prompt.columns:
-            available.setdefault(column, [r.prompt.columns[column] for r in rollouts])
+        # A batch may hold rows of different kinds; in a group all are one.
+        for column in dict.fromkeys(name for r in rollouts for name in r.prompt.columns):
+            available.setdefault(column, [r.prompt.columns.get(column) for r in rollouts])
         # Only what the function has parameters for, unless it takes ``**kwargs``.
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
@@ -191,6 +220,25 @@ class Rewards:
 def is_async(function: RewardFunction) -> bool:
     """Whether it is an ``async`` function, or an object whose ``__call__`` is one."""
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+F = TypeVar("F", bound=RewardFunction)
+
+
+def batch_reward(function: F) -> F:
+    """Mark a reward function, or a class of such: it is called once with the whole batch.
+
+    So it can compare completions of different prompts. The batch is what is graded together: the
+    groups of an iteration, on each process its own; with filters those of each round; and in an
+    evaluation all. Collectors that work ahead let it wait until the batch is complete.
+    """
+    function.per_batch = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_batch_reward(function: RewardFunction) -> bool:
+    """Whether :func:`batch_reward` has marked it."""
+    return bool(getattr(function, "per_batch", False))
 
 
 def reward_name(function: RewardFunction) -> str:
@@ -210,6 +258,15 @@ def _finish(coroutine: Coroutine[Any, Any, None]) -> None:
         return
     coroutine.close()
     raise ConfigError("a plain reward function returned an awaitable; make it `async def`")
+
+
+def _is_open(rollout: Rollout) -> bool:
+    """Whether a reward may still be set."""
+    return rollout.completed and rollout.reward is None
+
+
+def _together(groups: Sequence[Sequence[Rollout]]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group]
 
 
 def _problem(score: Any) -> str | None:

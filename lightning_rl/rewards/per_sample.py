@@ -5,7 +5,13 @@ import inspect
 from abc import ABC, abstractmethod
 from typing import Any
 
-from lightning_rl.rewards.base import RewardFailure, RewardFunction, reward_name
+from lightning_rl.errors import ConfigError
+from lightning_rl.rewards.base import (
+    RewardFailure,
+    RewardFunction,
+    is_batch_reward,
+    reward_name,
+)
 from lightning_rl.rewards.log import RewardLog
 
 SHARED = ("trainer_state", "log_extra", "log_metric")
@@ -22,6 +28,11 @@ class PerSample(ABC):
     """
 
     def __init__(self, function: RewardFunction) -> None:
+        if is_batch_reward(function):
+            raise ConfigError(
+                f"reward {reward_name(function)} is a batch_reward, but {type(self).__name__} "
+                "grades one completion at a time; use one without the other"
+            )
         self.function = function
         self.__name__ = reward_name(function)
         self.__signature__ = inspect.signature(function)

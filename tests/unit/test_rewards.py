@@ -50,6 +50,7 @@ def test_a_plain_function_gets_columns_by_name(groups):
             "completion_ids",
             "finish_reasons",
             "environment_rewards",
+            "group_ids",
             "trainer_state",
             "log_extra",
             "log_metric",

@@ -1,0 +1,104 @@
+"""What an agent raises: the fault of one rollout, or the end of the run."""
+
+import asyncio
+
+import pytest
+
+from lightning_rl.agents.base import SingleTurn
+from lightning_rl.collect.agent_faults import run_agent
+from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.engines.simulated import SimulatedEngine
+from lightning_rl.errors import ConfigError, EngineError
+from lightning_rl.rollout import RolloutStatus
+
+
+class Raises(SingleTurn):
+    def __init__(self, how) -> None:
+        self.how = how
+
+    async def run(self, rollout, engine, sampling):
+        return await self.how(rollout, engine, sampling)
+
+
+def outcome(how, make_rollout, engine=None):
+    rollout = make_rollout([3, 4], [], status=RolloutStatus.INIT, finish_reason=None, reward=None)
+    engine = engine or SimulatedEngine(lambda prompt, seed: 3)
+    asyncio.run(run_agent(Raises(how), rollout, engine, Sampling(max_tokens=4)))
+    return rollout
+
+
+async def hides_the_engines_error(rollout, engine, sampling):
+    try:
+        raise EngineError("device lost")
+    except EngineError:
+        raise ValueError("no move") from None
+
+
+async def in_a_group(rollout, engine, sampling):
+    async def one():
+        raise EngineError("device lost")
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(one())
+
+
+async def misconfigured(rollout, engine, sampling):
+    raise ConfigError("no such tool")
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        (hides_the_engines_error, EngineError),
+        (in_a_group, EngineError),
+        (misconfigured, ConfigError),
+    ],
+)
+def test_what_is_not_the_rollouts_fault_ends_the_run(how, kind, make_rollout):
+    with pytest.raises(kind):
+        outcome(how, make_rollout)
+
+
+def test_whatever_the_engine_raises_ends_the_run(make_rollout):
+    class Odd(TransformersEngine):
+        async def generate(self, token_ids, sampling, seed):
+            raise RuntimeError("a library below broke")
+
+    with pytest.raises(RuntimeError, match="a library below broke"):
+        outcome(SingleTurn().run, make_rollout, Odd(device="cpu"))
+
+
+async def exits(rollout, engine, sampling):
+    raise SystemExit(3)
+
+
+async def cancels_itself(rollout, engine, sampling):
+    task = asyncio.ensure_future(asyncio.sleep(1))
+    task.cancel()
+    await task
+
+
+@pytest.mark.parametrize(
+    ("how", "name"), [(exits, "SystemExit: 3"), (cancels_itself, "CancelledError")]
+)
+def test_what_would_end_the_loop_or_go_unnoticed_fails_the_rollout(how, name, make_rollout):
+    rollout = outcome(how, make_rollout)
+    assert rollout.status is RolloutStatus.FAILED
+    assert rollout.error == f"agent Raises: {name} (prompt 'p')"
+
+
+def test_cancelling_from_outside_is_no_fault(make_rollout):
+    async def cancel():
+        async def waits(*_):
+            await asyncio.sleep(60)
+
+        rollout = make_rollout([3], [], status=RolloutStatus.INIT, finish_reason=None)
+        engine = SimulatedEngine(lambda prompt, seed: 3)
+        task = asyncio.create_task(run_agent(Raises(waits), rollout, engine, Sampling()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return rollout.status
+
+    assert asyncio.run(cancel()) is RolloutStatus.INIT
