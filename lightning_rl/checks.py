@@ -116,6 +116,20 @@ def check_filters(filters: Sequence[GroupFilter], group_size: int) -> None:
             )
 
 
+def check_sampling(sampling: Sampling) -> None:
+    """Check that what is sampled for training can be scored.
+
+    Raises:
+        ConfigError: for a form that the trainer cannot know.
+    """
+    if sampling.structured_outputs is not None:
+        raise ConfigError(
+            f"sampling.structured_outputs={sampling.structured_outputs.as_dict()} changes which "
+            "tokens can be sampled, and the trainer does not know where: its ratios would not "
+            "start at 1; set it in data.eval_sampling only, or reward the form instead"
+        )
+
+
 def check_groups(groups_per_iteration: int, minibatches: int) -> None:
     """Check that an iteration's groups can be shared by ranks and minibatches.
 

@@ -19,6 +19,7 @@ from lightning_rl.checks import (
     check_filters,
     check_group_size,
     check_groups,
+    check_sampling,
     room_for_prompts,
 )
 from lightning_rl.collect.ahead import WorkingAhead
@@ -206,6 +207,7 @@ class RLDataModule(LightningDataModule):
         if stage == "fit":
             check_group_size(module.advantage, self.group_size)
             check_filters(self.filters, self.group_size)
+            check_sampling(self.sampling)
             check_groups(self.groups_per_iteration, module.minibatches)
             if isinstance(self.collector, WorkingAhead) and self.collector.max_staleness:
                 warn_if_uncorrected("asynchronous", module.objective, module.trust_engine_logprobs)

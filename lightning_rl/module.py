@@ -75,6 +75,7 @@ class PolicyModule(RecordingModule):
         gradient_checkpointing: recompute activations in backward.
         compile: let ``torch.compile`` make the layers faster; the first iteration pays for it.
         random_init: start from random weights instead of those in ``model``.
+        cast_lm_head_to_fp32: compute logits in float32 though the Trainer's precision has 16 bits.
         seed: of the order in which groups are dealt to minibatches; None: ``seed_everything``'s.
 
     Raises:
@@ -110,6 +111,7 @@ class PolicyModule(RecordingModule):
         gradient_checkpointing: bool = False,
         compile: bool = False,
         random_init: bool = False,
+        cast_lm_head_to_fp32: bool = False,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -161,6 +163,7 @@ class PolicyModule(RecordingModule):
         self.gradient_checkpointing = gradient_checkpointing
         self.compile_layers = compile
         self.random_init = random_init
+        self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         self.seed = run_seed(seed)
         self.policy: Policy | None = None
         self.reference: Reference | None = None
@@ -180,6 +183,7 @@ class PolicyModule(RecordingModule):
             self.gradient_checkpointing,
             self.lora,
             self.compile_layers,
+            self.cast_lm_head_to_fp32,
         )
         if self.kl is not None or self.kl_reward is not None:
             self.reference = self._reference[0] or FrozenReference()

@@ -34,6 +34,19 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
 
 
+SAMPLED_BY = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
+"""Settings that change what is sampled from: a rollout keeps them, to be scored under the same."""
+
+
 @dataclass(slots=True)
 class Rollout:
     """One trajectory, at the level of tokens. Text is only ever decoded from it, never encoded.
@@ -44,7 +57,7 @@ class Rollout:
     weight version that wrote each token (-1 where the mask is False). ``expert`` marks a given
     completion to imitate, which no engine wrote. ``environment_reward`` is what an environment
     paid, for rewards to use. ``extra`` and ``logged`` are what reward functions logged: a value
-    per column for this rollout, and numbers for all of its group.
+    per column for this rollout, and numbers for all of its group. ``structured``: it was held to a form that scoring does not know.
     """
 
     prompt: Prompt
@@ -69,6 +82,11 @@ class Rollout:
     environment_reward: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    structured: bool = False
 
     @property
     def id(self) -> str:

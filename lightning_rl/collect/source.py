@@ -40,10 +40,7 @@ def new_rollouts(
             group_id=f"{iteration}/{place}/{prompt.id}",
             sample_index=index,
             seed=request_seed(seed, f"{place}/{prompt.id}", index, iteration),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_tokens=sampling.min_tokens,
+            **sampling.of_rollout(),
         )
         for place, prompt in enumerate(prompts, first_place)
         for index in range(group_size)

@@ -6,9 +6,11 @@ A *batch* is a TensorDict with two parts:
   ``input_ids``, ``loss_mask``, ``rollout_logprobs``, ``versions``; later steps add
   ``old_logprobs``, ``ref_logprobs``, ``values``, ``advantages``, ``returns``, ``loss_weights``.
   ``no_end``, where any rollout had ``min_tokens``: the engine could not end at this token.
+  ``turn_start``, where any had a penalty: where in its rollout the turn begins that a token is in.
 - ``batch["rollouts"]``, batch size [R]: ``length`` and ``prompt_length`` in tokens, ``prefix``
   (rows with the same number have the same prompt tokens), ``group``, ``reward``, ``truncated``,
-  ``expert`` (given, not sampled) and how it was sampled: ``temperature``, ``top_k``, ``top_p``.
+  ``expert`` (given, not sampled) and how it was sampled: ``temperature``, ``top_k``, ``top_p``, and
+  where any rollout had them ``min_p`` and ``repetition_``, ``presence_`` and ``frequency_penalty``.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,12 @@ from lightning_rl.rollout import Rollout
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
-    """Pack graded rollouts, each with a token after its prompt at least, into a batch, in order."""
+    """Pack graded rollouts, each with a token after its prompt at least, into a batch, in order.
+
+    Raises:
+        ConfigError: if one was held to a form, so that its tokens cannot be scored.
+    """
+    _require_scorable(rollouts)
     input_ids: list[int] = []
     loss_mask: list[bool] = []
     logprobs: list[float] = []
@@ -47,10 +54,17 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
             )
         )
     length, prompt_length, prefix, group, truncated = zip(*rows, strict=True)
-    sampled = {}
+    sampled, sampled_by = {}, {}
     if any(rollout.min_tokens for rollout in rollouts):
         flags = [flag for rollout in rollouts for flag in _no_end(rollout)]
         sampled["no_end"] = torch.tensor(flags, dtype=torch.bool)
+    if any(rollout.min_p for rollout in rollouts):
+        sampled_by["min_p"] = torch.tensor([r.min_p for r in rollouts])
+    if any(_is_penalized(rollout) for rollout in rollouts):
+        starts = [start for rollout in rollouts for start in _turn_starts(rollout)]
+        sampled["turn_start"] = torch.tensor(starts, dtype=torch.long)
+        for name in PENALTIES:
+            sampled_by[name] = torch.tensor([float(getattr(r, name)) for r in rollouts])
     rewards = [0.0 if r.reward is None else r.reward for r in rollouts]
     return TensorDict(
         {
@@ -78,12 +92,42 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
                     "expert": torch.tensor([r.expert for r in rollouts], dtype=torch.bool),
                     "top_k": torch.tensor([r.top_k for r in rollouts], dtype=torch.long),
                     "top_p": torch.tensor([r.top_p for r in rollouts], dtype=torch.float32),
+                    **sampled_by,
                 },
                 batch_size=[len(rollouts)],
             ),
         },
         batch_size=[],
     )
+
+
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Names, and values that change nothing."""
+
+
+def _is_penalized(rollout: Rollout) -> bool:
+    return any(getattr(rollout, name) != nothing for name, nothing in PENALTIES.items())
+
+
+def _require_scorable(rollouts: Sequence[Rollout]) -> None:
+    held = next((r for r in rollouts if r.structured and not r.expert), None)
+    if held is not None:
+        raise ConfigError(
+            f"rollout {held.id!r} was held to sampling.structured_outputs: which tokens were "
+            "allowed where, the trainer does not know, so it cannot score them; use "
+            "structured_outputs in eval_sampling only, or train on such completions by SFT or DPO"
+        )
+
+
+def _turn_starts(rollout: Rollout) -> list[int]:
+    """Of each token, prompt included, where its turn begins, counted from the rollout's start."""
+    begin = len(rollout.prompt.token_ids)
+    starts = [0] * begin
+    for place, mine in enumerate(rollout.loss_mask, begin):
+        if not mine:
+            begin = place + 1
+        starts.append(begin)
+    return starts
 
 
 def _no_end(rollout: Rollout) -> list[bool]:

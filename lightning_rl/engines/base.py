@@ -6,13 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_rl.engines.status import ReplicaStatus, RunState
+from lightning_rl.engines.structured import StructuredOutputs
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
+from lightning_rl.rollout import SAMPLED_BY
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this, with a warning."""
@@ -27,6 +31,12 @@ class Sampling:
         temperature: 0 is greedy; else at least 0.01.
         top_p: nucleus mass, in (0, 1].
         top_k: keep the k likeliest tokens; 0 keeps all.
+        min_p: drop tokens less likely than this share of the likeliest one's probability.
+        repetition_penalty: > 1 makes tokens less likely that are in the prompt or were written;
+            1 leaves them.
+        presence_penalty: subtracted from the logits of tokens that were written.
+        frequency_penalty: the same, for each time that they were.
+        structured_outputs: the form that completions are held to, for evaluations; None: any.
         min_tokens: no end token before this many.
         stop: strings that end a completion (kept in its tokens).
         priority: of requests that wait, those with the lowest go first, where the engine can.
@@ -39,6 +49,11 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    structured_outputs: StructuredOutputs | None = None
     min_tokens: int = 0
     stop: list[str] = field(default_factory=list)
     priority: int = 0
@@ -54,19 +69,34 @@ class Sampling:
             ),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", 0 < self.repetition_penalty < inf, "> 0 (1 changes nothing)"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "in [0, max_tokens]"),
         ):
             if not ok:
                 raise ConfigError(f"sampling.{name}={getattr(self, name)} must be {bound}")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether what was written makes tokens more or less likely."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    def of_rollout(self) -> dict[str, Any]:
+        """The fields of a :class:`Rollout` that say how its tokens were sampled."""
+        return {name: getattr(self, name) for name in SAMPLED_BY} | {
+            "structured": self.structured_outputs is not None
+        }
 
 
 @dataclass(slots=True)
 class Completion:
     """One engine output. ``token_ids`` include the end token if the model wrote it.
 
-    ``logprobs`` are of the distribution that was sampled from (after temperature, top-k, top-p);
-    ``finish_reason`` is ``stop``, ``length`` or ``abort``; ``versions`` holds, per token, the
-    weight version that wrote it.
+    ``logprobs`` are of the distribution that was sampled from (after penalties, temperature, min-p,
+    top-k, top-p); ``finish_reason`` is ``stop``, ``length`` or ``abort``; ``versions`` holds, per
+    token, the weight version that wrote it.
     """
 
     token_ids: list[int]

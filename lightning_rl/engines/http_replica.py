@@ -114,7 +114,7 @@ class HTTPReplica(Replica):
     # ---------------------------------------------------------------- generation
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        body = {
+        body: dict[str, Any] = {
             "token_ids": list(token_ids),
             "priority": sampling.priority,
             "sampling_params": {
@@ -123,12 +123,19 @@ class HTTPReplica(Replica):
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                "repetition_penalty": sampling.repetition_penalty,
+                "presence_penalty": sampling.presence_penalty,
+                "frequency_penalty": sampling.frequency_penalty,
                 "stop": sampling.stop,
                 "seed": seed,
                 "logprobs": 0,  # exactly the sampled token's
                 "detokenize": bool(sampling.stop),
             },
         }
+        if sampling.structured_outputs is not None:
+            form = sampling.structured_outputs.as_dict()
+            body["sampling_params"]["structured_outputs"] = form
         try:
             answer = await self._call(
                 "POST", "/inference/v1/generate", body, timeout_s=self._request_timeout_s

@@ -102,11 +102,11 @@ class TransformersEngine(Engine):
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         self.require_ready()
-        if sampling.stop:
-            raise ConfigError(
-                f"sampling.stop={sampling.stop} is not supported by TransformersEngine; use "
-                "VLLMLocal"
-            )
+        for name in ("stop", "structured_outputs"):
+            if value := getattr(sampling, name):
+                raise ConfigError(
+                    f"sampling.{name}={value} is not supported by TransformersEngine; use VLLMLocal"
+                )
         self.require_room(len(token_ids), sampling)
         loop = asyncio.get_running_loop()
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -179,7 +179,7 @@ class TransformersEngine(Engine):
             for row, request in enumerate(requests):
                 if reasons[row] is not None:
                     continue
-                token, logprob = _draw(logits[row], request, len(tokens[row]), self._ends)
+                token, logprob = _draw(logits[row], request, tokens[row], self._ends)
                 chosen[row] = token
                 tokens[row].append(token)
                 logprobs[row].append(logprob)
@@ -208,12 +208,16 @@ class TransformersEngine(Engine):
             self.version = version
 
 
-def _draw(logits: Tensor, request: _Request, length: int, ends: list[int]) -> tuple[int, float]:
+def _draw(
+    logits: Tensor, request: _Request, written: list[int], ends: list[int]
+) -> tuple[int, float]:
     """One token and its logprob under the distribution it was sampled from; logits (V,)."""
     sampling = request.sampling
-    if length < sampling.min_tokens:
+    if len(written) < sampling.min_tokens:
         logits = logits.clone()
         logits[ends] = -torch.inf
+    if sampling.penalizes:
+        logits = _penalized(logits, sampling, request.token_ids, written)
     if sampling.temperature == 0:
         logprobs = logits.log_softmax(-1)
         token = int(logits.argmax())
@@ -223,8 +227,23 @@ def _draw(logits: Tensor, request: _Request, length: int, ends: list[int]) -> tu
     return token, float(logprobs[token])
 
 
+def _penalized(logits: Tensor, sampling: Sampling, prompt: list[int], written: list[int]) -> Tensor:
+    """Logits (V,) with those changed that stand in the prompt or were written, as vLLM does."""
+    logits = logits.clone()
+    seen = torch.tensor([*prompt, *written], device=logits.device).unique()
+    penalty = sampling.repetition_penalty
+    logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+    counts = torch.tensor(written, device=logits.device, dtype=torch.long).bincount(
+        minlength=len(logits)
+    )
+    return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+
+
 def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits with all but the top-k and the top-p nucleus removed."""
+    """Logits with all but min-p's, the top-k and the top-p nucleus removed."""
+    if sampling.min_p > 0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < sampling.min_p * probs.max(), -torch.inf)
     if sampling.top_k > 0 and sampling.top_k < len(logits):
         threshold = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < threshold, -torch.inf)

@@ -228,14 +228,24 @@ class VLLMLocal(Engine):
         )
 
     def _params(self, sampling: Sampling, seed: int) -> Any:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.sampling_params import (
+            RequestOutputKind,
+            SamplingParams,
+            StructuredOutputsParams,
+        )
 
+        form = sampling.structured_outputs
         return SamplingParams(
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            structured_outputs=None if form is None else StructuredOutputsParams(**form.as_dict()),
             stop=sampling.stop or None,
             seed=seed,
             logprobs=0,  # exactly the sampled token's

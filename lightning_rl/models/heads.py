@@ -3,6 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from transformers import AutoModel, PreTrainedModel
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION, PackLayout
-from lightning_rl.models.sampling import sampled_logits, sampling_columns
+from lightning_rl.models.penalties import Penalties
+from lightning_rl.models.sampling import SampledBy, sampled_by, sampled_logits
 
 # Elements of one chunk of fp32 logits: 64 MiB, whatever the vocabulary.
 CHUNK_ELEMENTS = 1 << 24
@@ -21,7 +23,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """Logprob of each target and entropy of its distribution, never holding all logits at once.
 
     Backward recomputes each chunk's logits: with p = softmax(z / τ) and H its entropy,
-    d logprob[t] / dz = (1[t] - p) / τ and dH / dz = -p (log p + H) / τ.
+    d logprob[t] / dz = (1[t] - p) / τ and dH / dz = -p (log p + H) / τ; times the penalties' slope.
+    With ``fp32`` autocast must not round what the caller has made float32.
     """
 
     @staticmethod
@@ -31,14 +34,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        sampling: Tensor,
-        ends: Tensor,
+        by: SampledBy,
+        fp32: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, lse = (
             torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(3)
         )
         for part in _chunks(len(hidden), weight.shape[0]):
-            scaled = sampled_logits(hidden[part], weight, bias, targets[part], sampling[part], ends)
+            with _no_autocast(hidden, fp32):
+                scaled, _ = sampled_logits(hidden[part], weight, bias, targets[part], by.rows(part))
             top = scaled.amax(-1, keepdim=True)
             exps = (scaled - top).exp_()
             total = exps.sum(-1)
@@ -46,20 +50,27 @@ class _ChunkedLogprobs(torch.autograd.Function):
             picked = scaled.gather(-1, targets[part, None]).squeeze(-1)
             logprobs[part] = picked - lse[part]
             entropy[part] = lse[part] - exps.mul_(scaled).sum(-1) / total
-        ctx.save_for_backward(hidden, weight, bias, targets, sampling, ends, lse, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.by, ctx.fp32 = by, fp32
         ctx.set_materialize_grads(False)  # an output without a loss has None, and costs nothing
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        hidden, weight, bias, targets, sampling, ends, lse, entropy = ctx.saved_tensors
+        with _no_autocast(ctx.saved_tensors[0], ctx.fp32):
+            return *_ChunkedLogprobs._gradients(ctx, grad_logprobs, grad_entropy), None, None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         # What is frozen, such as the head of a LoRA-trained model, gets no gradient computed.
         grad_hidden, grad_weight, grad_bias = (
             torch.zeros_like(x) if needed else None
             for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         )
         for part in _chunks(len(hidden), weight.shape[0]):
-            scaled = sampled_logits(hidden[part], weight, bias, targets[part], sampling[part], ends)
+            by = ctx.by.rows(part)
+            scaled, bend = sampled_logits(hidden[part], weight, bias, targets[part], by)
             log_p = scaled.sub_(lse[part, None])
             if grad_entropy is None:
                 assert grad_logprobs is not None  # or autograd would not have come here
@@ -72,14 +83,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad = slope.mul_(probs).neg_()
             if grad_logprobs is not None:
                 grad.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
-            grad = grad.div_(sampling[part, :1]).to(hidden.dtype)
+            grad = grad.div_(by.temperature)
+            grad = (grad if bend is None else grad.mul_(bend)).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight.to(hidden.dtype)
             if grad_weight is not None:
                 _add_product(grad_weight, grad.T, hidden[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0).to(grad_bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -88,6 +100,10 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total += (left @ right).to(total.dtype)
+
+
+def _no_autocast(hidden: Tensor, fp32: bool) -> AbstractContextManager[Any]:
+    return torch.autocast(hidden.device.type, enabled=False) if fp32 else nullcontext()
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:
@@ -104,16 +120,21 @@ def token_logprobs(
     top_p: Tensor | None = None,
     no_end: Tensor | None = None,
     ends: Sequence[int] = (),
+    min_p: Tensor | None = None,
+    penalties: Penalties | None = None,
+    fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of ``targets`` and entropies, float32, both (M,), of the distribution sampled from.
 
     ``hidden`` (M, D) are the states that predict the targets (M,). ``temperature`` (M,): greedy
     sampling (0) is scored at 1, since its own distribution has no gradient. ``top_k`` (0: all) and
-    ``top_p`` (1: all), both (M,), cut the distribution as the engine did; where ``no_end`` (M,)
-    is True, ``ends`` could not be sampled (``min_tokens``).
+    ``top_p`` (1: all) and ``min_p`` (0: all), all (M,), cut the distribution as the engine did;
+    where ``no_end`` (M,) is True, ``ends`` could not be sampled (``min_tokens``). With ``fp32``
+    logits are computed in float32, whatever dtype the states have.
     """
-    sampling, end_ids = sampling_columns(targets, temperature, top_k, top_p, no_end, ends)
-    return _ChunkedLogprobs.apply(hidden, output.weight, output.bias, targets, sampling, end_ids)
+    by = sampled_by(targets, temperature, top_k, top_p, no_end, ends, min_p, penalties)
+    hidden = hidden.float() if fp32 else hidden
+    return _ChunkedLogprobs.apply(hidden, output.weight, output.bias, targets, by, fp32)
 
 
 class ValueHead(nn.Module, ABC):

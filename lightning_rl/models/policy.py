@@ -26,6 +26,7 @@ from lightning_rl.models.attention import ATTENTION, build_layout
 from lightning_rl.models.heads import ValueHead, token_logprobs
 from lightning_rl.models.lora import LoRA, adapter_weights, base_weights, merged_weights
 from lightning_rl.models.parity import require_exact_packing
+from lightning_rl.models.penalties import penalties_of
 from lightning_rl.models.sampling import end_tokens
 from lightning_rl.models.sharding import whole
 
@@ -51,6 +52,7 @@ class Policy(nn.Module):
         lora: train adapters only; None: all weights.
         compile_layers: let ``torch.compile`` make the layers faster; needs a C++ compiler, on CUDA
             Triton.
+        cast_lm_head_to_fp32: compute logits in float32 whatever ``Trainer(precision=...)`` is.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class Policy(nn.Module):
         gradient_checkpointing: bool = False,
         lora: LoRA | None = None,
         compile_layers: bool = False,
+        cast_lm_head_to_fp32: bool = False,
     ) -> None:
         super().__init__()
+        self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         self.lm = _load_lm(model, random_init)
         self.lora = lora
         self.tokenizer = load_tokenizer(model)
@@ -101,6 +105,9 @@ class Policy(nn.Module):
             rollouts["top_p"],
             pack["tokens", "no_end"][layout.live] if "no_end" in pack["tokens"] else None,
             self.ends,
+            rollouts.get("min_p", None),
+            penalties_of(pack, layout.live),
+            self.cast_lm_head_to_fp32,
         )
         values = None if self.value_head is None else self.value_head(hidden, layout)
         return Scores(layout.live, logprobs, entropy, values)

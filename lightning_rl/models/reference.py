@@ -40,7 +40,8 @@ class FrozenReference(Reference):
 
     def configure(self, policy: Policy) -> None:
         if self.model is not None:
-            self.policy = Policy(self.model)
+            fp32 = policy.cast_lm_head_to_fp32
+            self.policy = Policy(self.model, cast_lm_head_to_fp32=fp32)
         else:
             value_head, policy.value_head = policy.value_head, None  # not part of a reference
             self.policy = copy.deepcopy(policy)

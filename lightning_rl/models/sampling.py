@@ -1,10 +1,13 @@
 """The distribution that a token was sampled from, so that it is scored under the same one."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from lightning_rl.models.penalties import Penalties
 
 CUT = -1e9
 """The logit of what could not be sampled: finite, because 0 x inf is nan in an entropy."""
@@ -17,59 +20,106 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> 
     return sorted({tokenizer.eos_token_id, *(end for end in ends if end is not None)})
 
 
-def sampling_columns(
+@dataclass(frozen=True)
+class SampledBy:
+    """How M tokens were sampled: columns (M, 1), None where no token has such a setting.
+
+    ``no_end`` marks where the ``ends`` (E,) could not be sampled.
+    """
+
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    no_end: Tensor | None
+    ends: Tensor
+    penalties: Penalties | None
+
+    def rows(self, part: slice) -> "SampledBy":
+        """That of some of the M tokens."""
+        cut = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _WHOLE}
+        penalties = None if self.penalties is None else self.penalties.rows(part)
+        cut = {name: None if column is None else column[part] for name, column in cut.items()}
+        return SampledBy(**cut, ends=self.ends, penalties=penalties)
+
+
+_WHOLE = ("ends", "penalties")
+
+
+def sampled_by(
     targets: Tensor,
     temperature: Tensor,
     top_k: Tensor | None,
     top_p: Tensor | None,
     no_end: Tensor | None,
     ends: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """For ``sampled_logits``: columns (M, 1) to (M, 4) that say how, and end tokens (E,).
-
-    First the temperature; then top-k and top-p, unless they cut nothing; last, unless E is 0,
-    whether end tokens were left out.
-    """
-    # Sampled at temperature τ, so score at τ too, else ratios start away from 1.
-    columns = [torch.where(temperature > 0, temperature, 1.0)]
-    if top_k is not None and top_p is not None and bool(((top_k > 0) | (top_p < 1)).any()):
-        columns += [top_k.float(), top_p.float()]
+    min_p: Tensor | None = None,
+    penalties: Penalties | None = None,
+) -> SampledBy:
+    """For ``sampled_logits``, of the targets (M,): settings that cut nothing are left out."""
+    # Engines cut nothing where they take the likeliest.
+    samples = temperature > 0
+    if top_k is not None and top_p is not None:
+        top_k, top_p = top_k.where(samples, 0), top_p.where(samples, 1.0)
+        if not bool(((top_k > 0) | (top_p < 1)).any()):
+            top_k = top_p = None
+    if min_p is not None:
+        min_p = min_p.where(samples, 0.0)[:, None] if bool(min_p.any()) else None
     end_ids = torch.tensor([] if no_end is None else ends, dtype=torch.long).to(targets.device)
-    if no_end is not None and end_ids.numel():
+    if no_end is not None:
         # One that is there all the same, in a rollout from elsewhere, shows that none was left out.
-        columns.append((no_end & ~torch.isin(targets, end_ids)).float())
-    return torch.stack(columns, 1), end_ids
+        no_end = (no_end & ~torch.isin(targets, end_ids))[:, None] if end_ids.numel() else None
+    return SampledBy(
+        # Sampled at temperature τ, so score at τ too, else ratios start away from 1.
+        torch.where(samples, temperature, 1.0)[:, None],
+        None if top_k is None else top_k.float()[:, None],
+        None if top_p is None else top_p.float()[:, None],
+        min_p,
+        no_end,
+        end_ids,
+        penalties,
+    )
 
 
 def sampled_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    sampling: Tensor,
-    ends: Tensor,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, by: SampledBy
+) -> tuple[Tensor, Tensor | None]:
     """Logits (m, V), float32, of the distribution that was sampled from.
 
-    In the order of the engines: end tokens where none could be, temperature, top-k, top-p.
+    In the order of the engines: penalties, end tokens where none could be, temperature, min-p,
+    top-k, top-p. Also returns their slope (m, V) in the model's logits, but for the temperature;
+    None: 1.
     """
     logits = nn.functional.linear(
         hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    )
-    scaled = logits.float().div_(sampling[:, :1])
-    if ends.numel():
-        scaled[:, ends] = scaled[:, ends].masked_fill(sampling[:, -1:] > 0, CUT)
-        sampling = sampling[:, :-1]
-    if sampling.shape[1] == 1:
-        return scaled
-    cut = _cut(scaled, sampling[:, 1:2], sampling[:, 2:3])
+    ).float()
+    slope = None if by.penalties is None else by.penalties.apply(logits)
+    scaled = logits.div_(by.temperature)
+    if by.no_end is not None:
+        scaled[:, by.ends] = scaled[:, by.ends].masked_fill(by.no_end, CUT)
+    cut = _cut(scaled, by)
+    if cut is None:
+        return scaled, slope
     # Rounding may put a sampled token just outside of the trainer's own nucleus: keep it, since it
     # was sampled.
     cut.scatter_(-1, targets[:, None], False)
-    return scaled.masked_fill_(cut, CUT)
+    return scaled.masked_fill_(cut, CUT), slope
 
 
-def _cut(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _cut(scaled: Tensor, by: SampledBy) -> Tensor | None:
+    """Where (m, V) min-p, then top-k and top-p among what is left, exclude a token."""
+    unlikely = None
+    if by.min_p is not None:
+        probs = scaled.softmax(-1)
+        unlikely = probs < probs.amax(-1, keepdim=True) * by.min_p
+    if by.top_k is None or by.top_p is None:
+        return unlikely
+    if unlikely is None:
+        return _outside(scaled, by.top_k, by.top_p)
+    return unlikely | _outside(scaled.masked_fill(unlikely, CUT), by.top_k, by.top_p)
+
+
+def _outside(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Where (m, V) top-k, then top-p among what is left, exclude a token; both given as (m, 1)."""
     ordered, order = scaled.sort(-1)
     vocabulary = scaled.shape[1]

@@ -15,7 +15,7 @@ from lightning_rl.models.policy import load_tokenizer, save_skeleton
 from lightning_rl.replay.iterations import diverged_at
 from lightning_rl.replay.rebuild import Parts, rebuilt, retrain
 from lightning_rl.replay.run import RecordedRun, Source
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import SAMPLED_BY, Rollout
 
 
 @dataclass(frozen=True)
@@ -148,26 +148,17 @@ def _generate(parts: Parts, recorded: Rollout) -> Rollout:
         raise DataError(
             f"{type(data).__name__} has no engine; use --version N to score the rollout"
         )
-    sampling = replace(
-        data.sampling,
-        temperature=recorded.temperature,
-        top_k=recorded.top_k,
-        top_p=recorded.top_p,
-        min_tokens=recorded.min_tokens,
-    )
+    sampled_by = {name: getattr(recorded, name) for name in SAMPLED_BY}
     again = Rollout(
         recorded.prompt,
         recorded.group_id,
         recorded.sample_index,
         recorded.seed,
-        recorded.temperature,
-        top_k=recorded.top_k,
-        top_p=recorded.top_p,
-        min_tokens=recorded.min_tokens,
+        **sampled_by,
     )
     data.agent.configure(load_tokenizer(parts.module.model))
     with _engine(parts, data):
-        return run_async(data.agent.run(again, data.engine, sampling))
+        return run_async(data.agent.run(again, data.engine, replace(data.sampling, **sampled_by)))
 
 
 @contextmanager

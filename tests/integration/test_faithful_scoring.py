@@ -1,5 +1,7 @@
 """Sampling-faithful scoring: on fresh vLLM rollouts every ratio of the first minibatch is 1."""
 
+import re
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -10,7 +12,9 @@ from lightning_rl.algos.losses import PolicyLoss
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.engines import Sampling, VLLMLocal
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines import Sampling, StructuredOutputs, VLLMLocal
+from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
@@ -124,3 +128,66 @@ def test_the_first_minibatchs_ratios_are_one(model, engine, tmp_path, top_k, top
         f"minibatch of {len(loss.to_old[0])}: |ratio - 1| old {gaps[0]:.1e}, engine {gaps[1]:.1e}"
     )
     assert outside <= tokens // 100
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"min_p": 0.1},
+        {"min_p": 0.02, "top_k": 50, "top_p": 0.9},
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.8, "presence_penalty": 0.5, "frequency_penalty": -0.4},
+        {"frequency_penalty": 1.1, "min_p": 0.05, "min_tokens": 6, "top_p": 0.95},
+    ],
+)
+def test_min_p_and_penalties_are_scored_as_vllm_samples(model, engine, setting):
+    tokenizer = load_tokenizer(str(model))
+    rows = [{"prompt": f"{n}=" * 3} for n in range(100, 132)]
+    prompts = IterablePrompts(rows, shuffle=False)
+    prompts.load(tokenizer)
+    pipeline = RolloutPipeline(engine, SingleTurn(), Rewards([share_of_even_tokens]), tokenizer)
+    sampling = Sampling(max_tokens=16, temperature=0.7, **setting)
+    rollouts = pipeline.run(prompts.draw(32), 4, sampling, seed=5)
+    policy = Policy(str(model))
+    tokens = policy.score(pack_rollouts(rollouts), "scored", 10_000)["tokens"]
+    live = tokens["loss_mask"]
+    gap = (tokens["scored"] - tokens["rollout_logprobs"])[live]
+    assert len(gap) >= 1000
+    # Rounding may cut at vLLM's boundary what is kept here: a few tokens, and none of them by much.
+    near = gap.expm1().abs() <= 1e-5
+    assert int((~near).sum()) <= len(gap) // 500
+    for rollout in rollouts:  # scored as if they had not been set
+        rollout.min_p, rollout.repetition_penalty = 0.0, 1.0
+        rollout.presence_penalty = rollout.frequency_penalty = 0.0
+    without = policy.score(pack_rollouts(rollouts), "scored", 10_000)["tokens", "scored"]
+    assert float((without - tokens["rollout_logprobs"])[live].abs().max()) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"choice": ["13", "345", "9"]}, "13|345|9"),
+        ({"regex": "[13579]{3}"}, "[13579]{3}"),
+        ({"grammar": 'root ::= "7" [3-5] "="'}, "7[3-5]="),
+        ({"json": {"type": "integer", "minimum": 10, "maximum": 99}}, "[1-9][0-9]"),
+    ],
+)
+def test_evaluations_may_hold_completions_to_a_form(model, engine, form, pattern):
+    tokenizer = load_tokenizer(str(model))
+    prompts = IterablePrompts([{"prompt": f"{n}="} for n in range(100, 104)], shuffle=False)
+    prompts.load(tokenizer)
+    pipeline = RolloutPipeline(engine, SingleTurn(), Rewards([share_of_even_tokens]), tokenizer)
+    held = Sampling(max_tokens=8, structured_outputs=StructuredOutputs(**form))
+    rollouts = pipeline.run(prompts.draw(4), 2, held)
+    ends = (1, 5)  # of this model: the second is a digit, which ends what is complete
+    texts = [tokenizer.decode([i for i in r.token_ids if i not in ends]) for r in rollouts]
+    assert all(re.fullmatch(pattern, text) for text in texts), texts
+    with pytest.raises(ConfigError, match="cannot score them"):
+        pack_rollouts(rollouts)
+    data = RLDataModule(prompts, [share_of_even_tokens], sampling=held)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"structured_outputs=.* in data\.eval_sampling only"):
+        trainer.fit(PolicyModule(str(model)), data)

@@ -169,8 +169,7 @@ def sampled(tiny_model, make_rollout, tmp_path, sampling, count=40):
     rollouts = [
         make_rollout(
             prompt, c.token_ids, logprobs=c.logprobs, group_id=str(i % 4),
-            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
-            min_tokens=sampling.min_tokens,
+            **sampling.of_rollout(),
         )
         for i, (prompt, c) in enumerate(zip(prompts, asyncio.run(run()), strict=True))
     ]  # fmt: skip
