@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
 
 from lightning_rl import dist
 from lightning_rl.agents.base import Agent, SingleTurn
@@ -41,6 +42,7 @@ from lightning_rl.experts import Experts
 from lightning_rl.hooks import call_hook
 from lightning_rl.loader import LazyLoader, RolloutLoader
 from lightning_rl.models.policy import load_tokenizer, save_skeleton
+from lightning_rl.models.pretrained import with_chat_variables
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
@@ -82,6 +84,8 @@ class RLDataModule(LightningDataModule):
             numbers are recorded as ``eval/<name>`` beside accuracy.
         reward_weights: one per reward; None: all 1.
         max_failed_share: share of an iteration's rollouts whose grading may fail before it stops.
+        chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``:
+            for all prompts, and for the agent.
         seed: from which every request's own seed is derived; None: ``seed_everything``'s.
 
     Raises:
@@ -112,6 +116,7 @@ class RLDataModule(LightningDataModule):
         eval_metrics: list[Callable[..., dict[str, float]]] | None = None,
         reward_weights: list[float] | None = None,
         max_failed_share: float = 0.1,
+        chat_template_kwargs: dict[str, Any] | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -147,6 +152,7 @@ class RLDataModule(LightningDataModule):
         self.eval_limit = eval_limit
         self.success_reward = success_reward
         self.eval_metrics = eval_metrics or []
+        self.chat_template_kwargs = chat_template_kwargs or {}
         self.seed = run_seed(seed)
         self._model_dir: tempfile.TemporaryDirectory[str] | None = None
         self._batches: RolloutBatches | None = None
@@ -165,7 +171,7 @@ class RLDataModule(LightningDataModule):
         self.load_prompts(stage)
         module = self._module()
         with dist.every_rank():
-            room = self._start_engine(module.model)
+            room = self._start_engine(module)
         room = dist.from_rank_zero(room)
         self.train_prompts.bound(room_for_prompts(room, self.sampling))
         if self.eval_prompts is not None:
@@ -191,13 +197,14 @@ class RLDataModule(LightningDataModule):
             self._pipeline, collector, source, self.filters, self.max_rounds
         )
 
-    def _start_engine(self, model: str) -> int:
+    def _start_engine(self, module: PolicyModule) -> int:
         """Returns the longest prompt plus completion; 0 without an engine."""
         if not feeds(self.engine):
             return 0
         if not self.engine.running:
             self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")
-            save_skeleton(model, self._model_dir.name)
+            save_skeleton(module.model, self._model_dir.name, module.loading)
+            self.engine.trust_remote_code = module.trust_remote_code
             self.engine.start(Path(self._model_dir.name))
         return self.engine.max_length
 
@@ -215,7 +222,7 @@ class RLDataModule(LightningDataModule):
                 self.buffer.check(module.objective, module.trust_engine_logprobs)
         if self.experts is not None:
             check_experts(module.advantage, module.objective)
-        self._tokenizer = tokenizer = load_tokenizer(module.model)
+        self._tokenizer = tokenizer = self.load_tokenizer(module)
         self.agent.configure(tokenizer)
         self.train_prompts.load(tokenizer, self.agent.chat_options)
         if self.experts is not None:
@@ -227,6 +234,11 @@ class RLDataModule(LightningDataModule):
         if limit is not None:
             room_for_prompts(limit, self.sampling)
             room_for_prompts(limit, self.eval_sampling)
+
+    def load_tokenizer(self, module: PolicyModule) -> PreTrainedTokenizerBase:
+        """The tokenizer of the module's model, with the ``chat_template_kwargs``."""
+        tokenizer = load_tokenizer(module.model, module.loading)
+        return with_chat_variables(tokenizer, self.chat_template_kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
         """Nothing goes on in the background of a run that failed or was interrupted."""

@@ -18,6 +18,7 @@ from lightning_rl.gradients import FiniteSteps
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy, Scores
+from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.rollout import Rollout
 from lightning_rl.sft import SFTDataModule, supervised_rollout
@@ -38,6 +39,8 @@ class DPOModule(FiniteSteps):
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
         lora: train adapters only; None: all weights.
         gradient_checkpointing: recompute activations in backward.
+        trust_remote_code: run code that comes with the model.
+        model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
 
     Raises:
         ConfigError: for values out of range.
@@ -53,6 +56,8 @@ class DPOModule(FiniteSteps):
         lr_scheduler: LRSchedulerCallable | None = None,
         lora: LoRA | None = None,
         gradient_checkpointing: bool = False,
+        trust_remote_code: bool = False,
+        model_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         require_finite(beta=beta)
@@ -69,6 +74,8 @@ class DPOModule(FiniteSteps):
         self.lr_scheduler = lr_scheduler
         self.lora = lora
         self.gradient_checkpointing = gradient_checkpointing
+        self.trust_remote_code = trust_remote_code
+        self.loading = Loading(trust_remote_code, model_kwargs or {})
         self.policy: Policy | None = None
         self.reference: Reference | None = None
         self._reference = (reference,)  # a tuple hides it from nn.Module until it is configured
@@ -77,7 +84,10 @@ class DPOModule(FiniteSteps):
         """Load the model and its reference, once."""
         if self.policy is None:
             self.policy = Policy(
-                self.model, gradient_checkpointing=self.gradient_checkpointing, lora=self.lora
+                self.model,
+                gradient_checkpointing=self.gradient_checkpointing,
+                lora=self.lora,
+                loading=self.loading,
             )
             self.reference = self._reference[0] or FrozenReference()
             self.reference.configure(self.policy)
@@ -134,6 +144,7 @@ class PairDataModule(SFTDataModule):
         rejected_column: where the worse one is.
         batch_size: pairs per step.
         seed: of the order; None: ``seed_everything``'s.
+        chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
     """
 
     works_with = DPOModule
@@ -146,8 +157,9 @@ class PairDataModule(SFTDataModule):
         rejected_column: str = "rejected",
         batch_size: int = 32,
         seed: int | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(train, val, chosen_column, batch_size, seed)
+        super().__init__(train, val, chosen_column, batch_size, seed, chat_template_kwargs)
         self.rejected_column = rejected_column
 
     def rows(self, prompts: PromptDataset) -> list[Any]:

@@ -29,8 +29,9 @@ from lightning_rl.hooks import call_hook
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.metrics import TokenMetrics
 from lightning_rl.models.heads import ValueHead
-from lightning_rl.models.lora import LoRA
+from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.sharding import shard, whole
 from lightning_rl.recording import RecordingModule
@@ -59,7 +60,7 @@ class PolicyModule(RecordingModule):
         kl_reward: the same in the reward of each token.
         reference: what ``kl`` and ``kl_reward`` compare with; None: a frozen copy of the start.
         entropy: bonus; None for none.
-        lora: train adapters only; None: all weights.
+        lora: train adapters only; None: all weights. In Python also a ``peft.LoraConfig``.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
         value_lr: learning rate of the critic's own parameters; None: ten times the optimizer's, so
@@ -76,6 +77,8 @@ class PolicyModule(RecordingModule):
         compile: let ``torch.compile`` make the layers faster; the first iteration pays for it.
         random_init: start from random weights instead of those in ``model``.
         cast_lm_head_to_fp32: compute logits in float32 though the Trainer's precision has 16 bits.
+        trust_remote_code: run code that comes with the model.
+        model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
         seed: of the order in which groups are dealt to minibatches; None: ``seed_everything``'s.
 
     Raises:
@@ -112,6 +115,8 @@ class PolicyModule(RecordingModule):
         compile: bool = False,
         random_init: bool = False,
         cast_lm_head_to_fp32: bool = False,
+        trust_remote_code: bool = False,
+        model_kwargs: dict[str, Any] | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -150,7 +155,7 @@ class PolicyModule(RecordingModule):
         self.skips_idle = objective.advantage_moves_alone and kl_reward is None
         self.kl = kl
         self.kl_reward = kl_reward
-        self.lora = lora
+        self.lora = as_lora(lora)
         self.trust_engine_logprobs = trust_engine_logprobs
         self.mask_truncated = mask_truncated
         self.optimizer = optimizer
@@ -164,6 +169,8 @@ class PolicyModule(RecordingModule):
         self.compile_layers = compile
         self.random_init = random_init
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
+        self.trust_remote_code = trust_remote_code
+        self.loading = Loading(trust_remote_code, model_kwargs or {})
         self.seed = run_seed(seed)
         self.policy: Policy | None = None
         self.reference: Reference | None = None
@@ -184,6 +191,7 @@ class PolicyModule(RecordingModule):
             self.lora,
             self.compile_layers,
             self.cast_lm_head_to_fp32,
+            self.loading,
         )
         if self.kl is not None or self.kl_reward is not None:
             self.reference = self._reference[0] or FrozenReference()

@@ -187,7 +187,7 @@ class OfflineDataModule(LightningDataModule):
     def _read(self, module: PolicyModule) -> list[Group]:
         recorded = open_rollouts(self.path).groups()
         smallest = module.advantage.min_group_size
-        vocabulary = AutoConfig.from_pretrained(module.model).get_text_config().vocab_size
+        vocabulary = _vocabulary(module)
         groups = []
         for group in recorded:
             usable = [r for r in group if is_trainable(r) and not r.expert]
@@ -209,6 +209,11 @@ class OfflineDataModule(LightningDataModule):
                 f"OfflineDataModule works with a PolicyModule, not {type(module).__name__}"
             )
         return module
+
+
+def _vocabulary(module: PolicyModule) -> int:
+    config = AutoConfig.from_pretrained(module.model, **module.loading.of_model)
+    return int(config.get_text_config().vocab_size)
 
 
 def is_trainable(rollout: Rollout) -> bool:

@@ -107,10 +107,15 @@ class Rollout:
         """Make it FAILED for this reason. What it has so far stays, where its lists agree."""
         self.status, self.error = RolloutStatus.FAILED, error
         self.reward = self.finish_reason = None
-        columns = self.token_ids, self.loss_mask, self.logprobs, self.versions
+        columns: list[list[Any]] = [
+            self.token_ids,
+            self.loss_mask,
+            self.logprobs,
+            self.versions,
+        ]
         length = min(map(len, columns))
         for column in columns:
-            del column[length:]  # type: ignore[attr-defined]
+            del column[length:]
 
     def to_dict(self) -> dict[str, Any]:
         """Primitives only, so that it survives JSON and ``torch.load(weights_only=True)``."""

@@ -18,6 +18,7 @@ from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.gradients import FiniteSteps
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.models.policy import Policy, load_tokenizer
+from lightning_rl.models.pretrained import Loading, with_chat_variables
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from lightning_rl.seeding import derived_seed, run_seed
 
@@ -34,6 +35,8 @@ class SFTModule(FiniteSteps):
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
         gradient_checkpointing: recompute activations in backward.
         random_init: start from random weights instead of those in ``model``.
+        trust_remote_code: run code that comes with the model.
+        model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
     """
 
     def __init__(
@@ -44,6 +47,8 @@ class SFTModule(FiniteSteps):
         lr_scheduler: LRSchedulerCallable | None = None,
         gradient_checkpointing: bool = False,
         random_init: bool = False,
+        trust_remote_code: bool = False,
+        model_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         save_primitive_hparams(self)
@@ -53,6 +58,8 @@ class SFTModule(FiniteSteps):
         self.lr_scheduler = lr_scheduler
         self.gradient_checkpointing = gradient_checkpointing
         self.random_init = random_init
+        self.trust_remote_code = trust_remote_code
+        self.loading = Loading(trust_remote_code, model_kwargs or {})
         self.policy: Policy | None = None
 
     def configure_model(self) -> None:
@@ -62,6 +69,7 @@ class SFTModule(FiniteSteps):
                 self.model,
                 random_init=self.random_init,
                 gradient_checkpointing=self.gradient_checkpointing,
+                loading=self.loading,
             )
 
     def configure_optimizers(self) -> Any:
@@ -98,6 +106,7 @@ class SFTDataModule(LightningDataModule):
         completion_column: where the completion is (a string; the end token is added).
         batch_size: rows per step.
         seed: of the order; None: ``seed_everything``'s.
+        chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
     """
 
     works_with: ClassVar[type[LightningModule]] = SFTModule
@@ -109,6 +118,7 @@ class SFTDataModule(LightningDataModule):
         completion_column: str = "completion",
         batch_size: int = 32,
         seed: int | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -118,6 +128,7 @@ class SFTDataModule(LightningDataModule):
         self.completion_column = completion_column
         self.batch_size = batch_size
         self.seed = run_seed(seed)
+        self.chat_template_kwargs = chat_template_kwargs or {}
 
     def setup(self, stage: str) -> None:
         module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
@@ -126,7 +137,9 @@ class SFTDataModule(LightningDataModule):
                 f"{type(self).__name__} works with {self.works_with.__name__}, not "
                 f"{type(module).__name__}"
             )
-        self._tokenizer = load_tokenizer(str(module.model))
+        loading: Any = module.loading
+        tokenizer = load_tokenizer(str(module.model), loading)
+        self._tokenizer = with_chat_variables(tokenizer, self.chat_template_kwargs)
         for dataset in (self.train, self.val):
             if dataset is not None:
                 dataset.load(self._tokenizer)

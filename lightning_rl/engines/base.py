@@ -163,6 +163,8 @@ class Engine(ABC):
     replica_count: int = 1
     serves_all_ranks: bool = False
     """Where several processes train: whether one of it, on rank 0, works for all of them."""
+    trust_remote_code: bool = False
+    """Whether it may run code that comes with the model; set before ``start``."""
 
     @property
     def logprob_tolerance(self) -> float:

@@ -151,6 +151,8 @@ class RayEngine(ReplicatedEngine):
                 ),
             )(RayActor)
             settings = dataclasses.asdict(self._settings)
+            if self.trust_remote_code:
+                settings["options"]["trust_remote_code"] = True
             return actor_class.remote(settings, self.tensor_parallel_size, self.environment)
 
         title = f"replica {index} of RayEngine"

@@ -90,11 +90,15 @@ class TransformersEngine(Engine):
     def start(self, model_dir: Path) -> None:
         if self._lm is not None:
             return
-        config = AutoConfig.from_pretrained(model_dir)
+        trust = self.trust_remote_code
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust)
         with torch.random.fork_rng():  # building must not advance the run's random state
-            lm = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
+            lm = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, self.dtype), trust_remote_code=trust
+            )
         self._lm = lm.to(self.device).eval().requires_grad_(False)
-        self._ends = end_tokens(AutoTokenizer.from_pretrained(model_dir), config)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust)
+        self._ends = end_tokens(tokenizer, config)
 
     def close(self) -> None:
         self._lm = None

@@ -45,7 +45,7 @@ class EngineSettings:
             if value is not None and value <= 0:
                 raise ConfigError(f"engine {name}={value} must be > 0")
 
-    def arguments(self, model_dir: Path) -> dict[str, Any]:
+    def arguments(self, model_dir: Path, trust_remote_code: bool = False) -> dict[str, Any]:
         """Those of ``vllm.EngineArgs``, for the devices of this machine."""
         on_cpu = not torch.cuda.is_available()
         if on_cpu and self.dtype == "float16":
@@ -78,13 +78,21 @@ class EngineSettings:
                 # A tied head would keep a packed copy of the old embedding after each push.
                 "hf_overrides": {"tie_word_embeddings": False},
             }
-        return arguments | self.options
+        if trust_remote_code:
+            arguments["trust_remote_code"] = True
+        options, theirs = dict(self.options), self.options.get("hf_overrides")
+        if isinstance(theirs, dict):  # beside ours, not in their place
+            options["hf_overrides"] = arguments.get("hf_overrides", {}) | theirs
+        return arguments | options
 
 
-def weight_shapes(model_dir: Path) -> dict[str, torch.Size]:
+def weight_shapes(model_dir: Path, trust_remote_code: bool = False) -> dict[str, torch.Size]:
     """Shapes of the model's weights under their Hugging Face names."""
+    trust = {"trust_remote_code": trust_remote_code}
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+        lm = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(model_dir, **trust), **trust
+        )
     return {name: weight.shape for name, weight in lm.state_dict().items()}
 
 

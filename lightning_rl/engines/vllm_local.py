@@ -111,7 +111,7 @@ class VLLMLocal(Engine):
     def start(self, model_dir: Path) -> None:
         if self._llm is not None:
             return
-        arguments = self._settings.arguments(model_dir)
+        arguments = self._settings.arguments(model_dir, self.trust_remote_code)
         with contained():
             from vllm import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
@@ -128,7 +128,7 @@ class VLLMLocal(Engine):
             self._llm.apply_model(use_cpu_kernels)
         self._crash_file = divert_crash_dump()
         self._detach_process_group()
-        self._shapes = weight_shapes(model_dir)
+        self._shapes = weight_shapes(model_dir, bool(arguments.get("trust_remote_code")))
 
     def close(self) -> None:
         if self._llm is None:

@@ -108,7 +108,8 @@ class VLLMServer(ReplicatedEngine):
         if self.urls is not None:
             key = self._key()
             return [HTTPReplica(url.rstrip("/"), key, None, *self._timeouts) for url in self.urls]
-        command = server_command(self._settings.arguments(model_dir))
+        arguments = self._settings.arguments(model_dir, self.trust_remote_code)
+        command = server_command(arguments)
         return [self._own_replica(command, index) for index in range(self.replica_count)]
 
     def _own_replica(self, command: list[str], index: int) -> HTTPReplica:

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.models.lora_options import options_of, require_mergeable
 from lightning_rl.models.sharding import whole
 
 ADAPTER = "default"
@@ -21,19 +23,85 @@ class LoRA:
     Args:
         rank: of the update B A.
         alpha: the update is scaled by alpha / rank.
-        target_modules: names of the layers, or ``all-linear``.
+        target_modules: names of the layers, or ``all-linear``; a text is a regular expression of
+            their full names.
+        options: further arguments of ``peft.LoraConfig``: ``use_rslora``, ``use_dora``,
+            ``modules_to_save``, ``rank_pattern`` and others. What cannot be merged into the weights
+            that engines get is refused.
 
     Raises:
-        ConfigError: if ``rank`` is below 1, or ``alpha`` not finite.
+        ConfigError: if ``rank`` is below 1, ``alpha`` not finite, or for an option that is refused.
     """
 
     rank: int = 16
     alpha: float = 32.0
-    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    target_modules: list[str] | str = field(default_factory=lambda: ["all-linear"])
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_at_least(1, **{"lora.rank": self.rank})
         require_finite(**{"lora.alpha": self.alpha})
+        require_mergeable(self.options)
+
+    @classmethod
+    def from_peft(cls, config: Any) -> "LoRA":
+        """From a ``peft.LoraConfig``.
+
+        Raises:
+            ConfigError: if it is another method than LoRA, or has what is refused.
+        """
+        if getattr(config, "peft_type", None) != "LORA":
+            raise ConfigError(
+                f"lora={type(config).__name__}: only peft.LoraConfig can be trained here, since "
+                "engines get the merged weights; use LoRA, or a LoraConfig"
+            )
+        targets = config.target_modules
+        if targets is None:
+            raise ConfigError(
+                "lora=LoraConfig(target_modules=None) leaves the layers to peft; name them, or set "
+                "'all-linear'"
+            )
+        names = targets if isinstance(targets, str) and targets != "all-linear" else None
+        return cls(
+            config.r,
+            float(config.lora_alpha),
+            names or ([targets] if isinstance(targets, str) else sorted(targets)),
+            options_of(config),
+        )
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether weights of the model itself are trained beside the adapters."""
+        options = self.options
+        return bool(options.get("modules_to_save")) or options.get("bias", "none") != "none"
+
+    def require_frozen_base(self) -> None:
+        """Refuse a use of the model without its adapters as the model at the start.
+
+        Raises:
+            ConfigError: if some of its own weights are trained too.
+        """
+        if self.trains_base:
+            raise ConfigError(
+                "reference=BaseReference is the policy without its adapters, but lora.options "
+                f"train weights of its own ({self._own()}); use FrozenReference"
+            )
+
+    def require_adapters_alone(self) -> None:
+        """Refuse to push adapters by themselves where more than they, and their sum, has changed.
+
+        Raises:
+            ConfigError: naming the option.
+        """
+        if self.trains_base or self.options.get("use_dora"):
+            raise ConfigError(
+                f"adapters_only cannot push what lora.options add to the adapters ({self._own()}); "
+                "leave out adapters_only"
+            )
+
+    def _own(self) -> str:
+        names = ("modules_to_save", "bias", "use_dora")
+        return ", ".join(f"{n}={self.options[n]!r}" for n in names if n in self.options)
 
     def attach(self, lm: PreTrainedModel) -> None:
         """Add the adapters to ``lm``, in place; B starts at zero, so nothing changes yet.
@@ -47,12 +115,17 @@ class LoRA:
             raise ConfigError("lora needs peft: `pip install lightning_rl[lora]`") from error
         everything = self.target_modules == ["all-linear"]
         names = "all-linear" if everything else self.target_modules
-        config = LoraConfig(
-            r=self.rank, lora_alpha=self.alpha, target_modules=names, task_type="CAUSAL_LM"
-        )
+        options = {name: v for name, v in self.options.items() if name != "modules_to_save"}
         try:
+            config = LoraConfig(
+                r=self.rank,
+                lora_alpha=self.alpha,
+                target_modules=names,
+                task_type="CAUSAL_LM",
+                **options,
+            )
             lm.add_adapter(config, ADAPTER)
-        except ValueError as error:
+        except (ValueError, TypeError, NotImplementedError) as error:
             raise ConfigError(f"lora.target_modules={self.target_modules}: {error}") from error
         adapted = {id(module) for module in _adapted(lm).values()}
         tied = lm.config.get_text_config().tie_word_embeddings
@@ -63,6 +136,23 @@ class LoRA:
                 f"lora.target_modules={self.target_modules} adapts the output layer (or an "
                 "embedding tied to it), which packed scoring does not compute; leave it out"
             )
+        self._unfreeze(lm)
+
+    def _unfreeze(self, lm: PreTrainedModel) -> None:
+        """Train ``modules_to_save`` in place: peft would keep a second copy, which engines lack."""
+        for wanted in self.options.get("modules_to_save") or ():
+            found = [m for n, m in lm.named_modules() if f".{n}".endswith(f".{wanted}")]
+            if not found:
+                raise ConfigError(
+                    f"lora.options.modules_to_save has {wanted!r}, but the model has no such module"
+                )
+            for module in found:
+                module.requires_grad_(True)
+
+
+def as_lora(given: Any) -> LoRA | None:
+    """What was given as ``lora``: ours, or a ``peft.LoraConfig``."""
+    return given if given is None or isinstance(given, LoRA) else LoRA.from_peft(given)
 
 
 def adapter_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -96,8 +186,22 @@ def merged_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, weight in base_weights(lm):
         owner, _, leaf = name.rpartition(".")
         if owner in adapted and leaf == "weight":
-            weight = weight + adapted[owner].get_delta_weight(ADAPTER).to(weight.dtype)
+            weight = _merged(adapted[owner], weight)
         yield name, weight.detach()
+
+
+def _merged(layer: Any, weight: Tensor) -> Tensor:
+    """A layer's weight as its adapter makes it."""
+    variant = layer.lora_variant.get(ADAPTER)
+    if variant is None:
+        return weight + layer.get_delta_weight(ADAPTER).to(weight.dtype)
+    if isinstance(weight, DTensor):
+        raise ConfigError(
+            "lora.options.use_dora cannot be merged where weights are sharded; leave it out, or "
+            "use DDP"
+        )
+    merged: Tensor = variant.merge_safe(layer, ADAPTER, weight.clone())
+    return merged
 
 
 def _adapted(lm: PreTrainedModel) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -24,9 +23,16 @@ from lightning_rl.memory import each_pack
 from lightning_rl.models import compiling
 from lightning_rl.models.attention import ATTENTION, build_layout
 from lightning_rl.models.heads import ValueHead, token_logprobs
-from lightning_rl.models.lora import LoRA, adapter_weights, base_weights, merged_weights
+from lightning_rl.models.lora import (
+    LoRA,
+    adapter_weights,
+    as_lora,
+    base_weights,
+    merged_weights,
+)
 from lightning_rl.models.parity import require_exact_packing
 from lightning_rl.models.penalties import penalties_of
+from lightning_rl.models.pretrained import PLAIN, Loading, has_code_of_its_own, read_tokenizer
 from lightning_rl.models.sampling import end_tokens
 from lightning_rl.models.sharding import whole
 
@@ -53,6 +59,7 @@ class Policy(nn.Module):
         compile_layers: let ``torch.compile`` make the layers faster; needs a C++ compiler, on CUDA
             Triton.
         cast_lm_head_to_fp32: compute logits in float32 whatever ``Trainer(precision=...)`` is.
+        loading: how the model's files are read.
     """
 
     def __init__(
@@ -64,12 +71,15 @@ class Policy(nn.Module):
         lora: LoRA | None = None,
         compile_layers: bool = False,
         cast_lm_head_to_fp32: bool = False,
+        loading: Loading = PLAIN,
     ) -> None:
         super().__init__()
+        self.model = model
+        self.loading = loading
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
-        self.lm = _load_lm(model, random_init)
-        self.lora = lora
-        self.tokenizer = load_tokenizer(model)
+        self.lm = _load_lm(model, random_init, loading)
+        self.lora = lora = as_lora(lora)
+        self.tokenizer = load_tokenizer(model, loading)
         self.ends = end_tokens(self.tokenizer, self.lm.config)
         _disable_dropout(self.lm)
         # transformers recomputes activations in training mode only, and without dropout the mode
@@ -172,6 +182,7 @@ class Policy(nn.Module):
             raise ConfigError(
                 "adapters by themselves need a LoRA policy; set lora, or leave out adapters_only"
             )
+        self.lora.require_adapters_alone()
         return adapter_weights(self.lm)
 
     def named_base_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -199,15 +210,17 @@ class Policy(nn.Module):
         else:
             self.lm.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+        self.loading.copy_code(self.model, directory)
 
 
-def save_skeleton(model: str, directory: str | Path) -> None:
+def save_skeleton(model: str, directory: str | Path, loading: Loading = PLAIN) -> None:
     """Write a model's configuration and tokenizer, but no weights: an engine gets those pushed."""
-    load_tokenizer(model).save_pretrained(directory)
-    AutoConfig.from_pretrained(model).save_pretrained(directory)
+    load_tokenizer(model, loading).save_pretrained(directory)
+    AutoConfig.from_pretrained(model, **loading.of_model).save_pretrained(directory)
+    loading.copy_code(model, directory)
 
 
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or hub name.
 
     Raises:
@@ -215,7 +228,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """
     _require_local(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = read_tokenizer(model, loading)
     except (OSError, ValueError) as error:
         raise ConfigError(_not_found(model, "tokenizer", error)) from error
     if tokenizer.eos_token_id is None:
@@ -226,17 +239,24 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_lm(model: str, random_init: bool) -> PreTrainedModel:
+def _load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
     _require_local(model)
     try:
         if random_init:
-            config = AutoConfig.from_pretrained(model)
-            lm = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+            config = AutoConfig.from_pretrained(model, **loading.of_model)
+            lm = AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation=ATTENTION,
+                trust_remote_code=loading.trust_remote_code,
+            )
             lm = lm.float()
         else:
             # Master weights in float32; Trainer(precision=...) decides what computes.
             lm = AutoModelForCausalLM.from_pretrained(
-                model, dtype=torch.float32, attn_implementation=ATTENTION
+                model,
+                dtype=torch.float32,
+                attn_implementation=ATTENTION,
+                **loading.of_model,
             )
     except (OSError, ValueError) as error:
         raise ConfigError(_not_found(model, "causal LM", error)) from error
@@ -268,6 +288,11 @@ def _require_local(model: str) -> None:
 
 
 def _not_found(model: str, what: str, error: Exception) -> str:
+    if has_code_of_its_own(error):
+        return (
+            f"model={model!r} comes with code of its own, which would run with your rights; read "
+            "it, then set trust_remote_code: true"
+        )
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     hint = (
         "the directory exists: is config.json complete?"

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.pretrained import Loading
 
 
 class Reference(nn.Module, ABC):
@@ -40,8 +41,11 @@ class FrozenReference(Reference):
 
     def configure(self, policy: Policy) -> None:
         if self.model is not None:
-            fp32 = policy.cast_lm_head_to_fp32
-            self.policy = Policy(self.model, cast_lm_head_to_fp32=fp32)
+            self.policy = Policy(
+                self.model,
+                cast_lm_head_to_fp32=policy.cast_lm_head_to_fp32,
+                loading=Loading(policy.loading.trust_remote_code),
+            )
         else:
             value_head, policy.value_head = policy.value_head, None  # not part of a reference
             self.policy = copy.deepcopy(policy)
@@ -83,6 +87,7 @@ class BaseReference(Reference):
     def configure(self, policy: Policy) -> None:
         if policy.lora is None:
             raise ConfigError("reference=BaseReference needs a LoRA policy; set lora")
+        policy.lora.require_frozen_base()
 
     @contextmanager
     def lend(self, policy: Policy) -> Iterator[Policy]:

@@ -12,6 +12,7 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import DataError
 from lightning_rl.models.policy import load_tokenizer, save_skeleton
+from lightning_rl.module import PolicyModule
 from lightning_rl.replay.iterations import diverged_at
 from lightning_rl.replay.rebuild import Parts, rebuilt, retrain
 from lightning_rl.replay.run import RecordedRun, Source
@@ -94,8 +95,8 @@ class RolloutReplay:
         return f"{token} {self.decode(token)!r} (logprob {rollout.logprobs[place]:.4f})"
 
 
-def _decoder(model: str) -> Callable[[int], str]:
-    tokenizer = load_tokenizer(model)
+def _decoder(module: PolicyModule) -> Callable[[int], str]:
+    tokenizer = load_tokenizer(module.model, module.loading)
     return lambda token: str(tokenizer.decode([token]))
 
 
@@ -137,7 +138,7 @@ def replay_rollout(
             again = (_generate if generated else _score)(parts, recorded)
             differ = diverged_at(run.log.outcomes(), made) is not None
             yield RolloutReplay(
-                recorded, again, used, source, differ, generated, _decoder(parts.module.model)
+                recorded, again, used, source, differ, generated, _decoder(parts.module)
             )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def _generate(parts: Parts, recorded: Rollout) -> Rollout:
         recorded.seed,
         **sampled_by,
     )
-    data.agent.configure(load_tokenizer(parts.module.model))
+    data.agent.configure(data.load_tokenizer(parts.module))
     with _engine(parts, data):
         return run_async(data.agent.run(again, data.engine, replace(data.sampling, **sampled_by)))
 
@@ -167,7 +168,8 @@ def _engine(parts: Parts, data: RLDataModule) -> Iterator[None]:
     module = parts.module
     assert module.policy is not None
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as directory:
-        save_skeleton(module.model, directory)
+        save_skeleton(module.model, directory, module.loading)
+        data.engine.trust_remote_code = module.trust_remote_code
         try:
             data.engine.start(Path(directory))
             parts.transport.connect(data.engine)

@@ -154,3 +154,29 @@ def test_a_separate_body_shares_nothing_with_the_policy(tiny_model, random_batch
     after = policy(batch)
     assert torch.equal(after.values, before.values)
     assert not torch.allclose(after.logprobs, before.logprobs)
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+def test_logits_in_float32_under_bfloat16(tiny_model, random_batch, fp32):
+    """Of states in bfloat16 the head itself then rounds no more, forward and backward."""
+    policy = Policy(str(tiny_model), cast_lm_head_to_fp32=fp32)
+    batch, head = random_batch(1), policy.lm.get_output_embeddings().weight
+    states = []
+    policy.lm.model.norm.register_forward_hook(lambda module, args, output: states.append(output))
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = policy(batch)
+        grad = torch.autograd.grad(scores.logprobs.sum(), states[0])[0]
+    layout = build_layout(batch)
+    hidden = states[0][0].detach().double().requires_grad_()
+    logits = hidden[layout.predictors] @ head.detach().double().T / 0.7
+    targets = batch["tokens", "input_ids"][scores.live]
+    exact = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    exact_grad = torch.autograd.grad(exact.sum(), hidden)[0]
+    gap = float((scores.logprobs - exact).abs().max())
+    grad_gap = float((grad[0] - exact_grad).norm() / exact_grad.norm())
+    if fp32:
+        assert gap < 1e-5
+        assert grad_gap < 1e-5
+    else:  # bfloat16 has 8 bits
+        assert gap > 1e-3
+        assert grad_gap > 1e-4
