@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from tensordict import TensorDict
-from transformers import AutoConfig
 
 from lightning_rl import dist
 from lightning_rl.buffer.files import open_rollouts
@@ -17,6 +16,7 @@ from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.errors import ConfigError, DataError, require_at_least
 from lightning_rl.loader import RolloutLoader
 from lightning_rl.metrics import summarize
+from lightning_rl.models.policy import load_config
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Group, Rollout
 from lightning_rl.rundir import run_dir
@@ -212,8 +212,7 @@ class OfflineDataModule(LightningDataModule):
 
 
 def _vocabulary(module: PolicyModule) -> int:
-    config = AutoConfig.from_pretrained(module.model, **module.loading.of_model)
-    return int(config.get_text_config().vocab_size)
+    return int(load_config(module.model, module.loading).get_text_config().vocab_size)
 
 
 def is_trainable(rollout: Rollout) -> bool:

@@ -117,6 +117,12 @@ class Rollout:
         for column in columns:
             del column[length:]
 
+    def clear(self) -> None:
+        """Make it INIT again, as if nothing had been written."""
+        self.token_ids, self.loss_mask, self.logprobs, self.versions = [], [], [], []
+        self.completion, self.environment_reward = "", None
+        self.status, self.finish_reason = RolloutStatus.INIT, None
+
     def to_dict(self) -> dict[str, Any]:
         """Primitives only, so that it survives JSON and ``torch.load(weights_only=True)``."""
         record = asdict(self)

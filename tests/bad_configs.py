@@ -102,6 +102,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--ckpt_path nope.ckpt": ["ckpt_path: 'nope.ckpt' does not exist"],
         "--ckpt_path train.jsonl": ["train.jsonl is damaged", "or is no checkpoint"],
         "--model.model ./nope": ["model='./nope': there is no such directory"],
+        "--model.model ./own_code": ["comes with code of its own", "trust_remote_code: true"],
         "--model.model ./empty": ["model='./empty': cannot load a tokenizer"],
         "--model.model ./no_eos": ["model='./no_eos' has no eos_token", "set one"],
         "--data.train_prompts.path nope.jsonl": ["path='nope.jsonl' does not exist"],
@@ -128,6 +129,17 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--data.sampling.temperature -1": ["sampling.temperature=-1", "must be >= 0"],
         "--data.sampling.top_p 1.5": ["sampling.top_p=1.5 must be in (0, 1]"],
         "--data.sampling.top_k -1": ["sampling.top_k=-1 must be >= 0"],
+        "--data.sampling.min_p 2": ["sampling.min_p=2.0 must be in [0, 1]"],
+        "--data.sampling.repetition_penalty 0": ["repetition_penalty=0.0 must be > 0"],
+        "--data.sampling.presence_penalty 3": ["presence_penalty=3.0 must be in [-2, 2]"],
+        "--data.sampling.frequency_penalty -3": ["frequency_penalty=-3.0 must be in [-2, 2]"],
+        "--model.lora LoRA --model.lora.options '{lora_dropout: 0.1}'": [
+            "lora.options.lora_dropout=0.1",
+            "at random",
+        ],
+        "--model.lora LoRA --model.lora.options '{lora_bias: true}'": [
+            "lora.options.lora_bias=True cannot be merged"
+        ],
         "--data.engine.dtype float8": ["engine dtype='float8' must be float32"],
         "--data.engine.max_batch_size 0": ["max_batch_size=0 must be >= 1"],
         "--data.engine.device gpu": ["device='gpu'"],
@@ -168,6 +180,21 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--trainer.max_epochs -2": ["max_epochs"],
     },
     "settings that contradict each other": {
+        "--data.sampling.structured_outputs.regex '[0-9]+'": [
+            "sampling.structured_outputs={'regex': '[0-9]+'}",
+            "data.eval_sampling only",
+        ],
+        "--data.eval_sampling.structured_outputs '{regex: a, choice: [b]}'": [
+            "structured_outputs has ['choice', 'regex']; give exactly one"
+        ],
+        "--data.chat_template_kwargs '{enable_thinking: false}'": [
+            "chat_template_kwargs.enable_thinking: the tokenizer has no chat template"
+        ],
+        "--model.model_kwargs '{attn_implementation: sdpa}'": [
+            "model_kwargs.attn_implementation cannot be set",
+            "an attention of the library's own",
+        ],
+        "--model.model_kwargs '{dtype: bfloat16}'": ["model_kwargs.dtype", "trainer.precision"],
         "--model.advantage GAE": ["advantage=GAE needs a critic", "SharedValueHead"],
         "--model.advantage PassAtK --model.kl_reward K3Penalty": [
             "advantage=PassAtK reads the reward as it was graded",
@@ -218,6 +245,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
     },
     "configurations of strangers": {
         "--trusted_only": ["my_rewards.length", "--trust my_rewards"],
+        "--trust my_rewards --model.trust_remote_code true": [
+            "model.init_args.trust_remote_code: True runs code that comes with a model"
+        ],
         "--trust my_rewards --data.rewards+=os.system": [
             "os.system",
             "not among the trusted modules",
@@ -243,7 +273,13 @@ def furnish(place: Path, model: Path | None = None) -> None:
     (place / "empty").mkdir()
     if model is not None:
         (place / "model").symlink_to(model, target_is_directory=True)
+    own = json.loads((place / "model" / "config.json").read_text())
+    own |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (place / "own_code").mkdir()
+    (place / "own_code" / "config.json").write_text(json.dumps(own))
+    (place / "own_code" / "own.py").write_text("raise RuntimeError('this must not run')\n")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(place / "model")
+    tokenizer.save_pretrained(place / "own_code")
     tokenizer.eos_token = None
     tokenizer.save_pretrained(place / "no_eos")
 

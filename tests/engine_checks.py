@@ -50,9 +50,18 @@ def true_logprobs(
         logits = plain(input_ids=torch.tensor([prompt + token_ids])).logits[0].double()
     result = []
     for step, token in enumerate(token_ids):
-        z = logits[len(prompt) - 1 + step] / sampling.temperature
+        z = logits[len(prompt) - 1 + step].clone()
+        written = torch.tensor(token_ids[:step], dtype=torch.long).bincount(minlength=len(z))
+        seen = written > 0
+        seen[prompt] = True
+        penalty = sampling.repetition_penalty
+        z[seen] = torch.where(z[seen] > 0, z[seen] / penalty, z[seen] * penalty)
+        z -= sampling.frequency_penalty * written + sampling.presence_penalty * (written > 0)
+        z /= sampling.temperature
         if step < sampling.min_tokens:
             z[1] = -torch.inf
+        probs = z.softmax(-1)
+        z[probs < sampling.min_p * probs.max()] = -torch.inf
         if sampling.top_k:
             z[z < z.sort(descending=True).values[sampling.top_k - 1]] = -torch.inf
         ordered, order = z.softmax(-1).sort(descending=True)

@@ -53,11 +53,14 @@ def _comes_from(engine: Engine, error: BaseException) -> bool:
     return any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _causes(error: BaseException) -> Iterator[BaseException]:
     """An error, those of its group, and what each was raised from."""
-    while error is not None:
+    seen, left = set[int](), [error]
+    while left:
+        error = left.pop(0)
+        if id(error) in seen:  # one that was raised again may come from itself
+            continue
+        seen.add(id(error))
         yield error
-        if isinstance(error, BaseExceptionGroup):
-            for inner in error.exceptions:
-                yield from _causes(inner)
-        error = error.__cause__ or error.__context__
+        inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        left += [e for e in (*inner, error.__cause__, error.__context__) if e is not None]

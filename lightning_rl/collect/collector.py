@@ -142,9 +142,12 @@ class SyncCollector(Collector):
 
 
 def _retried(rollout: Rollout) -> Rollout:
-    if rollout.status is RolloutStatus.FAILED:
-        generated = rollout.finish_reason is not None
-        rollout.status = RolloutStatus.COMPLETED if generated else RolloutStatus.INIT
-        rollout.error = None
-        rollout.reward_parts = {}
+    if rollout.status is not RolloutStatus.FAILED:
+        return rollout
+    if rollout.finish_reason is None:  # what its agent left behind may be why it failed
+        rollout.clear()
+    else:
+        rollout.status = RolloutStatus.COMPLETED
+    rollout.error = None
+    rollout.reward_parts = {}
     return rollout

@@ -83,9 +83,7 @@ class RolloutPipeline:
         async with asyncio.TaskGroup() as tasks:
             for rollout in unfinished:
                 tasks.create_task(fill(rollout))
-        ended = [r for r in rollouts if r.finish_reason is not None]  # also of a checkpoint
-        # What a failed one wrote until then may show why.
-        self._decode([*ended, *(r for r in rollouts if r.status is RolloutStatus.FAILED)])
+        self._decode([r for r in rollouts if r.finish_reason is not None])  # also of a checkpoint
 
     def grade(self, groups: Sequence[Group]) -> None:
         """Grade what is not graded yet, and wait for it."""

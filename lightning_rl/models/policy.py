@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -216,8 +217,22 @@ class Policy(nn.Module):
 def save_skeleton(model: str, directory: str | Path, loading: Loading = PLAIN) -> None:
     """Write a model's configuration and tokenizer, but no weights: an engine gets those pushed."""
     load_tokenizer(model, loading).save_pretrained(directory)
-    AutoConfig.from_pretrained(model, **loading.of_model).save_pretrained(directory)
+    load_config(model, loading).save_pretrained(directory)
     loading.copy_code(model, directory)
+
+
+def load_config(model: str, loading: Loading = PLAIN) -> PretrainedConfig:
+    """The configuration of a model directory or hub name.
+
+    Raises:
+        ConfigError: if there is none, or it needs code that is not trusted.
+    """
+    _require_local(model)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(model, **loading.of_model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_not_found(model, "configuration", error)) from error
+    return config
 
 
 def load_tokenizer(model: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBase:
@@ -243,7 +258,7 @@ def _load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel
     _require_local(model)
     try:
         if random_init:
-            config = AutoConfig.from_pretrained(model, **loading.of_model)
+            config = load_config(model, loading)
             lm = AutoModelForCausalLM.from_config(
                 config,
                 attn_implementation=ATTENTION,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_rl.collect.loop import run_async
-from lightning_rl.engines import Sampling, VLLMServer
+from lightning_rl.engines import Sampling, StructuredOutputs, VLLMServer
 from lightning_rl.errors import (
     DamagedWeightsError,
     EngineError,
@@ -97,11 +97,23 @@ def engine_core(replica) -> int:
 # -------------------------------------------------------------------- tokens
 
 
+def test_a_form_that_completions_are_held_to(weights, engine):
+    engine.load_weights(weights.items(), 3)
+    form = StructuredOutputs(regex="[357]{3}")  # tokens 6, 8 and 10
+    for completion in generate(engine, PROMPTS, Sampling(max_tokens=8, structured_outputs=form)):
+        *digits, end = completion.token_ids
+        assert len(digits) == 3
+        assert set(digits) <= {6, 8, 10}
+        assert end == 1
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
         Sampling(max_tokens=16, temperature=0.7),
         Sampling(max_tokens=16, temperature=1.3, top_k=3, min_tokens=3),
+        Sampling(max_tokens=16, min_p=0.1, repetition_penalty=1.3, frequency_penalty=0.4),
+        Sampling(max_tokens=16, temperature=0.8, presence_penalty=-0.6),
     ],
 )
 def test_tokens_logprobs_and_seeds(tiny_model, weights, engine, sampling):

@@ -6,6 +6,7 @@ import pytest
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.agent_faults import run_agent
+from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.engines.simulated import SimulatedEngine
 from lightning_rl.errors import ConfigError, EngineError
@@ -40,6 +41,16 @@ async def in_a_group(rollout, engine, sampling):
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(one())
+
+
+async def hides_it_and_raises_it_again(rollout, engine, sampling):
+    try:
+        raise ValueError("no move")
+    except ValueError as first:
+        try:
+            raise KeyError("board") from first
+        except KeyError as second:
+            raise first from second
 
 
 async def misconfigured(rollout, engine, sampling):
@@ -79,12 +90,27 @@ async def cancels_itself(rollout, engine, sampling):
 
 
 @pytest.mark.parametrize(
-    ("how", "name"), [(exits, "SystemExit: 3"), (cancels_itself, "CancelledError")]
+    ("how", "name"),
+    [
+        (exits, "SystemExit: 3"),
+        (cancels_itself, "CancelledError"),
+        (hides_it_and_raises_it_again, "ValueError: no move"),
+    ],
 )
 def test_what_would_end_the_loop_or_go_unnoticed_fails_the_rollout(how, name, make_rollout):
     rollout = outcome(how, make_rollout)
     assert rollout.status is RolloutStatus.FAILED
     assert rollout.error == f"agent Raises: {name} (prompt 'p')"
+
+
+def test_one_of_a_checkpoint_is_tried_again_from_the_beginning(make_rollout):
+    failed = make_rollout([3], [4, 5], group_id="g", completion="45", reward=None)
+    failed.fail("agent Breaks: ValueError: no (prompt 'p')")
+    collector = SyncCollector()
+    collector.load_state_dict({"groups": [[failed.to_dict()]]})
+    [[again]] = collector.state_dict()["groups"]
+    assert (again["status"], again["error"], again["completion"]) == ("init", None, "")
+    assert again["token_ids"] == again["logprobs"] == again["versions"] == []
 
 
 def test_cancelling_from_outside_is_no_fault(make_rollout):
