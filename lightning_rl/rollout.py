@@ -57,7 +57,8 @@ class Rollout:
     weight version that wrote each token (-1 where the mask is False). ``expert`` marks a given
     completion to imitate, which no engine wrote. ``environment_reward`` is what an environment
     paid, for rewards to use. ``extra`` and ``logged`` are what reward functions logged: a value
-    per column for this rollout, and numbers for all of its group. ``structured``: it was held to a form that scoring does not know.
+    per column for this rollout, and numbers for all of its group. ``structured``: it was held to a
+    form that scoring does not know.
     """
 
     prompt: Prompt
