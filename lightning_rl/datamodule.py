@@ -364,11 +364,11 @@ class RLDataModule(LightningDataModule):
             trainer_version,
             self.engine.version,
             run_async(self.collector.status()),
-            self._trainer_state(),
+            self._run_state(),
             tuple(self.engine.replica_states()),
         )
 
-    def _trainer_state(self) -> RunState:
+    def _run_state(self) -> RunState:
         if self.trainer is None or self.trainer.state.status != TrainerStatus.RUNNING:
             return RunState.STOPPED
         waits = self._module().clock.stage in ("generate", "reward", "sync")
