@@ -25,7 +25,7 @@ from lightning_rl.errors import (
 from lightning_rl.hooks import RLCallback
 from lightning_rl.interrupts import Interrupts, seconds_of
 from lightning_rl.recording import RecordingModule
-from lightning_rl.rundir import run_dir
+from lightning_rl.rundir import continue_in, output_path, own_runs
 
 
 class IterationCheckpoint(ModelCheckpoint, RLCallback):
@@ -97,7 +97,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         strategy = trainer.strategy
         if type(strategy.checkpoint_io) is TorchCheckpointIO:  # else the user's own
             strategy.checkpoint_io = VerifiedCheckpointIO()
-        self._directory = self._given or run_dir(trainer) / "checkpoints"
+        self._directory = output_path(trainer, self._given, "checkpoints")
         if stage != "fit":
             return
         if not isinstance(pl_module, RecordingModule):
@@ -252,12 +252,18 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         """What Lightning asks for on ``ckpt_path="last"``."""
         if self._given is None:
             _continue_newest_run(trainer)
-        found = newest_good(self._given or run_dir(trainer) / "checkpoints")
+        found = newest_good(output_path(trainer, self._given, "checkpoints"))
         return set() if found is None else {str(found)}
 
 
 def _continue_newest_run(trainer: Trainer) -> None:
-    """Let loggers that begin a new folder for every run go on in that of the newest checkpoint."""
+    """Where every run begins a new folder, go on in that of the newest checkpoint."""
+    own = own_runs(trainer)
+    if own is not None:
+        newest = _newest_run(own)
+        if newest is not None:
+            continue_in(trainer, newest)
+        return
     loggers = [
         logger
         for logger in trainer.loggers
@@ -265,19 +271,24 @@ def _continue_newest_run(trainer: Trainer) -> None:
     ]
     if not loggers or loggers[0] is not trainer.logger:
         return  # the run directory is fixed
-    runs = Path(loggers[0].save_dir or ".") / (loggers[0].name or "")
-    newest = [
-        (found[0].stat().st_mtime_ns, directory.parent)
-        for directory in runs.glob("version_*/checkpoints")
-        if (found := checkpoints_in(directory)) and directory.parent.name[8:].isdigit()
-    ]
-    if not newest:
+    newest = _newest_run(Path(loggers[0].save_dir or ".") / (loggers[0].name or ""))
+    if newest is None:
         return
-    version = int(max(newest)[1].name.removeprefix("version_"))
+    version = int(newest.name.removeprefix("version_"))
     for logger in loggers:
         logger._version = version
         if isinstance(logger, CSVLogger) and trainer.is_global_zero:
             _set_aside(Path(logger.log_dir) / "metrics.csv")
+
+
+def _newest_run(runs: Path) -> Path | None:
+    """The one among ``runs/version_<n>`` whose checkpoint was written last."""
+    found = [
+        (checkpoints[0].stat().st_mtime_ns, directory.parent)
+        for directory in runs.glob("version_*/checkpoints")
+        if (checkpoints := checkpoints_in(directory)) and directory.parent.name[8:].isdigit()
+    ]
+    return max(found)[1] if found else None
 
 
 def _set_aside(path: Path) -> None:

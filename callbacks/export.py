@@ -6,14 +6,14 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.hooks import RLCallback
 from lightning_rl.models.policy import Policy
-from lightning_rl.rundir import run_dir
+from lightning_rl.rundir import output_path
 
 
 class HFExport(RLCallback):
     """Writes the trained model for ``AutoModelForCausalLM.from_pretrained`` and vLLM's server.
 
     Args:
-        directory: where to; None: ``hf`` in the run directory.
+        directory: where to, except of a fast dev run; None: ``hf`` in the run directory.
     """
 
     def __init__(self, directory: str | None = None) -> None:
@@ -26,4 +26,4 @@ class HFExport(RLCallback):
 
     def target(self, trainer: Trainer) -> Path:
         """The directory that is written."""
-        return Path(self.directory) if self.directory else run_dir(trainer) / "hf"
+        return output_path(trainer, self.directory, "hf")

@@ -1,5 +1,6 @@
 """RolloutWriter: collected rollouts in a file, without training, and where to go on with them."""
 
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -10,6 +11,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
+from lightning_rl.rundir import output_path
 
 
 class RolloutWriter(RLCallback):
@@ -18,14 +20,26 @@ class RolloutWriter(RLCallback):
     The ending tells the format: ``.jsonl``, ``.parquet`` (a folder) or ``.sqlite``. If the file
     already holds iterations, the run goes on after them, with the next prompts.
 
+    A fast dev run writes to its scratch directory instead.
+
     Raises:
         ConfigError: for another ending, or if the file was written by another model or seed.
         DataError: if the file holds something else.
     """
 
     def __init__(self, path: str) -> None:
+        self.path = path
         self.file = open_rollouts(path)
         self.written = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.choose_file(trainer)
+
+    def choose_file(self, trainer: Trainer) -> None:
+        """Where this trainer's rollouts go."""
+        path = output_path(trainer, self.path, Path(self.path).name)
+        if path != self.file.path:
+            self.file = open_rollouts(str(path))
 
     def done(self) -> int:
         """How many whole iterations the file holds; what a killed run left behind is removed."""

@@ -11,9 +11,10 @@ from lightning_rl.collect.loop import run_async
 from lightning_rl.collect.ranks import feeds
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.dist import any_rank, every_rank, largest
-from lightning_rl.engines.base import Engine
+from lightning_rl.engines.base import Engine, logprob_tolerance
 from lightning_rl.errors import ConfigError, StaleWeightsError
 from lightning_rl.hooks import RLCallback, call_hook
+from lightning_rl.lightning_flags import compute_dtype
 from lightning_rl.models.policy import Policy
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
@@ -33,8 +34,8 @@ class WeightSync(RLCallback):
     Args:
         transport: how weights travel; None: in memory.
         schedule: when.
-        max_gap: largest tolerated difference of logprobs in nats; None: the engine's own tolerance
-            (1e-3 in float32, 0.25 in 16-bit formats).
+        max_gap: largest tolerated difference of logprobs in nats; None: 1e-3 where engine and
+            trainer compute in float32, 0.25 where one of them has a 16-bit format.
         probe_prompts: prompts in the probe, at least one for each replica; 0 switches it off.
 
     Raises:
@@ -66,6 +67,7 @@ class WeightSync(RLCallback):
         datamodule = _datamodule(trainer)
         if stage == "fit":
             check_sync(schedules(trainer), datamodule.collector)
+        self.transport.use_scratch(bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
         self.transport.connect(datamodule.engine)
         prompts = datamodule.train_prompts.first(self.probe_prompts)
         # Requests go to the replica with the fewest, so this many reach every one.
@@ -133,7 +135,8 @@ class WeightSync(RLCallback):
 
     def _verify(self, trainer: Trainer, module: PolicyModule) -> None:
         datamodule = _datamodule(trainer)
-        bound = self.max_gap or datamodule.engine.logprob_tolerance
+        engine_dtype, trainer_dtype = datamodule.engine.dtype, compute_dtype(trainer)
+        bound = self.max_gap or logprob_tolerance(engine_dtype, trainer_dtype)
         assert module.policy is not None
         with trainer.precision_plugin.forward_context():
             gap = probe_gap(
@@ -148,10 +151,11 @@ class WeightSync(RLCallback):
             if gap.value > bound:
                 raise StaleWeightsError(
                     f"after the sync of version {module.iteration}, engine and trainer disagree by "
-                    f"{gap.value:.3g} nats on token {gap.token!r} (trainer {gap.trainer:.4f}, "
-                    f"engine {gap.engine:.4f}; max_gap={bound:g}): the engine holds other weights, "
-                    "or a stale cache. Set max_gap higher only if both compute in different "
-                    "precision"
+                    f"{gap.value:.3g} nats on token {gap.token!r} (trainer {gap.trainer:.4f} in "
+                    f"{trainer_dtype}, engine {gap.engine:.4f} in {engine_dtype}; "
+                    f"max_gap={bound:g}): the engine holds other weights, or a stale cache. Set "
+                    "max_gap higher only if both compute in different precision; engine.dtype: "
+                    "null follows the trainer"
                 )
 
 

@@ -30,9 +30,10 @@ from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.collect.loop import run_async
 from lightning_rl.collect.pipeline import RolloutPipeline, in_groups
 from lightning_rl.collect.ranks import collect_share, complete_together, feeds, of_all_ranks
-from lightning_rl.collect.source import GroupSource, new_rollouts
+from lightning_rl.collect.source import GroupSource, Prompts, new_rollouts
 from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.repeated import RepeatedPrompts
 from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, Sampling
 from lightning_rl.engines.status import RunState
@@ -40,14 +41,15 @@ from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.evaluation import evaluation_metrics, own_metrics
 from lightning_rl.experts import Experts
 from lightning_rl.hooks import call_hook
-from lightning_rl.loader import LazyLoader, RolloutLoader
+from lightning_rl.lightning_flags import compute_dtype
+from lightning_rl.loader import LazyLoader, RolloutLoader, limited_epoch
 from lightning_rl.models.policy import load_tokenizer, save_skeleton
 from lightning_rl.models.pretrained import with_chat_variables
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rollout import Rollout
-from lightning_rl.rundir import run_dir
+from lightning_rl.rundir import output_path, run_dir
 from lightning_rl.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
 
@@ -168,6 +170,9 @@ class RLDataModule(LightningDataModule):
         """Load prompts and start the engine, after Lightning has made its process group."""
         assert self.trainer is not None
         run_dir(self.trainer)
+        if self.buffer is not None:
+            given = self.buffer.path
+            self.buffer.use_file(output_path(self.trainer, given, Path(given).name))
         self.load_prompts(stage)
         module = self._module()
         with dist.every_rank():
@@ -182,8 +187,11 @@ class RLDataModule(LightningDataModule):
         # Where one engine serves all ranks, rank 0 issues all groups.
         alone = self.engine.serves_all_ranks
         rank, ranks = (0, 1) if alone else (dist.rank(), dist.world_size())
+        prompts: Prompts = self.train_prompts
+        if stage == "fit" and self.trainer.overfit_batches:  # type: ignore[attr-defined]
+            prompts = RepeatedPrompts(prompts, self._epoch() * self.groups_per_iteration)
         source = GroupSource(
-            self.train_prompts,
+            prompts,
             self.groups_per_iteration // ranks,
             self.group_size,
             self.sampling,
@@ -222,6 +230,8 @@ class RLDataModule(LightningDataModule):
                 self.buffer.check(module.objective, module.trust_engine_logprobs)
         if self.experts is not None:
             check_experts(module.advantage, module.objective)
+        assert self.trainer is not None
+        self.engine.follow_dtype(compute_dtype(self.trainer))
         self._tokenizer = tokenizer = self.load_tokenizer(module)
         self.agent.configure(tokenizer)
         self.train_prompts.load(tokenizer, self.agent.chat_options)
@@ -263,14 +273,18 @@ class RLDataModule(LightningDataModule):
     def train_dataloader(self) -> RolloutLoader:
         module = self._module()
         self._loader = RolloutLoader(
-            self.collect, self._ready_batches(), self.iterations_per_epoch, lambda: module.iteration
+            self.collect,
+            self._ready_batches(),
+            self.iterations_per_epoch,
+            lambda: module.iteration,
+            self._epoch(),
         )
         if self._loader_state is not None:
             self._loader.load_state_dict(self._loader_state)
             self._loader_state = None
         epochs = None if self.trainer is None else self.trainer.max_epochs
         if epochs is not None and epochs > 0:
-            last = self._loader.first + epochs * self.iterations_per_epoch
+            last = self._loader.first + epochs * self._epoch()
             self._ready_batches().source.iterations = last
         return self._loader
 
@@ -412,6 +426,11 @@ class RLDataModule(LightningDataModule):
         """
         prompts = self.train_prompts.first(groups)
         return self._pipeline.run(prompts, group_size, self.sampling, self.seed)
+
+    def _epoch(self) -> int:
+        """Iterations in an epoch, within the Trainer's limits."""
+        length = self.iterations_per_epoch
+        return length if self.trainer is None else limited_epoch(self.trainer, length)
 
     def _ready_batches(self) -> RolloutBatches:
         assert self._batches is not None, "setup() comes first"

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
 from torch import Tensor
@@ -16,6 +17,7 @@ from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.gradients import FiniteSteps
 from lightning_rl.hparams import save_primitive_hparams
+from lightning_rl.lightning_flags import refuse_precision
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy, Scores
 from lightning_rl.models.pretrained import Loading
@@ -79,6 +81,11 @@ class DPOModule(FiniteSteps):
         self.policy: Policy | None = None
         self.reference: Reference | None = None
         self._reference = (reference,)  # a tuple hides it from nn.Module until it is configured
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse a precision that this cannot compute in; the first hook that is called."""
+        refuse_precision(self.trainer, "16-mixed")
+        return []
 
     def configure_model(self) -> None:
         """Load the model and its reference, once."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Protocol
 
+from lightning.pytorch import Trainer
 from tensordict import TensorDict
 
 from lightning_rl import dist
@@ -30,7 +31,8 @@ class RolloutLoader:
     Args:
         collect: called with the iteration's number; returns its graded rollouts.
         source: what ``collect`` draws on; its state is part of the loader's.
-        length: iterations per epoch.
+        length: iterations per epoch, as Lightning is told.
+        epoch: how many of them the Trainer's own limits leave; None: all.
         trained: tells how many iterations have been trained on.
     """
 
@@ -40,10 +42,12 @@ class RolloutLoader:
         source: Source,
         length: int,
         trained: Callable[[], int],
+        epoch: int | None = None,
     ) -> None:
         self._collect = collect
         self._source = source
         self._length = length
+        self._epoch = length if epoch is None else epoch
         self._trained = trained
         self.first = trained()  # a second fit goes on counting, and so with other seeds
         self._collected = self.first
@@ -58,8 +62,8 @@ class RolloutLoader:
     def __iter__(self) -> Iterator[TensorDict]:
         # Lightning takes as many batches as the length says, and leaves the iterator at its last
         # yield. So an epoch's end is tidied up here, at the start of the next.
-        self._place %= self._length
-        while self._place < self._length:
+        self._place %= self._epoch
+        while self._place < self._epoch:
             with dist.every_rank():
                 self._current = self._restored or self._collect_next()
                 self._restored = []
@@ -110,6 +114,12 @@ class RolloutLoader:
             "place": self._place - 1 if pending and not self._restored else self._place,
             "pending": [r.to_dict() for r in pending],
         }
+
+
+def limited_epoch(trainer: Trainer, length: int) -> int:
+    """How many of an epoch's iterations ``limit_train_batches`` and ``overfit_batches`` leave."""
+    limit = trainer.limit_train_batches
+    return min(limit, length) if isinstance(limit, int) else int(length * limit)
 
 
 class LazyLoader:

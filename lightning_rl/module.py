@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.gradients import accumulate
 from lightning_rl.hooks import call_hook
 from lightning_rl.hparams import save_primitive_hparams
+from lightning_rl.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.metrics import TokenMetrics
 from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA, as_lora
@@ -178,6 +180,17 @@ class PolicyModule(RecordingModule):
         self._value_head, self._reference = (value_head,), (reference,)
 
     # ---------------------------------------------------------------- set-up
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse what this training cannot do of Lightning's; the first hook that it calls."""
+        from lightning_rl.callbacks.early_stopping import StopEarly  # it imports this module
+
+        refuse_flags(self.trainer)
+        warn_of_flags(self.trainer)
+        if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            # It is meant in batches, which are limited too, but counts optimizer steps.
+            self.trainer.fit_loop.epoch_loop.max_steps = -1
+        return StopEarly.where_needed(self.trainer)
 
     def configure_model(self) -> None:
         """Load the model (once); Lightning calls this under the strategy's own context."""

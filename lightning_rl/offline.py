@@ -14,7 +14,7 @@ from lightning_rl.buffer.replay import warn_if_uncorrected
 from lightning_rl.checks import check_groups
 from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.errors import ConfigError, DataError, require_at_least
-from lightning_rl.loader import RolloutLoader
+from lightning_rl.loader import RolloutLoader, limited_epoch
 from lightning_rl.metrics import summarize
 from lightning_rl.models.policy import load_config
 from lightning_rl.module import PolicyModule
@@ -146,17 +146,27 @@ class OfflineDataModule(LightningDataModule):
                     f"groups_per_iteration={self.groups_per_iteration} exceeds the {len(groups)} "
                     f"groups of {self.path} that can be trained on; lower it, or record more"
                 )
-            self._groups = RecordedGroups(groups, self.shuffle, self.seed)
+            self._length = self.iterations_per_epoch or len(groups) // self.groups_per_iteration
+            repeats = bool(self.trainer.overfit_batches)  # type: ignore[attr-defined]
+            if repeats:
+                groups = groups[: self._epoch() * self.groups_per_iteration]
+            self._groups = RecordedGroups(groups, self.shuffle and not repeats, self.seed)
 
     def train_dataloader(self) -> RolloutLoader:
         module, groups = self._module(), self._groups
         assert groups is not None, "setup() comes first"
-        length = self.iterations_per_epoch or len(groups) // self.groups_per_iteration
-        self._loader = RolloutLoader(self.collect, groups, length, lambda: module.iteration)
+        self._loader = RolloutLoader(
+            self.collect, groups, self._length, lambda: module.iteration, self._epoch()
+        )
         if self._loader_state is not None:
             self._loader.load_state_dict(self._loader_state)
             self._loader_state = None
         return self._loader
+
+    def _epoch(self) -> int:
+        """Batches in an epoch, within the Trainer's limits."""
+        assert self.trainer is not None
+        return limited_epoch(self.trainer, self._length)
 
     def val_dataloader(self) -> Any:
         return []  # for the module's validation_step, which only RLDataModule feeds

@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
 from torch import Tensor
@@ -17,6 +17,7 @@ from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.gradients import FiniteSteps
 from lightning_rl.hparams import save_primitive_hparams
+from lightning_rl.lightning_flags import refuse_precision
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.models.pretrained import Loading, with_chat_variables
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
@@ -61,6 +62,11 @@ class SFTModule(FiniteSteps):
         self.trust_remote_code = trust_remote_code
         self.loading = Loading(trust_remote_code, model_kwargs or {})
         self.policy: Policy | None = None
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse a precision that this cannot compute in; the first hook that is called."""
+        refuse_precision(self.trainer, "16-mixed")
+        return []
 
     def configure_model(self) -> None:
         """Load the model, once."""

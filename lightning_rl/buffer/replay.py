@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class ReplayBuffer:
         seed: int | None = None,
     ) -> None:
         require_at_least(1, capacity=capacity, max_staleness=max_staleness)
+        self.path = path
         self.store = RolloutStore(path)
         self.capacity = capacity
         self.max_staleness = max_staleness
@@ -75,6 +77,13 @@ class ReplayBuffer:
                 f"model.loss=SFTMix, not {type(objective.loss).__name__}"
             )
         warn_if_uncorrected("replayed", objective, trust_engine_logprobs)
+
+    def use_file(self, path: Path) -> None:
+        """Begin with another file; does nothing if it is this one."""
+        if path != self.store.path:
+            self.store.close()
+            self.store = RolloutStore(path)
+            self.entries, self._run, self._exchanges = [], None, 0
 
     def exchange(self, fresh: Sequence[Group], version: int) -> list[Group]:
         """Store the groups just collected; return those to train on, the fresh ones first.

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -29,9 +29,11 @@ from lightning_rl.cli.trust import require_trusted, split_options
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.dpo import DPOModule
 from lightning_rl.errors import CheckpointError, ConfigError
+from lightning_rl.lightning_flags import refuse_flags, refuse_precision
 from lightning_rl.module import PolicyModule
 from lightning_rl.offline import OfflineDataModule
 from lightning_rl.recording import RecordingModule
+from lightning_rl.rundir import run_dir
 from lightning_rl.seeding import LARGEST_SEED, drawn_seed
 from lightning_rl.sft import SFTModule
 
@@ -101,6 +103,7 @@ class RLTrainer(Trainer):
         if iterations < 1:
             raise ConfigError(f"iterations={iterations} must be >= 1")
         writer = RolloutWriter(output)
+        writer.choose_file(self)
         done = writer.done()
         if done >= iterations:
             print(f"{output} already holds {done} iterations; raise --iterations to add to them")
@@ -114,7 +117,20 @@ class RLTrainer(Trainer):
             weights_only=weights_only,
             return_predictions=False,
         )
-        print(f"{writer.written} rollouts written to {output}, which holds {iterations} iterations")
+        holds = f"{writer.done()} iterations"
+        print(f"{writer.written} rollouts written to {writer.file.path}, which holds {holds}")
+
+
+class SaveConfig(SaveConfigCallback):
+    """Keeps ``config.yaml`` in the run directory, also where no logger has one."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        run_dir(trainer)  # on all ranks
+        super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        path = run_dir(trainer) / self.config_filename
+        self.parser.save(self.config, path, skip_unset=False, overwrite=True)
 
 
 class RLArgumentParser(LightningArgumentParser):
@@ -161,7 +177,8 @@ class RLCLI(LightningCLI):
             parser_class=RLArgumentParser,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            save_config_kwargs={"overwrite": True},
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"save_to_log_dir": False},
             seed_everything_default=0,
             auto_configure_optimizers=False,
             args=args,
@@ -201,7 +218,9 @@ class RLCLI(LightningCLI):
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             config["plugins"] = [*plugins, VerifiedCheckpointIO()]
         given = _as_list(config["callbacks"])
-        off = config["enable_checkpointing"] is False or config["fast_dev_run"]
+        # With these Lightning refuses a Trainer that has one.
+        off = config["enable_checkpointing"] is False or config["barebones"]
+        off = off or config["fast_dev_run"]
         own = any(isinstance(callback, Checkpoint) for callback in given)
         if isinstance(self.model, RecordingModule) and not own and not off:
             callbacks = [*callbacks, IterationCheckpoint()]
@@ -251,6 +270,10 @@ class RLCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Find what else cannot work, before a model is loaded and an engine started."""
+        if isinstance(self.model, PolicyModule):
+            refuse_flags(self.trainer)
+        elif isinstance(self.model, SFTModule | DPOModule):
+            refuse_precision(self.trainer, "16-mixed")
         if isinstance(self.model, PolicyModule | SFTModule | DPOModule):
             try:
                 check_optimizer(self.model.optimizer)

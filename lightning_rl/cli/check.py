@@ -14,7 +14,9 @@ from lightning_rl.cli.app import RLCLI
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Engine, TransformersEngine
+from lightning_rl.errors import ConfigError
 from lightning_rl.evaluation import evaluation_metrics
+from lightning_rl.lightning_flags import warn_of_flags
 from lightning_rl.memory import forward_tokens
 from lightning_rl.module import PolicyModule
 from lightning_rl.plan import (
@@ -25,9 +27,11 @@ from lightning_rl.plan import (
     training_memory,
 )
 from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.sync.schedule import FixedSchedule
 
 HELP = """\
-usage: lightning-rl check --config FILE [--config FILE ...] [--key value ...] [--no_rollout]
+usage: lightning-rl check --config FILE [--config FILE ...] [--key value ...]
+                          [--no_rollout | --run]
        lightning-rl fit --config FILE ... --dry_run
 
 Does everything that `fit` would do before its first update: resolves the configuration, loads
@@ -35,18 +39,29 @@ tokenizer, prompts and model, starts the engine, makes one tiny group of rollout
 Prints the algebra of the batches and an estimate of the memory. Writes nothing.
 
   --no_rollout   start no engine, generate and grade nothing
+  --run          then train for one small iteration, with all callbacks, in a scratch directory
 """
+
+
+OPTIONS = ("--no_rollout", "--dry_run", "--run")
+"""Of the command itself; all others are those of ``fit``."""
+
+TRIED_GROUPS, TRIED_PROMPTS = 2, 4
+"""How many groups, and held-out prompts, an iteration that is tried has if it can."""
 
 
 class _Built(RLCLI):
     """Builds what ``fit`` would run; what the parts then write goes into ``scratch``."""
 
-    def __init__(self, arguments: list[str], scratch: str) -> None:
+    def __init__(self, arguments: list[str], scratch: str, fast_dev_run: bool = False) -> None:
         self._scratch = scratch
+        self._fast_dev_run = fast_dev_run
         super().__init__(["fit", *arguments])
 
     def before_instantiate_classes(self) -> None:
         self.config.fit.trainer.default_root_dir = self._scratch
+        if self._fast_dev_run:
+            self.config.fit.trainer.fast_dev_run = True
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Nothing: what is wanted is what was built."""
@@ -58,15 +73,22 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(HELP)
         return 0
-    rest = [argument for argument in arguments if argument not in ("--no_rollout", "--dry_run")]
+    rest = [argument for argument in arguments if argument not in OPTIONS]
+    runs = "--run" in arguments
+    if runs and "--no_rollout" in arguments:
+        raise ConfigError("--run trains on rollouts, --no_rollout makes none; leave one out")
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
-        _check(_Built(rest, scratch), with_rollout="--no_rollout" not in arguments)
+        _check(_Built(rest, scratch), with_rollout=not runs and "--no_rollout" not in arguments)
+        if runs:
+            print(_run(_Built(rest, scratch, fast_dev_run=True)))
+    print("good: `lightning-rl fit` with the same options would start")
     return 0
 
 
 def _check(cli: RLCLI, with_rollout: bool) -> None:
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     names = (type(module).__name__, type(data).__name__)
+    warn_of_flags(trainer)
     print(f"configuration: good ({', '.join(names)} on {trainer.strategy.root_device})")
     if not isinstance(module, PolicyModule) or not isinstance(data, RLDataModule):
         print("there is nothing more to check: rollouts come from a PolicyModule and RLDataModule")
@@ -85,7 +107,6 @@ def _check(cli: RLCLI, with_rollout: bool) -> None:
             print("\n".join(_try(cli, data, module)))
     finally:
         data.teardown("fit")
-    print("good: `lightning-rl fit` with the same options would start")
 
 
 def _prompts(prompts: Sequence[Prompt], data: RLDataModule) -> str:
@@ -184,6 +205,23 @@ def _try(cli: RLCLI, data: RLDataModule, module: PolicyModule) -> list[str]:
     gap = trainer.callback_metrics.get("sync/probe_gap")
     checked = "" if gap is None else f"; engine and trainer agree to {float(gap):.2g} nats"
     return [f"rollouts{checked}:", *(f"  {_told(rollout)}" for rollout in rollouts)]
+
+
+def _run(cli: RLCLI) -> str:
+    """Train for one iteration of a few groups as ``fit`` would, and say what came of it."""
+    module, data, trainer = cli.model, cli.datamodule, cli.trainer
+    if isinstance(module, PolicyModule) and isinstance(data, RLDataModule):
+        fewest = trainer.world_size * max(module.minibatches, TRIED_GROUPS)
+        data.groups_per_iteration = min(data.groups_per_iteration, fewest)
+        data.eval_limit = min(data.eval_limit or TRIED_PROMPTS, TRIED_PROMPTS)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightSync):
+                callback.schedule = FixedSchedule()  # after the one iteration too
+    trainer.fit(module, datamodule=data)
+    shown = ("reward/mean", "policy/loss", "policy/grad_norm", "sync/version", "sft/loss")
+    known = trainer.callback_metrics
+    figures = (f"{name} {float(known[name]):.4g}" for name in shown if name in known)
+    return f"one iteration was trained: {', '.join(figures)}"
 
 
 def _told(rollout: Rollout) -> str:

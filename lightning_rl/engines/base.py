@@ -131,6 +131,25 @@ def require_same_weights(
             )
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def require_dtype(dtype: str) -> None:
+    """Refuse what no engine computes in.
+
+    Raises:
+        ConfigError: naming those that some do.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"engine dtype={dtype!r} must be float32, bfloat16 or float16")
+
+
+def logprob_tolerance(*dtypes: str) -> float:
+    """How far, in nats, logprobs of the same weights may be apart that are computed in these."""
+    # Measured: 1e-6 in float32; at most 2e-2 in bfloat16 on short sequences.
+    return 1e-3 if all(dtype == "float32" for dtype in dtypes) else 0.25
+
+
 def fail(
     future: asyncio.Future[Completion], message: str, cause: BaseException | None = None
 ) -> None:
@@ -155,13 +174,16 @@ def request_seed(run_seed: int, prompt_id: str, sample_index: int, iteration: in
 class Engine(ABC):
     """Generates completions with a copy of the policy's weights.
 
-    ``version`` is the version of the weights it holds, -1 before the first push; ``replica_count``,
-    how many processes share its requests; ``kv_cache_gb``, its key/value cache in GiB, None where
-    the engine itself decides.
+    ``version`` is the version of the weights it holds, -1 before the first push; ``dtype``, what
+    it computes in, ``float32`` if neither its constructor nor ``follow_dtype`` says otherwise;
+    ``replica_count``, how many processes share its requests; ``kv_cache_gb``, its key/value cache
+    in GiB, None where the engine itself decides.
     """
 
     version: int = -1
     dtype: str
+    chosen_dtype: str | None = None
+    """What the constructor was given; None: as the trainer computes."""
     kv_cache_gb: float | None = None
     replica_count: int = 1
     serves_all_ranks: bool = False
@@ -169,11 +191,15 @@ class Engine(ABC):
     trust_remote_code: bool = False
     """Whether it may run code that comes with the model; set before ``start``."""
 
-    @property
-    def logprob_tolerance(self) -> float:
-        """How far, in nats, its logprobs may be from the trainer's on the same weights."""
-        # Measured: 1e-6 in float32; at most 2e-2 in bfloat16 on short sequences.
-        return 1e-3 if self.dtype == "float32" else 0.25
+    def choose_dtype(self, dtype: str | None) -> None:
+        """Keep what a constructor was given; raises a ConfigError for what no engine has."""
+        self.chosen_dtype, self.dtype = dtype, dtype or "float32"
+        require_dtype(self.dtype)
+
+    def follow_dtype(self, dtype: str) -> None:
+        """Compute as the trainer does, unless a dtype was chosen, or the engine runs already."""
+        if self.chosen_dtype is None and not self.running:
+            self.dtype = dtype
 
     @abstractmethod
     def start(self, model_dir: Path) -> None:

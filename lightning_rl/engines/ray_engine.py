@@ -40,7 +40,7 @@ class RayEngine(ReplicatedEngine):
         bundle: resources that an actor reserves; None: ``tensor_parallel_size`` GPUs, or CPUs where
             the cluster has no GPU.
         placement: Ray's strategy: ``SPREAD`` or ``PACK``, and ``STRICT_`` of both.
-        dtype: of the engine's weights.
+        dtype: of the engine's weights; None: as the trainer computes.
         max_model_len: longest prompt plus completion in tokens; None: what the model allows.
         kv_cache_gb: key/value cache in GiB per worker; None: vLLM's own choice from
             ``gpu_memory_utilization`` (on CPU 0.25).
@@ -67,7 +67,7 @@ class RayEngine(ReplicatedEngine):
         tensor_parallel_size: int = 1,
         bundle: dict[str, float] | None = None,
         placement: str = "SPREAD",
-        dtype: str = "float32",
+        dtype: str | None = None,
         max_model_len: int | None = None,
         kv_cache_gb: float | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -95,8 +95,9 @@ class RayEngine(ReplicatedEngine):
         super().__init__(
             recovery_timeout_s, health_every_s, start_timeout_s, request_timeout_s, call_timeout_s
         )
+        self.choose_dtype(dtype)
         self._settings = EngineSettings(
-            dtype=dtype,
+            dtype=self.dtype,
             max_model_len=max_model_len,
             kv_cache_gb=kv_cache_gb,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -109,7 +110,6 @@ class RayEngine(ReplicatedEngine):
         self.tensor_parallel_size = tensor_parallel_size
         self.bundle = bundle
         self.placement = placement
-        self.dtype = dtype
         self.max_model_len = max_model_len
         self.environment = environment or {}
         self.ray_options = ray_options or {}
@@ -150,7 +150,7 @@ class RayEngine(ReplicatedEngine):
                     self._group, placement_group_bundle_index=index
                 ),
             )(RayActor)
-            settings = dataclasses.asdict(self._settings)
+            settings = dataclasses.asdict(self._settings) | {"dtype": self.dtype}
             if self.trust_remote_code:
                 settings["options"]["trust_remote_code"] = True
             return actor_class.remote(settings, self.tensor_parallel_size, self.environment)

@@ -34,7 +34,7 @@ class TransformersEngine(Engine):
     """Samples with a Hugging Face model, batch by batch; slower than vLLM on most loads.
 
     Args:
-        dtype: of the engine's own copy of the weights.
+        dtype: of the engine's own copy of the weights; None: as the trainer computes.
         max_batch_size: requests sampled together.
         device: None: a GPU if there is one.
         min_batch_size: requests that a batch waits for, where they trickle in one by one (turns of
@@ -44,21 +44,19 @@ class TransformersEngine(Engine):
 
     def __init__(
         self,
-        dtype: str = "float32",
+        dtype: str | None = None,
         max_batch_size: int = 256,
         device: str | None = None,
         min_batch_size: int = 1,
         max_wait_s: float = 0.05,
     ) -> None:
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise ConfigError(f"engine dtype={dtype!r} must be float32, bfloat16 or float16")
+        self.choose_dtype(dtype)
         require_at_least(1, max_batch_size=max_batch_size, min_batch_size=min_batch_size)
         require_at_least(0, max_wait_s=max_wait_s)
         if min_batch_size > max_batch_size:
             raise ConfigError(
                 f"min_batch_size={min_batch_size} must be <= max_batch_size={max_batch_size}"
             )
-        self.dtype = dtype
         self.max_batch_size = max_batch_size
         self.min_batch_size = min_batch_size
         self.max_wait_s = max_wait_s

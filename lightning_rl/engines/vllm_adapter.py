@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_rl.engines.base import require_dtype
 from lightning_rl.engines.server_process import validation_failure
 from lightning_rl.errors import ConfigError, IncompleteWeightsError, WeightSyncError
 
@@ -38,8 +39,7 @@ class EngineSettings:
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ConfigError(f"engine dtype={self.dtype!r} must be float32, bfloat16 or float16")
+        require_dtype(self.dtype)
         for name in ("max_model_len", "kv_cache_gb", "gpu_memory_utilization", "max_num_seqs"):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ class VLLMLocal(Engine):
     """vLLM inside this process, on its device; one per training process.
 
     Args:
-        dtype: of the engine's weights. ``float32`` makes its logprobs equal the trainer's to 1e-5;
-            ``bfloat16`` is the usual choice on GPUs.
+        dtype: of the engine's weights; None: as the trainer computes, so ``bfloat16`` with
+            ``precision: bf16-mixed``. In ``float32`` its logprobs equal the trainer's to 1e-5.
         max_model_len: longest prompt plus completion in tokens; None: what the model allows.
         kv_cache_gb: key/value cache in GiB; None: vLLM's own choice from
             ``gpu_memory_utilization`` (on CPU that would be nearly all memory, so 0.25 there).
@@ -63,7 +63,7 @@ class VLLMLocal(Engine):
 
     def __init__(
         self,
-        dtype: str = "float32",
+        dtype: str | None = None,
         max_model_len: int | None = None,
         kv_cache_gb: float | None = None,
         gpu_memory_utilization: float = 0.4,
@@ -76,8 +76,9 @@ class VLLMLocal(Engine):
                 "VLLMLocal needs vLLM, which is not installed; `pip install lightning_rl[cpu]` (or "
                 "[cuda]), or use engine: TransformersEngine"
             )
+        self.choose_dtype(dtype)
         self._settings = EngineSettings(
-            dtype=dtype,
+            dtype=self.dtype,
             max_model_len=max_model_len,
             kv_cache_gb=kv_cache_gb,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -85,7 +86,6 @@ class VLLMLocal(Engine):
             enable_prefix_caching=enable_prefix_caching,
             options=options or {},
         )
-        self.dtype = dtype
         self.max_model_len = max_model_len
         self.kv_cache_gb = kv_cache_gb
         self._llm: Any = None
@@ -111,7 +111,8 @@ class VLLMLocal(Engine):
     def start(self, model_dir: Path) -> None:
         if self._llm is not None:
             return
-        arguments = self._settings.arguments(model_dir, self.trust_remote_code)
+        settings = replace(self._settings, dtype=self.dtype)
+        arguments = settings.arguments(model_dir, self.trust_remote_code)
         with contained():
             from vllm import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine

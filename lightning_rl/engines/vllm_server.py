@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ class VLLMServer(ReplicatedEngine):
         replicas: how many to start.
         api_key_env: environment variable with the key of the servers at ``urls``; None: no key.
         devices: ``CUDA_VISIBLE_DEVICES`` for each server that we start; None: as it is.
-        dtype: of the engine's weights; of servers at ``urls``, what they were started with.
+        dtype: of the engine's weights; of servers at ``urls``, what they were started with; None:
+            as the trainer computes.
         max_model_len: longest prompt plus completion in tokens; None: what the model allows.
         kv_cache_gb: key/value cache in GiB per server; None: vLLM's own choice from
             ``gpu_memory_utilization`` (on CPU 0.25).
@@ -61,7 +63,7 @@ class VLLMServer(ReplicatedEngine):
         replicas: int = 1,
         api_key_env: str | None = None,
         devices: list[str] | None = None,
-        dtype: str = "float32",
+        dtype: str | None = None,
         max_model_len: int | None = None,
         kv_cache_gb: float | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -84,8 +86,9 @@ class VLLMServer(ReplicatedEngine):
         super().__init__(
             recovery_timeout_s, health_every_s, start_timeout_s, request_timeout_s, call_timeout_s
         )
+        self.choose_dtype(dtype)
         self._settings = EngineSettings(
-            dtype=dtype,
+            dtype=self.dtype,
             max_model_len=max_model_len,
             kv_cache_gb=kv_cache_gb,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -93,7 +96,6 @@ class VLLMServer(ReplicatedEngine):
             enable_prefix_caching=enable_prefix_caching,
             options=options or {},
         )
-        self.dtype = dtype
         self.max_model_len = max_model_len
         self.urls = urls
         self.replica_count = len(urls) if urls is not None else replicas
@@ -108,8 +110,8 @@ class VLLMServer(ReplicatedEngine):
         if self.urls is not None:
             key = self._key()
             return [HTTPReplica(url.rstrip("/"), key, None, *self._timeouts) for url in self.urls]
-        arguments = self._settings.arguments(model_dir, self.trust_remote_code)
-        command = server_command(arguments)
+        settings = replace(self._settings, dtype=self.dtype)
+        command = server_command(settings.arguments(model_dir, self.trust_remote_code))
         return [self._own_replica(command, index) for index in range(self.replica_count)]
 
     def _own_replica(self, command: list[str], index: int) -> HTTPReplica:

@@ -30,6 +30,9 @@ class WeightTransport(ABC):
                 f"{type(self).__name__} cannot reach {type(engine).__name__}; {self.instead}"
             )
 
+    def use_scratch(self, scratch: bool) -> None:
+        """Told before each run whether it is a fast dev run, which leaves nothing on disk."""
+
     def weights_of(self, policy: Policy) -> Iterable[tuple[str, Tensor]]:
         """What to push of a policy: all weights, a LoRA merged into them."""
         return policy.named_weights()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -53,13 +54,20 @@ class CheckpointTransport(RemoteTransport):
         require_at_least(1, keep=keep)
         if changed_only and keep < 2:
             raise ConfigError(f"changed_only=true compares with the file before; {keep=} must be 2")
-        self.directory = Path(directory).absolute()
+        self.directory = self._given = Path(directory).absolute()
         self.keep = keep
         self._files: dict[str, Bucket] = {}  # of the last push; adapters before their base
 
     @property
     def _keeps(self) -> bool:
         return True
+
+    def use_scratch(self, scratch: bool) -> None:
+        self.directory = self._given
+        if scratch:  # inside, where engines on other machines can see it too
+            inside = self.directory if self.directory.is_dir() else None
+            self._scratch = tempfile.TemporaryDirectory(prefix="fast_dev_run_", dir=inside)
+            self.directory = Path(self._scratch.name)
 
     def _stage(
         self,

@@ -131,3 +131,56 @@ def test_activations_grow_with_the_tokens(tiny_model):
     assert kept(8) == pytest.approx(kept(1), rel=0.05)
     # Two layers, each with at least its inputs in float32: 64 numbers to four projections.
     assert kept(1) > 2 * 4 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--trainer.precision", "64-true"], "precision='64-true': 32-true and bf16-mixed work"),
+        (["--trainer.gradient_clip_val", "1.0"], "gradient_clip_val=1.0: set model.max_grad_norm"),
+        (["--trainer.callbacks+=SpikeDetection"], "SpikeDetection: an iteration has no single"),
+    ],
+)
+def test_lightnings_flags_are_refused_as_by_fit(option, message, workplace, capsys):
+    for command in (["check", "--no_rollout"], ["fit"]):
+        assert main([*command, "--config", "good.yaml", *option]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_run_tries_an_iteration_and_writes_nothing(workplace, capsys):
+    callbacks = [
+        *CONFIG["trainer"]["callbacks"],
+        "RunReport",
+        "PreviewTable",
+        "IterationCheckpoint",
+    ]
+    export = {"class_path": "HFExport", "init_args": {"directory": "model"}}
+    schedule = {"schedule": {"class_path": "FixedSchedule", "init_args": {"every_n_iterations": 5}}}
+    callbacks[0] = {"class_path": "WeightSync", "init_args": schedule}
+    flags = {"callbacks": [*callbacks, export], "enable_checkpointing": True}
+    (workplace / "full.yaml").write_text(
+        yaml.safe_dump(CONFIG | {"trainer": CONFIG["trainer"] | flags})
+    )
+    before = files(workplace)
+    assert main(["check", "--config", "full.yaml", "--run"]) == 0
+    assert files(workplace) == before
+    said = capsys.readouterr().out
+    assert "one iteration was trained: reward/mean " in said
+    assert "sync/version 1" in said
+    assert said.endswith("good: `lightning-rl fit` with the same options would start\n")
+
+
+def test_run_finds_what_only_an_update_shows(workplace, capsys):
+    Path("breaks.py").write_text(
+        "from lightning_rl import ConfigError, RLCallback\n\n"
+        "class Breaks(RLCallback):\n"
+        "    def on_update_start(self, trainer, pl_module, batch):\n"
+        "        raise ConfigError('broken update')\n"
+    )
+    command = ["check", "--config", "good.yaml", "--trainer.callbacks+=breaks.Breaks"]
+    assert main(command) == 0
+    assert main([*command, "--run"]) == 2
+    said = capsys.readouterr()
+    assert "broken update" in said.err
+    assert said.out.count("good: `lightning-rl fit`") == 1
+    assert main([*command, "--run", "--no_rollout"]) == 2

@@ -198,7 +198,7 @@ def test_our_command_is_understood(block, words, stand_in, capsys):
     if arguments == ["doctor"]:
         return
     if arguments[0] == "check" or "--dry_run" in arguments:
-        own_options = ("--dry_run", "--no_rollout")
+        own_options = ("--dry_run", "--no_rollout", "--run")
         arguments = ["fit", *(a for a in arguments[1:] if a not in own_options)]
     own = {
         "convert": parse_convert,
@@ -253,6 +253,17 @@ def test_an_error_is_as_shown(block, stand_in, capsys):
     assert status == 2
     printed = capsys.readouterr().err
     assert printed[printed.index("lightning-rl: ") :] == shown
+
+
+def test_the_configuration_of_the_cli_page_runs(stand_in):
+    page = ROOT / "docs" / "cli.md"
+    place = stand_in(page)
+    block = next(block for block in blocks_in("yaml") if block.page == page)
+    (place / "verbatim.yaml").write_text(block.text)
+    # Its precision is bf16-mixed, which the engine (vLLM) follows; one iteration is enough.
+    assert main(["fit", "--config", "verbatim.yaml", "--trainer.limit_train_batches", "1"]) == 0
+    assert "bfloat16" not in block.text
+    assert (place / "lightning_logs/version_0/checkpoints/iteration_1.ckpt").exists()
 
 
 def slug(heading: str) -> str:
