@@ -339,7 +339,7 @@ class RLDataModule(LightningDataModule):
         module, trainer, batches = self._module(), self.trainer, self._ready_batches()
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
-        self.rewards.state = self._trainer_state(iteration)
+        self.rewards.state = self._reward_state(iteration)
         collection = collect_share(batches, iteration)
         rollouts = collection.rollouts
         groups = of_all_ranks(in_groups(collection.generated, self.group_size))
@@ -361,7 +361,7 @@ class RLDataModule(LightningDataModule):
         batches.settle()
         return rollouts
 
-    def _trainer_state(self, iteration: int) -> TrainerState:
+    def _reward_state(self, iteration: int) -> TrainerState:
         total = self._ready_batches().source.iterations or -1
         length = self.iterations_per_epoch
         return TrainerState(

@@ -251,8 +251,7 @@ def _trainer(given: Given, result: Conversion, devices: int) -> None:
     if given["fp16"]:
         result.leave(given, "fp16", "float16 needs a loss scaler; bf16-mixed is written")
     if bf16 or given["fp16"]:
-        whole = str(given["dtype"]) in ("bfloat16", "torch.bfloat16")
-        result.put("trainer.precision", "bf16-true" if whole else "bf16-mixed")
+        result.put("trainer.precision", "bf16-mixed")
     loggers = given["report_to"]
     loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
     classes = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow": "MLFlowLogger"}

@@ -19,7 +19,12 @@ MODEL = (
     Row("model_name_or_path", None, "model.model", "in a script, the trainer's `model`"),
     Row("model_init_kwargs", None, "", "see the remarks on the model's keys"),
     Row("trust_remote_code", False, "", "models with code of their own are not loaded"),
-    Row("dtype", "float32", "trainer.precision", "weights are loaded in float32; use `bf16-true`"),
+    Row(
+        "dtype",
+        "float32",
+        "trainer.precision",
+        "the weights stay in float32, also with `bf16-mixed`",
+    ),
     Row("model_revision", "main", "", "name a directory that holds the revision"),
     Row("attn_implementation", None, "", "chosen by device, and checked against the model's own"),
     Row("router_aux_loss_coef", None, "", _NO_MOE),
