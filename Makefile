@@ -23,9 +23,11 @@ test test-slow: export HF_HUB_OFFLINE ?= 1
 quickstart: setup  ## train the small model of recipes/sort_digits and show its accuracy rise
 	@$(PY) -m recipes.sort_digits.quickstart
 
-test: setup  ## unit tests, then integration tests with a real vLLM engine
+test: setup  ## unit tests, then integration tests with a real vLLM engine, then MLflow's
 	$(PY) -m pytest tests/unit -n 2
 	$(PY) -m pytest tests/integration -n 2 --dist loadfile -m "not slow"  # a file shares its servers
+	@install/mlflow.sh
+	build/mlflow/bin/python -m pytest tests/integration/test_loggers.py -k mlflow  # left out above
 
 test-slow: setup  ## those tests in which servers and Ray nodes die and start anew
 	$(PY) -m pytest tests/integration -m slow

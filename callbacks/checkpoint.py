@@ -4,7 +4,9 @@ import math
 import os
 from pathlib import Path
 from typing import Any
+from weakref import proxy
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -35,6 +37,8 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     generated or graded, else after the update that is under way; with several processes always
     after the update, when all agree. What was collected so far is saved too, and
     ``RunInterrupted`` raised. A second Ctrl-C stops without saving.
+
+    Loggers are told of each, so that ``WandbLogger(log_model="all")`` uploads it.
 
     Files are ``checkpoints/iteration_<n>.ckpt`` in the run directory, and the links ``last.ckpt``
     and ``best.ckpt``. ``ckpt_path="last"`` takes the newest good one, and goes on in its run
@@ -87,6 +91,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self._monitor = None if monitor is None else Monitor(monitor, type(self).__name__)
         self._given = None if dirpath is None else Path(str(self.dirpath))
         self._interrupts = Interrupts(math.inf if max_time is None else seconds_of(max_time))
+        self._announced: set[str] = set()  # of ``saved``, those that loggers know of
         self._training = False
         self._fresh = True  # nothing happened since the last save
         self._updating: int | None = None  # the iteration whose update began last
@@ -228,6 +233,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self.last_model_path = str(self._directory / there[-1]) if there else ""
         self.best_model_path = str(self._directory / best[0]) if best else ""
         if trainer.is_global_zero:
+            self._announce(trainer, there)
             for name in there:
                 if name not in kept:
                     (self._directory / name).unlink()
@@ -235,6 +241,20 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
                 for name in names:
                     _link(self._directory / link, name)
         self.saved = [name for name in self.saved if name in kept or name not in there]
+
+    def _announce(self, trainer: Trainer, there: list[str]) -> None:
+        """Tell loggers, as ``ModelCheckpoint`` does: those with ``log_model`` upload it."""
+        new, self._announced = set(there) - self._announced, set(there)
+        if not new:
+            return
+        scores = {name: torch.tensor(value) for value, name in self.best}
+        self.current_score = scores.get(there[-1])
+        self.best_k_models = {
+            str(self._directory / name): score for name, score in scores.items() if name in there
+        }
+        self.best_model_score = self.best_k_models.get(self.best_model_path)
+        for logger in trainer.loggers:
+            logger.after_save_checkpoint(proxy(self))
 
     # ---------------------------------------------------------------- going on
 
@@ -247,6 +267,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             self.saved = [name for name in state_dict["saved"] if name in there]
             self.best = [(value, name) for value, name in state_dict["best"] if name in there]
             self.last_model_path = str(self._directory / self.saved[-1]) if self.saved else ""
+            self._announced = set(self.saved)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """What Lightning asks for on ``ckpt_path="last"``."""

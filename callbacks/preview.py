@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.callbacks.tables import Row, log_table
 from lightning_rl.errors import ConfigError
 from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
@@ -15,8 +16,8 @@ from lightning_rl.rundir import RunLines
 class PreviewTable(RLCallback):
     """Appends some rollouts of each iteration to ``rollouts.jsonl`` in the run directory.
 
-    They are spread evenly over the rewards, from worst to best. TensorBoard gets the same as a
-    table, one per iteration.
+    They are spread evenly over the rewards, from worst to best. TensorBoard, W&B and MLflow get the
+    same as a table, one per iteration.
 
     Args:
         num_rollouts: how many per iteration.
@@ -46,9 +47,7 @@ class PreviewTable(RLCallback):
         named = ({"iteration": pl_module.iteration, "id": r.id} | r.to_dict() for r in chosen)
         self._lines.append(trainer, named)
         for logger in trainer.loggers:
-            experiment = getattr(logger, "experiment", None)
-            if experiment is not None and hasattr(experiment, "add_text"):
-                experiment.add_text("rollouts", markdown_table(chosen), pl_module.iteration)
+            log_table(logger, "rollouts", *preview_table(chosen), pl_module.iteration)
 
     def state_dict(self) -> dict[str, Any]:
         return self._lines.state_dict()
@@ -66,18 +65,18 @@ def spread(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
     return [ranked[i * (len(ranked) - 1) // (count - 1)] for i in range(count)]
 
 
-def markdown_table(rollouts: Sequence[Rollout]) -> str:
-    """One row per rollout: prompt, completion, reward, parts, what rewards logged, its end."""
+def preview_table(rollouts: Sequence[Rollout]) -> tuple[list[str], list[Row]]:
+    """Columns, and a row per rollout: prompt, completion, reward, parts, what rewards logged, end."""
     extra = list(dict.fromkeys(column for r in rollouts for column in r.extra))
-    head = ["prompt", "completion", "reward", "parts", *extra, "end"]
-    lines = ["| " + " | ".join(map(_cell, head)) + " |", "|---" * len(head) + "|"]
+    rows: list[Row] = []
     for r in rollouts:
         parts = ", ".join(f"{name} {score}" for name, score in r.reward_parts.items())
         end = r.error or f"{r.status.value}, {r.finish_reason}, {len(r.token_ids)} tokens"
         logged = [r.extra.get(column) for column in extra]
-        cells = (as_text(r.prompt.prompt), as_text(r.completion), r.reward, parts, *logged, end)
-        lines.append("| " + " | ".join(_cell(c) for c in cells) + " |")
-    return "\n".join(lines)
+        rows.append(
+            (as_text(r.prompt.prompt), as_text(r.completion), r.reward, parts, *logged, end)
+        )
+    return ["prompt", "completion", "reward", "parts", *extra, "end"], rows
 
 
 def as_text(content: str | Sequence[dict[str, object]]) -> str:
@@ -85,7 +84,3 @@ def as_text(content: str | Sequence[dict[str, object]]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in content)
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", "<br>")

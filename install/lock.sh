@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolves setup.cfg anew and rewrites the two constraints files (make lock). They hold for every
+# Resolves setup.cfg anew and rewrites the constraints files (make lock). They hold for every
 # supported Python; the CUDA set is resolved here, but runs only where there is a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,6 +12,9 @@ lock() { # backend, options...
         --no-header --extra "$backend" --extra dev --extra docs --extra recipes --upgrade \
         --override "install/$backend-overrides.txt" --output-file "install/$backend-constraints.txt" "$@"
 }
+# An environment in front of .venv (mlflow.sh), so the other constraints do not hold for it.
+.venv/bin/uv pip compile - --quiet --universal --python-version 3.11 --no-annotate --no-header \
+    --upgrade --output-file install/mlflow.txt <<<'mlflow-skinny>=3'
 # Packed attention is checked against this transformers; the CPU engine limits it by itself.
 lock cpu ${torch_source[@]+"${torch_source[@]}"}
 # A folder of wheels may hold the CPU build of torch, which would take the place of the CUDA build.

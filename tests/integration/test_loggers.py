@@ -1,4 +1,7 @@
-"""The same numbers in metrics.jsonl, CSV, TensorBoard and, where installed, W&B and MLflow."""
+"""The same numbers in metrics.jsonl, CSV, TensorBoard, W&B and MLflow; tables and checkpoints.
+
+MLflow is not in the environment of the others: ``install/mlflow.sh`` makes one.
+"""
 
 import csv
 import json
@@ -7,13 +10,21 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from lightning_rl.callbacks import Evaluate, RunReport, StepTimer, WeightSync
+from lightning_rl.callbacks import (
+    Evaluate,
+    IterationCheckpoint,
+    PreviewTable,
+    RunReport,
+    StepTimer,
+    WeightSync,
+)
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
@@ -46,8 +57,14 @@ def fit(tiny_model, *loggers: Logger) -> Rows:
         devices=1,
         max_epochs=1,
         logger=list(loggers),
-        callbacks=[WeightSync(), Evaluate(), RunReport(), StepTimer()],
-        enable_checkpointing=False,
+        callbacks=[
+            WeightSync(),
+            Evaluate(),
+            PreviewTable(num_rollouts=3),
+            RunReport(),
+            StepTimer(),
+            IterationCheckpoint(every_n_iterations=1, keep_last=1, monitor="reward/mean"),
+        ],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -60,6 +77,17 @@ def fit(tiny_model, *loggers: Logger) -> Rows:
     assert sorted(table) == [0, 1, 2]
     assert {"reward/mean", "eval/accuracy", "time/train"} <= set(table[2])
     return table
+
+
+def previews(directory: Path) -> list[list[list[Any]]]:
+    """The tables of both iterations, as rollouts.jsonl tells what should be in them."""
+    lines = [json.loads(line) for line in (directory / "rollouts.jsonl").read_text().splitlines()]
+    rows = [[r["prompt"]["prompt"], r["completion"], r["reward"]] for r in lines]
+    assert len(rows) == 6
+    return [rows[:3], rows[3:]]
+
+
+COLUMNS = ["prompt", "completion", "reward", "parts", "end"]
 
 
 def assert_same(logged: Rows, wanted: Rows, rel: float = 0.0) -> None:
@@ -110,21 +138,25 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
 
 def test_wandb_offline(tiny_model, tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="wandb is not installed")
     from lightning.pytorch.loggers import WandbLogger
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = WandbLogger(project="test", save_dir=tmp_path, offline=True)
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
+    logger = WandbLogger(project="test", save_dir=tmp_path, log_model="all")
     wanted = fit(tiny_model, CSVLogger(tmp_path, "csv"), logger)
     logger.experiment.finish()
 
     (file,) = tmp_path.rglob("run-*.wandb")
-    logged: Rows = {}
+    logged: Rows = defaultdict(dict)
+    tables, artifacts = [], []
     for data in log_records(file.read_bytes()):
         record = Record()
         record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "artifact":
+            artifacts.append(record.artifact)
         if record.WhichOneof("record_type") != "history":
             continue
         row = {
@@ -132,16 +164,28 @@ def test_wandb_offline(tiny_model, tmp_path, monkeypatch):
             for item in record.history.item
         }
         step = int(row.pop("trainer/global_step"))
-        logged[step] = {k: v for k, v in row.items() if not k.startswith("_")}
+        if "rollouts/path" in row:
+            tables.append(json.loads((file.parent / "files" / row["rollouts/path"]).read_text()))
+        elif not any(key.startswith("rollouts/") for key in row):
+            logged[step] |= {k: v for k, v in row.items() if not k.startswith("_")}
     assert_same(logged, wanted)
+    assert [table["columns"] for table in tables] == [COLUMNS] * 2
+    assert [[row[:3] for row in t["data"]] for t in tables] == previews(tmp_path / "csv/version_0")
+    # Every checkpoint is uploaded when it is saved, also one that is deleted later.
+    models = [one for one in artifacts if one.type == "model"]
+    told = [json.loads(one.metadata) for one in models]
+    assert [one["original_filename"] for one in told] == ["iteration_1.ckpt", "iteration_2.ckpt"]
+    assert [one["score"] for one in told] == pytest.approx(
+        [wanted[iteration]["reward/mean"] for iteration in (1, 2)]
+    )
 
 
 def test_mlflow_files(tiny_model, tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    pytest.importorskip("mlflow", reason="it is tested in build/mlflow")
     from lightning.pytorch.loggers import MLFlowLogger
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks for a database otherwise
-    logger = MLFlowLogger(tracking_uri=(tmp_path / "mlruns").as_uri())
+    logger = MLFlowLogger(tracking_uri=(tmp_path / "mlruns").as_uri(), log_model="all")
     wanted = fit(tiny_model, CSVLogger(tmp_path, "csv"), logger)
     logged: Rows = defaultdict(dict)
     for name in {name for row in wanted.values() for name in row}:
@@ -149,3 +193,12 @@ def test_mlflow_files(tiny_model, tmp_path, monkeypatch):
             logged[metric.step][name] = metric.value
     assert math.isfinite(logged[2]["policy/loss"])
     assert_same(logged, wanted)
+    artifacts = next((tmp_path / "mlruns").glob("*/*/artifacts"))
+    tables = [
+        json.loads((artifacts / f"rollouts/iteration_00000{iteration}.json").read_text())
+        for iteration in (0, 1)
+    ]
+    assert [table["columns"] for table in tables] == [COLUMNS] * 2
+    assert [[row[:3] for row in t["data"]] for t in tables] == previews(tmp_path / "csv/version_0")
+    for name in ("iteration_1", "iteration_2"):
+        assert (artifacts / name / f"{name}.ckpt").stat().st_size > 100_000

@@ -1,6 +1,7 @@
 """What a person is shown."""
 
-from lightning_rl.callbacks.preview import markdown_table, spread
+from lightning_rl.callbacks.preview import preview_table, spread
+from lightning_rl.callbacks.tables import as_markdown
 from lightning_rl.rollout import RolloutStatus
 
 
@@ -33,7 +34,7 @@ def test_the_table_survives_pipes_newlines_and_errors(make_rollout):
         [3], [4, 1], completion="x", reward=None, status=RolloutStatus.FAILED, error="boom | bang"
     )
     chat = make_rollout([3], [1], completion=[{"role": "assistant", "content": "hi"}])
-    header, rule, *rows = markdown_table([good, bad, chat]).splitlines()
+    header, rule, *rows = as_markdown(*preview_table([good, bad, chat])).splitlines()
     assert header == "| prompt | completion | reward | parts | end |"
     assert rule.count("|") == 6
     assert rows == [
