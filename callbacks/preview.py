@@ -66,7 +66,7 @@ def spread(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
 
 
 def preview_table(rollouts: Sequence[Rollout]) -> tuple[list[str], list[Row]]:
-    """Columns, and a row per rollout: prompt, completion, reward, parts, what rewards logged, end."""
+    """Columns, and a row per rollout; between parts and end stands what rewards logged."""
     extra = list(dict.fromkeys(column for r in rollouts for column in r.extra))
     rows: list[Row] = []
     for r in rollouts:

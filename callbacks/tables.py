@@ -19,7 +19,7 @@ def log_table(
     As it stands it is for TensorBoard, and loggers with an ``add_text`` like its own. For another
     class of logger register a function: ``@log_table.register``.
     """
-    experiment = getattr(logger, "experiment", None)
+    experiment: Any = getattr(logger, "experiment", None)
     if hasattr(experiment, "add_text"):
         experiment.add_text(name, as_markdown(columns, rows), iteration)
 
@@ -33,7 +33,7 @@ def _(
     # Rewards may log a number for one rollout, and text for another.
     data = [list(row) for row in rows]
     table = wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
-    logger.log_metrics({name: table}, step=iteration)
+    logger.log_metrics({name: table}, step=iteration)  # type: ignore[dict-item]
 
 
 @log_table.register

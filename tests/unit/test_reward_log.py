@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from lightning_rl.callbacks.preview import markdown_table
+from lightning_rl.callbacks.preview import preview_table
+from lightning_rl.callbacks.tables import as_markdown
 from lightning_rl.collect.loop import run_async
 from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.evaluation import evaluation_metrics
@@ -59,7 +60,7 @@ def test_a_function_gets_progress_and_logs_columns_and_metrics(groups):
     assert kept == rollouts
     assert rollout_metrics(rollouts, 1.0, 0)["logged/right"] == 0.5
     assert evaluation_metrics(rollouts, 1.0)["eval/logged/right"] == 0.5
-    header, _, first, *_ = markdown_table(rollouts).splitlines()
+    header, _, first, *_ = as_markdown(*preview_table(rollouts)).splitlines()
     assert header == "| prompt | completion | reward | parts | digit | pair | end |"
     assert "| 0 | 0.5 | completed" in first
 
