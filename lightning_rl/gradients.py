@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_rl.data.packing import select, silent, split_packs
-from lightning_rl.dist import any_rank, largest
+from lightning_rl.dist import any_rank, largest, rank
 from lightning_rl.memory import smaller_budget
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.sharding import whole
@@ -41,7 +41,7 @@ class FiniteSteps(LightningModule):
             return
         optimizer.zero_grad(set_to_none=True)  # an optimizer leaves such parameters alone
         self.nonfinite_steps += 1
-        if not self._warned:
+        if not self._warned and rank() == 0:
             self._warned = True
             _log.warning(
                 "the gradient is NaN or infinite: this optimizer step is left out, as all such are "

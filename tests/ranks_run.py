@@ -7,6 +7,7 @@ leaves ``<scenario>_<rank>.json``.
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -175,6 +176,14 @@ def critic() -> dict[str, Any]:
     }
 
 
+class PoisonsRankOne(RLCallback):
+    """Advantages that are NaN in the second iteration, on rank 1 alone."""
+
+    def on_update_start(self, trainer, pl_module, batch) -> None:
+        if dist.rank() == 1 and pl_module.iteration == 1:
+            batch["tokens", "advantages"][:] = math.nan
+
+
 class NotOnRankOne(GroupFilter):
     """Rejects the first two groups that rank 1 sees; the others have no part in it."""
 
@@ -244,6 +253,8 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         "shared": lambda: run(
             "shared", DDPStrategy(), *everything(), data={"engine": SharedEngine()}
         ),
+        "nonfinite_ddp": lambda: run("nonfinite_ddp", DDPStrategy(), PoisonsRankOne()),
+        "nonfinite_fsdp": lambda: run("nonfinite_fsdp", sharded(), PoisonsRankOne()),
         "filter": lambda: run("filter", DDPStrategy(), data={"filters": [NotOnRankOne()]}),
         "reward_error": lambda: fails(
             "reward_error", DDPStrategy(), data={"rewards": [broken_on_rank_one]}

@@ -1,6 +1,7 @@
 """Two processes, and one for comparison: the same rollouts, the same losses, the same errors."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,18 @@ def test_a_loop_of_ones_own_trains_as_one(results, tiny_model):
         shares = [rank["rollouts"][iteration] for rank in two]
         assert sorted(shares[0] + shares[1]) == sorted(map(list, one["rollouts"][iteration]))
     assert one["rows"][-1]["policy/grad_norm"] > 0.5  # it was clipped
+
+
+@pytest.mark.parametrize("scenario", ["nonfinite_ddp", "nonfinite_fsdp"])
+def test_a_gradient_that_is_nan_on_one_rank_is_left_out_on_all(results, scenario):
+    """Both of the second iteration's two epochs; the third goes on from finite, equal weights."""
+    for rank in results(scenario):
+        skipped = [row["policy/nonfinite_skipped"] for row in rank["rows"][1:]]
+        assert skipped == [0, 2, 0]
+        last = rank["rows"][-1]
+        assert math.isfinite(last["policy/grad_norm"])
+        assert last["policy/kl_old"] > 1e-5
+        assert last["sync/probe_gap"] < 1e-4
 
 
 @pytest.mark.parametrize("scenario", ["ddp", "fsdp", "shared"])

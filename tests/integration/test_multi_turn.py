@@ -17,6 +17,7 @@ from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.environment import EnvironmentReward
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from tests.engine_checks import ROUNDING
 
 # Longer than a cache block of 32 tokens, so that turns really go on from cached prefixes.
 PROMPT = [3 + i % 10 for i in range(40)]
@@ -93,7 +94,7 @@ def test_turns_span_a_weight_push_exactly(tiny_model, weights, engine, agent):
             -1: [0.0] * len(rollout.token_ids),
         }
         expected = [by_version[v][place] for place, v in enumerate(rollout.versions)]
-        assert rollout.logprobs == pytest.approx(expected, abs=1e-4)
+        assert rollout.logprobs == pytest.approx(expected, abs=ROUNDING)
         first = rollout.loss_mask.index(False)
         assert rollout.versions[:first] == [3] * first
         assert set(rollout.versions[first:]) == {-1, 4}
@@ -123,7 +124,7 @@ def test_cancelled_rollouts_go_on_where_they_were(weights, engine, agent):
         kept.append(asyncio.run(interrupted(rollout, steps)))
         assert rollout.token_ids == whole.token_ids
         assert rollout.loss_mask == whole.loss_mask
-        assert rollout.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+        assert rollout.logprobs == pytest.approx(whole.logprobs, abs=ROUNDING)
         assert rollout.environment_reward == whole.environment_reward
         assert rollout.status is RolloutStatus.COMPLETED
     assert kept[0] == 0 < kept[-1]

@@ -25,7 +25,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
-from tests.engine_checks import PROMPTS, connected, generate, is_running, scaled, wait_for
+from tests.engine_checks import PROMPTS, ROUNDING, connected, generate, is_running, scaled, wait_for
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(500)  # a hang is a failure; starting Ray and vLLM takes its time
@@ -72,7 +72,7 @@ def local(skeleton):
 def require_same(completions, expected):
     for ours, theirs in zip(completions, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=ROUNDING)
         assert (ours.versions, ours.finish_reason) == (theirs.versions, theirs.finish_reason)
 
 
@@ -139,7 +139,7 @@ def test_tokens_in_flight_keep_the_version_that_wrote_them(weights, engine, loca
         assert 0 < switch < 120
         assert completion.versions == [3] * switch + [4] * (120 - switch)
         assert completion.token_ids[:switch] == alone.token_ids[:switch]
-        assert completion.logprobs[:switch] == pytest.approx(alone.logprobs[:switch], abs=1e-5)
+        assert completion.logprobs[:switch] == pytest.approx(alone.logprobs[:switch], abs=ROUNDING)
         assert completion.logprobs[switch:] != pytest.approx(alone.logprobs[switch:], abs=1e-2)
 
 

@@ -16,6 +16,7 @@ from lightning_rl.replay.iterations import replay_iteration
 from lightning_rl.replay.log import Outcome, ReplayLog, checksums
 from lightning_rl.replay.rollouts import replay_rollout
 from lightning_rl.replay.run import RecordedRun
+from tests.engine_checks import ROUNDING
 
 MODULE = """
 def sevens(completions, completion_ids, **columns):
@@ -139,7 +140,7 @@ def test_a_rollout_is_generated_again(finished, capsys):
     assert replay.again.versions == recorded.versions
     assert replay.equal
     assert not replay.weights_differ
-    assert replay.gap < 1e-5
+    assert replay.gap < ROUNDING
     said = replay.lines()
     assert said[1] == (
         "weights of version 3: checkpoint iteration_2.ckpt (version 2) and 1 iterations trained "
@@ -172,9 +173,9 @@ def test_a_rollout_of_two_versions_is_scored_with_each(run):
     first, second = replay_rollout(run, chosen.id)
     assert (first.version, second.version) == (1, 3)
     assert not first.generated
-    assert first.gap < 1e-6
+    assert first.gap < ROUNDING
     assert first.lines()[-1].startswith("1 tokens are of this version: logprobs within ")
-    assert second.gap < 1e-5
+    assert second.gap < ROUNDING
 
 
 def test_what_was_not_kept_is_said(run, capsys):

@@ -26,6 +26,7 @@ from lightning_rl.engines import Sampling, VLLMLocal
 from lightning_rl.errors import WeightSyncError
 from lightning_rl.module import PolicyModule
 from lightning_rl.sync.memory import MemoryTransport
+from tests.engine_checks import ROUNDING
 
 # A prompt longer than one cache block of 32 tokens, so that prefixes are really shared.
 PREFIX = "0123456789" * 4
@@ -141,7 +142,7 @@ def test_the_export_is_the_policy_in_transformers_and_in_a_fresh_vllm(trained):
             logits = plain(input_ids=ids).logits[0, 2:-1].double() / 0.7
         logits[:, 1] = -torch.inf  # min_tokens forbids the end
         expected = logits.log_softmax(-1).gather(-1, ids[0, 3:, None]).squeeze(-1)
-        assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+        assert completion.logprobs == pytest.approx(expected.tolist(), abs=ROUNDING)
     fresh.close()
 
 

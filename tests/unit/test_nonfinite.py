@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from tensordict import TensorDict
 
 import lightning_rl as rl
@@ -168,6 +169,21 @@ def test_one_absurd_rollout_ruins_nothing(tiny_model, train_on, random_batch):
     train_on(module, [batch, random_batch(42)])
     assert all(bool(p.isfinite().all()) for p in module.parameters())
     assert float(module.trainer.callback_metrics["policy/nonfinite_skipped"]) == 0
+
+
+def test_nor_does_a_loop_without_a_trainer_step_on_nan(tiny_model, random_batch):
+    module = grpo(tiny_model)
+    module.configure_model()
+    Fabric(accelerator="cpu").setup(module, module.configure_optimizers())
+    before = [p.clone() for p in module.parameters()]
+    batch = module.compute_advantages(random_batch(46))
+    batch["tokens", "advantages"][:] = math.nan
+    assert module.update(batch)["policy/nonfinite_skipped"] == 1
+    assert all(map(torch.equal, before, module.parameters()))
+    assert (
+        module.update(module.compute_advantages(random_batch(47)))["policy/nonfinite_skipped"] == 0
+    )
+    assert not all(map(torch.equal, before, module.parameters()))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
