@@ -40,6 +40,9 @@ from lightning_rl.recording import RecordingModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.seeding import derived_seed, run_seed
 
+LEAST_VALUE_LR = 1e-5
+"""A critic's learning rate unless it is given one; verl's default."""
+
 
 class PolicyModule(RecordingModule):
     """Wraps a causal LM (policy head, optional value head) and improves it from rollouts.
@@ -65,8 +68,8 @@ class PolicyModule(RecordingModule):
         lora: train adapters only; None: all weights. In Python also a ``peft.LoraConfig``.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
-        value_lr: learning rate of the critic's own parameters; None: ten times the optimizer's, so
-            1e-5 beside the default 1e-6.
+        value_lr: learning rate of the critic's own parameters; None: the optimizer's, but at
+            least 1e-5.
         value_warmup_iterations: train only the critic in the first so many iterations.
         trust_engine_logprobs: take the engine's logprobs for the old ones instead of recomputing
             them.
@@ -217,8 +220,9 @@ class PolicyModule(RecordingModule):
         check_optimizer(self.optimizer)
         optimizer = self.optimizer(self._policy().parameter_groups(self.value_lr))
         if self._policy().value_head is not None and self.value_lr is None:
-            # A critic starts from nothing, and nothing it forgets was learnt before.
-            optimizer.param_groups[-1]["lr"] *= 10
+            # A critic starts from nothing: the policy's small steps would not get it anywhere.
+            critic = optimizer.param_groups[-1]
+            critic["lr"] = max(critic["lr"], LEAST_VALUE_LR) if critic["lr"] else 0.0
         if self.lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
