@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.callbacks.monitor import Monitor
 from lightning_rl.checkpoint_io import VerifiedCheckpointIO, checkpoints_in, newest_good
-from lightning_rl.collect.loop import is_waiting
+from lightning_rl.collect.loop import is_waiting, replace_loop_if_blocked
 from lightning_rl.errors import (
     CheckpointError,
     ConfigError,
@@ -33,10 +33,10 @@ from lightning_rl.rundir import continue_in, output_path, own_runs
 class IterationCheckpoint(ModelCheckpoint, RLCallback):
     """Saves every N iterations, at the end, when a run fails, and when it is asked to stop.
 
-    SIGTERM, SIGUSR1, SIGINT (Ctrl-C) and ``max_time`` stop a run: at once while rollouts are
-    generated or graded, else after the update that is under way; with several processes always
-    after the update, when all agree. What was collected so far is saved too, and
-    ``RunInterrupted`` raised. A second Ctrl-C stops without saving.
+    SIGTERM, SIGUSR1, SIGINT (Ctrl-C) and ``max_time`` stop a run: at once while it waits for
+    rollouts, their rewards or the engine, whatever hangs there, else after the update that is under
+    way; with several processes always after the update, when all agree. What was collected so far
+    is saved too, and ``RunInterrupted`` raised. A second Ctrl-C stops without saving.
 
     Loggers are told of each, so that ``WandbLogger(log_model="all")`` uploads it.
 
@@ -117,13 +117,30 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             for left in self._directory.glob("*.ckpt.partial"):  # by a killed run
                 left.unlink()
 
+    def on_sync_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Of the first sync on: what it is followed by, an evaluation, may hang.
+        if trainer.state.fn == "fit":
+            self._begin(trainer, pl_module)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, RecordingModule)
-        clock, alone = pl_module.clock, trainer.world_size == 1
-        stages = ("generate", "reward", "eval")  # in which nothing but the collector's state grows
+        self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: Trainer, module: LightningModule) -> None:
+        """Listen to signals from now on, unless it does."""
+        if self._training:
+            return
+        assert isinstance(module, RecordingModule)
+        recording, alone = module, trainer.world_size == 1
         self._training = self._fresh = True
         self._updating = None
-        self._interrupts.install(lambda: alone and is_waiting() and clock.stage in stages)
+
+        def safe() -> bool:
+            # While the main thread waits, nothing but the collector's state grows.
+            return (
+                alone and self._training and is_waiting() and self._updating != recording.iteration
+            )
+
+        self._interrupts.install(safe)
 
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fresh = False
@@ -168,6 +185,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self._training = False
         try:
             if self._may_save(trainer, pl_module, exception):
+                replace_loop_if_blocked()  # else saving what is in flight would wait for ever
                 self._save(trainer, pl_module)
             self._finish(trainer)
         except CheckpointError as error:  # what stopped the run comes first
@@ -206,6 +224,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
 
     def _finish(self, trainer: Trainer) -> None:
         """Wait for what is being written, and listen to signals no longer."""
+        self._training = False
         try:
             trainer.strategy.checkpoint_io.teardown()
             self._tidy(trainer)

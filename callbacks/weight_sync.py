@@ -105,6 +105,7 @@ class WeightSync(RLCallback):
         """Pause, push, verify, resume; then tell the other callbacks."""
         assert isinstance(pl_module, PolicyModule) and pl_module.policy is not None
         datamodule, version = _datamodule(trainer), pl_module.iteration
+        call_hook(trainer, "on_sync_start")
         with every_rank():
             datamodule.before_sync()
         begin = time.perf_counter()

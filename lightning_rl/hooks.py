@@ -1,4 +1,4 @@
-"""RLCallback: Lightning's callbacks, with five more hooks."""
+"""RLCallback: Lightning's callbacks, with six more hooks."""
 
 from typing import Any
 
@@ -31,6 +31,9 @@ class RLCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
         """Called with an iteration's packed batch, advantages included, before the update."""
+
+    def on_sync_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called before weights are pushed to the engine."""
 
     def on_weights_synced(self, trainer: Trainer, pl_module: LightningModule, version: int) -> None:
         """Called when the engine has taken over the weights of ``version``."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from lightning_rl.collect.loop import guard_waits
 from lightning_rl.errors import ConfigError, RunInterrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -30,12 +31,14 @@ class Interrupts:
         self._before: dict[int, Any] = {}
         self._timer: threading.Timer | None = None
         self._safe: Callable[[], bool] = lambda: False
+        self._raised = False
 
     def install(self, safe: Callable[[], bool]) -> None:
         """Listen from now on; ``safe`` tells whether the main thread may be interrupted at once."""
-        self._safe = safe
+        self._safe, self._raised = safe, False
         if threading.current_thread() is not threading.main_thread():
             return
+        guard_waits(self._raise_if_safe)
         for number in SIGNALS:
             before = signal.getsignal(number)
             # Lightning has SIGUSR1 itself where it puts SLURM jobs back into the queue.
@@ -56,6 +59,7 @@ class Interrupts:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        guard_waits(None)
         before, self._before = self._before, {}
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -69,14 +73,21 @@ class Interrupts:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._reason is None and time.monotonic() < self._end:
             self._reason = signal.Signals(number).name, 128 + number
-        interruption = self.requested()
-        assert interruption is not None
         if number == signal.SIGINT:  # once more: at once, without saving
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self._safe():
+        self._raise_if_safe()
+        if not self._raised:
+            interruption = self.requested()
+            assert interruption is not None
+            # Not print: it may be what was interrupted.
+            os.write(2, f"\n{interruption.reason}: saving after this update\n".encode())
+
+    def _raise_if_safe(self) -> None:
+        """Once: what saves and tidies up afterwards waits too."""
+        interruption = None if self._raised else self.requested()
+        if interruption is not None and self._safe():
+            self._raised = True
             raise interruption
-        # Not print: it may be what was interrupted.
-        os.write(2, f"\n{interruption.reason}: saving after this update\n".encode())
 
 
 def seconds_of(max_time: str) -> float:

@@ -6,33 +6,34 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.collect.loop import (
+    TURN_S,
     abandon_wait,
     background_loop,
     loop_thread,
-    replace_loop,
+    replace_loop_if_blocked,
     stalled_seconds,
 )
+from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, StalledError
 from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
+from lightning_rl.rewards.base import Rewards
 from lightning_rl.rundir import run_dir
 from lightning_rl.stacks import describe, where_tasks_wait, where_thread_is
 
-STAGES = ("generate", "eval")
-"""In the others something else is waited for: rewards have timeouts of their own."""
-
 
 class Watchdog(RLCallback):
-    """Stops a run in which no rollout came to an end for ``timeout_s`` while it waits for some.
+    """Stops a run that waits, and in which no rollout came to an end or was graded for so long.
 
     The stacks of all threads, and what each task of the event loop awaits, go to
     ``watchdog_<rank>.txt`` in the run directory. The run then fails like any other, in the main
-    thread: ``IterationCheckpoint`` saves what was collected so far, also if the engine hangs within
-    a step and blocks the event loop. The command line adds this callback to every run that
-    generates.
+    thread: ``IterationCheckpoint`` saves what was collected so far, also if a reward hangs, or the
+    engine within a step, where it blocks the event loop. The command line adds this callback to
+    every run that generates.
 
     Args:
-        timeout_s: more than the longest that a single rollout may take, all its turns included.
+        timeout_s: more than the longest that a single rollout may take, all its turns included, or
+            the rewards of its group.
 
     Raises:
         ConfigError: for a timeout that is not above 0.
@@ -44,9 +45,12 @@ class Watchdog(RLCallback):
             raise ConfigError(f"timeout_s={timeout_s} must be > 0 seconds")
         self.timeout_s = timeout_s
         self._end = threading.Event()
+        self._rewards: Rewards | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         assert isinstance(pl_module, PolicyModule)
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        self._rewards = data.rewards if isinstance(data, RLDataModule) else None
         self._end.set()  # a former run's
         self._end = threading.Event()
         # Here, since asking for the run directory may be something that ranks do together.
@@ -64,25 +68,31 @@ class Watchdog(RLCallback):
 
     def _watch(self, module: PolicyModule, file: Path, end: threading.Event) -> None:
         while not end.wait(min(self.timeout_s / 4, 5.0)):
-            if module.clock.stage in STAGES and stalled_seconds() > self.timeout_s:
-                self._stop(file)
+            # A push has time limits of its own.
+            if module.clock.stage != "sync" and stalled_seconds() > self.timeout_s:
+                self._stop(module, file)
                 return
 
-    def _stop(self, file: Path) -> None:
+    def _stop(self, module: PolicyModule, file: Path) -> None:
         loop, thread = background_loop(), loop_thread()
         assert thread is not None
-        turned = threading.Event()
-        loop.call_soon_threadsafe(turned.set)
-        turns = turned.wait(min(self.timeout_s, 5.0))
-        where = where_tasks_wait(loop) if turns else where_thread_is(thread)
+        blocked = replace_loop_if_blocked(min(self.timeout_s, TURN_S))
+        hanging = None if self._rewards is None else self._rewards.hanging()
         file.write_text(describe(loop), encoding="utf-8")
-        if not turns:  # else saving what was collected would wait for it too
-            replace_loop()
-        how = "and waits" if turns else "and blocks the event loop"
+        what, advice = "generation", "If a rollout may take that long"
+        if module.clock.stage == "reward":
+            what, advice = "grading", "If a reward may take that long"
+        if hanging is not None and not blocked:
+            name, its_thread = hanging
+            where = f"reward {name} hangs at {where_thread_is(its_thread)}"
+            advice = "Isolated gives a reward a time limit; if it may take that long"
+        elif blocked:
+            where = f"{what} hangs and blocks the event loop at {where_thread_is(thread)}"
+        else:
+            where = f"{what} hangs and waits at {where_tasks_wait(loop)}"
         abandon_wait(
             StalledError(
-                f"no rollout came to an end for timeout_s={self.timeout_s:g} seconds: generation "
-                f"hangs {how} at {where}; all stacks are in {file}. If a rollout may take that "
-                "long, raise timeout_s of Watchdog"
+                f"no rollout came to an end for timeout_s={self.timeout_s:g} seconds: {where}; all "
+                f"stacks are in {file}. {advice}, raise timeout_s of Watchdog"
             )
         )

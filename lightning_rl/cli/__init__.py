@@ -44,8 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
     2: bad configuration or data, 1: the run failed, 128 + n: signal n, 124: ``max_time``.
+
+    Args:
+        argv: the command and its options; None: those of this process, which is then the command.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is not None:
+        return _main(list(argv))
+    from lightning_rl.cli.leaving import run_to_the_end
+
+    return run_to_the_end(lambda: _main(sys.argv[1:]))
+
+
+def _main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2

@@ -1,17 +1,24 @@
 """One event loop in the background: where engines step, agents wait and rewards are awaited."""
 
 import asyncio
+import math
 import os
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
+
+from lightning_rl.collect.threads import leave_behind
 
 T = TypeVar("T")
 
 _CLEAN_UP_S = 5.0
 """How long a wait that was broken off lets what it waited for clean up."""
+_LISTEN_S = 0.2
+"""How often a waiting main thread looks for signals."""
+TURN_S = 5.0
+"""How long a loop may take to come to its next task; then something blocks it."""
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -19,6 +26,7 @@ _thread: threading.Thread | None = None
 _awaited: Future[Any] | None = None  # what the main thread waits for
 _abandoned: BaseException | None = None  # why it does no longer
 _progress = 0.0
+_guard: Callable[[], None] | None = None
 
 
 def is_waiting() -> bool:
@@ -50,11 +58,31 @@ def loop_thread() -> threading.Thread | None:
     return _thread
 
 
+def guard_waits(guard: Callable[[], None] | None) -> None:
+    """Have the main thread call this at the beginning of each wait; it may raise."""
+    global _guard
+    _guard = guard
+
+
 def replace_loop() -> None:
     """Give a loop up that no longer turns; whoever asks next gets a new one."""
     global _loop
     with _lock:
+        if _loop is not None and _thread is not None:
+            leave_behind(_thread)
         _loop = None
+
+
+def replace_loop_if_blocked(timeout: float | None = None) -> bool:
+    """Give the loop up if a task blocks it for so long (``TURN_S``); returns whether it was."""
+    if _loop is None:
+        return False
+    turned = threading.Event()
+    _loop.call_soon_threadsafe(turned.set)
+    if turned.wait(TURN_S if timeout is None else timeout):
+        return False
+    replace_loop()
+    return True
 
 
 def background_loop() -> asyncio.AbstractEventLoop:
@@ -72,43 +100,69 @@ def background_loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
-def run_async(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-    """Run to the end in the background loop, and return or raise what it does.
+def wait(future: Future[T], timeout: float | None = None) -> T:
+    """The result of what another thread works on; in the main thread the wait can be broken off.
 
-    Interrupting the wait (Ctrl-C), or its end after ``timeout`` seconds, cancels the coroutine.
-    Works in notebooks too, whose own event loop is busy.
+    By signals, by :func:`abandon_wait`, and by what :func:`guard_waits` was given.
 
     Raises:
         TimeoutError: after ``timeout`` seconds; None waits for ever.
     """
     global _awaited, _abandoned
+    if threading.current_thread() is not threading.main_thread():
+        return future.result(timeout)
+    note_progress()
+    _awaited = future
+    try:
+        if _guard is not None:  # only now, so that no signal falls in between unheard
+            _guard()
+        _wait_listening(future, timeout)
+        return future.result()
+    except CancelledError:
+        error, _abandoned = _abandoned, None
+        if error is None:
+            raise
+        raise error from None
+    finally:
+        _awaited = None
+
+
+def _wait_listening(future: Future[Any], timeout: float | None) -> None:
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        left = end - time.monotonic()
+        try:
+            # A signal that comes just before the thread falls asleep does not wake it.
+            future.exception(min(left, _LISTEN_S))
+            return
+        except TimeoutError:  # of the wait: what the future raises is returned above
+            if left <= _LISTEN_S:
+                raise
+
+
+def run_async(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    """Run to the end in the background loop, and return or raise what it does.
+
+    Interrupting the wait (Ctrl-C), or its end after ``timeout`` seconds, cancels the coroutine. A
+    loop that something blocks is given up then.
+    Works in notebooks too, whose own event loop is busy.
+
+    Raises:
+        TimeoutError: after ``timeout`` seconds; None waits for ever.
+    """
     loop = background_loop()
     done = threading.Event()
     future = asyncio.run_coroutine_threadsafe(_tell(coroutine, done), loop)
-    main = threading.current_thread() is threading.main_thread()
     try:
-        if main:
-            note_progress()
-            _awaited = future
-        try:
-            return future.result(timeout)
-        finally:
-            if main:
-                _awaited = None
-    except CancelledError:
-        error, _abandoned = _abandoned, None
-        if not main or error is None:
-            raise
-        if loop is background_loop():  # else it was given up
-            done.wait(_CLEAN_UP_S)
-        raise error from None
+        return wait(future, timeout)
     except BaseExceptionGroup as group:
         raise innermost(group) from group
     except BaseException:
-        if not future.done():
-            future.cancel()
+        broken_off = future.cancel() or future.cancelled()
+        if broken_off and timeout is None and loop is _loop:  # else it was given up
             # Let it clean up, but never hang on an interrupt.
-            done.wait(_CLEAN_UP_S if timeout is None else 0.0)
+            if not done.wait(_CLEAN_UP_S):
+                replace_loop_if_blocked()
         raise
 
 

@@ -3,39 +3,25 @@
 import asyncio
 import inspect
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lightning_rl.collect.loop import run_async
-from lightning_rl.collect.threads import in_daemon_thread
+from lightning_rl.collect.loop import note_progress, run_async
 from lightning_rl.errors import AgentError, ConfigError, RewardError, require_finite
+from lightning_rl.rewards.calling import Calls
+from lightning_rl.rewards.calling import RewardFailure as RewardFailure
+from lightning_rl.rewards.calling import RewardFunction as RewardFunction
+from lightning_rl.rewards.calling import is_async as is_async
+from lightning_rl.rewards.calling import reward_name as reward_name
 from lightning_rl.rewards.log import RewardLog, TrainerState, mean
 from lightning_rl.rollout import Rollout, RolloutStatus
 
 LARGEST_REWARD = 1e6
 """Batches hold rewards in float32, which beyond this no longer tells differences of 0.1."""
 
-RewardFunction = Callable[..., list[float]]
-"""``f(prompts, completions, **columns) -> list[float]``, plain or ``async``.
-
-It gets one group at a time, unless :func:`batch_reward` marks it. Besides the dataset's columns it
-may ask by name for ``completion_ids`` (list[list[int]]), ``finish_reasons`` (list[str]),
-``environment_rewards`` (list[float | None]), ``group_ids`` (list[str]) and, as in TRL, for
-``trainer_state`` (a :class:`~.log.TrainerState`), ``log_extra(column, values)`` and
-``log_metric(name, value)``. ``None`` in what it returns means that this reward does not apply to
-that completion, a :class:`RewardFailure` that it could not be graded.
-"""
-
 _Call = Callable[[RewardFunction, dict[str, Any]], Awaitable[Any]]
-
-
-@dataclass(frozen=True)
-class RewardFailure:
-    """Stands in a list of scores for one that could not be had: only that rollout is FAILED."""
-
-    reason: str
 
 
 class Rewards:
@@ -78,7 +64,7 @@ class Rewards:
         self._of_group = {n: f for n, f in self.functions.items() if n not in self._of_batch}
         self.state = TrainerState()
         """How far training is, which whoever trains keeps up to date."""
-        self._one_at_a_time = asyncio.Lock()
+        self._calls = Calls()
 
     async def grade(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Set ``reward`` and ``reward_parts`` of every completed rollout, in place.
@@ -89,7 +75,7 @@ class Rewards:
         is.
         """
         await self.grade_ahead(groups)
-        await self._score(_together(groups), self._of_batch, self._in_thread)
+        await self._score(_together(groups), self._of_batch, self._calls.in_loop)
         self._add_up(_together(groups))
 
     async def grade_ahead(self, groups: Sequence[Sequence[Rollout]]) -> None:
@@ -98,23 +84,29 @@ class Rewards:
         With a :func:`batch_reward` the rollouts have no ``reward`` yet afterwards.
         """
         await asyncio.gather(
-            *(self._score(group, self._of_group, self._in_thread) for group in groups)
+            *(self._score(group, self._of_group, self._calls.in_loop) for group in groups)
         )
         if not self._of_batch:
             self._add_up(_together(groups))
 
     def grade_here(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        """The same as :meth:`grade`, and wait for it; plain functions run in the calling thread.
+        """The same as :meth:`grade`, and wait for it.
 
-        Some of them (math-verify's time limit) use signals, which only the main thread may.
+        Plain functions run in a thread of their own: one that never ends is left behind when a
+        signal or ``Watchdog`` breaks the wait off. Those that use signals (math-verify's time
+        limit) are called again in the calling thread, once that has come out, and from then on.
         """
         if any(is_async(function) for function in self.functions.values()):
             run_async(self.grade(groups))
             return
         for group in groups:
-            _finish(self._score(group, self._of_group, _call_here))
-        _finish(self._score(_together(groups), self._of_batch, _call_here))
+            _finish(self._score(group, self._of_group, self._calls.and_wait))
+        _finish(self._score(_together(groups), self._of_batch, self._calls.and_wait))
         self._add_up(_together(groups))
+
+    def hanging(self) -> tuple[str, threading.Thread] | None:
+        """The plain function that is being called in its thread right now, and this thread."""
+        return self._calls.running()
 
     def require_graded(self, rollouts: Sequence[Rollout]) -> None:
         """Stop a run whose rewards, or whose agent, break too often.
@@ -142,13 +134,6 @@ class Rewards:
             if close is not None:
                 close()
 
-    async def _in_thread(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
-        """Off the loop, in which engines step; one at a time, as it may not be thread-safe."""
-        if is_async(function):
-            return await function(**arguments)  # type: ignore[misc]
-        async with self._one_at_a_time:
-            return await in_daemon_thread(function, arguments)
-
     async def _score(
         self, group: Sequence[Rollout], functions: Mapping[str, RewardFunction], call: _Call
     ) -> None:
@@ -159,16 +144,12 @@ class Rewards:
             if not rollouts:
                 continue
             log = RewardLog(len(rollouts))
-            try:
-                result = await call(function, self._arguments(function, rollouts, log))
-                scores = list(await result if inspect.isawaitable(result) else result)
-                if len(scores) != len(rollouts):
-                    raise ValueError(
-                        f"returned {len(scores)} scores for {len(rollouts)} completions"
-                    )
-                log.require_whole()
-            except Exception as error:  # a user's code may raise anything; it is kept, not hidden
-                _fail(rollouts, f"reward {name}: {type(error).__name__}: {error}")
+            scores = await call(function, self._arguments(function, rollouts, log))
+            note_progress()
+            if not isinstance(scores, RewardFailure):
+                scores = _whole(scores, log, len(rollouts))
+            if isinstance(scores, RewardFailure):
+                _fail(rollouts, f"reward {name}: {scores.reason}")
                 continue
             for rollout, score in zip(rollouts, scores, strict=True):
                 if problem := _problem(score):
@@ -217,11 +198,6 @@ class Rewards:
         return {name: value for name, value in available.items() if name in names}
 
 
-def is_async(function: RewardFunction) -> bool:
-    """Whether it is an ``async`` function, or an object whose ``__call__`` is one."""
-    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-
-
 F = TypeVar("F", bound=RewardFunction)
 
 
@@ -241,13 +217,15 @@ def is_batch_reward(function: RewardFunction) -> bool:
     return bool(getattr(function, "per_batch", False))
 
 
-def reward_name(function: RewardFunction) -> str:
-    """The name under which a function's scores are logged."""
-    return getattr(function, "__name__", type(function).__name__)
-
-
-async def _call_here(function: RewardFunction, arguments: dict[str, Any]) -> Any:
-    return function(**arguments)
+def _whole(scores: list[Any], log: RewardLog, count: int) -> list[Any] | RewardFailure:
+    """Scores and logged columns, if there is one per completion."""
+    try:
+        if len(scores) != count:
+            raise ValueError(f"returned {len(scores)} scores for {count} completions")
+        log.require_whole()
+    except ValueError as error:
+        return RewardFailure(f"ValueError: {error}")
+    return scores
 
 
 def _finish(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -256,8 +234,7 @@ def _finish(coroutine: Coroutine[Any, Any, None]) -> None:
         coroutine.send(None)
     except StopIteration:
         return
-    coroutine.close()
-    raise ConfigError("a plain reward function returned an awaitable; make it `async def`")
+    raise AssertionError("it waited")
 
 
 def _is_open(rollout: Rollout) -> bool:

@@ -1,13 +1,17 @@
 """Grading: every form of reward function, and everything that can go wrong in one."""
 
 import asyncio
+import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from lightning_rl.collect.loop import run_async
-from lightning_rl.errors import ConfigError, RewardError
+from lightning_rl.collect.loop import abandon_wait, run_async
+from lightning_rl.errors import ConfigError, RewardError, StalledError
 from lightning_rl.rewards.base import RewardFailure, Rewards
 from lightning_rl.rollout import RolloutStatus
 
@@ -238,13 +242,148 @@ def test_grading_works_inside_a_running_event_loop(groups):
 
 def test_plain_functions_may_use_signals_as_in_any_main_thread(groups):
     def alarmed(completions):
-        previous = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # only the main thread may
-        signal.signal(signal.SIGALRM, previous)
+        try:
+            previous = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # only the main thread may
+            signal.signal(signal.SIGALRM, previous)
+        except Exception:
+            return [0.0] * len(completions)  # as rewards do that are written with care
         return [1.0] * len(completions)
 
     rewards = Rewards([alarmed])
     rewards.grade_here(groups)
     assert [r.reward for group in groups for r in group] == [1.0] * 4
+
+
+def test_signals_where_the_main_thread_is_busy_are_a_failure_and_no_zero(groups):
+    def alarmed(completions):
+        try:
+            signal.alarm(1)
+        except Exception:
+            return [0.0] * len(completions)
+
+    assert grade(groups, alarmed, max_failed_share=1.0) == [[None, None], [None, None]]
+    assert "signal.alarm works in the main thread only" in groups[0][0].error
+    assert "wrap it in Isolated" in groups[0][0].error
+
+
+def leaves(completions):
+    if completions[0] == "a0":
+        os._exit(0)
+    return [1.0] * len(completions)
+
+
+def exits(completions):
+    if completions[0] == "a0":
+        sys.exit(0)
+    return [1.0] * len(completions)
+
+
+def interrupts(completions):
+    if completions[0] == "a0":
+        raise KeyboardInterrupt
+    return [1.0] * len(completions)
+
+
+def stops(completions):
+    if completions[0] == "a0":
+        raise StopIteration
+    return [1.0] * len(completions)
+
+
+def as_async(function):
+    async def reward(completions):
+        return function(completions)
+
+    return reward
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["after generating", "while generating"])
+@pytest.mark.parametrize("kind", [lambda f: f, as_async], ids=["plain", "async"])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [(leaves, r"called os\._exit\(0\), which would"), (exits, "SystemExit: 0"),
+     (interrupts, "KeyboardInterrupt"), (stops, "StopIteration")],
+)  # fmt: skip
+def test_no_reward_ends_the_process_or_the_loop(groups, function, message, kind, here):
+    if kind is as_async and function is stops:
+        message = "coroutine raised StopIteration"
+    rewards = Rewards([kind(function)])
+    rewards.grade_here(groups) if here else run_async(rewards.grade(groups))
+    assert [[r.reward for r in group] for group in groups] == [[None, None], [1, 1]]
+    assert re.search(message, groups[0][0].error)
+
+
+def test_a_process_that_a_reward_forked_may_end(groups):
+    def forks(completions):
+        child = os.fork()
+        if child == 0:
+            os._exit(7)
+        return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))] * len(completions)
+
+    rewards = Rewards([forks])
+    rewards.grade_here(groups)
+    assert groups[0][0].reward == 7.0
+
+
+@pytest.mark.parametrize("loop", [True, False])
+def test_one_that_never_ends_is_left_behind_and_does_not_hold_up_the_next(groups, loop):
+    entered, release, calls = threading.Event(), threading.Event(), []
+
+    def hangs_once(completions):
+        calls.append(completions)
+        if len(calls) == 1:
+            entered.set()
+            release.wait()
+        return [1.0] * len(completions)
+
+    def give_up():
+        entered.wait()
+        abandon_wait(StalledError("enough"))
+
+    rewards = Rewards([hangs_once])
+    threading.Thread(target=give_up).start()
+    with pytest.raises(StalledError):
+        run_async(rewards.grade(groups)) if loop else rewards.grade_here(groups)
+    assert [r.reward for group in groups for r in group] == [None] * 4
+    rewards.grade_here(groups)
+    release.set()
+    assert [r.reward for group in groups for r in group] == [1.0] * 4
+
+
+ENDS = """
+import os, sys, threading
+from lightning_rl.cli.leaving import run_to_the_end
+from lightning_rl.collect.threads import leave_behind
+
+def in_a_thread():
+    def call():
+        os._exit(0)
+    threading.Thread(target=call).start()
+    threading.Event().wait()
+
+def forks():
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+def hangs():
+    thread = threading.Thread(target=threading.Event().wait)  # which Python would wait for
+    thread.start()
+    leave_behind(thread)
+    return 143
+
+print("begun")
+sys.exit(run_to_the_end(globals()[sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize(("command", "status"), [("in_a_thread", 1), ("forks", 0), ("hangs", 143)])
+def test_the_command_ends_with_the_status_that_it_earned(command, status):
+    done = subprocess.run([sys.executable, "-c", ENDS, command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, "begun\n")
+    assert ("os._exit(0) was called before the command was done, at <string>:8 in call"
+            in done.stderr) == (command == "in_a_thread")  # fmt: skip
 
 
 def test_a_plain_function_that_returns_an_awaitable_is_refused(groups):

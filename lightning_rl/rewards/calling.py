@@ -1,0 +1,138 @@
+"""Calling reward functions of any kind, so that none can hang or end the run."""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_rl.collect.loop import wait
+from lightning_rl.collect.threads import CallingThread
+from lightning_rl.errors import ConfigError
+from lightning_rl.rewards.guarded import EndsProcess, UsesSignals, reward_called_here
+from lightning_rl.rewards.log import RewardLog
+
+RewardFunction = Callable[..., list[float]]
+"""``f(prompts, completions, **columns) -> list[float]``, plain or ``async``.
+
+It gets one group at a time, unless :func:`batch_reward` marks it. Besides the dataset's columns it
+may ask by name for ``completion_ids`` (list[list[int]]), ``finish_reasons`` (list[str]),
+``environment_rewards`` (list[float | None]), ``group_ids`` (list[str]) and, as in TRL, for
+``trainer_state`` (a :class:`~.log.TrainerState`), ``log_extra(column, values)`` and
+``log_metric(name, value)``. ``None`` in what it returns means that this reward does not apply to
+that completion, a :class:`RewardFailure` that it could not be graded.
+"""
+
+
+@dataclass(frozen=True)
+class RewardFailure:
+    """Stands in a list of scores for one that could not be had: only that rollout is FAILED."""
+
+    reason: str
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether it is an ``async`` function, or an object whose ``__call__`` is one."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+def reward_name(function: RewardFunction) -> str:
+    """The name under which a function's scores are logged."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+class Calls:
+    """Calls reward functions: plain ones in a thread that can be left behind, one at a time.
+
+    Each call comes to a list of scores, or to a :class:`RewardFailure`; what is raised is why not
+    to wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._thread = CallingThread("rewards")
+        self._name = ""
+        self._use_signals: list[RewardFunction] = []
+
+    def running(self) -> tuple[str, threading.Thread] | None:
+        """The plain function that is in the middle of a call, and its thread."""
+        thread = self._thread.thread
+        return None if thread is None else (self._name, thread)
+
+    async def in_loop(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
+        """Call from the event loop, in which engines step."""
+        if is_async(function):
+            return await _awaited(lambda: function(**arguments))
+        call = self._submit(function, arguments)
+        try:
+            outcome = await asyncio.wrap_future(call)
+        except asyncio.CancelledError:
+            self._thread.abandon(call)
+            raise
+        return await _awaited(lambda: outcome) if inspect.isawaitable(outcome) else outcome
+
+    async def and_wait(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
+        """Call a plain function, and wait without an event loop."""
+        if function in self._use_signals:
+            return _called(function, arguments)
+        call = self._submit(function, arguments)
+        try:
+            outcome = wait(call)
+        except BaseException:
+            self._thread.abandon(call)
+            raise
+        if isinstance(outcome, _NeedsMain):
+            self._use_signals.append(function)
+            if (log := RewardLog.of(arguments)) is not None:
+                log.clear()
+            return _called(function, arguments)
+        if inspect.isawaitable(outcome):
+            raise ConfigError(
+                f"reward {reward_name(function)} is a plain function that returned an awaitable; "
+                "make it `async def`"
+            )
+        return outcome
+
+    def _submit(self, function: RewardFunction, arguments: dict[str, Any]) -> Future[Any]:
+        def call() -> Any:
+            self._name = reward_name(function)
+            return _called(function, arguments)
+
+        return self._thread.submit(call)
+
+
+class _NeedsMain(RewardFailure):
+    """It uses signals, which it may not where it was called."""
+
+
+def _called(function: RewardFunction, arguments: dict[str, Any]) -> Any:
+    """Its list of scores, or why there is none; an awaitable as it is."""
+    try:
+        with reward_called_here():
+            result = function(**arguments)
+            return result if inspect.isawaitable(result) else list(result)
+    except BaseException as error:  # a user's code may raise anything; it is kept, not hidden
+        main = threading.current_thread() is threading.main_thread()
+        if isinstance(error, KeyboardInterrupt) and main:
+            raise  # the user's own
+        return _failure(error)
+
+
+async def _awaited(call: Callable[[], Any]) -> Any:
+    """The same of an ``async`` function."""
+    try:
+        with reward_called_here():
+            return list(await call())
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # SystemExit would end the loop's thread
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> RewardFailure:
+    if isinstance(error, UsesSignals):
+        return _NeedsMain(f"{error}, and this is another: wrap it in Isolated")
+    if isinstance(error, EndsProcess):
+        return RewardFailure(f"called {error}, which would have ended the run as if it were done")
+    return RewardFailure(f"{type(error).__name__}: {error}")
