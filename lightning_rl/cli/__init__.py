@@ -99,9 +99,7 @@ def _run(arguments: list[str]) -> int:
         from lightning_rl.cli.view import main as view
 
         return view(arguments[1:])
-    # Reward functions and prompt factories are named by import path from where the user stands.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _search_working_directory(arguments)
     from lightning_rl.cli.noise import quiet
 
     with quiet():
@@ -117,3 +115,20 @@ def _run(arguments: list[str]) -> int:
 
         RLCLI(arguments)
     return 0
+
+
+def _search_working_directory(arguments: list[str]) -> None:
+    """Rewards and prompt factories are named by import path from where the user stands.
+
+    A stranger's folder may hold a ``yaml.py``, though: with ``--trusted_only`` nothing is imported
+    from it, and with ``--trust`` only what is not installed.
+    """
+    here = os.getcwd()
+    names = {argument.partition("=")[0] for argument in arguments}
+    if not names & {"--trust", "--trusted_only"}:
+        if here not in sys.path:
+            sys.path.insert(0, here)
+        return
+    sys.path[:] = [place for place in sys.path if place not in ("", here)]
+    if "--trust" in names:
+        sys.path.append(here)

@@ -25,7 +25,7 @@ from lightning_rl.checkpoint_io import VerifiedCheckpointIO, require_good
 from lightning_rl.checks import check_optimizer, check_sync
 from lightning_rl.cli.errors import check_sources, innermost
 from lightning_rl.cli.sources import read_sources
-from lightning_rl.cli.trust import require_trusted, split_options
+from lightning_rl.cli.trust import require_trusted, require_trusted_classes, split_options
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.dpo import DPOModule
 from lightning_rl.errors import CheckpointError, ConfigError
@@ -207,10 +207,17 @@ class RLCLI(LightningCLI):
             sources = read_sources(rest)
             if self.trusted is not None:
                 require_trusted(sources.tree, self.trusted)
-            check_sources(sources, self._subcommand_parsers[command], complete=not prints)
+            check_sources(
+                sources,
+                self._subcommand_parsers[command],
+                complete=not prints,
+                files=self.trusted is None,
+            )
             _require_checkpoint(sources.tree.get("ckpt_path"))
         # super() would warn that args is not sys.argv
         self.config = parser.parse_args([command, *rest])
+        if self.trusted is not None:
+            require_trusted_classes(self.config.as_dict(), self.trusted)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         """Add what lets a run be gone on with, be replayed, and end if it hangs; unless given."""

@@ -38,20 +38,23 @@ from lightning_rl.errors import ConfigError, LightningRLError
 _SCALARS = (bool, int, float, str)
 
 
-def check_sources(sources: Sources, parser: ArgumentParser, complete: bool = True) -> None:
+def check_sources(
+    sources: Sources, parser: ArgumentParser, complete: bool = True, files: bool = True
+) -> None:
     """Walk what the user wrote along the options of a command's parser.
 
     Args:
         sources: files and options.
         parser: the command's.
         complete: a missing required argument is a mistake too.
+        files: a part of the configuration may be the name of a file that holds it.
 
     Raises:
         ConfigError: naming key, value, place and fix of the first mistake.
     """
     options = {a.dest: a for a in parser._actions if hasattr(a, "_typehint")}
     try:
-        _Walk(complete).options(sources.tree, options, ())
+        _Walk(complete, files).options(sources.tree, options, ())
         required = ["model", "data", *(dest for dest, action in options.items() if action.required)]
         for dest in required:
             if complete and sources.tree.get(dest) is None:
@@ -73,8 +76,9 @@ class _Mistake(Exception):
 class _Walk:
     """One function per kind of node; each raises ``_Mistake`` at the innermost wrong key."""
 
-    def __init__(self, complete: bool) -> None:
+    def __init__(self, complete: bool, files: bool) -> None:
         self._complete = complete
+        self._files = files
 
     def options(self, tree: dict[str, Any], options: dict[str, Any], key: Key) -> None:
         """Top-level keys and groups such as ``trainer``."""
@@ -85,7 +89,7 @@ class _Walk:
             elif any(option.startswith(f"{dest}.") for option in options):
                 if isinstance(value, dict):
                     self.options(value, options, (*key, name))
-                elif not _is_file(value):
+                elif not self._stands_for_a_part(value, (*key, name)):
                     raise _Mistake((*key, name), f"expected keys below it, got {value!r:.60}")
             else:
                 depth = len(key)
@@ -100,8 +104,9 @@ class _Walk:
                 raise _Mistake(key, f"expected {describe(hint)}, got null")
             return
         made = classes(hint)
-        if made and isinstance(value, str) and _is_file(value):
-            return  # a configuration of its own, which the parser reads
+        other = {str, Path, Any} & set(branches(hint))
+        if (made or not other) and self._stands_for_a_part(value, key):
+            return
         if made and isinstance(value, str) and not any(b in _SCALARS for b in branches(hint)):
             if not is_class_name(value, made) and accepts(hint, value):
                 return  # an enum's member, say
@@ -115,6 +120,15 @@ class _Walk:
                 self.value(inner, item, None, (*key, index))
         elif not accepts(hint, value):
             raise _Mistake(key, _wrong_value(value, hint, made))
+
+    def _stands_for_a_part(self, value: Any, key: Key) -> bool:
+        """Whether it is a configuration of its own, which the parser reads."""
+        if not isinstance(value, str) or not Path(value).is_file():
+            return False
+        if not self._files:
+            what = f"{value!r} is a configuration of its own, which is not looked into"
+            raise _Mistake(key, f"{what}; give it with --config")
+        return True
 
     def instance(self, spec: dict[str, Any], hint: Any, default: Any, key: Key) -> None:
         """``{class_path, init_args}``, or the arguments of a dataclass or the default's class."""
@@ -189,10 +203,6 @@ def _required(parameter: Any) -> bool:
         inspect.Parameter.VAR_POSITIONAL,
         inspect.Parameter.VAR_KEYWORD,
     )
-
-
-def _is_file(value: Any) -> bool:
-    return isinstance(value, str) and Path(value).is_file()
 
 
 def _no_such_key(name: Any, known: Iterable[str], owner: str, others: Iterable[str] = ()) -> str:

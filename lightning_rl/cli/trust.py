@@ -1,18 +1,20 @@
 """``--trusted_only``: configurations of strangers, which may name no code but what is trusted."""
 
 import inspect
-import types
+import sys
 from collections.abc import Iterator, Sequence
-from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.cli.handover import as_parsed, require_harmless
 from lightning_rl.cli.hints import import_object
 from lightning_rl.cli.sources import Key, name_of
 from lightning_rl.errors import ConfigError
 
 TRUSTED = ("lightning_rl", "lightning.pytorch", "torch.optim")
-"""Modules whose classes a configuration may name in any case."""
+"""Where classes may come from in any case: public names, and parts of a Trainer or optimizer."""
+_INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"  # which Lightning notes in checkpoints
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
@@ -45,11 +47,13 @@ def require_trusted(tree: Any, trusted: Sequence[str], place: str = "") -> None:
     """Refuse what would run other code, before anything is imported.
 
     Every text in the tree that could be an import path is one: it has two names or more with dots
-    between them, and the first is an importable module's.
+    between them, and Python finds a module of the first name. It must then be a public name of this
+    library, a part of Lightning's Trainer, an optimizer or scheduler of torch, or be defined in a
+    module that ``--trust`` adds.
 
     Args:
         tree: a configuration, or hyper-parameters of a checkpoint.
-        trusted: modules; what is in them or below them may be named.
+        trusted: modules, :data:`TRUSTED` first.
         place: where the tree comes from, for the message.
 
     Raises:
@@ -57,55 +61,120 @@ def require_trusted(tree: Any, trusted: Sequence[str], place: str = "") -> None:
     """
     for key, value in _texts(tree, ()):
         where = f"{place}{name_of(key)}"
-        if key and key[-1] == "trust_remote_code" and value:
-            raise ConfigError(f"{where}: {value!r} runs code that comes with a model; leave it out")
-        if key and key[-1] == "weights_only" and value is False:
-            raise ConfigError(f"{where}: false unpickles objects, which runs code; leave it out")
-        if not isinstance(value, str):
-            continue
         if value.endswith((".yaml", ".yml")) and Path(value).is_file():
             raise ConfigError(
                 f"{where}: {value!r} is a configuration of its own, which is not looked into; give "
                 "it with --config"
             )
-        if _is_import_path(value) and not _is_trusted(value, trusted):
-            module = value.split(".")[0]
-            raise ConfigError(
-                f"{where}: {value!r} is not among the trusted modules ({', '.join(trusted)}); read "
-                f"its code, then add --trust {module}. A path is none with ./ before it"
-            )
+        instantiator = key[-1:] == ("_instantiator",) and value == _INSTANTIATOR
+        if _is_import_path(value) and not instantiator and not _is_trusted(value, trusted):
+            raise _refusal(where, value, trusted)
+    require_harmless(tree, trusted, place)
 
 
-def _texts(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
-    """All leaves."""
+def require_trusted_classes(config: Any, trusted: Sequence[str]) -> None:
+    """The same of classes that short names turned out to mean: of any module imported so far.
+
+    Raises:
+        ConfigError: naming the key, the class, and how to trust it.
+    """
+    for key, value in _texts(config, ()):
+        if key and key[-1] == "class_path" and "." in value and not _is_trusted(value, trusted):
+            raise _refusal(name_of(key), value, trusted)
+
+
+def _refusal(where: str, value: str, trusted: Sequence[str]) -> ConfigError:
+    inside = next((module for module in TRUSTED if _within(value, module)), None)
+    if inside is not None:
+        return ConfigError(
+            f"{where}: {value!r} is not among the trusted modules' public classes ({inside} holds "
+            "it, or leads to it, but not for configurations); leave it out"
+        )
+    return ConfigError(
+        f"{where}: {value!r} is not among the trusted modules ({', '.join(trusted)}); read "
+        f"its code, then add --trust {value.split('.')[0]}. A path is none with ./ before it"
+    )
+
+
+def _texts(node: Any, key: Key) -> Iterator[tuple[Key, str]]:
+    """All texts, also inside of texts that the parser would read as YAML."""
     if isinstance(node, dict):
         for name, inner in node.items():
             yield from _texts(inner, (*key, name))
     elif isinstance(node, list | tuple):
         for index, inner in enumerate(node):
             yield from _texts(inner, (*key, index))
-    else:
+    elif isinstance(node, str):
         yield key, node
+        inner = as_parsed(node)
+        if inner != node:
+            yield from _texts(inner, key)
 
 
 def _is_import_path(text: str) -> bool:
-    parts = text.split(".")
+    parts = text.strip().split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return False
-    # Nothing is imported to find this out.
-    finders = (BuiltinImporter, FrozenImporter, PathFinder)
-    return any(finder.find_spec(parts[0]) is not None for finder in finders)
+    if Path(f"{parts[0]}.py").exists() or Path(parts[0], "__init__.py").exists():
+        return True  # which --trust would find
+    # Nothing is imported to find this out: all finders are asked, as an import would.
+    try:
+        return parts[0] in sys.modules or find_spec(parts[0]) is not None
+    except (ImportError, ValueError):
+        return True
 
 
 def _is_trusted(path: str, trusted: Sequence[str]) -> bool:
     """Whether it names something that a trusted module defines, and not what it has imported."""
-    if not any(_within(path, module) for module in trusted):
+    module = next((module for module in trusted if _within(path, module)), None)
+    if module is None or not _stays_inside(path):
         return False
     found = import_object(path)  # which only imports what is trusted
-    owner = found.__name__ if inspect.ismodule(found) else getattr(found, "__module__", None)
-    if isinstance(found, types.MethodType) or owner is None:
+    if not (inspect.isclass(found) or inspect.isfunction(found)):
         return False
-    return any(_within(owner, module) for module in trusted)
+    if module == "lightning_rl":
+        return _is_public(found)
+    if module == "lightning.pytorch":
+        return inspect.isclass(found) and issubclass(found, _trainer_parts())
+    if module == "torch.optim":
+        return inspect.isclass(found) and issubclass(found, _optimizers())
+    return any(_within(found.__module__, other) for other in trusted[len(TRUSTED) :])
+
+
+def _stays_inside(path: str) -> bool:
+    """Whether no step on the way leads into another module, as ``pool.os`` does."""
+    parts = path.split(".")
+    for end in range(1, len(parts)):
+        place = ".".join(parts[:end])
+        found = sys.modules.get(place) or import_object(place) if end > 1 else None
+        if inspect.ismodule(found) and found.__name__ != place:
+            return False
+    return True
+
+
+def _is_public(found: Any) -> bool:
+    import lightning_rl
+
+    return any(found is getattr(lightning_rl, name) for name in lightning_rl.__all__)
+
+
+def _trainer_parts() -> tuple[type, ...]:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, LayerSync, Precision
+    from lightning.pytorch.profilers import Profiler
+    from lightning.pytorch.strategies import Strategy
+
+    return (Callback, Accelerator, Logger, CheckpointIO, ClusterEnvironment, LayerSync, Precision,
+            Profiler, Strategy)  # fmt: skip
+
+
+def _optimizers() -> tuple[type, ...]:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    return Optimizer, LRScheduler
 
 
 def _within(path: str, module: str) -> bool:

@@ -159,10 +159,10 @@ def run_async(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -
         raise innermost(group) from group
     except BaseException:
         broken_off = future.cancel() or future.cancelled()
-        if broken_off and timeout is None and loop is _loop:  # else it was given up
-            # Let it clean up, but never hang on an interrupt.
-            if not done.wait(_CLEAN_UP_S):
-                replace_loop_if_blocked()
+        waits = broken_off and timeout is None and loop is _loop  # else it was given up
+        # Let it clean up, but never hang on an interrupt.
+        if waits and not done.wait(_CLEAN_UP_S):
+            replace_loop_if_blocked()
         raise
 
 

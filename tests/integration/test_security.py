@@ -1,8 +1,12 @@
 """What a stranger's file can do, and where a secret could be found."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 import threading
+import zipfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -35,6 +39,15 @@ SECRET = "sk-never-to-be-seen-4711"
         "lightning_rl.rewards.pool.subprocess.Popen",
         "lightning_rl.replay.run.torch.load",
         "torch.optim.lr_scheduler.warnings.warn",
+        "lightning_rl.rewards.pool.os.system",
+        "lightning_rl.rewards.pool.os",
+        # Theirs, but for this library's own use: it runs a column of the data right here.
+        "lightning_rl.rewards.code.RunTests",
+        "lightning_rl.cli.main",
+        "lightning_rl.cli.hints.import_object",
+        "lightning.pytorch.cli.LightningCLI",
+        "lightning.pytorch.cli.instantiate_module",
+        "lightning.pytorch.utilities.model_helpers.get_torchvision_model",
     ],
 )
 def test_no_other_code_can_be_named(name):
@@ -81,6 +94,124 @@ def test_other_ways_to_run_code_are_refused(workplace):
         with pytest.raises(ConfigError, match=words):
             require_trusted(tree, TRUSTED)
     require_trusted({"trust_remote_code": False, "weights_only": True, "x": "no.yaml"}, TRUSTED)
+
+
+ENGINE = "data.init_args.engine.init_args"
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        # A text that the parser reads as YAML is looked into.
+        ({"rewards": '["os.system"]'}, r"rewards\[0\]: 'os.system' is not among"),
+        ({"callbacks": '{"class_path": "os.system"}'}, r"callbacks\.class_path: 'os.system'"),
+        ({"options": '{"worker_cls": "evil"}'}, r"options\.worker_cls: 'evil' may run code"),
+        ({"trust_remote_code": "yes"}, "True runs code"),
+        ({"weights_only": "off"}, "false unpickles"),
+        # What trusted classes hand on.
+        ({"environment": {"LD_PRELOAD": "./evil.so"}}, r"environment\.LD_PRELOAD: './evil.so' may"),
+        ({"environment": {"OMP_NUM_THREADS": "1", "PYTHONPATH": "."}}, r"environment\.PYTHONPATH"),
+        ({"options": {"tool_parser_plugin": "./x.py"}}, r"options\.tool_parser_plugin"),
+        ({"options": {"worker_extension_cls": "evil"}}, r"options\.worker_extension_cls"),
+        ({"ray_options": {"runtime_env": {"py_modules": ["."]}}}, r"ray_options\.runtime_env"),
+        ({"address": "10.0.0.9:6379"}, r"address: '10.0.0.9:6379': a Ray cluster may run"),
+        ({"model_kwargs": {"attn_implementation": "evil/kernel"}}, r"model_kwargs\.attn_impl"),
+        ({"model_kwargs": {"trust_remote_code": True}}, "True runs code"),
+        ({"ckpt_path": "https://evil.example/x.ckpt"}, "ckpt_path: .* would be unpickled"),
+        ({"r": {"class_path": "PythonTests", "init_args": {"sandbox": False}}}, "unprotected"),
+        ({"p": {"class_path": "VerifiersPrompts", "init_args": {"environment": "evil"}}},
+         r"environment: 'evil' imports a module; read its code, then add --trust evil"),
+    ],
+)  # fmt: skip
+def test_arguments_that_hand_code_on_are_refused(tree, words):
+    with pytest.raises(ConfigError, match=words):
+        require_trusted(tree, TRUSTED)
+
+
+def test_harmless_arguments_are_not():
+    require_trusted(
+        {
+            "environment": {"OMP_NUM_THREADS": "1"},
+            "options": {"enforce_eager": True, "block_size": 32},
+            "ray_options": {"num_cpus": 2},
+            "address": "127.0.0.1:6379",
+            "model_kwargs": {"dtype": "bfloat16"},
+            "judge": {"class_path": "OpenAIJudge", "init_args": {"options": {"top_k": 1}}},
+            "tests": {"class_path": "PythonTests", "init_args": {"sandbox": True}},
+            "prompts": {"class_path": "VerifiersPrompts", "init_args": {"environment": "mine"}},
+        },
+        [*TRUSTED, "mine"],
+    )
+
+
+EVIL = "open('ran', 'w').close()\n"
+ATTACKS = {
+    "--data.rewards+=lightning_rl.rewards.pool.os.system": "os.system' is not among the trusted",
+    "--data.rewards+=evil_module.f": "--trust evil_module",
+    "--data.rewards+=lightning_rl.rewards.code.RunTests": "not among the trusted modules' public",
+    "--trainer.callbacks+=evil_module.Callback": "--trust evil_module",
+    '--trainer.callbacks=\'[{"class_path": "evil_module.Callback"}]\'': "--trust evil_module",
+    "--trainer.callbacks+=part.txt": "'part.txt' is a configuration of its own",
+    "--data.engine part.txt": "there is no module 'part'",
+    "--ckpt_path named.ckpt": "'evil_module.Model' is not among",
+}
+STRANGER = """
+import json, shlex, sys
+from pathlib import Path
+place, attacks = sys.argv[1], json.loads(sys.argv[2])
+sys.argv = ["lightning-rl"]
+import lightning_rl
+assert Path(lightning_rl.__file__).is_relative_to(place), lightning_rl.__file__
+from tests.bad_configs import complaint
+print("\\n" + json.dumps({attack: complaint(f"--trusted_only {attack}") for attack in attacks}))
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A directory that holds what a wheel of this checkout installs, and the tests' helpers."""
+    root, copy = Path(__file__).parents[2], tmp_path_factory.mktemp("copy")
+    for name in ("lightning_rl", "callbacks"):
+        shutil.copytree(root / name, copy / name, symlinks=True,
+                        ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
+    for name in ("setup.cfg", "pyproject.toml", "README.md"):
+        shutil.copy(root / name, copy)
+    build = "from setuptools import build_meta as b; print(b.build_wheel('.'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True,
+                          check=True)  # fmt: skip
+    place = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(copy / done.stdout.splitlines()[-1]) as wheel:
+        wheel.extractall(place)
+    (place / "tests").symlink_to(root / "tests")
+    (place / "benchmarks").symlink_to(root / "benchmarks")
+    return place
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_a_strangers_folder_runs_nothing_however_we_are_installed(installed, workplace, kind):
+    own = {
+        "class_path": "lightning_rl.OverlongPenalty",
+        "init_args": {"max_tokens": 4, "buffer": 2},
+    }
+    data = CONFIG["data"] | {"init_args": CONFIG["data"]["init_args"] | {"rewards": [own]}}
+    (workplace / "good.yaml").write_text(yaml.safe_dump(CONFIG | {"data": data}))
+    for name in ("evil_module", "yaml", "sitecustomize"):  # the last two shadow what is imported
+        (workplace / f"{name}.py").write_text(EVIL)
+    (workplace / "part.txt").write_text("class_path: evil_module.Model\n")
+    parts = {"_class_path": "evil_module.Model"}
+    torch.save({"state_dict": {}, "hyper_parameters": parts}, workplace / "named.ckpt")
+    root = Path(__file__).parents[2]
+    place = installed if kind == "wheel" else root
+    path = [str(installed)] if kind == "wheel" else [p for p in sys.path if p == str(root)]
+    arguments = [sys.executable, "-P", "-c", STRANGER, str(place), json.dumps(list(ATTACKS))]
+    done = subprocess.run(arguments, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout.splitlines()[-1])
+    wrong = {a: answers[a] for a, words in ATTACKS.items() if words not in answers[a][1]}
+    assert not wrong
+    assert {status for status, _ in answers.values()} == {2}
+    assert not (workplace / "ran").exists()
 
 
 def test_options_are_taken_out():
