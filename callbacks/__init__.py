@@ -13,6 +13,7 @@ from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.callbacks.export import HFExport
 from lightning_rl.callbacks.guard_actions import (
     Correct,
+    Finding,
     GuardAction,
     Mask,
     SkipUpdate,

@@ -6,6 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.arguments import configurable
 from lightning_rl.callbacks.guard_actions import (
     GuardAction,
     Warn,
@@ -18,6 +19,7 @@ from lightning_rl.dist import all_max, all_sum
 from lightning_rl.module import PolicyModule
 
 
+@configurable
 class LogprobGapGuard(BatchGuard):
     """Mean distance of the engine's logprobs from the trainer's, in nats per token.
 
@@ -47,6 +49,7 @@ class LogprobGapGuard(BatchGuard):
         return ~(mean_R <= self.bound)[row]
 
 
+@configurable
 class LogprobSpikeGuard(BatchGuard):
     """The largest such distance of any token. ``Mask`` takes out the tokens that exceed it."""
 
@@ -65,6 +68,7 @@ class LogprobSpikeGuard(BatchGuard):
         return ~(log_weights(module, batch).abs() <= self.bound)
 
 
+@configurable
 class EffectiveSampleGuard(BatchGuard):
     """Effective sample size over the number of tokens, (sum w)^2 / (M sum w^2), in (0, 1].
 
@@ -92,6 +96,7 @@ class EffectiveSampleGuard(BatchGuard):
         return total**2 / (count * squares) if squares else 0.0
 
 
+@configurable
 class StalenessGuard(BatchGuard):
     """Versions by which the oldest token is behind. ``Mask`` takes out tokens that are older."""
 
@@ -110,6 +115,7 @@ class StalenessGuard(BatchGuard):
         return module.iteration - batch["tokens", "versions"] > self.bound
 
 
+@configurable
 class ZeroAdvantageGuard(BatchGuard):
     """Share of rollouts without any advantage: they teach nothing."""
 
@@ -128,6 +134,7 @@ class ZeroAdvantageGuard(BatchGuard):
         return total / count
 
 
+@configurable
 class RewardAlarmGuard(BatchGuard):
     """How many of the alarms of ``RewardAlarms`` are on; that callback comes first in the list."""
 

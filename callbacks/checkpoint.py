@@ -14,6 +14,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from tensordict import TensorDict
 
+from lightning_rl.arguments import configurable
 from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.callbacks.monitor import Monitor
 from lightning_rl.checkpoint_io import VerifiedCheckpointIO, checkpoints_in, newest_good
@@ -30,6 +31,7 @@ from lightning_rl.recording import RecordingModule
 from lightning_rl.rundir import continue_in, output_path, own_runs
 
 
+@configurable
 class IterationCheckpoint(ModelCheckpoint, RLCallback):
     """Saves every N iterations, at the end, when a run fails, and when it is asked to stop.
 

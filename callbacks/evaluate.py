@@ -2,12 +2,14 @@
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.arguments import configurable
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
 
 
+@configurable
 class Evaluate(RLCallback):
     """Records ``eval/accuracy``, ``eval/pass@k`` and more every N iterations, and before training.
 

@@ -4,11 +4,13 @@ from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.arguments import configurable
 from lightning_rl.hooks import RLCallback
 from lightning_rl.models.policy import Policy
 from lightning_rl.rundir import output_path
 
 
+@configurable
 class HFExport(RLCallback):
     """Writes the trained model for ``AutoModelForCausalLM.from_pretrained`` and vLLM's server.
 

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.algos.correction import Correction, TokenTIS
+from lightning_rl.arguments import configurable
 from lightning_rl.data.packing import is_idle, token_rows
 from lightning_rl.dist import all_sum
 from lightning_rl.errors import GuardError
@@ -51,6 +52,7 @@ class Warn(GuardAction):
         """The guard has logged it already."""
 
 
+@configurable
 @dataclass(frozen=True)
 class Correct(GuardAction):
     """Trains on this batch with importance weights, whatever ``model.correction`` is.

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.arguments import configurable
 from lightning_rl.callbacks.guard_actions import (
     Finding,
     GuardAction,
@@ -22,6 +23,7 @@ from lightning_rl.module import PolicyModule
 _log = logging.getLogger(__name__)
 
 
+@configurable
 class Guard(RLCallback, ABC):
     """Compares one number per iteration with a bound, and acts when it is broken.
 
@@ -135,6 +137,7 @@ class BatchGuard(Guard, ABC):
         self.judge(pl_module, self.measure(pl_module, batch), batch)
 
 
+@configurable
 class MetricGuard(Guard):
     """A guard of any metric that an iteration records; ``Warn`` and ``StopRun`` are in time.
 
@@ -179,6 +182,7 @@ class MetricFloorGuard(MetricGuard):
         return not value >= self.bound
 
 
+@configurable
 class KLGuard(MetricGuard):
     """Mean divergence per token, in nats: of the update from the policy before it.
 
@@ -197,6 +201,7 @@ class KLGuard(MetricGuard):
         super().__init__(metric, bound, action, patience)
 
 
+@configurable
 class EntropyGuard(MetricFloorGuard):
     """Mean entropy per token, in nats: near zero, the policy tries nothing new any more."""
 
@@ -208,6 +213,7 @@ class EntropyGuard(MetricFloorGuard):
         super().__init__("policy/entropy", bound, action, patience)
 
 
+@configurable
 class NonFiniteGuard(MetricGuard):
     """Optimizer steps whose gradient is NaN or infinite, which ``PolicyModule`` leaves out itself.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.arguments import configurable
 from lightning_rl.callbacks.tables import Row, log_table
 from lightning_rl.errors import ConfigError
 from lightning_rl.hooks import RLCallback
@@ -13,6 +14,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.rundir import RunLines
 
 
+@configurable
 class PreviewTable(RLCallback):
     """Appends some rollouts of each iteration to ``rollouts.jsonl`` in the run directory.
 

@@ -5,6 +5,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from lightning_rl.arguments import configurable
 from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
 
@@ -15,6 +16,7 @@ SHOWN = {
 }
 
 
+@configurable
 class RLProgressBar(TQDMProgressBar, RLCallback):
     """Lightning's bar, in RL's terms; one step of it is one iteration.
 

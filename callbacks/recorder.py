@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 
+from lightning_rl.arguments import configurable
 from lightning_rl.data.packing import select
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.hooks import RLCallback
@@ -18,6 +19,7 @@ from lightning_rl.view.pieces import TokenPieces
 COMPUTED = ("ref_logprobs", "advantages", "values", "returns")
 
 
+@configurable
 class RolloutRecorder(RLCallback):
     """Appends rollouts to ``recorded.jsonl`` in the run directory; ``lightning-rl view`` shows it.
 

@@ -3,6 +3,7 @@
 from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 
+from lightning_rl.arguments import configurable
 from lightning_rl.callbacks.recorder import collected_rollouts
 from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
@@ -10,6 +11,7 @@ from lightning_rl.replay.log import Outcome, ReplayLog, checksums
 from lightning_rl.rundir import run_dir
 
 
+@configurable
 class ReplayRecorder(RLCallback):
     """Keeps all rollouts that are trained on, and a checksum of each version's weights.
 

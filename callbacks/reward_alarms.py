@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import require_at_least, require_finite
 from lightning_rl.hooks import RLCallback
 from lightning_rl.metrics import summarize
@@ -19,6 +20,7 @@ _log = logging.getLogger(__name__)
 Row = dict[str, float]
 
 
+@configurable
 class RewardAlarms(RLCallback):
     """Compares the last ``window`` iterations with the first, and warns of what looks like hacking.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.arguments import configurable
 from lightning_rl.buffer.files import open_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
@@ -14,6 +15,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.rundir import output_path
 
 
+@configurable
 class RolloutWriter(RLCallback):
     """Appends every rollout of ``lightning-rl rollout`` to ``path``.
 

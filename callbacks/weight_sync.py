@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.arguments import configurable
 from lightning_rl.checks import check_sync
 from lightning_rl.collect.loop import run_async
 from lightning_rl.collect.ranks import feeds
@@ -24,6 +25,7 @@ from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
 from lightning_rl.sync.verify import probe_gap
 
 
+@configurable
 class WeightSync(RLCallback):
     """Pushes the policy's weights to the engine, stamps them with a version, and checks.
 

@@ -13,8 +13,17 @@ if TYPE_CHECKING:
     from lightning_rl.agents.parsers import HermesParser, ParsedCall, ToolParser, VLLMParser
     from lightning_rl.agents.templates import TurnTemplate
     from lightning_rl.agents.tool_agent import ToolAgent
+    from lightning_rl.agents.turns import append_given, generate_turn, room
     from lightning_rl.agents.verifiers import VerifiersEnvironment, VerifiersPrompts
-    from lightning_rl.algos.advantages import GAE, GRPO, Advantage
+    from lightning_rl.algos.advantages import (
+        GAE,
+        GRPO,
+        Advantage,
+        group_means,
+        group_stds,
+        spread_over_tokens,
+        total_rewards,
+    )
     from lightning_rl.algos.aggregation import (
         Aggregation,
         PromptMean,
@@ -33,7 +42,14 @@ if TYPE_CHECKING:
         TokenTIS,
     )
     from lightning_rl.algos.entropy import EntropyBonus, LinearEntropyBonus
-    from lightning_rl.algos.group_advantages import OPMD, RLOO, DrGRPO, MaxRL, PassAtK
+    from lightning_rl.algos.group_advantages import (
+        OPMD,
+        RLOO,
+        DrGRPO,
+        GroupAdvantage,
+        MaxRL,
+        PassAtK,
+    )
     from lightning_rl.algos.kl import (
         AdaptiveCoefficient,
         Coefficient,
@@ -42,14 +58,16 @@ if TYPE_CHECKING:
         K3Penalty,
         KLPenalty,
     )
-    from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
-    from lightning_rl.algos.ratio_losses import CISPO, GSPO, SAPO, Reinforce, SFTMix
+    from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, ValueLoss, ppo_clip
+    from lightning_rl.algos.ratio_losses import CISPO, GSPO, SAPO, Reinforce, SFTMix, row_means
+    from lightning_rl.arguments import configurable
     from lightning_rl.buffer.base import RolloutFile
     from lightning_rl.buffer.files import open_rollouts
     from lightning_rl.buffer.replay import ReplayBuffer
     from lightning_rl.buffer.samplers import (
         FIFO,
         AdvantagePriority,
+        Entry,
         Mixed,
         RewardPriority,
         Sampler,
@@ -62,6 +80,7 @@ if TYPE_CHECKING:
         EffectiveSampleGuard,
         EntropyGuard,
         Evaluate,
+        Finding,
         Guard,
         GuardAction,
         HFExport,
@@ -93,7 +112,7 @@ if TYPE_CHECKING:
     )
     from lightning_rl.checkpoint_io import VerifiedCheckpointIO
     from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
-    from lightning_rl.collect.collector import Collector, SyncCollector
+    from lightning_rl.collect.collector import Collector, CollectorStatus, SyncCollector
     from lightning_rl.collect.early_cut import (
         PartialCollector,
         PartialTailCollector,
@@ -103,7 +122,7 @@ if TYPE_CHECKING:
     from lightning_rl.collect.pipeline import RolloutPipeline
     from lightning_rl.collect.source import GroupSource
     from lightning_rl.data.curriculum import PassRateCurriculum
-    from lightning_rl.data.packing import pack_rollouts
+    from lightning_rl.data.packing import pack_rollouts, token_rows
     from lightning_rl.data.prompts import PromptDataset
     from lightning_rl.data.reasoning_gym import ReasoningGymPrompts
     from lightning_rl.data.sources import (
@@ -114,9 +133,11 @@ if TYPE_CHECKING:
     )
     from lightning_rl.data.views import as_padded, as_steps, as_torchrl
     from lightning_rl.datamodule import RLDataModule
+    from lightning_rl.dist import global_mean_std
     from lightning_rl.dist_fabric import FabricDDP
     from lightning_rl.dpo import DPOModule, PairDataModule, RolloutPairs
     from lightning_rl.engines import (
+        Completion,
         Engine,
         RayEngine,
         Sampling,
@@ -125,6 +146,7 @@ if TYPE_CHECKING:
         VLLMLocal,
         VLLMServer,
     )
+    from lightning_rl.engines.base import require_same_weights
     from lightning_rl.engines.status import ReplicaStatus, RunState
     from lightning_rl.errors import (
         AgentError,
@@ -146,9 +168,10 @@ if TYPE_CHECKING:
         SyncTimeoutError,
         WeightSyncError,
     )
+    from lightning_rl.models.attention import PackLayout
     from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, ValueHead
     from lightning_rl.models.lora import LoRA
-    from lightning_rl.models.policy import Policy
+    from lightning_rl.models.policy import Policy, Scores, load_tokenizer, save_skeleton
     from lightning_rl.models.reference import (
         BaseReference,
         FrozenReference,
@@ -166,7 +189,7 @@ if TYPE_CHECKING:
     from lightning_rl.rewards.pool import Isolated
     from lightning_rl.rewards.remote import Remote, retry
     from lightning_rl.rewards.rules import OverlongPenalty
-    from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+    from lightning_rl.rollout import Group, Message, Prompt, Rollout, RolloutStatus
     from lightning_rl.schedulers import WarmupConstant, WarmupCosine, WarmupLinear
     from lightning_rl.sft import SFTDataModule, SFTModule
     from lightning_rl.sync.base import WeightTransport
@@ -180,8 +203,19 @@ if TYPE_CHECKING:
         SyncState,
         TrainerSchedule,
     )
+    from lightning_rl.sync.verify import probe_gap
 
 _PLACES = {
+    "sync.verify": ("probe_gap",),
+    "models.attention": ("PackLayout",),
+    "engines.base": ("require_same_weights",),
+    "dist": ("global_mean_std",),
+    "arguments": ("configurable",),
+    "agents.turns": (
+        "append_given",
+        "generate_turn",
+        "room",
+    ),
     "agents.base": ("Agent", "SingleTurn"),
     "agents.environment": ("Environment", "Reply"),
     "agents.multi_turn": ("MultiTurn",),
@@ -189,7 +223,15 @@ _PLACES = {
     "agents.templates": ("TurnTemplate",),
     "agents.tool_agent": ("ToolAgent",),
     "agents.verifiers": ("VerifiersEnvironment", "VerifiersPrompts"),
-    "algos.advantages": ("GAE", "GRPO", "Advantage"),
+    "algos.advantages": (
+        "GAE",
+        "GRPO",
+        "Advantage",
+        "group_means",
+        "group_stds",
+        "spread_over_tokens",
+        "total_rewards",
+    ),
     "algos.aggregation": ("Aggregation", "PromptMean", "SequenceMean", "TokenMean", "TokenSum"),
     "algos.batch_advantages": ("ReinforcePlusPlus", "RunningBaseline"),
     "algos.correction": (
@@ -202,7 +244,14 @@ _PLACES = {
         "TokenTIS",
     ),
     "algos.entropy": ("EntropyBonus", "LinearEntropyBonus"),
-    "algos.group_advantages": ("DrGRPO", "MaxRL", "OPMD", "PassAtK", "RLOO"),
+    "algos.group_advantages": (
+        "DrGRPO",
+        "MaxRL",
+        "OPMD",
+        "PassAtK",
+        "RLOO",
+        "GroupAdvantage",
+    ),
     "algos.kl": (
         "AdaptiveCoefficient",
         "Coefficient",
@@ -211,8 +260,21 @@ _PLACES = {
         "K3Penalty",
         "KLPenalty",
     ),
-    "algos.losses": ("PPOClip", "PolicyLoss", "ValueLoss"),
-    "algos.ratio_losses": ("CISPO", "GSPO", "Reinforce", "SAPO", "SFTMix"),
+    "algos.losses": (
+        "PPOClip",
+        "PolicyLoss",
+        "ValueLoss",
+        "Metrics",
+        "ppo_clip",
+    ),
+    "algos.ratio_losses": (
+        "CISPO",
+        "GSPO",
+        "Reinforce",
+        "SAPO",
+        "SFTMix",
+        "row_means",
+    ),
     "buffer.base": ("RolloutFile",),
     "buffer.files": ("open_rollouts",),
     "buffer.replay": ("ReplayBuffer",),
@@ -223,6 +285,7 @@ _PLACES = {
         "RewardPriority",
         "Sampler",
         "Uniform",
+        "Entry",
     ),
     "buffer.store": ("RolloutStore",),
     "callbacks": (
@@ -259,16 +322,20 @@ _PLACES = {
         "Warn",
         "Watchdog",
         "ZeroAdvantageGuard",
+        "Finding",
     ),
     "checkpoint_io": ("VerifiedCheckpointIO",),
     "collect.async_collector": ("AsyncCollector", "OneStepOffCollector"),
-    "collect.collector": ("Collector", "SyncCollector"),
+    "collect.collector": ("Collector", "CollectorStatus", "SyncCollector"),
     "collect.early_cut": ("PartialCollector", "PartialTailCollector", "TailBatchingCollector"),
     "collect.filters": ("GroupFilter", "RewardSpread"),
     "collect.pipeline": ("RolloutPipeline",),
     "collect.source": ("GroupSource",),
     "data.curriculum": ("PassRateCurriculum",),
-    "data.packing": ("pack_rollouts",),
+    "data.packing": (
+        "pack_rollouts",
+        "token_rows",
+    ),
     "data.prompts": ("PromptDataset",),
     "data.reasoning_gym": ("ReasoningGymPrompts",),
     "data.sources": ("HFDatasetPrompts", "IterablePrompts", "JSONLPrompts", "ParquetPrompts"),
@@ -284,6 +351,7 @@ _PLACES = {
         "TransformersEngine",
         "VLLMLocal",
         "VLLMServer",
+        "Completion",
     ),
     "engines.status": ("ReplicaStatus", "RunState"),
     "errors": (
@@ -308,7 +376,12 @@ _PLACES = {
     ),
     "models.heads": ("SeparateValueHead", "SharedValueHead", "ValueHead"),
     "models.lora": ("LoRA",),
-    "models.policy": ("Policy",),
+    "models.policy": (
+        "Policy",
+        "Scores",
+        "load_tokenizer",
+        "save_skeleton",
+    ),
     "models.reference": ("BaseReference", "FrozenReference", "PeriodicReference", "Reference"),
     "module": ("PolicyModule",),
     "offline": ("OfflineDataModule",),
@@ -321,7 +394,13 @@ _PLACES = {
     "rewards.pool": ("Isolated",),
     "rewards.remote": ("Remote", "retry"),
     "rewards.rules": ("OverlongPenalty",),
-    "rollout": ("Prompt", "Rollout", "RolloutStatus"),
+    "rollout": (
+        "Prompt",
+        "Rollout",
+        "RolloutStatus",
+        "Group",
+        "Message",
+    ),
     "schedulers": ("WarmupConstant", "WarmupCosine", "WarmupLinear"),
     "sft": ("SFTDataModule", "SFTModule"),
     "sync.base": ("WeightTransport",),

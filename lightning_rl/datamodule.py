@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl import dist
 from lightning_rl.agents.base import Agent, SingleTurn
+from lightning_rl.arguments import configurable
 from lightning_rl.buffer.replay import ReplayBuffer, warn_if_uncorrected
 from lightning_rl.checks import (
     check_experts,
@@ -34,6 +35,7 @@ from lightning_rl.collect.source import GroupSource, Prompts, new_rollouts
 from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.repeated import RepeatedPrompts
+from lightning_rl.data.sources import prompts_of
 from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, Sampling
 from lightning_rl.engines.status import RunState
@@ -57,12 +59,15 @@ STOP_SECONDS = 10.0
 """How long a failed run waits for what is in flight to stop."""
 
 
+@configurable(train_prompts=prompts_of, eval_prompts=prompts_of, expert_prompts=prompts_of)
 class RLDataModule(LightningDataModule):
     """Collects graded rollouts, one batch of groups per iteration.
 
     Args:
-        train_prompts: what to train on.
-        rewards: functions ``f(prompts, completions, **columns) -> list[float]``, plain or async.
+        train_prompts: what to train on; in Python also a list of prompts or rows, or the path of a
+            file of them (so with the other prompts).
+        rewards: functions ``f(prompts, completions, **columns) -> list[float]``, plain or async; in
+            Python also one of them, or import paths.
         engine: generates; None: vLLM in process, or transformers where vLLM is not installed.
         eval_prompts: held-out prompts, for ``Evaluate``, ``validate`` and ``test``.
         expert_prompts: rows with a ``completion`` to imitate beside the rollouts; see ``SFTMix``.

@@ -10,14 +10,17 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.algos.preference import dpo
+from lightning_rl.arguments import configurable
 from lightning_rl.buffer.files import open_rollouts
 from lightning_rl.checks import check_optimizer
 from lightning_rl.data.packing import pack_rollouts, token_rows
 from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.sources import prompts_of
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.gradients import FiniteSteps
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.lightning_flags import refuse_precision
+from lightning_rl.models.given import model_of
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy, Scores
 from lightning_rl.models.pretrained import Loading
@@ -26,6 +29,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.sft import SFTDataModule, supervised_rollout
 
 
+@configurable(model=model_of)
 class DPOModule(FiniteSteps):
     """Raises the chosen completion of a pair over the rejected one, relative to a reference.
 
@@ -141,6 +145,7 @@ def _margins(scores: Scores, batch: TensorDict) -> Tensor:
     return chosen - rejected
 
 
+@configurable(train=prompts_of, val=prompts_of)
 class PairDataModule(SFTDataModule):
     """Rows with a prompt, a chosen and a rejected completion, as packed batches of pairs.
 
@@ -181,6 +186,7 @@ class PairDataModule(SFTDataModule):
         return pack_rollouts([rollout for pair in rows for rollout in pair])
 
 
+@configurable
 class RolloutPairs(PromptDataset):
     """Pairs from graded rollouts, as ``lightning-rl rollout`` writes them.
 

@@ -15,6 +15,7 @@ from lightning_rl.algos.entropy import EntropyBonus
 from lightning_rl.algos.kl import KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
 from lightning_rl.algos.objective import Objective, loss_tokens
+from lightning_rl.arguments import configurable
 from lightning_rl.checks import check_optimizer, check_parts
 from lightning_rl.data.packing import (
     is_idle,
@@ -30,6 +31,7 @@ from lightning_rl.hooks import call_hook
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.metrics import TokenMetrics
+from lightning_rl.models.given import model_of
 from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Policy
@@ -44,6 +46,7 @@ LEAST_VALUE_LR = 1e-5
 """A critic's learning rate unless it is given one; verl's default."""
 
 
+@configurable(model=model_of)
 class PolicyModule(RecordingModule):
     """Wraps a causal LM (policy head, optional value head) and improves it from rollouts.
 
@@ -53,7 +56,8 @@ class PolicyModule(RecordingModule):
     same, and ``policy/*`` and ``rollout/logprob_gap_*`` are over the tokens that were trained on.
 
     Args:
-        model: directory or hub name of the causal LM to train.
+        model: directory or hub name of the causal LM to train; in Python also a transformers model
+            object, or a pair of it and its tokenizer, of which a copy is trained.
         advantage: how rewards become credit; ``GRPO()`` or ``GAE()`` (needs ``value_head``).
         loss: policy loss.
         aggregation: how token losses are averaged.

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningDataModule
 from tensordict import TensorDict
 
 from lightning_rl import dist
+from lightning_rl.arguments import configurable
 from lightning_rl.buffer.files import open_rollouts
 from lightning_rl.buffer.replay import warn_if_uncorrected
 from lightning_rl.checks import check_groups
@@ -82,6 +83,7 @@ class RecordedGroups:
         return torch.randperm(len(self._groups), generator=generator).tolist()
 
 
+@configurable
 class OfflineDataModule(LightningDataModule):
     """Batches of groups from a rollout file, for a ``PolicyModule``; no engine, no ``WeightSync``.
 

@@ -5,9 +5,11 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError, require_finite
 
 
+@configurable
 class WarmupConstant(LambdaLR):
     """From 0 to the optimizer's learning rate over ``warmup_steps``, then constant."""
 
@@ -26,6 +28,7 @@ class WarmupConstant(LambdaLR):
         return 1.0
 
 
+@configurable
 class WarmupLinear(WarmupConstant):
     """Linear warm-up, then linear decay to ``final`` times the learning rate at ``total_steps``.
 

@@ -11,19 +11,23 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.algos.aggregation import Aggregation, TokenMean
+from lightning_rl.arguments import configurable
 from lightning_rl.checks import check_optimizer
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.sources import prompts_of
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.gradients import FiniteSteps
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.lightning_flags import refuse_precision
+from lightning_rl.models.given import model_of
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.models.pretrained import Loading, with_chat_variables
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from lightning_rl.seeding import derived_seed, run_seed
 
 
+@configurable(model=model_of)
 class SFTModule(FiniteSteps):
     """Maximises the likelihood of given completions; automatic optimisation, plain Lightning.
 
@@ -103,6 +107,7 @@ class SFTModule(FiniteSteps):
         return -(scores.logprobs * self.aggregation(batch)[scores.live]).sum()
 
 
+@configurable(train=prompts_of, val=prompts_of)
 class SFTDataModule(LightningDataModule):
     """Rows with a prompt and a completion, as packed batches.
 

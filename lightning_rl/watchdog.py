@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.arguments import configurable
 from lightning_rl.collect.loop import (
     TURN_S,
     abandon_wait,
@@ -22,6 +23,7 @@ from lightning_rl.rundir import run_dir
 from lightning_rl.stacks import describe, where_tasks_wait, where_thread_is
 
 
+@configurable
 class Watchdog(RLCallback):
     """Stops a run that waits, and in which no rollout came to an end or was graded for so long.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError
 
 
@@ -66,6 +67,7 @@ def _read_call(text: str, closed: bool) -> ParsedCall:
     return ParsedCall(call["name"], call.get("arguments", {}))
 
 
+@configurable
 class VLLMParser(ToolParser):
     """One of vLLM's tool-call parsers, under the name that ``vllm serve`` knows it by.
 

@@ -12,11 +12,13 @@ from lightning_rl.agents.parsers import HermesParser, ParsedCall, ToolParser
 from lightning_rl.agents.templates import TurnTemplate, tool_reply
 from lightning_rl.agents.tools import Toolbox
 from lightning_rl.agents.turns import append_given, generate_turn, room
+from lightning_rl.arguments import configurable
 from lightning_rl.engines.base import Engine, Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Message, Rollout, RolloutStatus
 
 
+@configurable
 class ToolAgent(Agent):
     """Turns with tool calls are answered by the tools' results; a turn without one is the answer.
 

@@ -12,11 +12,13 @@ from functools import cache
 from typing import Any
 
 from lightning_rl.agents.environment import Environment, Reply
+from lightning_rl.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Prompt
 
 
+@configurable
 class VerifiersPrompts(PromptDataset):
     """The data set that comes with an environment; chats only.
 

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.arguments import configurable
 from lightning_rl.data.packing import token_rows
 from lightning_rl.dist import global_mean_std
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
@@ -106,6 +107,7 @@ def spread_over_tokens(batch: TensorDict, advantages_R: Tensor) -> TensorDict:
     return batch
 
 
+@configurable
 @dataclass(frozen=True)
 class GRPO(Advantage):
     """Group-relative advantages, one per rollout (Shao et al. 2024, DeepSeekMath, eq. 20).
@@ -139,6 +141,7 @@ class GRPO(Advantage):
         return spread_over_tokens(batch, advantages_R)
 
 
+@configurable
 @dataclass(frozen=True)
 class GAE(Advantage):
     """Generalised advantage estimation with a value head (Schulman et al. 2015; PPO 2017).

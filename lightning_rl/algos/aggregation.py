@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.arguments import configurable
 from lightning_rl.data.packing import token_rows
 from lightning_rl.dist import all_sum, world_size
 from lightning_rl.errors import ConfigError
@@ -64,6 +65,7 @@ class PromptMean(Aggregation):
         return mask / count.clamp(min=1)[group_T]
 
 
+@configurable
 @dataclass(frozen=True)
 class TokenSum(Aggregation):
     """Sum over tokens / (rollouts x max_tokens): no length bias (Dr.GRPO, Liu et al. 2025).

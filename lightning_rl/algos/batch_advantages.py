@@ -14,11 +14,13 @@ from lightning_rl.algos.advantages import (
     total_rewards,
     whiten,
 )
+from lightning_rl.arguments import configurable
 from lightning_rl.data.packing import token_rows
 from lightning_rl.dist import global_mean_std
 from lightning_rl.errors import ConfigError
 
 
+@configurable
 @dataclass(frozen=True)
 class ReinforcePlusPlus(Advantage):
     """Reward-to-go, normalised over the global batch (Hu et al. 2025, REINFORCE++).
@@ -52,6 +54,7 @@ class ReinforcePlusPlus(Advantage):
         return batch
 
 
+@configurable
 class RunningBaseline(Advantage):
     """A = r - b with b a running mean of past rewards (Williams 1992, REINFORCE).
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_rl.algos.losses import Metrics
 from lightning_rl.algos.ratios import ratios, row_means, row_sums
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError
 
 
@@ -48,6 +49,7 @@ class Correction(ABC):
         return log_weight
 
 
+@configurable
 @dataclass(frozen=True)
 class TokenTIS(Correction):
     """Truncated importance sampling, min(w, cap) per token (Yao et al. 2025, "off-policy RL").
@@ -68,6 +70,7 @@ class TokenTIS(Correction):
         return ratios(self.raw(log_weight, row)).clamp(max=self.cap)
 
 
+@configurable
 @dataclass(frozen=True)
 class TokenMIS(Correction):
     """Masked importance sampling: w within [low, high], else 0 (IcePop, Ring-1T 2025).
@@ -100,6 +103,7 @@ class _Sequence(Correction, ABC):
         return row_sums(log_weight, row)
 
 
+@configurable
 @dataclass(frozen=True)
 class SequenceTIS(_Sequence, TokenTIS):
     """min(w, cap) with one w per rollout, the product over its tokens (Liu et al. 2025,
@@ -109,6 +113,7 @@ class SequenceTIS(_Sequence, TokenTIS):
     """
 
 
+@configurable
 @dataclass(frozen=True)
 class SequenceMIS(_Sequence, TokenMIS):
     """Keeps or drops a rollout as a whole, by the product of its tokens' weights.
@@ -129,6 +134,7 @@ class _Geometric(Correction, ABC):
         return row_means(log_weight, row)
 
 
+@configurable
 @dataclass(frozen=True)
 class GeometricTIS(_Geometric, TokenTIS):
     """min(w, cap) with one w per rollout, the geometric mean over its tokens.
@@ -139,6 +145,7 @@ class GeometricTIS(_Geometric, TokenTIS):
     cap: float = 1.001
 
 
+@configurable
 @dataclass(frozen=True)
 class GeometricMIS(_Geometric, TokenMIS):
     """Keeps or drops a rollout as a whole, by the geometric mean of its tokens' weights.

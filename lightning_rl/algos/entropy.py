@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError, require_finite
 
 
+@configurable
 @dataclass(frozen=True)
 class EntropyBonus:
     """Adds ``coef`` times the entropy per token (nats) to the objective; may be negative.
@@ -23,6 +25,7 @@ class EntropyBonus:
         return self.coef
 
 
+@configurable
 @dataclass(frozen=True)
 class LinearEntropyBonus(EntropyBonus):
     """From ``coef`` to ``final`` over ``iterations`` iterations, then ``final``.

@@ -14,6 +14,7 @@ from lightning_rl.algos.advantages import (
     spread_over_tokens,
     total_rewards,
 )
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError, require_finite
 
 
@@ -72,6 +73,7 @@ class MaxRL(GroupAdvantage):
         return torch.where(mean > 0, (rewards_R - mean) / mean.clamp(min=1e-12), 0.0)
 
 
+@configurable
 @dataclass(frozen=True)
 class PassAtK(GroupAdvantage):
     """Trains pass@k in place of pass@1 (Chen et al. 2025, "Pass@k Training", eqs. 14-15).
@@ -123,6 +125,7 @@ class PassAtK(GroupAdvantage):
         return [((1 - mean) / std, True), ((1 - mean - fails_with_me) / std, False)]
 
 
+@configurable
 @dataclass(frozen=True)
 class OPMD(GroupAdvantage):
     """Online policy mirror descent with the group's soft maximum as baseline.

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_rl.algos.ratios import LARGEST_LOG_RATIO
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError, require_finite
 
 # Schulman 2020, "Approximating KL divergence"; d = log p_ref - log p, all shapes (M,).
@@ -29,6 +30,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return d.expm1() - d
 
 
+@configurable
 class Coefficient:
     """A weight that may follow what it weighs; its value is part of a checkpoint.
 
@@ -54,6 +56,7 @@ class Coefficient:
         self.value = state["value"]
 
 
+@configurable
 class AdaptiveCoefficient(Coefficient):
     """Steers the measured KL to ``target`` (Ziegler et al. 2019, section 2.2).
 
@@ -82,6 +85,7 @@ class AdaptiveCoefficient(Coefficient):
         self.value *= 1 + self.gain * error
 
 
+@configurable
 class KLPenalty(ABC):
     """A KL estimate per token, times a coefficient; in the loss (``kl``) or in the reward.
 

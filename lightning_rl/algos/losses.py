@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_rl.algos.kl import k3
 from lightning_rl.algos.ratios import ratios
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 
 Metrics = dict[str, Tensor]
@@ -81,6 +82,7 @@ def ppo_clip(
     return -objective, cut
 
 
+@configurable
 @dataclass(frozen=True)
 class PPOClip(PolicyLoss):
     """PPO's clipped surrogate; ``clip_high`` above ``clip_low`` is DAPO's clip-higher.
@@ -116,6 +118,7 @@ class PPOClip(PolicyLoss):
         return loss, divergence(logprobs, tokens) | {"clip_frac": clipped.float()}
 
 
+@configurable
 @dataclass(frozen=True)
 class ValueLoss:
     """Half the squared error of the critic, times ``coef``; optionally clipped as in PPO.

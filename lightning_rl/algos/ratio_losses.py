@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, check_clip, divergence
 from lightning_rl.algos.ratios import ratios, row_means
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError, require_finite
 
 
@@ -22,6 +23,7 @@ class Reinforce(PolicyLoss):
         return -tokens["advantages"] * logprobs, divergence(logprobs, tokens)
 
 
+@configurable
 @dataclass(frozen=True)
 class GSPO(PolicyLoss):
     """Clipped surrogate of the sequence's ratio (Zheng et al. 2025, GSPO, eqs. 5, 7 and 13).
@@ -48,6 +50,7 @@ class GSPO(PolicyLoss):
         return -torch.minimum(unclipped, clipped), metrics
 
 
+@configurable
 @dataclass(frozen=True)
 class CISPO(PolicyLoss):
     """-sg(clip(w, 1 - low, 1 + high)) A log p (MiniMax-M1, 2025, eqs. 4-5).
@@ -77,6 +80,7 @@ class CISPO(PolicyLoss):
         return -weight * tokens["advantages"] * logprobs, metrics
 
 
+@configurable
 @dataclass(frozen=True)
 class SAPO(PolicyLoss):
     """Soft adaptive gate in place of the clip (Gao et al. 2025, SAPO, arXiv 2511.20347).
@@ -109,6 +113,7 @@ class SAPO(PolicyLoss):
         return -4 / tau * gate * advantages, metrics
 
 
+@configurable
 @dataclass(frozen=True)
 class SFTMix(PolicyLoss):
     """Reinforcement and imitation in one batch: -coef log p on expert tokens, ``loss`` elsewhere.

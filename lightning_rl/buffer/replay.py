@@ -11,6 +11,7 @@ import numpy as np
 from lightning_rl import dist
 from lightning_rl.algos.objective import Objective
 from lightning_rl.algos.ratio_losses import SFTMix
+from lightning_rl.arguments import configurable
 from lightning_rl.buffer.samplers import Entry, Sampler, Uniform
 from lightning_rl.buffer.store import RolloutStore
 from lightning_rl.errors import ConfigError, require_at_least
@@ -19,6 +20,7 @@ from lightning_rl.rollout import Group, RolloutStatus
 from lightning_rl.seeding import run_seed
 
 
+@configurable
 class ReplayBuffer:
     """Stores every group in an SQLite file, and mixes older ones into each batch.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_rl.arguments import configurable
 from lightning_rl.buffer.files import open_rollouts
 from lightning_rl.errors import ConfigError, DataError, require_at_least, require_finite
 from lightning_rl.rollout import Group
@@ -27,6 +28,7 @@ class Entry:
     spread: float
 
 
+@configurable
 class Sampler(ABC):
     """Chooses groups to replay. What it remembers is in its state, so that a resumed run agrees.
 
@@ -65,6 +67,7 @@ class Sampler(ABC):
         """Go on where the state was taken."""
 
 
+@configurable
 class FIFO(Sampler):
     """Replays each group once, first in, first out: the oldest that was not replayed yet."""
 
@@ -113,6 +116,7 @@ class Uniform(_Weighted):
         return np.zeros(len(entries))
 
 
+@configurable
 class RewardPriority(_Weighted):
     """Prefers groups with a high mean reward r̄: w = exp(r̄ / temperature).
 
@@ -132,6 +136,7 @@ class RewardPriority(_Weighted):
         return np.array([entry.reward for entry in entries]) / self.temperature
 
 
+@configurable
 class AdvantagePriority(_Weighted):
     """Prefers groups with large advantages: w = spread ^ alpha (Schaul et al. 2016, with |A| as p).
 
@@ -155,6 +160,7 @@ class AdvantagePriority(_Weighted):
         return np.where(positive, self.alpha * logs, -np.inf)
 
 
+@configurable
 class Mixed(Sampler):
     """Fresh, replayed and expert groups in given shares of the batch.
 

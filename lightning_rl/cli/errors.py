@@ -7,7 +7,7 @@ value what the parser takes for its type hint.
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -187,8 +187,7 @@ class _Walk:
                 self.value(value, known[name].annotation, known[name].default, (*key, name))
         for name, parameter in known.items():
             if self._complete and complete and name not in given and _required(parameter):
-                wanted = describe(parameter.annotation)
-                raise _Mistake((*key, name), f"is missing; {owner} needs it ({wanted})")
+                raise _Mistake((*key, name), _missing(owner, parameter.annotation))
 
 
 def _implied_class(bases: list[type], default: Any) -> Any | None:
@@ -226,6 +225,41 @@ def _wrong_value(value: Any, hint: Any, made: list[type]) -> str:
     except ConfigError as error:
         return str(error)
     return f"expected {describe(hint)}, got {value!r:.80}"
+
+
+def _missing(owner: str, hint: Any) -> str:
+    return f"is missing; {owner} needs it ({describe(hint)})"
+
+
+def check_value(value: Any, hint: Any, default: Any, key: Key) -> None:
+    """Hold one value against a type hint, as :func:`check_sources` does with all of them.
+
+    Raises:
+        ConfigError: naming key, value and fix.
+    """
+    try:
+        _Walk(complete=True, files=False).value(value, hint, default, key)
+    except _Mistake as mistake:
+        raise ConfigError(f"{name_of(mistake.key)}: {mistake.what}") from mistake.__cause__
+
+
+def check_names(component: Any, given: Iterable[str], missing: Mapping[str, Any]) -> None:
+    """Whether a class knows the names of what it is given, and gets all that it needs.
+
+    Args:
+        component: the class.
+        given: names of arguments.
+        missing: required ones that are not among them, with their type hints.
+
+    Raises:
+        ConfigError: naming the first that is unknown or missing.
+    """
+    owner, known = component.__name__, parameters(component)
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{owner}.{name}: {_no_such_key(name, known, owner)}")
+    for name, hint in missing.items():
+        raise ConfigError(f"{owner}.{name}: {_missing(owner, hint)}")
 
 
 def innermost(error: BaseException) -> LightningRLError:

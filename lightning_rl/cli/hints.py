@@ -14,7 +14,7 @@ from jsonargparse._parameter_resolvers import ParamData, get_signature_parameter
 
 from lightning_rl.errors import ConfigError
 
-FUNCTION = "the import path of a function"
+FUNCTION = "a function (in YAML by its import path)"
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
@@ -82,6 +82,13 @@ def accepts(hint: Any, value: Any) -> bool:
     except Exception:  # an ArgumentError, or whatever the import of a user's module raises
         return False
     return True
+
+
+def parse(hint: Any, value: Any) -> Any:
+    """What the parser makes of a value under a hint."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=hint)
+    return parser.instantiate_classes(parser.parse_object({"value": value})).value
 
 
 def describe(hint: Any) -> str:

@@ -126,13 +126,13 @@ class WorkingAhead(Collector):
         newest = version + self.max_staleness
         while len(self._running) + len(self._done) < min(self._allowance(), self._to_come(source)):
             if self._restored:
-                group = self._next(source)
+                group = self.issue(source)
                 deadline = _oldest_version(group, default=version) + self.max_staleness
                 if deadline < self._batch or not self._fits(deadline):
                     self._drop(group, source, RolloutStatus.EXPIRED)
                     continue
             elif newest >= self._batch and self._fits(newest):
-                group, deadline = self._next(source), newest
+                group, deadline = self.issue(source), newest
             else:
                 return
             self._deadline[group[0].group_id] = deadline

@@ -2,10 +2,12 @@
 
 import asyncio
 
+from lightning_rl.arguments import configurable
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.errors import require_at_least
 
 
+@configurable
 class AsyncCollector(WorkingAhead):
     """Keeps the engine busy while the trainer trains (AReaL, Fu et al. 2025, section 5.1).
 

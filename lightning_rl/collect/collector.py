@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_rl.arguments import configurable
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.source import Group, GroupSource
 from lightning_rl.engines.status import RunState
@@ -115,13 +116,14 @@ class Collector(ABC):
             [_retried(Rollout.from_dict(record)) for record in group] for group in state["groups"]
         ]
 
-    def _next(self, source: GroupSource) -> Group:
+    def issue(self, source: GroupSource) -> Group:
         """A restored group, or a new one; from now on remembered."""
         group = self._restored.pop(0) if self._restored else source.next()
         self._issued[group[0].group_id] = group
         return group
 
 
+@configurable
 class SyncCollector(Collector):
     """Generates the whole batch, and returns when its last rollout is done.
 
@@ -135,7 +137,7 @@ class SyncCollector(Collector):
         self.max_concurrency = max_concurrency
 
     async def take(self, pipeline: RolloutPipeline, source: GroupSource, count: int) -> list[Group]:
-        groups = [self._next(source) for _ in range(count)]
+        groups = [self.issue(source) for _ in range(count)]
         rollouts = [rollout for group in groups for rollout in group]
         await pipeline.generate(rollouts, source.sampling, self.max_concurrency)
         return groups

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
+from lightning_rl.arguments import configurable
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.pipeline import RolloutPipeline
@@ -16,6 +17,7 @@ from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Prompt, RolloutStatus
 
 
+@configurable
 class PartialCollector(WorkingAhead):
     """Issues more groups than a batch needs, and cuts when the first ones are enough.
 
@@ -58,6 +60,7 @@ class PartialCollector(WorkingAhead):
             yield
 
 
+@configurable
 class PartialTailCollector(PartialCollector):
     """Partial rollouts, of which the slowest get a batch of their own: both modes in one.
 
@@ -116,6 +119,7 @@ class PartialTailCollector(PartialCollector):
         return done >= min(count, len(self._tail)) and super()._ready(count)
 
 
+@configurable
 class TailBatchingCollector(Collector):
     """Short rounds take the groups done first; the slow ones' prompts wait for a long round.
 
@@ -181,7 +185,7 @@ class TailBatchingCollector(Collector):
 
     def _next_or_again(self, source: GroupSource) -> Group:
         if self._restored or not self._again:
-            return self._next(source)
+            return self.issue(source)
         prompt, times = self._again.popleft()
         group = source.issue(prompt)
         self._issued[group[0].group_id] = group

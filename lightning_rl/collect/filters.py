@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import require_at_least, require_finite
 from lightning_rl.rollout import Rollout
 
@@ -22,6 +23,7 @@ class GroupFilter(ABC):
         """Whether to train on this group."""
 
 
+@configurable
 @dataclass(frozen=True)
 class RewardSpread(GroupFilter):
     """Rejects groups whose rewards are all alike: they have no advantage (DAPO, section 3.2).

@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rl.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.sources import prompts_of
 from lightning_rl.errors import ConfigError, DataError, require_finite
 from lightning_rl.rollout import Prompt, Rollout
 
 
+@configurable(prompts=prompts_of)
 class PassRateCurriculum(PromptDataset):
     """Draws a prompt with weight floor + 4 p (1 - p), where p is its estimated pass rate.
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import Message, Prompt, Rollout
 from lightning_rl.seeding import derived_seed, run_seed
@@ -14,6 +15,7 @@ from lightning_rl.seeding import derived_seed, run_seed
 Row = dict[str, Any]
 
 
+@configurable
 class PromptDataset(ABC):
     """Rows with a prompt each, drawn without end in a seeded order, epoch after epoch.
 

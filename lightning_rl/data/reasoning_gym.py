@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+from lightning_rl.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.errors import ConfigError
 
 
+@configurable
 class ReasoningGymPrompts(PromptDataset):
     """Procedural questions; grade them with :func:`reasoning_gym_score`.
 

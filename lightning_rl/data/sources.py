@@ -1,10 +1,12 @@
 """Where prompts come from: files, datasets folders, or Python."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.errors import DataError
 
@@ -19,6 +21,7 @@ def _existing(path: str | Path, what: str) -> Path:
     return found
 
 
+@configurable
 class JSONLPrompts(PromptDataset):
     """One JSON object per line of the file ``path``; blank lines are skipped."""
 
@@ -48,6 +51,7 @@ class JSONLPrompts(PromptDataset):
                     ) from error
 
 
+@configurable
 class ParquetPrompts(PromptDataset):
     """The rows of a Parquet file or of a directory of them."""
 
@@ -70,6 +74,7 @@ class ParquetPrompts(PromptDataset):
             yield f"{self.path}: row {number}", row
 
 
+@configurable
 class HFDatasetPrompts(PromptDataset):
     """A 🤗 ``datasets`` folder, as ``Dataset.save_to_disk`` writes it.
 
@@ -103,8 +108,11 @@ class HFDatasetPrompts(PromptDataset):
             yield f"{self.path}: row {number}", row
 
 
+@configurable
 class IterablePrompts(PromptDataset):
-    """Rows from Python: an iterable of mappings, or a callable that returns one.
+    """Rows from Python: an iterable of them, or a callable that returns one.
+
+    A row is a mapping, or a prompt alone: a string, or a list of chat messages.
 
     Args:
         rows: the iterable, or in YAML the import path of a callable.
@@ -127,4 +135,36 @@ class IterablePrompts(PromptDataset):
     def read(self) -> Iterable[tuple[str, Any]]:
         rows = self.rows(**self.arguments) if callable(self.rows) else self.rows
         for number, row in enumerate(rows):
-            yield f"{self!r}: row {number}", row
+            alone = isinstance(row, str | list)
+            yield f"{self!r}: row {number}", {self.prompt_column: row} if alone else row
+
+
+def prompts_of(value: Any) -> Any:
+    """The dataset that a path or rows in Python stand for; what is neither, as it is.
+
+    A path is a ``.jsonl`` or ``.parquet`` file, or a folder that ``Dataset.save_to_disk`` wrote.
+    Rows are a list, or a 🤗 ``Dataset``.
+    """
+    if isinstance(value, list | tuple) or (
+        hasattr(value, "column_names") and not isinstance(value, Mapping)
+    ):
+        return IterablePrompts(value)
+    if not isinstance(value, str | PathLike):
+        return value
+    path = Path(value)
+    if path.suffix in _KINDS:
+        return _KINDS[path.suffix](str(path))
+    if path.is_dir():
+        return (ParquetPrompts if any(path.glob("*.parquet")) else HFDatasetPrompts)(str(path))
+    if path.exists() or isinstance(value, PathLike):
+        raise DataError(
+            f"prompts {str(path)!r}: expected a .jsonl or .parquet file, or a folder of "
+            "Dataset.save_to_disk; read anything else into a list of rows"
+        )
+    return value
+
+
+_KINDS: dict[str, type[JSONLPrompts | ParquetPrompts]] = {
+    ".jsonl": JSONLPrompts,
+    ".parquet": ParquetPrompts,
+}

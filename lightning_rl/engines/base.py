@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rl.arguments import configurable
 from lightning_rl.engines.status import ReplicaStatus, RunState
 from lightning_rl.engines.structured import StructuredOutputs
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
@@ -21,6 +22,7 @@ LEAST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this, with a warning."""
 
 
+@configurable
 @dataclass(frozen=True)
 class Sampling:
     """How completions are sampled.

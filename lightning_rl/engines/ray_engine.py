@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.arguments import configurable
 from lightning_rl.engines.ray_actor import RayActor
 from lightning_rl.engines.ray_replica import RayReplica
 from lightning_rl.engines.replica import Replica
@@ -25,6 +26,7 @@ _CALLS_AT_ONCE = 100_000
 _CONNECT_TIMEOUT_S = 10.0
 
 
+@configurable
 class RayEngine(ReplicatedEngine):
     """vLLM in Ray actors: several replicas, each with tensor parallelism inside if it is to.
 

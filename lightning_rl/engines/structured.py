@@ -3,9 +3,11 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError
 
 
+@configurable
 @dataclass(frozen=True)
 class StructuredOutputs:
     """A form that completions are held to, token by token; one of these, as vLLM names them.

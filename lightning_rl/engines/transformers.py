@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from lightning_rl.arguments import configurable
 from lightning_rl.engines.base import (
     Completion,
     Engine,
@@ -30,6 +31,7 @@ class _Request:
     future: asyncio.Future[Completion]
 
 
+@configurable
 class TransformersEngine(Engine):
     """Samples with a Hugging Face model, batch by batch; slower than vLLM on most loads.
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rl.arguments import configurable
 from lightning_rl.engines.base import (
     Completion,
     Engine,
@@ -46,6 +47,7 @@ class _Request:
     versions: list[int] = field(default_factory=list)
 
 
+@configurable
 class VLLMLocal(Engine):
     """vLLM inside this process, on its device; one per training process.
 

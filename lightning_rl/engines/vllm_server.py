@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.arguments import configurable
 from lightning_rl.engines.http_replica import HTTPReplica
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
@@ -26,6 +27,7 @@ SERVER_ARGUMENTS = {
 """What a server needs so that we can give it weights, whoever starts it."""
 
 
+@configurable
 class VLLMServer(ReplicatedEngine):
     """One or several vLLM servers, that we start or that run already.
 

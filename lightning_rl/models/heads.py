@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION, PackLayout
+from lightning_rl.models.given import model_of
 from lightning_rl.models.penalties import Penalties
 from lightning_rl.models.sampling import SampledBy, sampled_by, sampled_logits
 
@@ -167,6 +169,7 @@ def _zero_linear(body: PreTrainedModel) -> nn.Linear:
     return linear
 
 
+@configurable
 class SharedValueHead(ValueHead):
     """One linear layer on the policy's own hidden states; nearly free.
 
@@ -186,6 +189,7 @@ class SharedValueHead(ValueHead):
         return self.linear(states.detach() if self.detach else states).squeeze(-1).float()
 
 
+@configurable(model=model_of)
 class SeparateValueHead(ValueHead):
     """A critic with a body of its own.
 

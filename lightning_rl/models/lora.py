@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.models.lora_options import options_of, require_mergeable
 from lightning_rl.models.sharding import whole
@@ -16,6 +17,7 @@ from lightning_rl.models.sharding import whole
 ADAPTER = "default"
 
 
+@configurable
 @dataclass(frozen=True)
 class LoRA:
     """Low-rank adapters on linear layers; everything else is frozen (Hu et al. 2021).

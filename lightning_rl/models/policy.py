@@ -17,12 +17,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lightning_rl.arguments import configurable
 from lightning_rl.data.packing import token_rows
 from lightning_rl.dist import rank
 from lightning_rl.errors import ConfigError
 from lightning_rl.memory import each_pack
 from lightning_rl.models import compiling
 from lightning_rl.models.attention import ATTENTION, build_layout
+from lightning_rl.models.given import model_of
 from lightning_rl.models.heads import ValueHead, token_logprobs
 from lightning_rl.models.lora import (
     LoRA,
@@ -47,6 +49,7 @@ class Scores(NamedTuple):  # in which FSDP finds the tensors that a backward pas
     values: Tensor | None
 
 
+@configurable(model=model_of)
 class Policy(nn.Module):
     """A causal LM with a policy head and, if asked for, a value head.
 

@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError
+from lightning_rl.models.given import model_of
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading
 
@@ -27,6 +29,7 @@ class Reference(nn.Module, ABC):
         """Called after each iteration, whose number counts from 1."""
 
 
+@configurable(model=model_of)
 class FrozenReference(Reference):
     """A copy of the policy as it starts, or another checkpoint; never changes.
 
@@ -57,6 +60,7 @@ class FrozenReference(Reference):
         yield self.policy
 
 
+@configurable
 class PeriodicReference(FrozenReference):
     """A frozen copy that is renewed from the policy every so many iterations.
 

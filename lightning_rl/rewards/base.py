@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from lightning_rl.arguments import configurable
 from lightning_rl.collect.loop import note_progress, run_async
 from lightning_rl.errors import AgentError, ConfigError, RewardError, require_finite
 from lightning_rl.rewards.calling import Calls
@@ -24,6 +25,7 @@ LARGEST_REWARD = 1e6
 _Call = Callable[[RewardFunction, dict[str, Any]], Awaitable[Any]]
 
 
+@configurable
 class Rewards:
     """The weighted sum of several reward functions.
 
@@ -45,6 +47,8 @@ class Rewards:
     ) -> None:
         if not functions:
             raise ConfigError("rewards=[] grades nothing; name at least one reward function")
+        if classes := [f.__name__ for f in functions if isinstance(f, type)]:
+            raise ConfigError(f"reward {classes[0]} is a class; make one: {classes[0]}(...)")
         if weights is not None and len(weights) != len(functions):
             raise ConfigError(
                 f"reward_weights has {len(weights)} values for {len(functions)} rewards; give one "

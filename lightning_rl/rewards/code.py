@@ -3,12 +3,14 @@
 import re
 from typing import Any
 
+from lightning_rl.arguments import configurable
 from lightning_rl.rewards.pool import Isolated
 from lightning_rl.rollout import Message
 
 _FENCE = re.compile(r"^```(?:python|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+@configurable
 class PythonTests(Isolated):
     """1.0 for a completion whose Python program passes all tests of its row, else 0.0.
 

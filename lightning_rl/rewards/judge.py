@@ -5,6 +5,7 @@ import re
 from string import Formatter
 from typing import Any
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.rewards.base import RewardFailure
 from lightning_rl.rewards.judge_models import JudgeError, JudgeModel
@@ -28,6 +29,7 @@ Think briefly, then end with a line of the form
 Score: 7"""
 
 
+@configurable
 class LLMJudge(Remote):
     """A reward from a model's verdict: ``(score - lowest) / (highest - lowest)``, in [0, 1].
 

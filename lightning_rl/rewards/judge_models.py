@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.arguments import configurable
 from lightning_rl.engines.base import Engine, Sampling, request_seed
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import ConfigError, RewardError
+from lightning_rl.models.given import model_of
 
 RETRY_STATUSES = {408, 409, 425, 429}
 """Client errors (4xx) that another attempt may get over: too early, too many, in conflict."""
@@ -36,6 +38,7 @@ class JudgeModel(ABC):
         """Give back what ``start`` took."""
 
 
+@configurable
 class OpenAIJudge(JudgeModel):
     """A server that speaks OpenAI's chat completions, such as ``vllm serve`` or a hosted model.
 
@@ -100,6 +103,7 @@ class OpenAIJudge(JudgeModel):
         return key
 
 
+@configurable(model=model_of)
 class EngineJudge(JudgeModel):
     """A model of its own in this process, in any engine.
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from typing import Any
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.machine import usable_cores
 from lightning_rl.rewards.base import RewardFailure, RewardFunction, is_async, reward_name
@@ -31,6 +32,7 @@ _WORKER = (
 )
 
 
+@configurable
 class Isolated(PerSample):
     """Runs a reward function per completion, each in a fresh process with limits.
 

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rewards.base import RewardFailure, RewardFunction, is_async
 from lightning_rl.rewards.log import RewardLog
@@ -62,6 +63,7 @@ async def _within(timeout_s: float | None, call: Callable[[], Awaitable[T]]) -> 
         raise
 
 
+@configurable
 class Remote(PerSample):
     """Runs an ``async`` reward per completion: some at a time, with a time limit and retries.
 

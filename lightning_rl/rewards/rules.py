@@ -1,8 +1,10 @@
 """Ready-made rewards."""
 
+from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError
 
 
+@configurable
 class OverlongPenalty:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), to be added to another reward.
 

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from lightning_rl.arguments import configurable
 from lightning_rl.disk import sync_directory
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replicated import ReplicatedEngine
@@ -23,6 +24,7 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _SUFFIX = ".safetensors"
 
 
+@configurable
 class CheckpointTransport(RemoteTransport):
     """One safetensors file per version, that the engines load; old ones are removed.
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rl.arguments import configurable
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import SyncTimeoutError
@@ -14,6 +15,7 @@ from lightning_rl.sync.sources import Bucket
 from lightning_rl.sync.staged import StagedTransport
 
 
+@configurable
 class CollectiveTransport(StagedTransport):
     """Broadcasts to engines in other processes, also on other machines: NCCL on GPUs, gloo on CPUs.
 

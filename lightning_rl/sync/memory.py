@@ -5,6 +5,7 @@ import os
 import torch
 from torch import Tensor
 
+from lightning_rl.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError
@@ -14,6 +15,7 @@ from lightning_rl.sync.staged import StagedTransport
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
+@configurable
 class MemoryTransport(StagedTransport):
     """By reference to an engine in this process; through shared memory to others on this machine.
 

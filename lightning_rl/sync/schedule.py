@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
+from lightning_rl.arguments import configurable
 from lightning_rl.collect.collector import CollectorStatus
 from lightning_rl.engines.status import ReplicaStatus, RunState
 from lightning_rl.errors import require_at_least
@@ -41,6 +42,7 @@ class SyncSchedule(ABC):
         """True to push now. (Before the first iteration a push always happens.)"""
 
 
+@configurable
 @dataclass(frozen=True)
 class FixedSchedule(SyncSchedule):
     """Push every ``every_n_iterations`` iterations.
@@ -62,6 +64,7 @@ class FixedSchedule(SyncSchedule):
         return state.updates >= self.every_n_iterations
 
 
+@configurable
 @dataclass(frozen=True)
 class TrainerSchedule(SyncSchedule):
     """The trainer decides: after ``min_updates`` iterations, as soon as the collector is ready.

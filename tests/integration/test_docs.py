@@ -25,7 +25,7 @@ from lightning_rl.errors import LightningRLError
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "recipes").glob("*/README.md")),
 ]
 FENCE = re.compile(r'^( *)```(\w*)(?: title="([^"]+)")?$')
@@ -289,4 +289,5 @@ def test_links_and_paths_lead_somewhere(page):
 
 def test_every_page_is_in_the_navigation():
     config = (ROOT / "mkdocs.yml").read_text()
-    assert [p.name for p in (ROOT / "docs").glob("*.md") if f": {p.name}" not in config] == []
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if not re.search(rf"[:-] {page}$", config, re.MULTILINE)] == []

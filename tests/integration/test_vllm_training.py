@@ -92,6 +92,30 @@ def column(history, name: str) -> list[float]:
     return [row[name] for row in history if name in row]
 
 
+def test_a_model_object_a_list_and_a_function_are_enough(tiny_model, tmp_path, engine):
+    # First in this file: the engine is built from the copy that was made of the object.
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model)
+    module = PolicyModule(lm, optimizer=torch.optim.SGD, seed=7)
+    data = RLDataModule(
+        [f"{PREFIX}{n}=" for n in range(8)],
+        share_of_sevens,
+        engine=engine,
+        sampling={"max_tokens": 6},
+        groups_per_iteration=2,
+        iterations_per_epoch=1,
+    )
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_model_summary=False, enable_progress_bar=False, default_root_dir=tmp_path,
+        callbacks=[WeightSync()],
+    )  # fmt: skip
+    trainer.fit(module, data)
+    metrics = trainer.callback_metrics
+    assert metrics["sync/probe_gap"] < 1e-4  # so the engine has the object's weights
+    assert metrics["rollout/completed"] == 16
+    assert not torch.equal(module.policy.lm.model.norm.weight, lm.model.norm.weight)
+
+
 @pytest.fixture(scope="module")
 def trained(tiny_model, tmp_path_factory, engine):
     """A run with every callback: (run directory, module, metrics)."""

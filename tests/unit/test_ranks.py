@@ -142,7 +142,7 @@ def held(batches: RolloutBatches) -> list[str]:
 def test_groups_in_hand_are_dealt_anew(batches):
     before = batches(0, 1)
     for _ in range(5):
-        before.collector._next(before.source)
+        before.collector.issue(before.source)
     state = json.loads(json.dumps(before.state_dict()))
     names = held(before)
     after = [batches(rank, 2) for rank in range(2)]
@@ -158,7 +158,7 @@ def test_an_engine_for_all_ranks_has_its_groups_on_rank_0(batches):
     """And on the way to engines of their own, or back, none is lost."""
     shared = [batches(rank, 2, shared=True) for rank in range(2)]
     for _ in range(4):
-        shared[0].collector._next(shared[0].source)
+        shared[0].collector.issue(shared[0].source)
     names = held(shared[0])
     own = [batches(rank, 2) for rank in range(2)]
     for one in own:
