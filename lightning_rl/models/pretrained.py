@@ -11,20 +11,8 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from lightning_rl.errors import ConfigError
+from lightning_rl.models.refused import REFUSED
 
-_REFUSED = {
-    "attn_implementation": "packed rollouts are computed by an attention of the library's own, "
-    "which takes a fused kernel where there is one",
-    "dtype": "master weights stay in float32; trainer.precision decides what computes",
-    "torch_dtype": "master weights stay in float32; trainer.precision decides what computes",
-    "device_map": "the Trainer's strategy decides where weights are",
-    "quantization_config": "quantised weights can neither be trained nor pushed to an engine",
-    "load_in_4bit": "quantised weights can neither be trained nor pushed to an engine",
-    "load_in_8bit": "quantised weights can neither be trained nor pushed to an engine",
-    "trust_remote_code": "it is a key of its own, beside model_kwargs",
-    "config": "name the settings of the configuration themselves, such as rope_theta",
-    "state_dict": "weights come from the model's files",
-}
 _OF_FILES = ("revision", "code_revision", "subfolder", "cache_dir", "token", "local_files_only")
 """Where files are, which tokenizers and processors want to know too."""
 
@@ -47,8 +35,8 @@ class Loading:
 
     def __post_init__(self) -> None:
         for name in self.model_kwargs:
-            if name in _REFUSED:
-                raise ConfigError(f"model_kwargs.{name} cannot be set: {_REFUSED[name]}")
+            if name in REFUSED:
+                raise ConfigError(f"model_kwargs.{name} cannot be set: {REFUSED[name]}")
 
     @property
     def of_model(self) -> dict[str, Any]:

@@ -93,11 +93,15 @@ OTHER = {
     "steps_per_generation": 4, "generation_batch_size": 32, "lora_target_modules": ["q_proj"],
     "num_completions_to_print": 3, "max_tool_calling_iterations": 3,
     "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "gradient_accumulation_steps": 4,
+    "model_init_kwargs": {"subfolder": "v2"}, "chat_template_kwargs": {"enable_thinking": False},
+    "lora_modules_to_save": ["norm"],
 }  # fmt: skip
 # What a parameter needs beside it to mean anything.
 BESIDE = {
     "epsilon_high": {"epsilon_high": 0.3},
     "lora": {"use_peft": True},
+    "use_rslora": {"use_peft": True},
+    "use_dora": {"use_peft": True},
     "sapo": {"loss_type": "sapo"},
     "vllm_": {"use_vllm": True},
     "vllm_server": {"use_vllm": True, "vllm_mode": "server"},
@@ -156,6 +160,30 @@ def part(values, path):
     for name in path.split("."):
         at = at.get("init_args", at)[name]
     return at
+
+
+def test_what_changes_the_model_and_the_sampling_is_carried_over():
+    values = {
+        "trust_remote_code": True, "cast_lm_head_to_fp32": True, "model_revision": "v2",
+        "model_init_kwargs": {"dtype": "bfloat16", "subfolder": "x"}, "use_peft": True,
+        "use_rslora": True, "lora_modules_to_save": ["norm"], "min_p": 0.05,
+        "repetition_penalty": 1.1, "chat_template_kwargs": '{"enable_thinking": false}',
+        "generation_kwargs": {"frequency_penalty": 0.2},
+    }  # fmt: skip
+    for path, value in {
+        "model.trust_remote_code": True,
+        "model.cast_lm_head_to_fp32": True,
+        "model.model_kwargs": {"subfolder": "x", "revision": "v2"},
+        "model.lora.options": {"use_rslora": True, "modules_to_save": ["norm"]},
+        "data.sampling.min_p": 0.05,
+        "data.sampling.repetition_penalty": 1.1,
+        "data.sampling.frequency_penalty": 0.2,
+        "data.chat_template_kwargs": {"enable_thinking": False},
+    }.items():
+        assert part(values, path) == value
+    [left] = [item for item in convert_trl(values).left if "init_kwargs" in item.key]
+    assert (left.key, left.value) == ("model_init_kwargs.dtype", "bfloat16")
+    assert "trainer.precision" in left.reason
 
 
 def test_batches_are_counted_as_trl_counts_them():

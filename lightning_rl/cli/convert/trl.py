@@ -12,6 +12,8 @@ from lightning_rl.cli.convert import trl_learning as learning
 from lightning_rl.cli.convert.rows import Conversion, Given, Left, instance, prompts_from
 from lightning_rl.cli.convert.trl_rows import TRL
 from lightning_rl.errors import ConfigError
+from lightning_rl.models.refused import REFUSED
+from lightning_rl.rollout import SAMPLED_BY
 
 
 def convert_trl(
@@ -68,16 +70,36 @@ def _model(given: Given, result: Conversion) -> None:
         result.put("model.gradient_checkpointing", True)
     if given["torch_compile"]:
         result.put("model.compile", True)
+    for name in ("trust_remote_code", "cast_lm_head_to_fp32"):
+        if given[name]:
+            result.put(f"model.{name}", True)
+    _model_kwargs(given, result)
     if given["use_peft"]:
-        targets = given["lora_target_modules"] or "all-linear"
-        result.put(
-            "model.lora",
-            {
-                "rank": given["lora_r"],
-                "alpha": float(given["lora_alpha"]),
-                "target_modules": [targets] if isinstance(targets, str) else list(targets),
-            },
-        )
+        _lora(given, result)
+
+
+def _model_kwargs(given: Given, result: Conversion) -> None:
+    kwargs = _mapping(given["model_init_kwargs"])
+    if given["model_revision"] not in (None, "main"):
+        kwargs["revision"] = given["model_revision"]
+    for name in [name for name in kwargs if name in REFUSED]:
+        value = kwargs.pop(name)
+        result.left.append(Left(f"model_init_kwargs.{name}", value, REFUSED[name]))
+    if kwargs:
+        result.put("model.model_kwargs", kwargs)
+
+
+def _lora(given: Given, result: Conversion) -> None:
+    targets = given["lora_target_modules"] or "all-linear"
+    lora = {
+        "rank": given["lora_r"],
+        "alpha": float(given["lora_alpha"]),
+        "target_modules": [targets] if isinstance(targets, str) else list(targets),
+    }
+    options: dict[str, Any] = {name: True for name in ("use_rslora", "use_dora") if given[name]}
+    if given["lora_modules_to_save"]:
+        options["modules_to_save"] = list(given["lora_modules_to_save"])
+    result.put("model.lora", lora | ({"options": options} if options else {}))
 
 
 def _data(given: Given, result: Conversion) -> None:
@@ -133,14 +155,18 @@ def _sampling(given: Given, result: Conversion) -> None:
         ("temperature", "temperature"),
         ("top_p", "top_p"),
         ("top_k", "top_k"),
+        ("min_p", "min_p"),
+        ("repetition_penalty", "repetition_penalty"),
     ):
         value = given[theirs]
         if ours in ("max_tokens", "temperature") or value != TRL[theirs].default:
             # vLLM's -1 for all tokens
             result.put(f"data.sampling.{ours}", max(0, value) if ours == "top_k" else value)
+    if given["chat_template_kwargs"]:
+        result.put("data.chat_template_kwargs", _mapping(given["chat_template_kwargs"]))
     extra = _mapping(given["generation_kwargs"])
     names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "stop_strings": "stop"}
-    known = {"max_tokens", "min_tokens", "temperature", "top_p", "top_k", "stop"}
+    known = {"max_tokens", "stop", *SAMPLED_BY}
     for name, value in extra.items():
         ours = names.get(name, name)
         if ours not in known:

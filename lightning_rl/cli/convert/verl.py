@@ -75,6 +75,8 @@ def _model(given: Given, result: Conversion) -> None:
     result.put("model.model", path or "MODEL")
     if given[_MODEL + "enable_gradient_checkpointing"]:
         result.put("model.gradient_checkpointing", True)
+    if given[_MODEL + "trust_remote_code"] or given["data.trust_remote_code"]:
+        result.put("model.trust_remote_code", True)
     if given[_MODEL + "lora_rank"]:
         targets = given[_MODEL + "target_modules"]
         lora = {

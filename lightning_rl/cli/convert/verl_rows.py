@@ -186,7 +186,7 @@ DATA = (
     Row("data.val_batch_size", None, "", "all held-out prompts are generated together"),
     Row("data.return_raw_chat", True, "", "chat prompts stay messages"),
     Row("data.reward_fn_key", "data_source", "", "every column reaches the rewards by name"),
-    Row("data.trust_remote_code", False, "", "models with code of their own are not loaded"),
+    Row("data.trust_remote_code", False, "model.trust_remote_code"),
     Row(
         "reward.custom_reward_function.path",
         None,
@@ -207,7 +207,7 @@ MODEL = (
     Row(_MODEL + "lora_rank", 0, "LoRA.rank"),
     Row(_MODEL + "lora_alpha", 16, "LoRA.alpha", "32 by default here"),
     Row(_MODEL + "target_modules", "all-linear", "LoRA.target_modules"),
-    Row(_MODEL + "trust_remote_code", False, "", "models with code of their own are not loaded"),
+    Row(_MODEL + "trust_remote_code", False, "model.trust_remote_code"),
     Row(_MODEL + "use_liger", False, "", "scoring never holds the logits of a whole batch anyway"),
     Row(_MODEL + "use_fused_kernels", False, "", "as `use_liger`"),
 )
