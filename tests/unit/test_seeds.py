@@ -1,5 +1,6 @@
 """Seeds: any of them works, small ones deal as ever, and a drawn one is told and kept."""
 
+import copy
 import json
 import logging
 
@@ -12,6 +13,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.offline import RecordedGroups
 from lightning_rl.seeding import derived_seed, drawn_seed, run_seed
+from tests.bad_configs import CONFIG, furnish
 from tests.small_run import grpo
 
 DATE = 20_261_122
@@ -70,44 +72,12 @@ def workplace(tiny_model, tmp_path, monkeypatch):
         monkeypatch.setenv(name, "0")
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    rows = [{"prompt": f"{n}="} for n in range(10, 40)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "seed_rewards.py").write_text(
-        "def sevens(completions, **_):\n    return [float(c.count('7')) for c in completions]\n"
-    )
-    config = {
-        "model": {
-            "class_path": "PolicyModule",
-            "init_args": {
-                "model": str(tiny_model),
-                "minibatches": 2,
-                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}},
-            },
-        },
-        "data": {
-            "class_path": "RLDataModule",
-            "init_args": {
-                "train_prompts": {
-                    "class_path": "JSONLPrompts", "init_args": {"path": "train.jsonl"},
-                },
-                "rewards": ["seed_rewards.sevens"],
-                "engine": {"class_path": "TransformersEngine", "init_args": {"device": "cpu"}},
-                "sampling": {"max_tokens": 4},
-                "group_size": 4,
-                "groups_per_iteration": 2,
-                "iterations_per_epoch": 2,
-            },
-        },
-        "trainer": {
-            "accelerator": "cpu",
-            "max_epochs": 1,
-            "enable_model_summary": False,
-            "enable_progress_bar": False,
-            "enable_checkpointing": False,
-            "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": ""}},
-            "callbacks": [{"class_path": "WeightSync"}, {"class_path": "RunReport"}],
-        },
-    }  # fmt: skip
+    furnish(tmp_path, tiny_model)
+    config = copy.deepcopy(CONFIG)
+    config["trainer"] |= {
+        "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": ""}},
+        "callbacks": ["WeightSync", "RunReport"],
+    }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     return tmp_path
 
