@@ -49,6 +49,8 @@ def _is_cancelled_from_outside() -> bool:
 
 def _comes_from(engine: Engine, error: BaseException) -> bool:
     """Whether the engine's ``generate`` raised it, of whatever class it is."""
+    if isinstance(error, asyncio.CancelledError):  # which goes through it, from the agent's timeout
+        return False
     code = getattr(engine.generate, "__code__", None)
     return any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
 

@@ -43,6 +43,11 @@ async def in_a_group(rollout, engine, sampling):
         tasks.create_task(one())
 
 
+async def runs_out_of_its_time(rollout, engine, sampling):
+    async with asyncio.timeout(0):  # which cancels what the engine does
+        await engine.generate([3], sampling, 0)
+
+
 async def hides_it_and_raises_it_again(rollout, engine, sampling):
     try:
         raise ValueError("no move")
@@ -94,6 +99,7 @@ async def cancels_itself(rollout, engine, sampling):
     [
         (exits, "SystemExit: 3"),
         (cancels_itself, "CancelledError"),
+        (runs_out_of_its_time, "TimeoutError"),
         (hides_it_and_raises_it_again, "ValueError: no move"),
     ],
 )
