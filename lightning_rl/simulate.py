@@ -21,6 +21,7 @@ from lightning_rl.engines.simulated import SimulatedEngine
 from lightning_rl.errors import EngineError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule, SyncState
 
 T = TypeVar("T")
 
@@ -94,7 +95,8 @@ class Simulation:
     """What came of it, in simulated seconds; ``tokens`` are those trained on, ``staleness`` theirs.
 
     ``waited`` is the trainer's time without a batch, ``trained_seconds`` its time with one,
-    ``slot_seconds`` the time in which requests ran, summed over them.
+    ``slot_seconds`` the time in which requests ran, summed over them, ``pushes`` the versions that
+    were pushed.
     """
 
     seconds: float = 0.0
@@ -106,6 +108,7 @@ class Simulation:
     batches: list[list[Group]] = field(default_factory=list)
     dropped: list[Group] = field(default_factory=list)
     given_back: list[str] = field(default_factory=list)
+    pushes: list[int] = field(default_factory=list)
 
 
 def simulate(
@@ -121,6 +124,7 @@ def simulate(
     max_tokens: int = 2**30,
     first: int = 0,
     ahead: bool = False,
+    schedule: SyncSchedule = FixedSchedule(),
 ) -> Simulation:
     """Train on what a collector hands over, in iterations ``first`` to ``iterations - 1``.
 
@@ -129,6 +133,7 @@ def simulate(
         sync_seconds: that a weight sync takes, while the engine is paused.
         first: where a run goes on that stopped after so many iterations.
         ahead: let the collector work ahead beyond the end, as for a longer run.
+        schedule: after which iterations weights are synced.
 
     Raises:
         EngineError: if the collector hangs.
@@ -166,6 +171,10 @@ def simulate(
                 result.tokens += len(versions)
                 result.trained_seconds += train_seconds(len(versions))
                 await asyncio.sleep(train_seconds(len(versions)))
+                status = await collector.status()
+                if not schedule.should_sync(SyncState(iteration + 1, engine.version, status)):
+                    continue
+                result.pushes.append(iteration + 1)
                 await collector.before_sync()
                 await engine.pause()
                 await asyncio.sleep(sync_seconds)

@@ -63,7 +63,7 @@ class ReplayBuffer:
         self.entries: list[Entry] = []
         """What can be replayed, in the order of arrival."""
         self.metrics: dict[str, float] = {}
-        """``buffer/*`` of the last exchange."""
+        """``buffer/*`` and ``rollout/archived`` of the last exchange."""
         self._run: int | None = None
         self._exchanges = 0
 
@@ -110,7 +110,7 @@ class ReplayBuffer:
             rewards = [r.reward for r in completed if r.reward is not None]
             versions = [v for r in completed for v in r.versions if v >= 0]
             self.entries += _entry(place, rewards, versions)
-        expired, archived = self._evict(version)
+        evicted = self._evict(version)
         old = [entry for entry in self.entries if entry.place < places[0]]
         # Stateless, so that a resumed run draws the same.
         random = np.random.default_rng([self.seed, self._exchanges])
@@ -121,8 +121,7 @@ class ReplayBuffer:
         self.metrics = {
             "buffer/size": float(len(self.entries)),
             "buffer/replayed_share": len(replayed) / (len(fresh) + len(added)),
-            "buffer/evicted": float(expired + archived),
-            "buffer/expired": float(expired),
+            **evicted,
         }
         if chosen:
             staleness = [float(version - entry.oldest) for entry in chosen]
@@ -179,19 +178,23 @@ class ReplayBuffer:
         """Close the file; the next exchange opens it again."""
         self.store.close()
 
-    def _evict(self, version: int) -> tuple[int, int]:
-        """Drop what is too stale, then the oldest that are too many; how many of each."""
+    def _evict(self, version: int) -> dict[str, float]:
+        """Drop what is too stale, then the oldest that are too many; returns how much that was."""
         bound = float("inf") if self.max_staleness is None else self.max_staleness
         expired = [entry for entry in self.entries if version - entry.oldest > bound]
         fit = [entry for entry in self.entries if version - entry.oldest <= bound]
         archived, self.entries = fit[: -self.capacity], fit[-self.capacity :]
         self._mark(RolloutStatus.EXPIRED.value, expired)
-        self._mark(RolloutStatus.ARCHIVED.value, archived)
-        return len(expired), len(archived)
+        rollouts = self._mark(RolloutStatus.ARCHIVED.value, archived)
+        return {
+            "buffer/evicted": float(len(expired) + len(archived)),
+            "buffer/expired": float(len(expired)),
+            "rollout/archived": float(rollouts),
+        }
 
-    def _mark(self, state: str, entries: Sequence[Entry]) -> None:
-        if entries:
-            self.store.set_state(state, [entry.place for entry in entries])
+    def _mark(self, state: str, entries: Sequence[Entry]) -> int:
+        """Returns how many rollouts their groups have."""
+        return self.store.set_state(state, [entry.place for entry in entries]) if entries else 0
 
 
 def warn_if_uncorrected(kind: str, objective: Objective, trust_engine_logprobs: bool) -> None:

@@ -123,12 +123,13 @@ class RolloutStore(RolloutFile):
                 database.execute("INSERT INTO progress VALUES (?)", [json.dumps(progress)])
         return list(range(first, first + len(groups)))
 
-    def set_state(self, state: str, places: Sequence[int]) -> None:
-        """Say what became of the groups at these places."""
+    def set_state(self, state: str, places: Sequence[int]) -> int:
+        """Say what became of the groups at these places; returns how many rollouts they are."""
         with self._transaction() as database:
-            database.executemany(
+            changed = database.executemany(
                 "UPDATE rollouts SET state = ? WHERE place = ?", [(state, p) for p in places]
             )
+            return changed.rowcount
 
     def undo_after(self, place: int, run: int) -> None:
         """Mark all that the run wrote behind a place: it is going to be collected again."""

@@ -199,6 +199,8 @@ class WorkingAhead(Collector):
             done=len(self._done),
             wanted=source.num_groups,
             may_issue=newest >= self._batch and self._fits(newest),
+            # Groups in hand may go on: their deadlines are no later than that of a new one.
+            used_up=newest < self._batch,
         )
 
     async def after_sync(self) -> None:

@@ -19,7 +19,8 @@ class CollectorStatus:
     """What a schedule of weight syncs may know of a collector, between two batches.
 
     ``in_flight`` and ``done`` are groups, ``wanted`` how many a batch takes; ``may_issue`` tells
-    whether more may be generated with the engine's present weights; ``closed``, that it has not
+    whether more may be generated with the engine's present weights; ``used_up``, that the next
+    batch may train on nothing that these write, and waits for new ones; ``closed``, that it has not
     begun, or has ended.
     """
 
@@ -27,6 +28,7 @@ class CollectorStatus:
     done: int = 0
     wanted: int = 0
     may_issue: bool = False
+    used_up: bool = True
     closed: bool = False
 
     @property
@@ -40,11 +42,6 @@ class CollectorStatus:
     def ready(self) -> bool:
         """New weights would come at a good moment: a batch is done, or nothing is being done."""
         return self.done >= self.wanted or self.in_flight == 0 or not self.may_issue
-
-    @property
-    def used_up(self) -> bool:
-        """It needs new weights to go on: no rollouts are left, or no staleness."""
-        return not self.may_issue or (self.in_flight == 0 and self.done == 0)
 
 
 class Collector(ABC):

@@ -90,9 +90,11 @@ class TrainerSchedule(SyncSchedule):
 
 @dataclass(frozen=True)
 class CollectorSchedule(SyncSchedule):
-    """The collector decides: when it has used up its rollouts, or the staleness they may have.
+    """The collector decides: when it has used up the staleness that its rollouts may have.
 
-    So weights are pushed as seldom as the collector's ``max_staleness`` allows.
+    So weights are pushed as seldom as the collector's ``max_staleness`` allows: every
+    ``max_staleness + 1`` iterations. The engine has nothing to do once it has written all that may
+    be trained on until then.
     """
 
     def should_sync(self, state: SyncState) -> bool:

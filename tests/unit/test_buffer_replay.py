@@ -79,7 +79,7 @@ def test_replayed_groups_follow_the_fresh_ones_and_are_what_was_stored(buffer, m
     assert replay.exchange(first, version=0) == first  # nothing older is there
     assert replay.metrics == {
         "buffer/size": 3.0, "buffer/replayed_share": 0.0, "buffer/evicted": 0.0,
-        "buffer/expired": 0.0,
+        "buffer/expired": 0.0, "rollout/archived": 0.0,
     }  # fmt: skip
     second = [make_group(1, place) for place in range(2)]
     batch = replay.exchange(second, version=1)
@@ -97,6 +97,7 @@ def test_the_oldest_beyond_the_capacity_are_archived(buffer, make_group, tmp_pat
     assert names(batch) == ["1/0/p", "1/1/p", "0/1/p"]
     assert replay.metrics["buffer/size"] == 3.0
     assert (replay.metrics["buffer/evicted"], replay.metrics["buffer/expired"]) == (1.0, 0.0)
+    assert replay.metrics["rollout/archived"] == len(make_group(0, 0)) > 1  # groups and rollouts
     assert states(tmp_path / "buffer.sqlite") == {
         "0/0": "archived", "0/1": "kept", "1/0": "kept", "1/1": "kept"
     }  # fmt: skip

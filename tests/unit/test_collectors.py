@@ -25,6 +25,7 @@ from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.simulate import CountedPrompts, run_virtual, simulate
+from lightning_rl.sync.schedule import CollectorSchedule
 
 
 def lengths(*pattern):
@@ -394,3 +395,17 @@ def test_the_first_failure_in_the_background_is_the_one_told():
         await collector.close()
 
     run_virtual(run())
+
+
+@pytest.mark.parametrize(
+    ("make", "max_staleness"),
+    [(AsyncCollector, 0), (AsyncCollector, 1), (AsyncCollector, 3), (PartialCollector, 2)],
+)
+def test_the_collectors_schedule_pushes_as_seldom_as_staleness_allows(make, max_staleness):
+    result = simulate(
+        make(max_staleness=max_staleness), SimulatedEngine(heavy), 12, 4, 2, lambda _: 20.0, 1.0,
+        schedule=CollectorSchedule(), ahead=True,
+    )  # fmt: skip
+    # Version 0 is good for iterations 0 to max_staleness, the next push for as many.
+    assert result.pushes == list(range(max_staleness + 1, 13, max_staleness + 1))
+    assert max(result.staleness) == max_staleness

@@ -32,9 +32,10 @@ from lightning_rl.sync.schedule import (
 from lightning_rl.sync.sources import read_weights
 
 IDLE = CollectorStatus()  # what a collector that does not work ahead says
-BUSY = CollectorStatus(in_flight=3, done=1, wanted=4, may_issue=True)
-BATCH_DONE = CollectorStatus(in_flight=3, done=4, wanted=4, may_issue=True)
-TOO_OLD = CollectorStatus(in_flight=3, done=1, wanted=4, may_issue=False)
+BUSY = CollectorStatus(in_flight=3, done=1, wanted=4, may_issue=True, used_up=False)
+BATCH_DONE = CollectorStatus(in_flight=3, done=4, wanted=4, may_issue=True, used_up=False)
+FULL = CollectorStatus(in_flight=3, done=1, wanted=4, may_issue=False, used_up=False)
+TOO_OLD = CollectorStatus(in_flight=0, done=0, wanted=4, may_issue=False, used_up=True)
 
 
 def pushes(schedule, statuses):
@@ -60,8 +61,8 @@ def test_the_trainers_schedule_waits_for_a_good_moment():
 
 
 def test_the_collectors_schedule_waits_until_it_has_used_up_what_it_may():
-    statuses = [BUSY, BATCH_DONE, TOO_OLD, BUSY, IDLE]
-    assert pushes(CollectorSchedule(), statuses) == [3, 5]
+    statuses = [BUSY, FULL, TOO_OLD, BATCH_DONE, FULL, IDLE]
+    assert pushes(CollectorSchedule(), statuses) == [3, 6]
     assert not CollectorSchedule().should_sync(SyncState(4, 4, IDLE))  # nothing new to push
 
 
