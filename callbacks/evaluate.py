@@ -1,8 +1,11 @@
-"""Evaluate: accuracy on held-out prompts, before and during training."""
+"""Evaluate: accuracy on held-out prompts, before, during and after training."""
+
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.arguments import configurable
+from lightning_rl.callbacks.weight_sync import weight_syncs
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.hooks import RLCallback
@@ -11,14 +14,20 @@ from lightning_rl.module import PolicyModule
 
 @configurable
 class Evaluate(RLCallback):
-    """Records ``eval/accuracy``, ``eval/pass@k`` and more every N iterations, and before training.
+    """Records ``eval/accuracy``, ``eval/reward_mean``, ``eval/pass@k`` and more.
 
-    It runs right after a weight sync, so it measures exactly the policy of that version. What is
-    evaluated, and how it is sampled, are ``eval_*`` of the data module.
+    Before training, after every N-th iteration and after the last, also of a run that is stopped
+    early. It always measures the present policy: where the schedule of ``WeightSync`` has left the
+    engine behind, weights are synced first. What is evaluated, and how it is sampled, are
+    ``eval_*`` of the data module.
 
     Args:
         every_n_iterations: evaluate after every N-th iteration, and after the last.
-        before_training: evaluate the untrained policy too, at iteration 0.
+        before_training: evaluate the untrained policy too.
+
+    Raises:
+        ConfigError: for a number below 1; at start, if there is nothing to evaluate on, no
+            ``WeightSync``, or a second such callback.
     """
 
     def __init__(self, every_n_iterations: int = 10, before_training: bool = True) -> None:
@@ -26,29 +35,77 @@ class Evaluate(RLCallback):
             raise ConfigError(f"Evaluate(every_n_iterations={every_n_iterations}) must be >= 1")
         self.every_n_iterations = every_n_iterations
         self.before_training = before_training
+        self._evaluated: int | None = None  # the version that was evaluated last
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(datamodule, RLDataModule) or datamodule.eval_prompts is None:
             raise ConfigError("Evaluate has nothing to evaluate on; set data.eval_prompts")
+        if stage == "fit":
+            check_evaluations(trainer)
+        self._evaluated = None
 
-    def on_weights_synced(self, trainer: Trainer, pl_module: LightningModule, version: int) -> None:
-        if trainer.state.fn == "fit" and self.should_evaluate(trainer, version):
-            assert isinstance(pl_module, PolicyModule)
-            _, metrics = trainer.datamodule.evaluate()  # type: ignore[attr-defined]
-            pl_module.record(metrics)
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        # A run that goes on may have been stopped in the middle of an evaluation.
+        begins = not trainer.ckpt_path and self.before_training
+        if begins or self.should_evaluate(trainer, pl_module.iteration):
+            self.evaluate(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        if self.should_evaluate(trainer, pl_module.iteration):
+            self.evaluate(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        if self._evaluated != pl_module.iteration:  # what stopped the run could not be foreseen
+            self.evaluate(trainer, pl_module)
+            pl_module.flush_metrics()  # the iteration's row is written already
 
     def should_evaluate(self, trainer: Trainer, version: int) -> bool:
-        """Whether to evaluate the policy of this version; override to change when."""
+        """Whether to evaluate the policy of this version; override to change when.
+
+        The last one is evaluated in any case.
+        """
         if version == 0:
             return self.before_training
-        return version % self.every_n_iterations == 0 or version == total_iterations(trainer)
+        return version % self.every_n_iterations == 0 or is_last(trainer, version)
+
+    def evaluate(self, trainer: Trainer, module: PolicyModule) -> None:
+        """Roll out the held-out prompts with the present weights, and record what came of it."""
+        [sync] = weight_syncs(trainer)
+        sync.catch_up(trainer, module)
+        _, metrics = trainer.datamodule.evaluate()  # type: ignore[attr-defined]
+        module.record(metrics)
+        self._evaluated = module.iteration
 
 
-def total_iterations(trainer: Trainer) -> int | None:
-    """Iterations of the whole run; None if its end is set otherwise (by time or steps)."""
-    epochs = trainer.max_epochs
-    batches = trainer.num_training_batches
-    if epochs is None or epochs < 0 or batches == float("inf"):
-        return None
-    return epochs * int(batches)
+def is_last(trainer: Trainer, version: int) -> bool:
+    """Whether the run ends with this iteration, as far as its number of steps tells."""
+    epochs, batches = trainer.max_epochs, trainer.num_training_batches
+    if 0 < trainer.max_steps <= trainer.global_step:
+        return True
+    return epochs is not None and epochs > 0 and version == epochs * batches
+
+
+def check_evaluations(trainer: Trainer) -> None:
+    """Check that a run's evaluations can measure its policy, and do so once.
+
+    Raises:
+        ConfigError: naming the callback that is missing, or there twice.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    count = sum(isinstance(callback, Evaluate) for callback in callbacks)
+    if count > 1:
+        raise ConfigError(
+            f"trainer.callbacks: there are {count} Evaluate, which would roll out the same "
+            "held-out prompts again; leave one, and set its every_n_iterations"
+        )
+    if count and not weight_syncs(trainer):
+        raise ConfigError(
+            "trainer.callbacks: Evaluate measures the policy's weights, but without WeightSync the "
+            "engine never gets them; add it"
+        )

@@ -64,8 +64,10 @@ class WeightSync(RLCallback):
         self.max_gap = max_gap
         self.probe_prompts = probe_prompts
         self._prompts: list[Prompt] = []
+        self._pushed: int | None = None  # the version that the engine was given last
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._pushed = None  # the engine may be another, and so may weights of the same version
         datamodule = _datamodule(trainer)
         if stage == "fit":
             check_sync(schedules(trainer), datamodule.collector)
@@ -81,7 +83,7 @@ class WeightSync(RLCallback):
 
     # Not on_fit_start: sharded strategies restore checkpoints after it.
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.sync(trainer, pl_module)
+        self.catch_up(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":
@@ -103,6 +105,15 @@ class WeightSync(RLCallback):
         if any_rank(wanted and feeds(datamodule.engine)):
             self.sync(trainer, pl_module)
 
+    def catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Sync, unless the engine has the present weights; for what cannot wait for the schedule.
+
+        Call it on all ranks, while no update is under way.
+        """
+        assert isinstance(pl_module, PolicyModule)
+        if self._pushed != pl_module.iteration:
+            self.sync(trainer, pl_module)
+
     def sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pause, push, verify, resume; then tell the other callbacks."""
         assert isinstance(pl_module, PolicyModule) and pl_module.policy is not None
@@ -114,6 +125,7 @@ class WeightSync(RLCallback):
         with pl_module.clock("sync"):
             with every_rank():
                 self._push(datamodule.engine, pl_module.policy, version)
+            self._pushed = version
             pl_module.record({"sync/seconds": time.perf_counter() - begin, "sync/version": version})
             if self._prompts:
                 self._verify(trainer, pl_module)
@@ -162,10 +174,15 @@ class WeightSync(RLCallback):
                 )
 
 
-def schedules(trainer: Trainer) -> list[SyncSchedule]:
-    """Of the run's ``WeightSync`` callbacks, of which there should be one."""
+def weight_syncs(trainer: Trainer) -> list[WeightSync]:
+    """The run's ``WeightSync`` callbacks, of which there should be one."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback.schedule for callback in callbacks if isinstance(callback, WeightSync)]
+    return [callback for callback in callbacks if isinstance(callback, WeightSync)]
+
+
+def schedules(trainer: Trainer) -> list[SyncSchedule]:
+    """Theirs."""
+    return [callback.schedule for callback in weight_syncs(trainer)]
 
 
 def _datamodule(trainer: Trainer) -> RLDataModule:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_rl.collect.stats import logged_metrics
 from lightning_rl.errors import ConfigError
+from lightning_rl.metrics import summarize
 from lightning_rl.rollout import Rollout
 
 
@@ -20,7 +21,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout], success_reward: float) -> dict[str, float]:
-    """``eval/*``: accuracy, mean reward, length, truncated share, pass@k for k = 2, 4, ... <= n.
+    """``eval/*``: accuracy, reward, length, truncated share and pass@k for k = 2, 4, ... <= n.
 
     A rollout is right if its reward reaches ``success_reward``; one that could not be graded or
     generated counts as wrong. Accuracy is the mean over all rollouts, which with n samples per
@@ -30,9 +31,11 @@ def evaluation_metrics(rollouts: Sequence[Rollout], success_reward: float) -> di
     for rollout in rollouts:
         right[rollout.group_id].append(rollout.graded and rollout.reward >= success_reward)  # type: ignore[operator]
     count = len(rollouts)
+    reward_mean, reward_std = summarize([r.reward or 0.0 for r in rollouts])
     metrics = {
         "eval/accuracy": sum(sum(group) for group in right.values()) / count,
-        "eval/reward_mean": fsum(r.reward or 0.0 for r in rollouts) / count,
+        "eval/reward_mean": reward_mean,
+        "eval/reward_std": reward_std,
         "eval/tokens_mean": sum(len(r.token_ids) for r in rollouts) / count,
         "eval/truncated_share": sum(r.finish_reason == "length" for r in rollouts) / count,
     }

@@ -20,6 +20,7 @@ from lightning_rl.callbacks import (
     RolloutWriter,
     Watchdog,
 )
+from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.callbacks.weight_sync import schedules
 from lightning_rl.checkpoint_io import VerifiedCheckpointIO, require_good
 from lightning_rl.checks import check_optimizer, check_sync
@@ -298,6 +299,7 @@ class RLCLI(LightningCLI):
                     "model's weights; add `- class_path: WeightSync`"
                 )
             check_sync(syncs, self.datamodule.collector)
+            check_evaluations(self.trainer)
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:

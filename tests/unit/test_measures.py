@@ -153,6 +153,8 @@ def test_evaluation_metrics_by_hand(make_rollout):
         {
             "eval/accuracy": 4 / 8,
             "eval/reward_mean": 6.4 / 8,
+            # Squares: 1 + .25 + 1 + 4 + 1 + .81 = 8.06.
+            "eval/reward_std": math.sqrt(8.06 / 8 - 0.8**2),
             "eval/tokens_mean": 20 / 8,
             "eval/truncated_share": 1 / 8,
             "eval/pass@2": (0.5 + 1.0) / 2,  # 1 of 4 and 3 of 4 are right
