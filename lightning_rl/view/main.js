@@ -16,8 +16,10 @@ function showTab(name) {
 function drawRuns() {
   const names = shortNames(view.runs.map((run) => run.name));
   $("#runs").replaceChildren(...view.runs.map((run, place) => {
-    const { status, accuracy_after: accuracy, error } = run.summary;
-    const said = [run.name, status, error, accuracy == null ? null : `accuracy ${format(accuracy)}`].filter(Boolean).join(" · ");
+    const { status, accuracy_after: accuracy, reward_after: reward, error } = run.summary;
+    const figures = [["accuracy", accuracy], ["held-out reward", reward === accuracy ? null : reward]];
+    const after = figures.filter(([, value]) => value != null).map(([name, value]) => `${name} ${format(value)}`);
+    const said = [run.name, status, error, ...after].filter(Boolean).join(" · ");
     return el("button", { class: "chip", "aria-pressed": String(!curves.hiddenRuns.has(place)), title: said, onclick: () => {
       if (!curves.hiddenRuns.delete(place)) curves.hiddenRuns.add(place);
       drawRuns();

@@ -187,6 +187,26 @@ def test_step_times_are_stacked_and_summed(show, planted):
 # ---------------------------------------------------------------- rollouts
 
 
+def test_the_flags_are_in_sight_on_a_screen_of_1400_pixels(show, planted):
+    for rollout in planted.rollouts:
+        rollout["prompt"] = rollout["prompt"] | {"prompt": "A question of several words. " * 9}
+        rollout["completion"] = "An answer that goes on and on. " * 9
+        rollout["iteration"] += 1000
+    page = show(planted, planted, fragment="#rollouts")
+    page.set_viewport_size({"width": 1400, "height": 900})
+    choose(page, "flag", "any")
+    table = page.locator(".list").bounding_box()
+    flags = page.locator("[data-rollout] .flag").all()
+    assert len(flags) == 2 * len(PLANTED)
+    for flag in flags:
+        box = flag.bounding_box()
+        assert box["x"] + box["width"] <= table["x"] + table["width"]
+    # The texts give way, and still say something.
+    assert page.locator("[data-rollout] .text").first.bounding_box()["width"] > 90
+    hidden = "(list) => list.scrollWidth - list.clientWidth"
+    assert page.locator(".list").evaluate(hidden) == 0
+
+
 def test_every_planted_error_is_seen_and_found_by_its_flag(show, planted):
     page = show(planted, fragment="#rollouts")
     choose(page, "flag", "any")
