@@ -29,6 +29,7 @@ from lightning_rl.callbacks.guards import (
     MetricGuard,
     NonFiniteGuard,
 )
+from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.preview import PreviewTable
 from lightning_rl.callbacks.progress import RLProgressBar
 from lightning_rl.callbacks.recorder import RolloutRecorder
@@ -36,6 +37,7 @@ from lightning_rl.callbacks.replay_recorder import ReplayRecorder
 from lightning_rl.callbacks.report import RunReport
 from lightning_rl.callbacks.reward_alarms import RewardAlarms
 from lightning_rl.callbacks.rollout_writer import RolloutWriter
+from lightning_rl.callbacks.summary import ParameterSummary
 from lightning_rl.callbacks.timer import StepTimer
 from lightning_rl.callbacks.weight_sync import WeightSync
 from lightning_rl.hooks import RLCallback
@@ -52,12 +54,14 @@ __all__ = [
     "HFExport",
     "IterationCheckpoint",
     "KLGuard",
+    "LearningAlarms",
     "LogprobGapGuard",
     "LogprobSpikeGuard",
     "Mask",
     "MetricFloorGuard",
     "MetricGuard",
     "NonFiniteGuard",
+    "ParameterSummary",
     "PreviewTable",
     "RLCallback",
     "RLProgressBar",

@@ -1,17 +1,23 @@
 """RLProgressBar: iteration, reward, accuracy, speed, and what is going on right now."""
 
+import math
+import sys
+import time
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lightning_rl.arguments import configurable
+from lightning_rl.callbacks.headline import headline
 from lightning_rl.hooks import RLCallback
-from lightning_rl.module import PolicyModule
+from lightning_rl.recording import RecordingModule
 
-SHOWN = {
+LABELS = {
     "reward/mean": "reward",
     "eval/accuracy": "accuracy",
+    "eval/reward_mean": "held-out reward",
     "rollout/tokens_per_s": "tok/s",
 }
 
@@ -20,32 +26,89 @@ SHOWN = {
 class RLProgressBar(TQDMProgressBar, RLCallback):
     """Lightning's bar, in RL's terms; one step of it is one iteration.
 
+    Where the output is no terminal (a log file, CI) there is no bar, but a line per iteration. A
+    ``fit`` of ours puts it in the place of Lightning's bar, where that stands as the Trainer made
+    it.
+
     Args:
-        refresh_rate: iterations between two redraws; 0 switches the bar off.
+        refresh_rate: iterations between two redraws, or lines; 0 switches the bar off. Where
+            nothing counts iterations, in supervised training, it is in batches, and a line comes
+            every ``log_every_n_steps`` at most.
     """
 
     def __init__(self, refresh_rate: int = 1) -> None:
         super().__init__(refresh_rate=refresh_rate)
+        self._metrics: dict[str, Any] = {}
+        self._since = 0.0
+
+    @property
+    def is_disabled(self) -> bool:
+        return super().is_disabled or not draws()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._since = time.perf_counter()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        assert isinstance(pl_module, PolicyModule)
-        self._metrics: dict[str, Any] = {}
-        pl_module.clock.listeners.append(self._show_stage)
+        if isinstance(pl_module, RecordingModule):
+            pl_module.clock.listeners.append(self._show_stage)
 
     def on_train_epoch_start(self, trainer: Trainer, *arguments: Any) -> None:
         super().on_train_epoch_start(trainer, *arguments)
         self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
 
+    def on_iteration_end(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
+    ) -> None:
+        assert isinstance(pl_module, RecordingModule)
+        iteration, last = pl_module.iteration, _total(trainer)
+        figures = _figures(metrics)
+        if figures and (iteration % max(self.refresh_rate, 1) == 0 or iteration == last):
+            self._write_line(f"iteration {iteration}", last, figures)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if isinstance(pl_module, RecordingModule):
+            return
+        batch, last = batch_idx + 1, trainer.num_training_batches
+        if batch % max(self.refresh_rate, trainer.log_every_n_steps, 1) == 0 or batch == last:  # type: ignore[attr-defined]
+            where = f"epoch {trainer.current_epoch}, batch {batch}"
+            self._write_line(where, last, self.get_metrics(trainer, pl_module))
+
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """``v_num`` and the few figures that tell how it goes."""
-        known = trainer.callback_metrics
-        shown = {
-            label: f"{float(known[name]):.3g}" for name, label in SHOWN.items() if name in known
-        }
-        self._metrics = super().get_metrics(trainer, pl_module) | shown
+        """The few figures that tell how it goes."""
+        logged = super().get_metrics(trainer, pl_module)
+        logged.pop("v_num", None)  # the logger's count of directories
+        self._metrics = logged | _figures(trainer.callback_metrics)
         return self._metrics
+
+    def _write_line(self, where: str, last: float, figures: Mapping[str, Any]) -> None:
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        if self.is_enabled and not draws():
+            of = f"/{last}" if last < math.inf else ""
+            said = "".join(f"{name} {value}, " for name, value in figures.items())
+            print(f"{where}{of}: {said}{seconds:.2g} s", flush=True)
 
     def _show_stage(self, stage: str) -> None:
         if self.is_enabled and self._train_progress_bar is not None:
             self.train_progress_bar.set_postfix(self._metrics | {"stage": stage})
+
+
+def draws() -> bool:
+    """Whether the output can be drawn on again: a terminal, or a notebook."""
+    return sys.stdout.isatty() or "ipykernel" in sys.modules
+
+
+def _figures(metrics: Mapping[str, Any]) -> dict[str, str]:
+    names = dict.fromkeys(["reward/mean", *headline([metrics]), "rollout/tokens_per_s"])
+    known = {name: float(metrics[name]) for name in names if name in metrics}
+    return {LABELS[n]: f"{v:.3g}" if abs(v) < 1000 else f"{v:,.0f}" for n, v in known.items()}
+
+
+def _total(trainer: Trainer) -> float:
+    """Iterations of the run; infinite where its number of epochs does not tell."""
+    epochs, batches = trainer.max_epochs, trainer.num_training_batches
+    return epochs * batches if epochs is not None and epochs > 0 else math.inf

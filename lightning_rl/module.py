@@ -231,6 +231,12 @@ class PolicyModule(RecordingModule):
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
 
+    def configure_callbacks(self) -> list[Callback]:
+        """What every run has that its Trainer was not given; see ``default_callbacks``."""
+        from lightning_rl.callbacks.defaults import default_callbacks
+
+        return default_callbacks(self.trainer)
+
     # ---------------------------------------------------------------- the named steps
 
     def compute_old_logprobs(self, batch: TensorDict) -> TensorDict:

@@ -82,6 +82,12 @@ class SFTModule(FiniteSteps):
                 loading=self.loading,
             )
 
+    def configure_callbacks(self) -> list[Callback]:
+        """Our progress bar and summary, unless the Trainer was given others."""
+        from lightning_rl.callbacks.defaults import own_display
+
+        return own_display(self.trainer)
+
     def configure_optimizers(self) -> Any:
         check_optimizer(self.optimizer)
         optimizer = self.optimizer(self.parameters())

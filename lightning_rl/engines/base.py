@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -188,6 +188,8 @@ class Engine(ABC):
     """What the constructor was given; None: as the trainer computes."""
     kv_cache_gb: float | None = None
     replica_count: int = 1
+    starting: ClassVar[str] = ""
+    """What happens while it starts, where that takes long enough to say so."""
     serves_all_ranks: bool = False
     """Where several processes train: whether one of it, on rank 0, works for all of them."""
     trust_remote_code: bool = False

@@ -62,6 +62,8 @@ class RayEngine(ReplicatedEngine):
         ConfigError: for impossible values, or without Ray.
     """
 
+    starting = "vLLM starts in Ray actors"
+
     def __init__(
         self,
         address: str | None = None,

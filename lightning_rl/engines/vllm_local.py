@@ -63,6 +63,8 @@ class VLLMLocal(Engine):
         options: further arguments of ``vllm.EngineArgs``, as they are.
     """
 
+    starting = "vLLM starts"
+
     def __init__(
         self,
         dtype: str | None = None,

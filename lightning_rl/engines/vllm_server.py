@@ -59,6 +59,8 @@ class VLLMServer(ReplicatedEngine):
         ConfigError: for impossible values.
     """
 
+    starting = "vLLM servers start"
+
     def __init__(
         self,
         urls: list[str] | None = None,

@@ -1,0 +1,49 @@
+"""What every run of ours has, in a script as from the command line."""
+
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import (
+    ModelSummary,
+    RichModelSummary,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+
+from lightning_rl.callbacks.learning_alarms import LearningAlarms
+from lightning_rl.callbacks.progress import RLProgressBar
+from lightning_rl.callbacks.report import RunReport
+from lightning_rl.callbacks.summary import ParameterSummary
+
+IN_PLACE_OF: dict[type[Callback], type[Callback]] = {
+    TQDMProgressBar: RLProgressBar,
+    RichProgressBar: RLProgressBar,
+    ModelSummary: ParameterSummary,
+    RichModelSummary: ParameterSummary,
+}
+
+
+def own_display(trainer: Trainer) -> list[Callback]:
+    """Our progress bar and summary, in the place of Lightning's.
+
+    Only of those that the Trainer made, or that have their default settings: what was chosen stays,
+    and what was switched off stays off.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    replaced = [c for c in callbacks if type(c) in IN_PLACE_OF and vars(c) == vars(type(c)())]
+    for callback in replaced:  # Lightning would tell of each that it overrides
+        callbacks.remove(callback)
+    return [IN_PLACE_OF[type(callback)]() for callback in replaced]
+
+
+def default_callbacks(trainer: Trainer) -> list[Callback]:
+    """Our display, and for a ``fit`` with a data module ``LearningAlarms`` and ``RunReport``.
+
+    What is among the trainer's callbacks already stays as it is.
+    """
+    added = own_display(trainer)
+    datamodule = getattr(trainer, "datamodule", None)
+    if trainer.state.fn == "fit" and isinstance(datamodule, LightningDataModule):
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        # A try-out leaves no results behind.
+        wanted = [LearningAlarms] if trainer.fast_dev_run else [LearningAlarms, RunReport]  # type: ignore[attr-defined]
+        added += [make() for make in wanted if not any(isinstance(c, make) for c in callbacks)]
+    return added

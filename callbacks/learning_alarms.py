@@ -1,0 +1,232 @@
+"""LearningAlarms: says so when a policy gets worse instead of better. On by default; only warns."""
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_rl.arguments import configurable
+from lightning_rl.callbacks.ends import Ends, Sample
+from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.errors import require_at_least
+from lightning_rl.hooks import RLCallback
+from lightning_rl.module import PolicyModule
+from lightning_rl.rollout import Rollout
+
+_log = logging.getLogger(__name__)
+
+FINITE = ("policy/loss", "policy/grad_norm", "policy/kl_old", "policy/entropy", "reward/mean")
+SPREAD_OF: dict[str, Callable[[dict[str, float]], float]] = {
+    "eval/accuracy": lambda row: math.sqrt(row["eval/accuracy"] * (1 - row["eval/accuracy"])),
+    "eval/reward_mean": lambda row: row["eval/reward_std"],
+}
+"""Standard deviations of a held-out rollout's success, and reward."""
+UNLEARNS = (
+    "The policy gets worse: lower the learning rate, ppo_epochs or minibatches, add a KL penalty "
+    "(model.kl), and read some rollouts"
+)
+ARRIVED = 0.2
+"""Of the range of rewards seen: as far below the best, a policy needs to try no more."""
+LEAST_GROUPS = 16
+"""Of fewer, a standard error cannot be told well enough."""
+
+
+@configurable
+class LearningAlarms(RLCallback):
+    """Warns, once for each, of what goes wrong in a run that learns; a ``fit`` adds it by itself.
+
+    - *rewards*: the mean reward of the last ``window`` iterations is below that of the first, by
+      more than ``reward_sigmas`` standard errors. Left out where prompts are chosen by the rewards
+      they got (curricula), for then rewards of different iterations do not compare.
+    - *evaluation*: held-out accuracy or mean reward is below that of the first evaluation, by more
+      than ``eval_sigmas`` standard errors.
+    - *entropy*: it is below ``entropy_share`` of what it was, though rollouts have had rewards far
+      above the mean: the policy tries nothing new any more, and has not arrived. It is estimated
+      as the mean of -log p of sampled tokens, also of groups that are not trained on.
+    - *gap*: the logprobs of engine and trainer are more than ``gap`` nats apart, over the last
+      ``window`` iterations.
+    - *numbers*: loss, gradient or mean reward are NaN or infinite, or steps were left out for that.
+
+    Rollouts of a group are not independent, so a standard error is that of the means of groups, or
+    held-out prompts. A fall also has to be a fifth of their standard deviation. To act instead of
+    being told, use guards.
+
+    Args:
+        window: iterations that are averaged at either end; more where there are few groups.
+        reward_sigmas: in standard errors; looked at in every iteration.
+        eval_sigmas: in standard errors; looked at in evaluations, of which there are fewer.
+        entropy_share: in (0, 1).
+        gap: mean distance per token, in nats.
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    def __init__(
+        self,
+        window: int = 3,
+        reward_sigmas: float = 4.0,
+        eval_sigmas: float = 3.0,
+        entropy_share: float = 0.05,
+        gap: float = 0.3,
+    ) -> None:
+        require_at_least(1, window=window)
+        require_at_least(
+            0, reward_sigmas=reward_sigmas, eval_sigmas=eval_sigmas, entropy_share=entropy_share,
+            gap=gap,
+        )  # fmt: skip
+        self.window = window
+        self.reward_sigmas = reward_sigmas
+        self.eval_sigmas = eval_sigmas
+        self.entropy_share = entropy_share
+        self.gap = gap
+        self.rewards = Ends(window, LEAST_GROUPS)
+        """Mean rewards of the first groups, and of the last."""
+        self.entropies, self.gaps = Ends(window), Ends(window)
+        self.range = [math.inf, -math.inf]
+        """The lowest and the highest reward of a rollout."""
+        self.first_evaluation: dict[str, float] = {}
+        self.told: list[str] = []
+        """Kinds of alarms that went off."""
+
+    def on_collect_end(
+        self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
+    ) -> None:
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(datamodule, RLDataModule):  # recorded rollouts do not tell of this policy
+            return
+        # Also those that filters rejected: which ones that are changes as the policy does.
+        graded = [r for r in datamodule.generated if r.reward is not None]
+        if not graded:
+            return
+        groups: dict[str, list[float]] = defaultdict(list)
+        for rollout in graded:
+            groups[rollout.group_id].append(rollout.reward)  # type: ignore[arg-type]
+        self.rewards.add([sum(group) / len(group) for group in groups.values()])
+        written = [(r.logprobs, r.loss_mask) for r in rollouts if r.logprobs]
+        surprises = [-p for ps, mask in written for p, by in zip(ps, mask, strict=True) if by]
+        if surprises:
+            self.entropies.add([sum(surprises) / len(surprises)])
+        every = [reward for group in groups.values() for reward in group]
+        self.range = [min(self.range[0], *every), max(self.range[1], *every)]
+
+    def on_iteration_end(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
+    ) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        if "rollout/logprob_gap_mean" in metrics:
+            self.gaps.add([metrics["rollout/logprob_gap_mean"]])
+        found = {
+            "numbers": self._numbers(metrics),
+            "rewards": self._rewards(trainer),
+            "evaluation": self._evaluation(trainer, metrics),
+            "entropy": self._entropy(),
+            "gap": self._gap(),
+        }
+        for kind, said in found.items():
+            if said is not None and kind not in self.told:
+                self.told.append(kind)
+                if trainer.is_global_zero:
+                    iteration = pl_module.iteration
+                    _log.warning("LearningAlarms (%s), iteration %d: %s", kind, iteration, said)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "rewards": self.rewards.state_dict(),
+            "entropies": self.entropies.state_dict(),
+            "gaps": self.gaps.state_dict(),
+            "range": self.range,
+            "first_evaluation": self.first_evaluation,
+            "told": self.told,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rewards.load_state_dict(state_dict["rewards"])
+        self.entropies.load_state_dict(state_dict["entropies"])
+        self.gaps.load_state_dict(state_dict["gaps"])
+        self.range, self.told = state_dict["range"], state_dict["told"]
+        self.first_evaluation = state_dict["first_evaluation"]
+
+    # ---------------------------------------------------------------- the kinds
+
+    def _numbers(self, metrics: dict[str, float]) -> str | None:
+        # Other metrics may be NaN: of a reward that applied to no rollout, say.
+        bad = [name for name in FINITE if not math.isfinite(metrics.get(name, 0.0))]
+        bad += [name for name in ("policy/nonfinite_skipped",) if metrics.get(name, 0.0) > 0]
+        if not bad:
+            return None
+        return (
+            f"{', '.join(f'{name} is {metrics[name]:g}' for name in bad)}. Lower the learning "
+            "rate, and look at the rollouts of this iteration for extreme rewards or logprobs"
+        )
+
+    def _rewards(self, trainer: Trainer) -> str | None:
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(datamodule, RLDataModule) or not self.rewards.full:
+            return None
+        if type(datamodule.train_prompts).observe is not PromptDataset.observe:
+            return None
+        before, now = self.rewards.both
+        bound = before.lowest(now, self.reward_sigmas)
+        if not now.mean < bound:
+            return None
+        first, last = self.rewards.iterations
+        return (
+            f"the mean reward is {now.mean:.3g} in the last {last} iterations, below the "
+            f"{before.mean:.3g} of the first {first} (bound {bound:.3g}, what chance explains). "
+            f"{UNLEARNS}"
+        )
+
+    def _evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> str | None:
+        if "eval/accuracy" not in metrics:
+            return None
+        first = self.first_evaluation
+        if not first:
+            names = (*SPREAD_OF, "eval/reward_std")
+            self.first_evaluation = {name: metrics[name] for name in names if name in metrics}
+            return None
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        prompts = len(datamodule.eval_prompts.first(datamodule.eval_limit))
+        for name, spread_of in SPREAD_OF.items():
+            if name not in first or name not in metrics:
+                continue
+            before, now = (Sample(row[name], spread_of(row), prompts) for row in (first, metrics))
+            bound = before.lowest(now, self.eval_sigmas)
+            if now.mean < bound:
+                return (
+                    f"{name} of {prompts} prompts is {now.mean:.3g}, below the {before.mean:.3g} "
+                    f"of the first evaluation (bound {bound:.3g}, what chance explains). {UNLEARNS}"
+                )
+        return None
+
+    def _entropy(self) -> str | None:
+        if not self.entropies.full or not self.rewards.full:
+            return None
+        before, now = (sample.mean for sample in self.entropies.both)
+        reward, (low, high) = self.rewards.both[1].mean, self.range
+        arrived = high - reward <= ARRIVED * (high - low)
+        if not 0 <= now < self.entropy_share * before or arrived:
+            return None
+        return (
+            f"the entropy per token is {now:.3g} nats, {now / before:.0%} of what it was at the "
+            f"start ({before:.3g}; bound {self.entropy_share:.0%}), though the mean reward is "
+            f"{reward:.3g} and rollouts have had up to {high:.3g}: the policy hardly tries new "
+            "things any more. Add an entropy bonus (model.entropy) or a KL penalty (model.kl), or "
+            "lower the learning rate"
+        )
+
+    def _gap(self) -> str | None:
+        if not self.gaps.full:
+            return None
+        now = self.gaps.both[1].mean
+        if not now > self.gap:
+            return None
+        return (
+            f"the logprobs of engine and trainer are {now:.3g} nats apart per token (bound "
+            f"{self.gap:g}): what is trained on is another policy's by now. Sync more often, lower "
+            "max_staleness or the learning rate, or set model.correction, e.g. TokenTIS"
+        )
