@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.callbacks.curves import plot_curves
 from lightning_rl.callbacks.headline import LABELS, headline
@@ -77,7 +77,10 @@ class RunReport(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         if trainer.state.fn == "fit":
-            self._write(trainer, pl_module, exception)
+            try:
+                self._write(trainer, pl_module, exception)
+            except OSError as error:  # what stopped the run comes first; perhaps the disk is full
+                rank_zero_warn(f"summary.json and curves.png could not be written: {error}")
         if isinstance(exception, RewardError):
             lines = [
                 json.dumps({"id": r.id} | r.to_dict(), ensure_ascii=False, default=str) + "\n"
@@ -129,11 +132,13 @@ class RunReport(RLCallback):
             "versions": installed_versions(),
             "metrics": self.history[-1] if self.history else {},
         }
-        directory = run_dir(trainer)
-        (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        file = run_dir(trainer) / "summary.json"
+        partial = file.with_name("summary.json.partial")
+        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        partial.replace(file)
         if self.history:
-            title = f"{'/'.join(directory.parts[-2:])}: {self._outcome()}"
-            plot_curves(self.history, str(directory / "curves.png"), title)
+            title = f"{'/'.join(file.parent.parts[-2:])}: {self._outcome()}"
+            plot_curves(self.history, str(file.with_name("curves.png")), title)
 
     def _after(self, iteration: int) -> dict[str, float]:
         """The row of the policy that training came to; empty if there is none yet."""
