@@ -87,9 +87,14 @@ class DPOModule(FiniteSteps):
         self._reference = (reference,)  # a tuple hides it from nn.Module until it is configured
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse a precision that this cannot compute in; the first hook that is called."""
+        """Refuse a precision that this cannot compute in; add our display.
+
+        The first hook that Lightning calls.
+        """
+        from lightning_rl.callbacks.defaults import own_display
+
         refuse_precision(self.trainer, "16-mixed")
-        return []
+        return own_display(self.trainer)
 
     def configure_model(self) -> None:
         """Load the model and its reference, once."""
@@ -102,12 +107,6 @@ class DPOModule(FiniteSteps):
             )
             self.reference = self._reference[0] or FrozenReference()
             self.reference.configure(self.policy)
-
-    def configure_callbacks(self) -> list[Callback]:
-        """Our progress bar and summary, unless the Trainer was given others."""
-        from lightning_rl.callbacks.defaults import own_display
-
-        return own_display(self.trainer)
 
     def configure_optimizers(self) -> Any:
         assert self.policy is not None

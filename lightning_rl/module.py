@@ -189,15 +189,19 @@ class PolicyModule(RecordingModule):
     # ---------------------------------------------------------------- set-up
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse what this training cannot do of Lightning's; the first hook that it calls."""
-        from lightning_rl.callbacks.early_stopping import StopEarly  # it imports this module
+        """Refuse what this training cannot do of Lightning's; add what every run has.
+
+        The first hook that Lightning calls.
+        """
+        from lightning_rl.callbacks.defaults import default_callbacks  # they import this module
+        from lightning_rl.callbacks.early_stopping import StopEarly
 
         refuse_flags(self.trainer)
         warn_of_flags(self.trainer)
         if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             # It is meant in batches, which are limited too, but counts optimizer steps.
             self.trainer.fit_loop.epoch_loop.max_steps = -1
-        return StopEarly.where_needed(self.trainer)
+        return [*StopEarly.where_needed(self.trainer), *default_callbacks(self.trainer)]
 
     def configure_model(self) -> None:
         """Load the model (once); Lightning calls this under the strategy's own context."""
@@ -230,12 +234,6 @@ class PolicyModule(RecordingModule):
         if self.lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
-
-    def configure_callbacks(self) -> list[Callback]:
-        """What every run has that its Trainer was not given; see ``default_callbacks``."""
-        from lightning_rl.callbacks.defaults import default_callbacks
-
-        return default_callbacks(self.trainer)
 
     # ---------------------------------------------------------------- the named steps
 

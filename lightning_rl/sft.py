@@ -68,9 +68,14 @@ class SFTModule(FiniteSteps):
         self.policy: Policy | None = None
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse a precision that this cannot compute in; the first hook that is called."""
+        """Refuse a precision that this cannot compute in; add our display.
+
+        The first hook that Lightning calls.
+        """
+        from lightning_rl.callbacks.defaults import own_display
+
         refuse_precision(self.trainer, "16-mixed")
-        return []
+        return own_display(self.trainer)
 
     def configure_model(self) -> None:
         """Load the model, once."""
@@ -81,12 +86,6 @@ class SFTModule(FiniteSteps):
                 gradient_checkpointing=self.gradient_checkpointing,
                 loading=self.loading,
             )
-
-    def configure_callbacks(self) -> list[Callback]:
-        """Our progress bar and summary, unless the Trainer was given others."""
-        from lightning_rl.callbacks.defaults import own_display
-
-        return own_display(self.trainer)
 
     def configure_optimizers(self) -> Any:
         check_optimizer(self.optimizer)
