@@ -12,6 +12,7 @@ from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.correction import TokenTIS
 from lightning_rl.buffer.files import open_rollouts
 from lightning_rl.callbacks import RunReport, WeightSync
+from lightning_rl.callbacks.recorder import collected_rollouts
 from lightning_rl.cli import main
 from lightning_rl.cli.app import RLTrainer
 from lightning_rl.collect.filters import RewardSpread
@@ -21,6 +22,7 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.hooks import RLCallback
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Policy
 from lightning_rl.module import PolicyModule
@@ -380,3 +382,21 @@ def test_the_offline_recipe_trains_on_what_was_recorded(record, tiny_model, tmp_
     assert summary["status"] == "completed"
     assert summary["iterations"] == 2 * (len(spread) // 2) > 0  # two epochs
     assert (tmp_path / "runs/sort_digits/offline/hf/model.safetensors").exists()
+
+
+def test_overfitting_repeats_the_same_groups(tiny_model, path, tmp_path):
+    class Seen(RLCallback):
+        groups: list[list[str]] = []  # noqa: RUF012
+
+        def on_update_start(self, trainer, pl_module, batch):
+            rollouts = collected_rollouts(trainer)
+            self.groups.append(sorted({rollout.prompt.id for rollout in rollouts}))
+
+    seen = Seen()
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        callbacks=[seen], overfit_batches=2,
+    )  # fmt: skip
+    trainer.fit(policy_module(tiny_model), OfflineDataModule(path, 2, seed=3))
+    assert seen.groups == [["0", "1"], ["2", "3"]] * 2  # of six groups, as they were written

@@ -9,8 +9,10 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lightning_rl.callbacks import WeightSync
+from lightning_rl.collect.source import GroupSource
 from lightning_rl.data.repeated import RepeatedPrompts
 from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.lightning_flags import CALLBACKS, TRAINER, Verdict, compute_dtype
 from lightning_rl.models.policy import load_tokenizer
@@ -143,3 +145,22 @@ def test_prompts_repeat_and_go_on_where_a_state_was_taken(tiny_model):
     assert ids(resumed.draw(5)) == (first * 2)[3:8]
     plain.load_state_dict(half.state_dict())
     assert ids(plain.draw(1)) == first[3:4]
+
+
+def test_ranks_share_prompts_that_repeat(tiny_model):
+    """Two ranks have together what one has, in every round."""
+    tokenizer = load_tokenizer(str(tiny_model))
+
+    def rounds(rank: int, ranks: int) -> list[list[str]]:
+        rows = IterablePrompts([{"prompt": f"{n}="} for n in range(100, 120)], seed=3)
+        rows.load(tokenizer)
+        groups = 4 // ranks  # of an iteration; two iterations repeat
+        source = GroupSource(
+            RepeatedPrompts(rows, 8), groups, 1, Sampling(), rank=rank, ranks=ranks
+        )
+        return [[source.next()[0].prompt.id for _ in range(groups)] for _ in range(6)]
+
+    alone, first, second = rounds(0, 1), rounds(0, 2), rounds(1, 2)
+    assert alone == alone[:2] * 3
+    for whole, mine, theirs_ in zip(alone, first, second, strict=True):
+        assert [id_ for pair in zip(mine, theirs_, strict=True) for id_ in pair] == whole
