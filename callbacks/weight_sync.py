@@ -8,21 +8,18 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.arguments import configurable
 from lightning_rl.checks import check_sync
-from lightning_rl.collect.loop import run_async
 from lightning_rl.collect.ranks import feeds
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.dist import any_rank, every_rank, largest
-from lightning_rl.engines.base import Engine, logprob_tolerance
-from lightning_rl.errors import ConfigError, StaleWeightsError
+from lightning_rl.errors import ConfigError
 from lightning_rl.hooks import RLCallback, call_hook
 from lightning_rl.lightning_flags import compute_dtype
-from lightning_rl.models.policy import Policy
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
-from lightning_rl.sync.base import WeightTransport
+from lightning_rl.sync.base import WeightTransport, push
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
-from lightning_rl.sync.verify import probe_gap
+from lightning_rl.sync.verify import probe_gap, require_agreement
 
 
 @configurable
@@ -124,7 +121,7 @@ class WeightSync(RLCallback):
         begin = time.perf_counter()
         with pl_module.clock("sync"):
             with every_rank():
-                self._push(datamodule.engine, pl_module.policy, version)
+                push(self.transport, datamodule.engine, pl_module.policy, version)
             self._pushed = version
             pl_module.record({"sync/seconds": time.perf_counter() - begin, "sync/version": version})
             if self._prompts:
@@ -132,26 +129,8 @@ class WeightSync(RLCallback):
         datamodule.after_sync()
         call_hook(trainer, "on_weights_synced", version)
 
-    def _push(self, engine: Engine, policy: Policy, version: int) -> None:
-        weights = iter(self.transport.weights_of(policy))
-        try:
-            if not feeds(engine):
-                return
-            run_async(engine.pause())
-            try:
-                self.transport.push(weights, version)
-            finally:
-                run_async(engine.resume())
-        finally:
-            # Sharded weights are gathered by all ranks together: also by one that pushes nothing,
-            # or that failed.
-            for _ in weights:
-                pass
-
     def _verify(self, trainer: Trainer, module: PolicyModule) -> None:
         datamodule = _datamodule(trainer)
-        engine_dtype, trainer_dtype = datamodule.engine.dtype, compute_dtype(trainer)
-        bound = self.max_gap or logprob_tolerance(engine_dtype, trainer_dtype)
         assert module.policy is not None
         with trainer.precision_plugin.forward_context():
             gap = probe_gap(
@@ -163,15 +142,13 @@ class WeightSync(RLCallback):
             )
         module.record({"sync/probe_gap": largest(gap.value)})
         with every_rank():
-            if gap.value > bound:
-                raise StaleWeightsError(
-                    f"after the sync of version {module.iteration}, engine and trainer disagree by "
-                    f"{gap.value:.3g} nats on token {gap.token!r} (trainer {gap.trainer:.4f} in "
-                    f"{trainer_dtype}, engine {gap.engine:.4f} in {engine_dtype}; "
-                    f"max_gap={bound:g}): the engine holds other weights, or a stale cache. Set "
-                    "max_gap higher only if both compute in different precision; engine.dtype: "
-                    "null follows the trainer"
-                )
+            require_agreement(
+                gap,
+                module.iteration,
+                self.max_gap,
+                datamodule.engine.dtype,
+                compute_dtype(trainer),
+            )
 
 
 def weight_syncs(trainer: Trainer) -> list[WeightSync]:

@@ -38,7 +38,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.sharding import shard, whole
-from lightning_rl.recording import RecordingModule
+from lightning_rl.own_loop import OwnLoop
 from lightning_rl.rollout import Rollout
 from lightning_rl.seeding import derived_seed, run_seed
 
@@ -47,7 +47,7 @@ LEAST_VALUE_LR = 1e-5
 
 
 @configurable(model=model_of)
-class PolicyModule(RecordingModule):
+class PolicyModule(OwnLoop):
     """Wraps a causal LM (policy head, optional value head) and improves it from rollouts.
 
     ``training_step`` runs the named steps below on one packed batch; each can be called by itself.
@@ -290,8 +290,8 @@ class PolicyModule(RecordingModule):
             "policy/nonfinite_skipped": float(self.nonfinite_steps)
         }
 
-    def training_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """One RL iteration on a packed batch."""
+    def compute_all(self, batch: TensorDict) -> TensorDict:
+        """Add all that an update needs: advantages, and the logprobs and values that count."""
         if self.skips_idle:  # then advantages depend on rewards alone, and tell what to score
             batch = self.compute_advantages(batch)
         # With one update per batch the current policy is the old one: nothing to recompute.
@@ -303,14 +303,18 @@ class PolicyModule(RecordingModule):
             batch = self.compute_ref_logprobs(batch)
         if not self.skips_idle:
             batch = self.compute_advantages(batch)
+        return batch
+
+    def training_step(self, batch: TensorDict, batch_idx: int) -> None:
+        """One RL iteration on a packed batch."""
+        batch = self.compute_all(batch)
         objective, self.skip_update = self.objective, False
         try:  # callbacks may leave this update out, or give it another objective
             call_hook(self.trainer, "on_update_start", batch)
             metrics = {} if self.skip_update else self.update(batch)
         finally:
             self.objective = objective
-        self.iteration += 1
-        self._follow(metrics)
+        self.end_iteration(metrics)
         self.record(metrics)
 
     def validation_step(self, batch: dict[str, float], batch_idx: int) -> None:
@@ -330,8 +334,9 @@ class PolicyModule(RecordingModule):
             raise ConfigError("the model is not loaded yet; call configure_model() first")
         return self.policy
 
-    def _follow(self, metrics: dict[str, float]) -> None:
-        """Let what adapts over iterations do so."""
+    def end_iteration(self, metrics: dict[str, float]) -> None:
+        """Count the iteration, and let what adapts over iterations do so."""
+        self.iteration += 1
         if self.reference is not None:
             self.reference.on_iteration_end(self._policy(), self.iteration)
         for penalty, measured in ((self.kl, "policy/kl_ref"), (self.kl_reward, "reward/kl")):

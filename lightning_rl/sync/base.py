@@ -6,6 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from lightning_rl.collect.loop import run_async
+from lightning_rl.collect.ranks import feeds
 from lightning_rl.engines.base import Engine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy
@@ -47,3 +49,25 @@ class WeightTransport(ABC):
 
     def close(self) -> None:
         """Let go of the engine."""
+
+
+def push(transport: WeightTransport, engine: Engine, policy: Policy, version: int) -> None:
+    """Pause the engine, push to it, let it go on. On several ranks call it on all of them.
+
+    Raises:
+        WeightSyncError: if the engine does not take the weights.
+    """
+    weights = iter(transport.weights_of(policy))
+    try:
+        if not feeds(engine):
+            return
+        run_async(engine.pause())
+        try:
+            transport.push(weights, version)
+        finally:
+            run_async(engine.resume())
+    finally:
+        # Sharded weights are gathered by all ranks together: also by one that pushes nothing, or
+        # that failed.
+        for _ in weights:
+            pass

@@ -12,7 +12,8 @@ from lightning_rl.collect.ranks import feeds
 from lightning_rl.collect.source import new_rollouts
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.dist import every_rank, from_rank_zero
-from lightning_rl.engines.base import Engine, Sampling
+from lightning_rl.engines.base import Engine, Sampling, logprob_tolerance
+from lightning_rl.errors import StaleWeightsError
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt
 
@@ -60,3 +61,22 @@ def probe_gap(
         trainer=float(scores.logprobs[worst]),
         engine=float(tokens_M["rollout_logprobs"][worst]),
     )
+
+
+def require_agreement(
+    gap: Gap, version: int, max_gap: float | None, engine_dtype: str, trainer_dtype: str
+) -> None:
+    """Raise unless the gap is within its bound; None: what the dtypes allow.
+
+    Raises:
+        StaleWeightsError: naming the gap, its bound and the token.
+    """
+    bound = max_gap or logprob_tolerance(engine_dtype, trainer_dtype)
+    if gap.value > bound:
+        raise StaleWeightsError(
+            f"after the sync of version {version}, engine and trainer disagree by {gap.value:.3g} "
+            f"nats on token {gap.token!r} (trainer {gap.trainer:.4f} in {trainer_dtype}, engine "
+            f"{gap.engine:.4f} in {engine_dtype}; max_gap={bound:g}): the engine holds other "
+            "weights, or a stale cache. Set max_gap higher only if both compute in different "
+            "precision; engine.dtype: null follows the trainer"
+        )

@@ -4,7 +4,8 @@
     python -m recipes.sort_digits.bare_loop --iterations 20 --devices 2
 
 For when you want to own the loop: your code can stand between any two steps. Lightning Fabric gives
-the module its device, precision and optimizer, and starts the other processes.
+the module its device, precision and optimizer, and starts the other processes; a script for one
+process needs none of it, and `module.fit(rollouts)` does all steps from the rollouts on.
 """
 
 import argparse
@@ -29,7 +30,6 @@ from lightning_rl import (
 )
 from lightning_rl.dist import every_rank, global_mean_std, largest
 from lightning_rl.models.policy import save_skeleton
-from lightning_rl.sync.verify import probe_gap
 from recipes.sort_digits.reward import exact_match
 
 
@@ -46,10 +46,9 @@ def train(model: str, prompts_path: str, iterations: int, devices: int = 1) -> l
         optimizer=lambda p: torch.optim.AdamW(p, lr=2e-4, weight_decay=0.0),
         minibatches=2,
     )
-    module.configure_model()
+    module.prepare(fabric)
     assert module.policy is not None
-    policy, tokenizer = module.policy, module.policy.tokenizer
-    fabric.setup(module, module.configure_optimizers())
+    tokenizer = module.policy.tokenizer
 
     prompts = JSONLPrompts(prompts_path)
     prompts.load(tokenizer)
@@ -66,8 +65,7 @@ def train(model: str, prompts_path: str, iterations: int, devices: int = 1) -> l
 
     mean_rewards = []
     for iteration in range(iterations):
-        engine.load_weights(policy.named_weights(), version=iteration)
-        gap = probe_gap(engine, policy, probe, sampling.temperature).value
+        gap = module.sync_weights(engine, probe=probe, temperature=sampling.temperature)
 
         source.begin(iteration)
         groups = [source.next() for _ in range(source.num_groups)]

@@ -1,0 +1,102 @@
+"""fit(batch) and sync_weights in a script: what a Trainer's run does, without one."""
+
+import pytest
+import torch
+
+from lightning_rl import SequenceTIS, WarmupLinear
+from lightning_rl.agents.base import SingleTurn
+from lightning_rl.callbacks import RLCallback, WeightSync
+from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.collect.source import GroupSource
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.errors import ConfigError, RewardError, StaleWeightsError
+from lightning_rl.models.policy import save_skeleton
+from lightning_rl.rewards.base import Rewards
+from tests.small_run import data_module, grpo, ppo, share_of_sevens, trainer_of
+
+
+class Recorder(RLCallback):
+    """An iteration's rollouts, as they were trained on, and its metrics."""
+
+    def __init__(self):
+        self.rollouts, self.metrics = [], []
+
+    def on_update_start(self, trainer, pl_module, batch):
+        self.rollouts.append(trainer.datamodule._loader.current)
+
+    def on_iteration_end(self, trainer, pl_module, metrics):
+        self.metrics.append(metrics)
+
+
+def schedule(optimizer):
+    return WarmupLinear(optimizer, warmup_steps=2, total_steps=9)
+
+
+@pytest.mark.parametrize("make", [grpo, ppo])
+def test_fit_does_what_a_trainer_does_with_the_same_rollouts(make, tiny_model, tmp_path):
+    options = {"lr_scheduler": schedule, "correction": SequenceTIS(), "minibatches": 2}
+    module, recorder = make(tiny_model, **options), Recorder()
+    datamodule = data_module(iterations_per_epoch=3)
+    trainer_of(tmp_path, [WeightSync(), recorder]).fit(module, datamodule=datamodule)
+    alone = make(tiny_model, **options)
+    for place, rollouts in enumerate(recorder.rollouts):
+        metrics = alone.fit(rollouts)
+        told = recorder.metrics[place + 1]
+        assert {name: told[name] for name in metrics} == metrics
+    assert alone.iteration == 3
+    trained, own = module.policy.state_dict(), alone.policy.state_dict()
+    assert all(torch.equal(trained[name], own[name]) for name in trained)
+
+
+@pytest.fixture
+def engine(tiny_model, tmp_path):
+    engine = TransformersEngine(device="cpu")
+    save_skeleton(str(tiny_model), tmp_path)
+    engine.start(tmp_path)
+    yield engine
+    engine.close()
+
+
+def test_a_script_of_ten_lines_learns(engine, tiny_model):
+    module = grpo(tiny_model)
+    module.prepare()
+    prompts = IterablePrompts([{"prompt": f"{n}="} for n in range(100, 140)], seed=1)
+    prompts.load(module.policy.tokenizer)
+    sampling = Sampling(max_tokens=6)
+    pipeline = RolloutPipeline(
+        engine, SingleTurn(), Rewards([share_of_sevens]), module.policy.tokenizer
+    )
+    source, rewards = GroupSource(prompts, 6, 8, sampling, seed=7), []
+    for iteration in range(8):
+        assert module.sync_weights(engine, probe=prompts.first(2)) < 1e-4
+        assert engine.version == iteration
+        source.begin(iteration)
+        groups = [source.next() for _ in range(source.num_groups)]
+        pipeline.complete(groups, sampling)
+        rollouts = [rollout for group in groups for rollout in group]
+        rewards.append(sum(r.reward for r in rollouts) / len(rollouts))
+        module.fit(rollouts)
+    assert rewards[-1] > rewards[0] + 0.2, rewards
+
+
+def test_a_stale_engine_is_found_and_wrong_calls_are_refused(engine, tiny_model, tmp_path):
+    module = grpo(tiny_model)
+    module.sync_weights(engine)  # prepares
+    prompts = IterablePrompts([{"prompt": "100="}])
+    prompts.load(module.policy.tokenizer)
+    kept = engine.load_weights
+    engine.load_weights = lambda weights, version: None  # an engine that takes nothing over
+    with torch.no_grad():
+        next(module.policy.parameters()).mul_(3.0)
+    with pytest.raises(StaleWeightsError, match="version 0, engine and trainer disagree by"):
+        module.sync_weights(engine, probe=prompts.first())
+    engine.load_weights = kept
+    assert module.sync_weights(engine, probe=prompts.first()) < 1e-4
+    with pytest.raises(RewardError, match="none of 0 rollouts"):
+        module.fit([])
+    trainer = trainer_of(tmp_path, [WeightSync()], fast_dev_run=1, logger=False)
+    other = grpo(tiny_model)
+    trainer.fit(other, datamodule=data_module())
+    with pytest.raises(ConfigError, match="belongs to a Trainer"):
+        other.prepare()
