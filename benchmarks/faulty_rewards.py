@@ -199,7 +199,18 @@ def reads_secrets() -> Scores:
     return [float(len(found))]
 
 
-SANDBOX_ONLY = [kills_everything, removes_files, opens_connection, reads_secrets]
+def lists_processes() -> Scores:
+    """reads the command lines of other processes"""
+    _require_sandbox()
+    own = {1, os.getpid()}
+    others = [p for p in Path("/proc").glob("[0-9]*") if int(p.name) not in own]
+    lines = [(other / "cmdline").read_bytes() for other in others]
+    if not lines:
+        raise LookupError("there is none")
+    return [float(len(lines))]
+
+
+SANDBOX_ONLY = [kills_everything, removes_files, opens_connection, reads_secrets, lists_processes]
 _BY_NAME = {f.__name__: f for f in [*FAULTS, *SANDBOX_ONLY]}
 
 

@@ -50,7 +50,12 @@ def main(arguments: Sequence[str]) -> int:
     if out.is_dir():
         raise ConfigError(f"out={str(out)!r} is a directory; name a file")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(build_page(runs), encoding="utf-8")
+    partial = out.with_name(f"{out.name}.partial")
+    for path in (partial, out):  # a link in a stranger's run must not be written through
+        if path.is_symlink():
+            path.unlink()
+    partial.write_text(build_page(runs), encoding="utf-8")
+    partial.replace(out)
     shown = sum(len(run.rollouts) for run in runs)
     total = sum(run.rollouts_total for run in runs)
     more = "" if shown == total else f" of {total} (more: --rollouts N)"

@@ -133,6 +133,7 @@ class VLLMLocal(Engine):
             self._llm.apply_model(use_cpu_kernels)
         self._crash_file = divert_crash_dump()
         self._detach_process_group()
+        self._rendezvous = self._llm.collective_rpc(_rendezvous_file)
         self._shapes = weight_shapes(model_dir, bool(arguments.get("trust_remote_code")))
 
     def close(self) -> None:
@@ -142,6 +143,8 @@ class VLLMLocal(Engine):
         requests, self._requests = self._requests, {}
         self._llm.engine_core.shutdown()
         self._llm = None
+        for file in filter(None, self._rendezvous):  # which vLLM leaves behind
+            file.unlink(missing_ok=True)
         self.version = -1
         if between_steps:
             self._exclusive.release()
@@ -291,3 +294,9 @@ class VLLMLocal(Engine):
         internal = self._llm.output_processor.external_req_ids.get(request_id, [request_id])[0]
         done = len(state[internal].detokenizer.output_token_ids) if internal in state else 0
         request.versions += [self.version] * (done - len(request.versions))
+
+
+def _rendezvous_file(worker: Any) -> Path | None:
+    """Where the processes of a vLLM worker's group met, if that was in a file."""
+    scheme, _, path = str(worker.distributed_init_method).partition("://")
+    return Path(path) if scheme == "file" else None

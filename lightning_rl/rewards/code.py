@@ -1,10 +1,16 @@
 """PythonTests: does the program that a model wrote pass its tests?"""
 
+import os
 import re
+import secrets
+from types import CodeType
 from typing import Any
 
 from lightning_rl.arguments import configurable
+from lightning_rl.rewards.base import RewardFailure
+from lightning_rl.rewards.per_sample import Score
 from lightning_rl.rewards.pool import Isolated
+from lightning_rl.rewards.sandbox import keep_others_out
 from lightning_rl.rollout import Message
 
 _FENCE = re.compile(r"^```(?:python|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -39,9 +45,19 @@ class PythonTests(Isolated):
     ) -> None:
         super().__init__(RunTests(column), workers, timeout_s, memory_mb, sandbox, fault_score=0.0)
 
+    async def grade_one(self, sample: dict[str, list[Any]]) -> Score:
+        score = await super().grade_one(sample)
+        if isinstance(score, float) and not 0.0 <= score <= 1.0:
+            return RewardFailure(f"its process returned {score!r}, which is no result of tests")
+        return score
+
 
 class RunTests:
-    """Runs program and tests right here: only for a process that may be lost."""
+    """Runs program and tests in a child of this process, which may be lost too, and judges it.
+
+    The child gets nothing to write a score to. It passes by a random word that it says when the
+    last test is done, so that to exit, to crash or to write to all files is to fail.
+    """
 
     def __init__(self, column: str) -> None:
         self.column = column
@@ -67,11 +83,28 @@ def _passes(program: str, tests: str | list[str]) -> bool:
     # Before the program, and outside of try: broken tests are no fault of the model's.
     texts = [tests] if isinstance(tests, str) else tests
     compiled = [compile(text, "<tests>", "exec") for text in texts]
+    word = secrets.token_bytes(16)
+    keep_others_out()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(writer, 3)
+            os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+            _run(program, compiled)
+            os.write(3, word)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    os.set_blocking(reader, False)  # what it has started may hold the other end
+    with os.fdopen(reader, "rb", buffering=0) as answer:
+        return answer.read(2 * len(word)) == word
+
+
+def _run(program: str, tests: list[CodeType]) -> None:
+    """Raises unless all pass."""
     names: dict[str, Any] = {"__name__": "program"}
-    try:
-        exec(compile(program, "<program>", "exec"), names)
-        for test in compiled:
-            exec(test, names)
-    except BaseException:  # exit() and KeyboardInterrupt too: a program that stops early is wrong
-        return False
-    return True
+    exec(compile(program, "<program>", "exec"), names)
+    for test in tests:
+        exec(test, names)

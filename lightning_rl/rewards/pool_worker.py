@@ -51,9 +51,10 @@ def main(descriptor: int, home: str) -> None:
         score.write("1000")  # where memory runs out, the kernel takes samples, not the trainer
     try:
         if limits.sandbox:
-            run_in_sandbox(server.serve, home, FILES_MB)
+            run_in_sandbox(server.serve, home, FILES_MB, first=server.watch_memory)
         else:
             adopt_orphans()
+            server.watch_memory()
             server.serve()
     except OSError as error:
         connection.send_bytes(_json(error=f"no sandbox: {error}"))
@@ -73,6 +74,10 @@ class Server:
     limits: Limits
     home: str
 
+    def watch_memory(self) -> None:
+        """Open what tells how much this process has mapped: later there may be no ``/proc``."""
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
     def serve(self) -> None:
         """First load the function, and say ``{}`` or ``{"error": reason}``."""
         try:
@@ -88,12 +93,14 @@ class Server:
     def _run(self, function: Any, request: bytes) -> bytes:
         place = tempfile.mkdtemp(dir=self.home)
         reader, writer = os.pipe()
+        mapped = int(os.pread(self._statm, 100, 0).split()[0]) * resource.getpagesize()
         pid = os.fork()
         if pid == 0:
             try:
                 os.close(reader)
+                os.close(self._statm)
                 self.connection.close()
-                _confine(place, self.limits)
+                _confine(place, self.limits, mapped)
                 me = os.getpid()
                 result = _grade(function, request, self.limits)
                 if os.getpid() == me:  # and no copy that the function forked
@@ -127,8 +134,11 @@ class Server:
         return descriptor in ready
 
 
-def _confine(place: str, limits: Limits) -> None:
-    """Limits, a directory, and nowhere to print to, for the process of one sample."""
+def _confine(place: str, limits: Limits, mapped: int) -> None:
+    """Limits, a directory, and nowhere to print to, for the process of one sample.
+
+    ``mapped``: bytes of address space that it has already, by its imports above all.
+    """
     os.setsid()
     die_with_parent()
     null = os.open(os.devnull, os.O_RDWR)
@@ -138,7 +148,7 @@ def _confine(place: str, limits: Limits) -> None:
     os.environ |= {"HOME": place, "TMPDIR": place}
     tempfile.tempdir = None
     bounds = {
-        resource.RLIMIT_AS: _address_space() + limits.memory_mb * 2**20,
+        resource.RLIMIT_AS: mapped + limits.memory_mb * 2**20,
         resource.RLIMIT_FSIZE: FILES_MB * 2**20,
         resource.RLIMIT_CORE: 0,
     }
@@ -192,12 +202,6 @@ def _kill_children() -> None:
         with open(f"/proc/{me}/task/{me}/children") as children:
             for child in children.read().split():
                 os.kill(int(child), signal.SIGKILL)
-
-
-def _address_space() -> int:
-    """Bytes that this process has mapped already, by its imports above all."""
-    with open("/proc/self/statm") as pages:
-        return int(pages.read().split()[0]) * resource.getpagesize()
 
 
 def _signal_name(number: int) -> str:

@@ -1,7 +1,7 @@
 """A sandbox of Linux namespaces, without privileges and without a container.
 
-Inside there is no network, no process but the sandbox's own, and no file to write outside one
-directory in memory. Only the standard library is imported: workers start quickly.
+Inside there is no network, no process but the sandbox's own, also in ``/proc``, and no file to
+write outside one directory in memory. Only the standard library is imported: workers start quickly.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from collections.abc import Callable
 # linux/sched.h, linux/mount.h, linux/prctl.h, linux/capability.h
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
-_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 0x4000, 0x40000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 0x4000, 0x40000
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
@@ -22,7 +22,12 @@ _NOBODY = 65534
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def run_in_sandbox(body: Callable[[], None], directory: str, megabytes: int) -> None:
+def run_in_sandbox(
+    body: Callable[[], None],
+    directory: str,
+    megabytes: int,
+    first: Callable[[], None] = lambda: None,
+) -> None:
     """Run ``body`` as process 1 of a new sandbox, and return when it is done.
 
     When it ends, or this process does, the kernel kills whatever still runs inside.
@@ -31,6 +36,7 @@ def run_in_sandbox(body: Callable[[], None], directory: str, megabytes: int) -> 
         body: must not raise.
         directory: the only place that can be written inside; empty, and empty again afterwards.
         megabytes: what it can hold.
+        first: called in process 1 while it still has all privileges of the user's.
 
     Raises:
         OSError: if this machine does not allow it; names the call that was refused.
@@ -48,6 +54,7 @@ def run_in_sandbox(body: Callable[[], None], directory: str, megabytes: int) -> 
         try:
             os.close(reader)
             die_with_parent()
+            first()
             _restrict(directory, megabytes)
             os.close(writer)
             body()
@@ -95,11 +102,27 @@ def _restrict(directory: str, megabytes: int) -> None:
     )
     options = f"size={megabytes}m,nr_inodes=4096,mode=700".encode()
     _check("mount", _libc.mount(b"none", target, b"tmpfs", _MS_NOSUID | _MS_NODEV, options))
+    _hide_processes()
     _check("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     none = (ctypes.c_uint32 * 6)()
     _check("capset", _libc.capset(ctypes.byref(header), ctypes.byref(none)))
     # Process 1 serves the next sample too: no sample may trace it, or write to its memory.
+    keep_others_out()
+
+
+def _hide_processes() -> None:
+    """The ``/proc`` of outside shows all command lines: cover it with that of these processes.
+
+    A container that hides parts of its own ``/proc`` may have no other; then there is none at all.
+    """
+    harmless = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+    if _libc.mount(b"proc", b"/proc", b"proc", harmless, None) != 0:
+        _check("mount", _libc.mount(b"none", b"/proc", b"tmpfs", harmless, b"size=4k"))
+
+
+def keep_others_out() -> None:
+    """Let no other process without privileges trace this one, or use its files and memory."""
     _check("prctl", _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))
 
 

@@ -15,7 +15,7 @@ class Group:
     """One sender (rank 0) and its receivers, that meet at a store; never the default group.
 
     Args:
-        host: the sender's address, as receivers reach it.
+        host: the sender's address, as receivers reach it; the store listens there only.
         port: where its store listens; 0 for the sender itself: any.
         rank: 0 sends.
         size: how many processes meet.
@@ -24,6 +24,7 @@ class Group:
 
     Raises:
         SyncTimeoutError: if they do not meet in time.
+        ConfigError: for a ``host`` that is no address of the sender's machine.
     """
 
     def __init__(
@@ -32,12 +33,15 @@ class Group:
         self.host, self.rank, self.size, self.backend = host, rank, size, backend
         self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = None
+        # Else it would listen on all interfaces; the store owns the descriptor from then on.
+        listening = _listen(host, port) if rank == 0 else None
         self._store = dist.TCPStore(
             host,
-            port,
+            port if listening is None else listening.getsockname()[1],
             is_master=rank == 0,
             timeout=self._timeout,
             wait_for_workers=False,
+            master_listen_fd=None if listening is None else listening.detach(),
         )
 
     @property
@@ -105,6 +109,19 @@ class Group:
 
 
 _BACKENDS = {"gloo": Group._gloo, "nccl": Group._nccl}
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at this address and no other."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(
+            f"host={host!r} cannot be listened at ({error}); give an address of this machine that "
+            "the engine's processes reach"
+        ) from error
 
 
 def require_backend(backend: str) -> None:

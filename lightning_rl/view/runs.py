@@ -66,6 +66,8 @@ def read_run(path: Path, max_rollouts: int) -> Run:
     if is_rollout_file(path):
         source: Path | None = path
     else:
+        for name in ("metrics.jsonl", "summary.json", *ROLLOUT_FILES, "hf/tokenizer.json"):
+            _require_inside(path, path / name)
         run.metrics = _merge_rows(path / "metrics.jsonl")
         summary = path / "summary.json"
         run.summary = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
@@ -75,6 +77,15 @@ def read_run(path: Path, max_rollouts: int) -> Run:
         run.rollouts, run.rollouts_total = _last_rollouts(source, max_rollouts)
         _add_pieces(run.rollouts, path, run.summary)
     return run
+
+
+def _require_inside(run: Path, file: Path) -> None:
+    """A run of a stranger's must not show other files of this machine."""
+    if not file.resolve().is_relative_to(run.resolve()):
+        raise DataError(
+            f"{file} is a link that leads out of its run, to {file.resolve()}; replace it by the "
+            "file if that is what you want to see"
+        )
 
 
 def _merge_rows(path: Path) -> list[Record]:

@@ -175,6 +175,7 @@ def test_what_a_completion_started_ends_with_it(tmp_path, monkeypatch):
 def test_a_sandbox_keeps_from_network_files_processes_and_secrets(sandboxed):
     reasons = [
         "No such process", "Read-only file system", "Network is unreachable", "Permission denied",
+        "there is none",
     ]  # fmt: skip
     scores = run(sandboxed, completions=[*(f.__name__ for f in SANDBOX_ONLY), "good"])
     assert scores.pop() == 1.0
@@ -336,6 +337,50 @@ ADD = "def add(a, b):\n    return a + b\n"
 )
 def test_python_tests(python_tests, program, tests, score):
     assert run(python_tests, completions=[program], tests=[tests]) == [score]
+
+
+WRITE = """
+def write(open_file, score):
+    for fd in range(3, 256):
+        try:
+            os.write(open_file(fd), b'{"score": %s}' % score)
+        except OSError:
+            pass
+"""
+PARENTS = "lambda fd: os.open(f'/proc/{os.getppid()}/fd/{fd}', os.O_WRONLY)"
+FORGERIES = {
+    "a score beyond all": f"{WRITE}\nwrite(int, b'1e6')\nos._exit(0)",
+    "a score, and tests that fail": f"{WRITE}\nwrite(int, b'1.0')",
+    "through its judge's files": f"{WRITE}\nwrite({PARENTS}, b'1.0')\nos._exit(0)",
+    "a child that lives on": "if os.fork():\n    os._exit(0)\nos.setsid()",
+    "kills its judge": "os.kill(os.getppid(), 9)",
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_no_program_writes_its_own_score(python_tests, forgery):
+    program = f"import os\n{FORGERIES[forgery]}\n"
+    (score,) = run(python_tests, completions=[program], tests=["assert False"])
+    assert score == 0.0
+    # And its worker judges the next as if nothing had been.
+    assert run(python_tests, completions=[ADD], tests=["assert add(1, 2) == 3"]) == [1.0]
+
+
+def test_a_score_beyond_those_of_tests_is_none(python_tests, monkeypatch):
+    monkeypatch.setattr(python_tests, "_grade", lambda sample: {"score": 1e6})
+    (score,) = run(python_tests, completions=[ADD], tests=["assert True"])
+    assert "returned 1000000.0, which is no result of tests" in score.reason
+
+
+def test_a_program_sees_no_process_of_this_machine(python_tests):
+    """Only process 1 of its sandbox, its judge and itself."""
+    tests = ["import os\nothers = [int(p) for p in os.listdir('/proc') if p.isdigit()]\n"
+             "assert set(others) <= {1, os.getppid(), os.getpid()}, others"]  # fmt: skip
+    assert run(python_tests, completions=["pass"], tests=[tests]) == [1.0]
+    mine = (
+        f"import os\nassert not os.path.exists('/proc/{os.getpid()}/cmdline') or {os.getpid()} < 10"
+    )
+    assert run(python_tests, completions=["pass"], tests=[mine]) == [1.0]
 
 
 def test_a_program_that_hangs_is_wrong(sandboxed):

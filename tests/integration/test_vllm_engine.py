@@ -40,7 +40,10 @@ def started(skeleton):
     engine = VLLMLocal(max_model_len=128, kv_cache_gb=0.05)
     engine.start(skeleton)
     yield engine
+    (left,) = engine._rendezvous
     engine.close()
+    assert left.name.startswith("vllm_dist_")
+    assert not left.exists()
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from lightning_rl.sync.adapters import Merger, merge
 from lightning_rl.sync.buckets import checked, cut, unit_of
 from lightning_rl.sync.checkpoint import CheckpointTransport, write_safetensors
 from lightning_rl.sync.collective import CollectiveTransport
+from lightning_rl.sync.group import Group
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.schedule import (
     CollectorSchedule,
@@ -279,3 +280,17 @@ def test_the_pair_table_is_what_the_classes_say():
         for engine, cell in zip(head[1:], cells, strict=True):
             reached = issubclass(getattr(lightning_rl, engine), transport.reaches)
             assert reached == (cell != "–"), f"{name} to {engine}"
+
+
+def test_a_weight_groups_store_listens_at_its_host_and_nowhere_else():
+    group = Group("127.0.0.1", 0, rank=0, size=1, backend="gloo", timeout_s=10)
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, port = local.split(":")
+            if state == "0A" and int(port, 16) == group.port:  # listens
+                found.add(address)
+    assert found == {"0100007F"}
+    with pytest.raises(ConfigError, match=r"host='192.0.2.1' cannot be listened at"):
+        Group("192.0.2.1", 0, rank=0, size=1, backend="gloo", timeout_s=1)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
 from lightning_rl.cli import main
+from lightning_rl.cli.view import main as view
 from lightning_rl.errors import DataError
 from lightning_rl.view.flags import FLAGS, find_flags
 from lightning_rl.view.page import TOKEN_COLUMNS, build_page
@@ -287,3 +288,28 @@ def test_the_command_starts_without_torch_and_lightning(tmp_path):
         [sys.executable, "-c", program, str(run)], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "rollouts.jsonl"])
+def test_a_link_out_of_a_run_is_not_followed(tmp_path, name):
+    (tmp_path / "secret").write_text('{"iteration": 0, "key": "sk-1"}\n')
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"iteration": 0}\n')
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(DataError, match=f"{name} is a link that leads out of its run"):
+        read_run(run, 10)
+
+
+def test_the_page_is_not_written_through_a_link(tmp_path, capsys):
+    (tmp_path / "profile").write_text("mine")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"iteration": 0}\n')
+    for name in ("view.html", "view.html.partial"):
+        (run / name).symlink_to(tmp_path / "profile")
+    assert view([str(run)]) == 0
+    assert (tmp_path / "profile").read_text() == "mine"
+    assert not (run / "view.html").is_symlink()
+    assert "<html" in (run / "view.html").read_text()
