@@ -238,7 +238,7 @@ def check_value(value: Any, hint: Any, default: Any, key: Key) -> None:
         ConfigError: naming key, value and fix.
     """
     try:
-        _Walk(complete=True, files=False).value(value, hint, default, key)
+        _Walk(complete=True, files=True).value(value, hint, default, key)
     except _Mistake as mistake:
         raise ConfigError(f"{name_of(mistake.key)}: {mistake.what}") from mistake.__cause__
 

@@ -109,3 +109,16 @@ def test_the_formulas_are_what_their_docstrings_say(mine, make_rollout):
     assert mine["correction"].Tempered(0.5).weights(log_weight, None).tolist() == pytest.approx(
         [1.0, 2.71828], abs=1e-5
     )
+
+
+def test_the_reference_has_every_public_name_once():
+    pages = sorted((PAGES[0].parents[1] / "api").glob("*.md"))
+    shown = [
+        n for p in pages for n in re.findall(r"^::: lightning_rl\.(\w+)$", p.read_text(), re.M)
+    ]
+    assert sorted(shown) == sorted(set(shown))
+    missing = set(lightning_rl.__all__) - set(shown)
+    assert not missing, (
+        f"add `::: lightning_rl.{min(missing)}` to the page in docs/api it belongs to"
+    )
+    assert set(shown) <= set(lightning_rl.__all__)
