@@ -21,7 +21,7 @@ from lightning_rl.gradients import FiniteSteps
 from lightning_rl.hparams import save_primitive_hparams
 from lightning_rl.lightning_flags import refuse_precision
 from lightning_rl.models.given import model_of
-from lightning_rl.models.lora import LoRA
+from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Policy, Scores
 from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.reference import FrozenReference, Reference
@@ -29,7 +29,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.sft import SFTDataModule, supervised_rollout
 
 
-@configurable(model=model_of)
+@configurable(model=model_of, lora=as_lora)
 class DPOModule(FiniteSteps):
     """Raises the chosen completion of a pair over the rejected one, relative to a reference.
 

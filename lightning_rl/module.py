@@ -46,7 +46,7 @@ LEAST_VALUE_LR = 1e-5
 """A critic's learning rate unless it is given one; verl's default."""
 
 
-@configurable(model=model_of)
+@configurable(model=model_of, lora=as_lora)
 class PolicyModule(OwnLoop):
     """Wraps a causal LM (policy head, optional value head) and improves it from rollouts.
 
@@ -164,7 +164,7 @@ class PolicyModule(OwnLoop):
         self.skips_idle = objective.advantage_moves_alone and kl_reward is None
         self.kl = kl
         self.kl_reward = kl_reward
-        self.lora = as_lora(lora)
+        self.lora = lora
         self.trust_engine_logprobs = trust_engine_logprobs
         self.mask_truncated = mask_truncated
         self.optimizer = optimizer

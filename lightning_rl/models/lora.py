@@ -152,9 +152,9 @@ class LoRA:
                 module.requires_grad_(True)
 
 
-def as_lora(given: Any) -> LoRA | None:
-    """What was given as ``lora``: ours, or a ``peft.LoraConfig``."""
-    return given if given is None or isinstance(given, LoRA) else LoRA.from_peft(given)
+def as_lora(given: Any) -> Any:
+    """Ours for a ``peft.LoraConfig``; anything else as it is."""
+    return LoRA.from_peft(given) if hasattr(given, "peft_type") else given
 
 
 def adapter_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

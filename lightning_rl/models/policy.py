@@ -49,7 +49,7 @@ class Scores(NamedTuple):  # in which FSDP finds the tensors that a backward pas
     values: Tensor | None
 
 
-@configurable(model=model_of)
+@configurable(model=model_of, lora=as_lora)
 class Policy(nn.Module):
     """A causal LM with a policy head and, if asked for, a value head.
 
@@ -82,7 +82,7 @@ class Policy(nn.Module):
         self.loading = loading
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         self.lm = _load_lm(model, random_init, loading)
-        self.lora = lora = as_lora(lora)
+        self.lora = lora
         self.tokenizer = load_tokenizer(model, loading)
         self.ends = end_tokens(self.tokenizer, self.lm.config)
         _disable_dropout(self.lm)
