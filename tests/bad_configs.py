@@ -126,7 +126,10 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--data.sampling.max_tokens 0": ["sampling.max_tokens=0 must be >= 1"],
         "--data.sampling.max_tokens 128": ["sampling.max_tokens=128 leaves no room", "128 tokens"],
         "--data.sampling.min_tokens 9": ["sampling.min_tokens=9 must be in [0, max_tokens]"],
-        "--data.sampling.temperature -1": ["sampling.temperature=-1", "must be >= 0"],
+        "--data.sampling.temperature -1": [
+            "sampling.temperature=-1",
+            "0 (greedy), or finite and >= 0.01",
+        ],
         "--data.sampling.top_p 1.5": ["sampling.top_p=1.5 must be in (0, 1]"],
         "--data.sampling.top_k -1": ["sampling.top_k=-1 must be >= 0"],
         "--data.sampling.min_p 2": ["sampling.min_p=2.0 must be in [0, 1]"],
