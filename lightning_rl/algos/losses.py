@@ -85,7 +85,9 @@ def ppo_clip(
 @configurable
 @dataclass(frozen=True)
 class PPOClip(PolicyLoss):
-    """PPO's clipped surrogate; ``clip_high`` above ``clip_low`` is DAPO's clip-higher.
+    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7).
+
+    ``clip_high`` above ``clip_low`` is DAPO's clip-higher (Yu et al. 2025).
 
     Args:
         dual_clip: bound on the loss of negative advantages, in units of the advantage (3 in the

@@ -1,0 +1,96 @@
+"""What convert writes is what check and fit take."""
+
+import json
+
+import pytest
+import yaml
+
+from lightning_rl.cli import main
+
+TRL = {
+    "defaults": {"max_steps": 8},
+    "cispo": {
+        "loss_type": "cispo",
+        "epsilon_high": 5.0,
+        "use_vllm": True,
+        "vllm_max_model_length": 64,
+        "max_steps": 8,
+        "beta": 0.01,
+        "entropy_coef": 0.001,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        "warmup_steps": 0.25,
+        "save_steps": 2,
+        "log_completions": True,
+        "max_completion_length": 8,
+    },
+    "lora": {
+        "use_peft": True,
+        "beta": 0.01,
+        "loss_type": "dr_grpo",
+        "scale_rewards": "none",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "max_steps": 8,
+        "report_to": ["tensorboard"],
+    },
+}
+VERL = {
+    "ppo": ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8"],
+    "grpo": [
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "trainer.total_training_steps=8",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    ],
+}
+
+
+@pytest.fixture
+def convert(tiny_model, tmp_path, monkeypatch, capsys):
+    """Write a configuration of theirs, convert it, and return where ours is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    row = {"prompt": "312=", "answer": "123"}
+    (tmp_path / "prompts.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+
+    def run(theirs):
+        (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))
+        options = ["--model", str(tiny_model), "--prompts", "prompts.jsonl"]
+        options += ["--eval_prompts", "prompts.jsonl"]
+        options += ["--rewards", "recipes.sort_digits.reward.exact_match"]
+        assert main(["convert", "theirs.yaml", *options, "--output", "ours.yaml"]) == 0
+        capsys.readouterr()
+        return "ours.yaml"
+
+    return run
+
+
+@pytest.mark.parametrize("theirs", [*TRL.values(), *VERL.values()], ids=[*TRL, *VERL])
+def test_check_takes_what_convert_writes(convert, theirs, capsys):
+    ours = convert(theirs)
+    status = main(["check", "--config", ours, "--no_rollout"])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert "configuration: good" in printed.out
+
+
+def test_fit_runs_it(convert, tmp_path):
+    theirs = {
+        "max_steps": 2,
+        "max_completion_length": 4,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "bf16": False,
+        "output_dir": "out",
+        "learning_rate": "1e-3",
+    }
+    assert main(["fit", "--config", convert(theirs)]) == 0
+    (summary,) = (tmp_path / "out").rglob("summary.json")
+    assert json.loads(summary.read_text())["iterations"] == 2

@@ -1,0 +1,82 @@
+"""Facts that pages state, and that change with the code: names, counts, sizes."""
+
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import lightning_rl
+import lightning_rl.callbacks as callbacks
+from lightning_rl.algos.advantages import Advantage
+from lightning_rl.algos.losses import PolicyLoss
+from lightning_rl.cli.hints import class_names
+from lightning_rl.engines.base import Engine
+
+ROOT = Path(__file__).parents[2]
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_every_callback_has_a_line():
+    pages = page("docs/callbacks.md") + page("docs/guards.md")
+    named = set(re.findall(r"`(\w+)", pages))
+    assert sorted(set(callbacks.__all__) - named - {"BatchGuard", "Guard", "GuardAction"}) == []
+
+
+def test_every_recipe_is_in_the_readme():
+    recipes = [path.parent.name for path in (ROOT / "recipes").glob("*/README.md")]
+    assert len(recipes) >= 4
+    text = page("README.md")
+    assert [name for name in recipes if f"recipes/{name}/README.md" not in text] == []
+
+
+def test_only_public_engines_are_offered():
+    for module in (ROOT / "lightning_rl" / "engines").glob("*.py"):
+        if module.stem not in ("__init__", "vllm_worker"):  # which needs a server's own process
+            import_module(f"lightning_rl.engines.{module.stem}")
+    offered = {
+        name
+        for name, engine in class_names([Engine]).items()
+        if engine.__module__.startswith("lightning_rl.engines")
+    }
+    assert offered - set(lightning_rl.__all__) - {"SimulatedEngine"} == set()
+    assert {"VLLMLocal", "VLLMServer", "RayEngine", "TransformersEngine"} <= offered
+
+
+def public(base: type) -> list[type]:
+    found = (getattr(lightning_rl, name) for name in lightning_rl.__all__)
+    return [c for c in found if inspect.isclass(c) and issubclass(c, base) and c is not base]
+
+
+@pytest.mark.parametrize("base", [Advantage, PolicyLoss])
+def test_every_advantage_and_loss_names_its_paper(base):
+    concrete = [c for c in public(base) if "__call__" in vars(c) or "compare" in vars(c)]
+    concrete = [c for c in concrete if c.__name__ != "GroupAdvantage"]  # a base, of no paper
+    assert len(concrete) >= 5
+    assert [c.__name__ for c in concrete if not re.search(r"\b(19|20)\d\d\b", c.__doc__)] == []
+
+
+def test_collectors_are_tried_on_as_many_loads_as_the_page_says():
+    test = page("tests/unit/test_collectors.py")
+    loads = sum(map(int, re.findall(r"max_examples=(\d+)", test)))
+    assert f"on {loads} random loads" in page("docs/collectors.md")
+
+
+def test_pages_and_setup_agree_on_the_environments_size():
+    cuda, cpu = re.search(
+        r"= cuda \]; then size_gb=(\d+); else size_gb=(\d+)", page("install/setup.sh")
+    ).groups()
+    for name in ("README.md", "docs/index.md"):
+        assert f"({cpu} GB for the CPU, {cuda} GB for CUDA" in page(name)
+
+
+def test_every_command_is_on_its_page():
+    from lightning_rl.cli import COMMANDS, USAGE
+
+    text = page("docs/cli.md")
+    assert [c for c in COMMANDS if f"**{c}**" not in text and f"lightning-rl {c}" not in text] == []
+    assert [c for c in COMMANDS if f"\n  {c} " not in USAGE] == []
