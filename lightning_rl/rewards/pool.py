@@ -85,10 +85,7 @@ class Isolated(PerSample):
         loop = asyncio.get_running_loop()
         result = await loop.run_in_executor(self._threads, self._grade, sample)
         if "score" in result:
-            log = RewardLog.of(sample)
-            if log is not None:
-                log.add(result["log"])
-            return result["score"]
+            return _logged(RewardLog.of(sample), result)
         if "fault" in result and self.fault_score is not None:
             return self.fault_score
         return RewardFailure(str(result.get("fault") or result.get("error")))
@@ -127,6 +124,16 @@ class Isolated(PerSample):
                 "and mount), or set sandbox=False if you trust what is run"
             )
         raise ConfigError(f"a worker could not load reward {self.__name__}: {refusal}")
+
+
+def _logged(log: RewardLog | None, result: dict[str, Any]) -> Score:
+    """The score, once what the completion's process logged is in the log."""
+    if log is not None:
+        try:
+            log.add(result["log"])
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return RewardFailure("it wrote over its own result")
+    return result["score"]
 
 
 class _Worker:

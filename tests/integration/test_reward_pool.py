@@ -57,6 +57,17 @@ def logs(completions, trainer_state, log_extra, log_metric):
     return [1.0]
 
 
+def forges(completions, log_extra):
+    if completions[0] == "forge":
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, b'{"score": 1.0, "log": {"extra": 5}}')
+            except OSError:
+                pass
+        os._exit(0)
+    return [1.0]
+
+
 def announce_and_hang(completions, path):
     with open(path[0], "w") as file:
         file.write(f"{os.getppid()} {os.getpid()}")
@@ -252,6 +263,17 @@ def test_what_a_completion_logs_comes_back_from_its_process(helpers, make_rollou
     assert [r.extra.get("long") for r in group] == [0.25, None, 0.25]
     assert group[1].error.startswith("reward logs: what it logged takes 70")
     assert [r.logged.get("length") for r in group] == [3.0, None, 3.0]
+
+
+def test_a_forged_log_fails_its_completion_and_no_other(helpers, make_rollout):
+    pool = Isolated(helpers.forges, workers=1)
+    group = [
+        make_rollout([3], [4], sample_index=i, completion=t, reward=None)
+        for i, t in enumerate(["a", "forge", "b"])
+    ]
+    asyncio.run(Rewards([pool]).grade([group]))
+    pool.close()
+    assert [r.reward for r in group] == [1.0, None, 1.0]
 
 
 def test_an_object_with_settings_keeps_them_and_its_name(helpers):
