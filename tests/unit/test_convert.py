@@ -222,6 +222,16 @@ def test_numbers_that_mean_something_else_are_changed_and_said():
     assert (left.key, "every weight would be cut" in left.reason) == ("epsilon_high", True)
 
 
+def test_weights_stay_with_their_rewards():
+    values = {"reward_funcs": ["think_format_reward", "a.b", "c.d"], "reward_weights": [1, 2, 3]}
+    data = convert_trl(values).config["data"]["init_args"]
+    assert (data["rewards"], data["reward_weights"]) == (["a.b", "c.d"], [2, 3])
+
+
+def test_what_is_on_by_default_is_reported_too():
+    assert [item.key for item in convert_trl({"use_peft": True}).left] == ["lora_dropout"]
+
+
 def test_corrections_are_those_of_trl():
     def correction(**values):
         return part({"use_vllm": True} | values, "model.correction")

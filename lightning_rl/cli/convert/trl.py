@@ -100,6 +100,8 @@ def _lora(given: Given, result: Conversion) -> None:
     if given["lora_modules_to_save"]:
         options["modules_to_save"] = list(given["lora_modules_to_save"])
     result.put("model.lora", lora | ({"options": options} if options else {}))
+    if given["lora_dropout"]:  # on by default
+        result.leave(given, "lora_dropout", TRL["lora_dropout"].note)
 
 
 def _data(given: Given, result: Conversion) -> None:
@@ -118,17 +120,26 @@ def _data(given: Given, result: Conversion) -> None:
         result.put("data.train_prompts", instance("JSONLPrompts", path="PROMPTS.jsonl", **shuffle))
         if name is not None:
             result.leave(given, "dataset_name", "it is not here; save it to a folder and name that")
-    functions = given["reward_funcs"]
-    rewards = [] if functions is None else [functions] if isinstance(functions, str) else functions
-    carried: list[Any] = [_reward(name) for name in rewards]
-    if None in carried:
+    _rewards(given, result)
+
+
+def _rewards(given: Given, result: Conversion) -> None:
+    names = given["reward_funcs"]
+    names = [] if names is None else [names] if isinstance(names, str) else list(names)
+    weights = given["reward_weights"] or [None] * len(names)
+    both = [(_reward(name), weight) for name, weight in zip(names, weights, strict=False)]
+    carried = [(reward, weight) for reward, weight in both if reward is not None]
+    if len(carried) < len(names):
         result.leave(given, "reward_funcs", "those without a dot are TRL's own: write them anew")
-    if not any(carried):
+    if not carried:
         result.missing.append("data.rewards: import paths of your reward functions")
-        carried = ["MODULE.FUNCTION"]
-    result.put("data.rewards", [reward for reward in carried if reward is not None])
+        result.put("data.rewards", ["MODULE.FUNCTION"])
+        if given["reward_weights"] is not None:
+            result.leave(given, "reward_weights", "one per reward: write them with the rewards")
+        return
+    result.put("data.rewards", [reward for reward, _ in carried])
     if given["reward_weights"] is not None:
-        result.put("data.reward_weights", list(given["reward_weights"]))
+        result.put("data.reward_weights", [weight for _, weight in carried])
 
 
 def _heldout(given: Given, result: Conversion, path: str | None) -> None:
