@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
-from lightning_rl.collect.loop import abandon_wait, run_async
+from lightning_rl.collect.loop import abandon_wait, is_waiting, run_async
 from lightning_rl.errors import ConfigError, RewardError, StalledError
 from lightning_rl.rewards.base import RewardFailure, Rewards
 from lightning_rl.rollout import RolloutStatus
@@ -338,6 +339,8 @@ def test_one_that_never_ends_is_left_behind_and_does_not_hold_up_the_next(groups
 
     def give_up():
         entered.wait()
+        while not is_waiting():  # the call may begin before the main thread waits for it
+            time.sleep(0.001)
         abandon_wait(StalledError("enough"))
 
     rewards = Rewards([hangs_once])
