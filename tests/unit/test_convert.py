@@ -392,6 +392,28 @@ def test_verl_as_hydra_keeps_it(tmp_path, capsys):
     assert yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["group_size"] == 5
 
 
+@pytest.mark.parametrize(
+    ("said", "ours"),
+    [
+        ({"is": "token"}, ("TokenTIS", {"cap": 2.0})),
+        ({"is": "sequence", "is_threshold": 3.0}, ("SequenceTIS", {"cap": 3.0})),
+        ({"is": "token", "is_threshold": "0.5_5.0"}, ("TokenMIS", {"low": 0.5, "high": 5.0})),
+        ({"rs": "seq_sum_k1", "rs_threshold": 4.0}, ("SequenceMIS", {"low": 0.25, "high": 4.0})),
+        (
+            {"rs": "seq_mean_k1", "rs_threshold": "0.999_1.001"},
+            ("GeometricMIS", {"low": 0.999, "high": 1.001}),
+        ),
+    ],
+)
+def test_corrections_of_verl(said, ours):
+    prefix = "algorithm.rollout_correction.rollout_"
+    result = convert_verl([f"{prefix}{name}={value}" for name, value in said.items()])
+    name, arguments = ours
+    written = result.config["model"]["init_args"]["correction"]
+    assert written == {"class_path": name, "init_args": arguments}
+    assert [item.key for item in result.left if "correction" in item.key] == []
+
+
 def test_ppo_of_verl_keeps_its_bounds_and_its_critic():
     model = convert_verl([]).config["model"]["init_args"]
     assert model["loss"]["init_args"] == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}

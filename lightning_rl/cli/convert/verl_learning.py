@@ -115,24 +115,33 @@ def _critic(given: Given, result: Conversion) -> None:
 def correction(given: Given, result: Conversion) -> None:
     """Importance weights; ours is one, so rejection goes before truncation."""
     truncated, rejected = given[_CORRECTION + "rollout_is"], given[_CORRECTION + "rollout_rs"]
-    bounds, cap = given[_CORRECTION + "rollout_rs_threshold"], None
-    masks = {"token_k1": "TokenMIS", "seq_sum_k1": "SequenceMIS"}
+    masks = {"token_k1": "TokenMIS", "seq_sum_k1": "SequenceMIS", "seq_mean_k1": "GeometricMIS"}
     if rejected is not None and rejected not in masks:
         result.leave(given, _CORRECTION + "rollout_rs", "there is no rejection by this estimate")
         rejected = None
     if rejected is not None:
-        low, _, high = str(bounds).rpartition("_")
-        upper = float(high)
-        lower = float(low) if low else 1 / upper
-        result.put_class("model.correction", masks[rejected], low=lower, high=upper)
-        if truncated is not None:
+        low, high = _bounds(given[_CORRECTION + "rollout_rs_threshold"])
+        low = 1 / high if low is None else low
+        result.put_class("model.correction", masks[rejected], low=low, high=high)
+        if truncated is None:
+            result.remarks.append("what rollout_rs keeps has weight 1 in verl, its own weight here")
+        else:
             result.leave(given, _CORRECTION + "rollout_is", "there is one correction: rejection")
     elif truncated is not None:
-        cap = float(str(given[_CORRECTION + "rollout_is_threshold"]).rpartition("_")[2])
-        kind = "SequenceTIS" if truncated == "sequence" else "TokenTIS"
-        result.put_class("model.correction", kind, cap=cap)
+        level = "Sequence" if truncated == "sequence" else "Token"
+        low, high = _bounds(given[_CORRECTION + "rollout_is_threshold"])
+        if low is None:
+            result.put_class("model.correction", f"{level}TIS", cap=high)
+        else:  # two bounds: what is outside weighs nothing
+            result.put_class("model.correction", f"{level}MIS", low=low, high=high)
     if given[_CORRECTION + "bypass_mode"]:
         result.put("model.trust_engine_logprobs", True)
+
+
+def _bounds(threshold: Any) -> tuple[float | None, float]:
+    """The lower and the upper of ``low_high``; a number alone is the upper one."""
+    low, _, high = str(threshold).rpartition("_")
+    return (float(low) if low else None), float(high)
 
 
 def penalties(given: Given, result: Conversion) -> None:

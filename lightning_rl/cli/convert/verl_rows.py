@@ -48,12 +48,18 @@ ALGORITHM = (
         "TokenTIS, SequenceTIS",
         "a sequence's weight is the product over its tokens in both",
     ),
-    Row(_CORRECTION + "rollout_is_threshold", 2.0, "TokenTIS.cap"),
+    Row(
+        _CORRECTION + "rollout_is_threshold",
+        2.0,
+        "TokenTIS.cap, TokenMIS.low, TokenMIS.high",
+        "two numbers, `low_high`, are MIS",
+    ),
     Row(
         _CORRECTION + "rollout_rs",
         None,
-        "TokenMIS, SequenceMIS",
-        "`token_k1`: `TokenMIS`; `seq_sum_k1`: `SequenceMIS`. One correction at a time",
+        "TokenMIS, SequenceMIS, GeometricMIS",
+        "`token_k1`: `TokenMIS`; `seq_sum_k1`: `SequenceMIS`; `seq_mean_k1`: `GeometricMIS`. One "
+        "correction at a time; what is kept has weight 1 in verl, its own weight here",
     ),
     Row(_CORRECTION + "rollout_rs_threshold", None, "TokenMIS.low, TokenMIS.high", "`low_high`"),
     Row(_CORRECTION + "bypass_mode", False, "model.trust_engine_logprobs"),
