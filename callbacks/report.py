@@ -12,8 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.callbacks.curves import plot_curves
 from lightning_rl.callbacks.headline import LABELS, headline
-from lightning_rl.errors import RewardError, RunInterrupted
+from lightning_rl.disk import write_whole
+from lightning_rl.errors import DiskError, RewardError, RunInterrupted
 from lightning_rl.hooks import RLCallback
+from lightning_rl.metrics_log import MetricsLog
 from lightning_rl.module import PolicyModule
 from lightning_rl.rundir import run_dir
 
@@ -39,34 +41,28 @@ class RunReport(RLCallback):
     """
 
     def __init__(self) -> None:
-        self.history: list[dict[str, float]] = []
+        self._log = MetricsLog()
         # A run can also fail before setup.
         self._wall, self._cpu = time.perf_counter(), time.process_time()
-        self._resumed = False
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """The rows so far, one per iteration."""
+        return self._log.rows
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
+        self._log.begin(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Rows behind the checkpoint are written again, and half a line may have been left.
-        if self._resumed and trainer.is_global_zero:
-            file = run_dir(trainer) / "metrics.jsonl"
-            partial = file.with_name("metrics.jsonl.partial")
-            partial.write_text("".join(json.dumps(row) + "\n" for row in self.history), "utf-8")
-            partial.replace(file)
-        self._resumed = False
+        self._log.go_on(trainer)
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
         assert isinstance(pl_module, PolicyModule)
         row = {"iteration": pl_module.iteration, "cpu_s": self._cpu_seconds()} | metrics
-        if self.history and self.history[-1]["iteration"] == pl_module.iteration:
-            row = self.history.pop() | row  # a resumed run syncs, and may evaluate, once more
-        self.history.append(row)
-        if trainer.is_global_zero:
-            with (run_dir(trainer) / "metrics.jsonl").open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(row) + "\n")
+        self._log.add(trainer, row)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write(trainer, pl_module, None)
@@ -76,18 +72,18 @@ class RunReport(RLCallback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        if trainer.state.fn == "fit":
-            try:
+        try:
+            if trainer.state.fn == "fit":
                 self._write(trainer, pl_module, exception)
-            except OSError as error:  # what stopped the run comes first; perhaps the disk is full
-                rank_zero_warn(f"summary.json and curves.png could not be written: {error}")
-        if isinstance(exception, RewardError):
-            lines = [
-                json.dumps({"id": r.id} | r.to_dict(), ensure_ascii=False, default=str) + "\n"
-                for r in exception.rollouts
-            ]
-            file = run_dir(trainer) / f"failed_{trainer.global_rank}.jsonl"
-            file.write_text("".join(lines), encoding="utf-8")
+            if isinstance(exception, RewardError):
+                lines = [
+                    json.dumps({"id": r.id} | r.to_dict(), ensure_ascii=False, default=str) + "\n"
+                    for r in exception.rollouts
+                ]
+                file = run_dir(trainer) / f"failed_{trainer.global_rank}.jsonl"
+                write_whole(file, "".join(lines))
+        except (DiskError, OSError) as error:  # what stopped the run comes first, and saving it
+            rank_zero_warn(str(error))
 
     def _wall_seconds(self) -> float:
         return round(time.perf_counter() - self._wall, 3)
@@ -97,16 +93,16 @@ class RunReport(RLCallback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "history": self.history,
+            "metrics": self._log.state_dict(),
             "wall_s": self._wall_seconds(),
             "cpu_s": self._cpu_seconds(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history = state_dict["history"]
+        # Those of earlier releases held the rows themselves.
+        self._log.load_state_dict(state_dict.get("metrics", state_dict))
         self._wall -= state_dict.get("wall_s", 0.0)
         self._cpu -= state_dict.get("cpu_s", 0.0)
-        self._resumed = True
 
     def _write(
         self, trainer: Trainer, pl_module: LightningModule, error: BaseException | None
@@ -133,9 +129,7 @@ class RunReport(RLCallback):
             "metrics": self.history[-1] if self.history else {},
         }
         file = run_dir(trainer) / "summary.json"
-        partial = file.with_name("summary.json.partial")
-        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        partial.replace(file)
+        write_whole(file, json.dumps(summary, indent=2) + "\n")
         if self.history:
             title = f"{'/'.join(file.parent.parts[-2:])}: {self._outcome()}"
             plot_curves(self.history, str(file.with_name("curves.png")), title)

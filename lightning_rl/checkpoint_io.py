@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,7 +10,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_rl.disk import sync_directory
+from lightning_rl.disk import free_space, sync_directory
 from lightning_rl.errors import CheckpointError
 
 # torch.save writes a zip archive, and a zip archive may end with a comment: so the checksum travels
@@ -74,7 +73,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(
-            f"{path} could not be written: {error.strerror or error} ({_free_space(path)}); what "
+            f"{path} could not be written: {error.strerror or error} ({free_space(path)}); what "
             "was saved before is intact. Make room, or lower keep_last and keep_best, and go on "
             "from the last checkpoint"
         ) from error
@@ -178,11 +177,6 @@ def _append_comment(file: BinaryIO, digest: str) -> None:
     comment = f"lightning_rl sha256 {digest}".encode()
     file.seek(-2, os.SEEK_END)
     file.write(len(comment).to_bytes(2, "little") + comment)
-
-
-def _free_space(path: Path) -> str:
-    existing = next(parent for parent in path.absolute().parents if parent.exists())
-    return f"{shutil.disk_usage(existing).free / 2**20:.0f} MiB free"
 
 
 def _is_remote(path: Any) -> bool:

@@ -45,7 +45,7 @@ from lightning_rl.experts import Experts
 from lightning_rl.hooks import call_hook
 from lightning_rl.lightning_flags import compute_dtype
 from lightning_rl.loader import LazyLoader, RolloutLoader, limited_epoch
-from lightning_rl.models.policy import load_tokenizer, save_skeleton
+from lightning_rl.models.policy import load_tokenizer, require_sound_model, save_skeleton
 from lightning_rl.models.pretrained import with_chat_variables
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
@@ -239,6 +239,9 @@ class RLDataModule(LightningDataModule):
             check_experts(module.advantage, module.objective)
         assert self.trainer is not None
         self.engine.follow_dtype(compute_dtype(self.trainer))
+        with dist.every_rank():
+            if dist.rank() == 0:  # it reads the weights once
+                require_sound_model(module.model, module.random_init, module.loading)
         self._tokenizer = tokenizer = self.load_tokenizer(module)
         self.agent.configure(tokenizer)
         self.train_prompts.load(tokenizer, self.agent.chat_options)

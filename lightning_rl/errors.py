@@ -45,6 +45,14 @@ class CheckpointError(LightningRLError):
     """A checkpoint could not be written, or is damaged."""
 
 
+class NonFiniteWeightsError(CheckpointError):
+    """The trainer's weights hold NaN or infinity, so they are neither saved nor pushed on."""
+
+
+class DiskError(LightningRLError):
+    """A file of a run could not be written; what was there before is intact."""
+
+
 class RunInterrupted(LightningRLError):
     """A signal or a deadline stopped the run, which was saved; ``status`` is its exit status."""
 

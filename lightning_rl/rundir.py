@@ -1,6 +1,7 @@
 """Where a run leaves its files."""
 
 import json
+import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl import dist
+from lightning_rl.disk import append
 
 OWN_RUNS = "lightning_rl_runs"
 """Where in ``default_root_dir`` runs are that no logger has a directory for."""
@@ -119,16 +121,18 @@ class RunLines:
         self._resumed = False
 
     def append(self, trainer: Trainer, records: Iterable[dict[str, Any]]) -> None:
-        """Write records; values that JSON does not know become text."""
+        """Write records; values that JSON does not know become text.
+
+        Raises:
+            DiskError: if they cannot be written; then none of them is.
+        """
         lines = (json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in records)
-        with (run_dir(trainer) / self._name).open("ab") as file:
-            # In another directory than the checkpoint's run there is nothing to take back.
-            if self._resumed and file.tell() > self._bytes:
-                file.truncate(self._bytes)
-            self._resumed = False
-            file.write("".join(lines).encode())
-            file.flush()
-            self._bytes = file.tell()
+        file = run_dir(trainer) / self._name
+        # In another directory than the checkpoint's run there is nothing to take back.
+        if self._resumed and file.exists() and file.stat().st_size > self._bytes:
+            os.truncate(file, self._bytes)
+        self._resumed = False
+        self._bytes = append(file, "".join(lines))
 
     def state_dict(self) -> dict[str, Any]:
         """How long the file is, as primitives."""

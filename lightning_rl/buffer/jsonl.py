@@ -41,7 +41,7 @@ class JSONLRollouts(RolloutFile):
                     f"{self.path} is {file.tell()} bytes long, but we left it at {self._end}: "
                     "another process writes to it; give each run a file of its own"
                 )
-            file.write("".join(lines).encode("utf-8"))
+            file.write("".join(lines).encode("utf-8", "backslashreplace"))
             file.flush()
             os.fsync(file.fileno())
             self._end = file.tell()

@@ -135,10 +135,7 @@ class PassRateCurriculum(PromptDataset):
     def _draw_index(self) -> int:
         weights = self.weights()
         if not weights.any():
-            raise DataError(
-                f"{self!r}: all {len(self)} prompts are longer than "
-                f"max_prompt_tokens={self.max_prompt_tokens}; raise it"
-            )
+            raise self._all_too_long()
         free = weights.copy()
         free[list(self._waiting)] = 0.0
         if not free.any():  # all are under way: begin anew

@@ -46,6 +46,7 @@ class PromptDataset(ABC):
         self.seed = run_seed(seed)
         self.dropped = 0
         self._rows: Sequence[tuple[str, Row]] | None = None
+        self._room: int | None = None  # tokens that the engine leaves for a prompt
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._chat_options: dict[str, Any] = {}
         self._epoch = 0
@@ -117,10 +118,7 @@ class PromptDataset(ABC):
             self._dropped_rows.add(index)
             self.dropped = len(self._dropped_rows)
             if misses >= len(self._order):
-                raise DataError(
-                    f"{self!r}: all {len(self._order)} prompts are longer than "
-                    f"max_prompt_tokens={self.max_prompt_tokens}; raise it"
-                )
+                raise self._all_too_long()
         return prompts
 
     def first(self, count: int | None = None) -> list[Prompt]:
@@ -138,13 +136,13 @@ class PromptDataset(ABC):
         """Told of every group of these prompts that was graded, kept or not; here: nothing."""
 
     def bound(self, room: int) -> None:
-        """Drop prompts of more than ``room`` tokens too."""
-        if self.max_prompt_tokens is None or self.max_prompt_tokens > room:
-            self.max_prompt_tokens = room
+        """Drop prompts of more than ``room`` tokens too: the engine takes no longer ones."""
+        self._room = room
 
     def fits(self, prompt: Prompt) -> bool:
-        """Whether the prompt is within ``max_prompt_tokens``."""
-        return self.max_prompt_tokens is None or len(prompt.token_ids) <= self.max_prompt_tokens
+        """Whether the prompt is within ``max_prompt_tokens``, and the engine has room for it."""
+        limits = (self.max_prompt_tokens, self._room)
+        return all(limit is None or len(prompt.token_ids) <= limit for limit in limits)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor, as primitives."""
@@ -182,6 +180,18 @@ class PromptDataset(ABC):
             raise ConfigError(f"{self!r} is not loaded yet; call load(tokenizer) first")
         return self._rows
 
+    def _all_too_long(self) -> DataError:
+        """Names the bound that the prompts break: the user's own, or what the engine leaves."""
+        limit, room = self.max_prompt_tokens, self._room
+        if room is not None and (limit is None or room < limit):
+            what = (
+                f"the {room} tokens that the engine has room for beside sampling.max_tokens; raise "
+                "engine.max_model_len, lower sampling.max_tokens, or shorten the prompts"
+            )
+        else:
+            what = f"max_prompt_tokens={limit}; raise it"
+        return DataError(f"{self!r}: all {len(self)} prompts are longer than {what}")
+
     def _permutation(self, epoch: int) -> list[int]:
         count = len(self._loaded())
         if not self.shuffle:
@@ -202,6 +212,12 @@ class PromptDataset(ABC):
             raise DataError(
                 f"{where}: no column {self.id_column!r} among {sorted(row)}; set id_column"
             )
+        for column, value in row.items():
+            if (half := _lone_surrogate(value)) is not None:
+                raise DataError(
+                    f"{where}: column {column!r} holds {half!r}, half of a character (a lone "
+                    "surrogate), which is no text; write the whole character, or remove it"
+                )
         prompt = row[self.prompt_column]
         if isinstance(prompt, str) and prompt:
             return
@@ -233,3 +249,17 @@ class PromptDataset(ABC):
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and "role" in message and "content" in message
+
+
+def _lone_surrogate(value: Any) -> str | None:
+    """The first in a string, or in those of a list or mapping; None if there is none."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return value[error.start]
+    elif isinstance(value, Mapping):
+        return _lone_surrogate([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        return next((half for item in value if (half := _lone_surrogate(item)) is not None), None)
+    return None

@@ -21,6 +21,15 @@ def _existing(path: str | Path, what: str) -> Path:
     return found
 
 
+def _existing_file(path: str | Path, what: str) -> Path:
+    found = _existing(path, what)
+    if found.is_dir():
+        inside = sorted(file.name for file in found.iterdir() if file.is_file())[:3]
+        held = f"it holds {', '.join(inside)}" if inside else "there is no file in it"
+        raise DataError(f"{what} path={str(path)!r} is a directory ({held}); name a file")
+    return found
+
+
 @configurable
 class JSONLPrompts(PromptDataset):
     """One JSON object per line of the file ``path``; blank lines are skipped."""
@@ -33,7 +42,7 @@ class JSONLPrompts(PromptDataset):
         return f"JSONLPrompts({self.path!r})"
 
     def read(self) -> Iterable[tuple[str, Any]]:
-        with _existing(self.path, "prompt file").open("rb") as lines:
+        with _existing_file(self.path, "prompt file").open("rb") as lines:
             for number, raw in enumerate(lines, start=1):
                 where = f"{self.path}:{number}"
                 try:

@@ -1,6 +1,8 @@
 """A vLLM server as a replica: token ids in, token ids with logprobs and versions out, over HTTP."""
 
 import asyncio
+import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +19,10 @@ from lightning_rl.errors import (
     SyncTimeoutError,
 )
 
+_log = logging.getLogger(__name__)
 _HEALTH_TIMEOUT_S = 10.0
+_FIRST_NOTICE_S, _NEXT_NOTICE_S = 3.0, 15.0
+"""Of waiting for a server that is not ours to start."""
 _GONE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
 
@@ -66,24 +71,66 @@ class HTTPReplica(Replica):
             if self._process is not None:
                 await asyncio.to_thread(self._process.kill)
             self.name, self._process = self._launch()
-        try:
-            async with asyncio.timeout(self._start_timeout_s):
-                while not await self.answers():
-                    if self._process is not None and not self._process.running:
-                        raise ReplicaError(f"vLLM did not start: {_told(self._process.tail())}")
-                    await asyncio.sleep(0.25)
-        except TimeoutError as error:
-            said = "" if self._process is None else f"; it printed: {self._process.tail()}"
-            raise ReplicaError(
-                f"{self.name} did not answer within start_timeout_s={self._start_timeout_s:g}{said}"
-            ) from error
+        await self._until_it_answers()
         await self._look()
         self.gone.clear()
 
+    async def _until_it_answers(self) -> None:
+        """Wait for it; say soon, and again and again, that this is what takes so long."""
+        loop = asyncio.get_running_loop()
+        begin, notice, why = loop.time(), _FIRST_NOTICE_S, "it was not asked yet"
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                while (found := await self._illness()) is not None:
+                    why = found
+                    if self._process is not None and not self._process.running:
+                        raise ReplicaError(f"vLLM did not start: {_told(self._process.tail())}")
+                    waited = loop.time() - begin
+                    if self._launch is None and waited >= notice:
+                        notice += _NEXT_NOTICE_S
+                        _log.warning(
+                            "no answer from %s for %.0f s (%s); is the server up, and the URL "
+                            "right? Trying on until start_timeout_s=%g",
+                            self.name, waited, why, self._start_timeout_s,
+                        )  # fmt: skip
+                    await asyncio.sleep(0.25)
+        except TimeoutError as error:
+            said = why if self._process is None else f"it printed: {self._process.tail()}"
+            raise ReplicaError(
+                f"{self.name} did not answer within start_timeout_s={self._start_timeout_s:g}; "
+                f"{said}"
+            ) from error
+
+    async def _illness(self) -> str | None:
+        """Why it does not serve (yet); None if it does.
+
+        Raises:
+            ReplicaError: if what answers at a URL that we were given is no vLLM server.
+        """
+        try:
+            await self._call("GET", "/health", timeout_s=_HEALTH_TIMEOUT_S)
+        except ServerRefusal as error:
+            # 5xx: a proxy before a server that is still loading, or an engine that died.
+            if self._launch is None and error.status < 500:
+                raise ReplicaError(
+                    f"what answers at {self.name} is no vLLM server, or wants another api_key_env: "
+                    f"{error}"
+                ) from error
+            return str(error)
+        except EngineError as error:
+            return str(error)
+        return None
+
     async def _look(self) -> None:
         """Is it a server that we can work with?"""
-        models = await self._call("GET", "/v1/models")
-        self.max_length = int(models["data"][0]["max_model_len"])
+        try:
+            models = await self._call("GET", "/v1/models")
+            self.max_length = int(models["data"][0]["max_model_len"])
+        except (ServerRefusal, LookupError, TypeError, ValueError) as error:
+            raise ReplicaError(
+                f"what answers at {self.name} is no vLLM server: its /v1/models does not tell a "
+                f"model's max_model_len ({error})"
+            ) from error
         try:
             world = await self._call("GET", "/get_world_size", include_dp="false")
         except EngineError as error:
@@ -97,10 +144,9 @@ class HTTPReplica(Replica):
         if self._process is not None and not self._process.running:
             return False
         try:
-            await self._call("GET", "/health", timeout_s=_HEALTH_TIMEOUT_S)
-        except EngineError:
+            return await self._illness() is None
+        except ReplicaError:
             return False
-        return True
 
     async def close(self) -> None:
         self.gone.set()
@@ -189,13 +235,26 @@ class HTTPReplica(Replica):
                 text = await response.text()
                 if response.status != 200:
                     raise refusal(self.name, path, response.status, text)
-                return await response.json() if text else {}
+                return json.loads(text) if text else {}
         except TimeoutError as error:
             raise SyncTimeoutError(
                 f"{self.name}{path} did not answer within {seconds:g} s: it is stuck or too slow"
             ) from error
         except _GONE as error:
             raise ReplicaLost(f"{self.name}{path}: {error or type(error).__name__}") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            why = getattr(error, "message", error)
+            raise ServerRefusal(
+                f"{self.name}{path} answered what no vLLM server would ({why})", 0
+            ) from error
+
+
+class ServerRefusal(EngineError):
+    """A server answered, and refused; ``status`` is HTTP's, 0 if it was no answer of ours."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def _told(tail: str) -> str:
@@ -235,4 +294,4 @@ def refusal(name: str, path: str, status: int, text: str) -> EngineError:
     """The error that a worker raised, of its own class if it is one of ours."""
     if (error := told_by_worker(name, text)) is not None:
         return error
-    return EngineError(f"{name}{path} answered {status}: {text[:300]}")
+    return ServerRefusal(f"{name}{path} answered {status}: {text[:300]}", status)

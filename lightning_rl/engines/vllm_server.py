@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from lightning_rl.arguments import configurable
 from lightning_rl.engines.http_replica import HTTPReplica
@@ -85,6 +86,8 @@ class VLLMServer(ReplicatedEngine):
             raise ConfigError(
                 f"urls={urls} are servers that run already; leave out replicas and devices, or urls"
             )
+        for url in urls or []:
+            _require_url(url)
         if devices is not None and len(devices) != replicas:
             raise ConfigError(f"devices={devices} must name one entry for each of {replicas=}")
         super().__init__(
@@ -141,6 +144,20 @@ class VLLMServer(ReplicatedEngine):
                 "to the servers' key, or api_key_env: null for servers without one"
             )
         return os.environ[self.api_key_env]
+
+
+def _require_url(url: str) -> None:
+    parts = urlsplit(url)
+    try:
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        good = False
+    if not good:
+        raise ConfigError(
+            f"urls: {url!r} is no http://host:port; write it like 'http://10.0.0.7:8000'"
+        )
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ConfigError(f"urls: {url!r} must end before /v1: {url.rstrip('/')[:-3]!r}")
 
 
 def server_command(arguments: dict[str, Any]) -> list[str]:

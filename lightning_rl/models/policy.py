@@ -1,11 +1,13 @@
 """The policy: a Hugging Face causal LM that scores packed rollouts."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -16,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from lightning_rl.arguments import configurable
 from lightning_rl.data.packing import token_rows
@@ -38,6 +41,12 @@ from lightning_rl.models.penalties import penalties_of
 from lightning_rl.models.pretrained import PLAIN, Loading, has_code_of_its_own, read_tokenizer
 from lightning_rl.models.sampling import end_tokens
 from lightning_rl.models.sharding import whole
+from lightning_rl.models.soundness import (
+    require_complete,
+    require_embedded,
+    require_finite,
+    require_sound,
+)
 
 
 class Scores(NamedTuple):  # in which FSDP finds the tensors that a backward pass begins with
@@ -84,6 +93,7 @@ class Policy(nn.Module):
         self.lm = _load_lm(model, random_init, loading)
         self.lora = lora
         self.tokenizer = load_tokenizer(model, loading)
+        require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])
         self.ends = end_tokens(self.tokenizer, self.lm.config)
         _disable_dropout(self.lm)
         # transformers recomputes activations in training mode only, and without dropout the mode
@@ -257,8 +267,28 @@ def load_tokenizer(model: str, loading: Loading = PLAIN) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def _load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
+def require_sound_model(
+    model: str, random_init: bool = False, loading: Loading = PLAIN
+) -> None:
+    """Find out whether a model can be loaded, without keeping its weights in memory.
+
+    Raises:
+        ConfigError: naming the file, and what is wrong with it.
+    """
     _require_local(model)
+    folder = str(Path(model, loading.model_kwargs.get("subfolder", "")))
+    require_sound(folder, weights=not random_init)
+    if Path(model).is_dir() and not random_init and find_spec("accelerate") is not None:
+        rows = _load_lm(model, False, loading, "meta").get_input_embeddings().weight.shape[0]
+        require_embedded(model, load_tokenizer(model, loading), rows)
+
+
+def _load_lm(
+    model: str, random_init: bool, loading: Loading, device: str | None = None
+) -> PreTrainedModel:
+    _require_local(model)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its report of what we refuse fills a page
     try:
         if random_init:
             config = load_config(model, loading)
@@ -270,19 +300,29 @@ def _load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel
             lm = lm.float()
         else:
             # Master weights in float32; Trainer(precision=...) decides what computes.
-            lm = AutoModelForCausalLM.from_pretrained(
+            lm, info = AutoModelForCausalLM.from_pretrained(
                 model,
                 dtype=torch.float32,
                 attn_implementation=ATTENTION,
+                device_map=device,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, in our words
                 **loading.of_model,
             )
-    except (OSError, ValueError) as error:
+            require_complete(model, info)
+            if device != "meta":
+                require_finite(model, lm.named_parameters())
+    except ConfigError:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(_not_found(model, "causal LM", error)) from error
     except KeyError as error:  # an architecture that looks attention up in a table of its own
         raise ConfigError(
             f"model={model!r}: its architecture takes no other attention than its own, so rollouts "
             "cannot be packed; use another model, such as Qwen, Llama, Mistral, Gemma 3 or GPT-2"
         ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(lm.config, name, None) not in (None, 1, 1.0):
             raise ConfigError(
@@ -313,7 +353,7 @@ def _not_found(model: str, what: str, error: Exception) -> str:
         )
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     hint = (
-        "the directory exists: is config.json complete?"
+        "the directory exists, but a file in it is missing or damaged"
         if Path(model).is_dir()
         else "there is no such directory; check the path or, for a hub name, the network"
     )

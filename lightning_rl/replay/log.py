@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.buffer.parquet import ParquetRollouts
+from lightning_rl.disk import append, write_whole
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 
@@ -56,10 +58,13 @@ class ReplayLog:
         scratch.path.rmdir()
 
     def write_outcome(self, outcome: Outcome) -> None:
-        """Append a line."""
+        """Append a line.
+
+        Raises:
+            DiskError: if it cannot be written; then the file is as it was.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        with self._versions.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(asdict(outcome)) + "\n")
+        append(self._versions, json.dumps(asdict(outcome)) + "\n")
 
     def forget_after(self, version: int) -> None:
         """Drop what a run, that now goes on from this version, did beyond it."""
@@ -68,9 +73,7 @@ class ReplayLog:
                 file.unlink()
         kept = [o for o in self.outcomes().values() if 0 < o.version <= version]
         if self._versions.exists():
-            unfinished = self._versions.with_suffix(".unfinished")
-            unfinished.write_text("".join(json.dumps(asdict(o)) + "\n" for o in kept))
-            os.replace(unfinished, self._versions)
+            write_whole(self._versions, "".join(json.dumps(asdict(o)) + "\n" for o in kept))
 
     def rollouts(self, iteration: int, rank: int = 0) -> list[Rollout]:
         """What an iteration was trained on, on one rank.
@@ -103,15 +106,26 @@ class ReplayLog:
             yield from (recorded.rollout for recorded in ParquetRollouts(file).read())
 
     def outcomes(self) -> dict[int, Outcome]:
-        """By version, which may have several lines; one that was cut off is left out."""
+        """By version, which may have several lines.
+
+        One that was cut off is left out; so is one that is damaged, with a warning.
+        """
         if not self._versions.exists():
             return {}
         found: dict[int, Outcome] = {}
-        for line in self._versions.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
+        for number, line in enumerate(self._versions.read_bytes().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
+                continue
+            try:
                 new = Outcome(**json.loads(line))
                 known = found.get(new.version, new)  # a resumed run adds to its first row
                 found[new.version] = replace(new, metrics=known.metrics | new.metrics)
+            except (ValueError, TypeError, AttributeError) as error:
+                warnings.warn(
+                    f"{self._versions}:{number} is damaged, and left out ({error}): "
+                    f"{line[:60].decode(errors='replace')!r}",
+                    stacklevel=2,
+                )
         return found
 
     def _file(self, iteration: int, rank: int) -> Path:

@@ -69,8 +69,7 @@ def read_run(path: Path, max_rollouts: int) -> Run:
         for name in ("metrics.jsonl", "summary.json", *ROLLOUT_FILES, "hf/tokenizer.json"):
             _require_inside(path, path / name)
         run.metrics = _merge_rows(path / "metrics.jsonl")
-        summary = path / "summary.json"
-        run.summary = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
+        run.summary = _read_summary(path / "summary.json")
         files = (path / name for name in ROLLOUT_FILES)
         source = next((file for file in files if file.exists()), None)
     if source is not None:
@@ -86,6 +85,17 @@ def _require_inside(run: Path, file: Path) -> None:
             f"{file} is a link that leads out of its run, to {file.resolve()}; replace it by the "
             "file if that is what you want to see"
         )
+
+
+def _read_summary(path: Path) -> Record:
+    """Empty if the run is not over; a damaged one (a full disk, an old release) says so itself."""
+    if not path.exists():
+        return {}
+    try:
+        summary = json.loads(path.read_bytes())
+    except ValueError as error:
+        return {"error": f"{path.name} is damaged ({path.stat().st_size} bytes: {error})"}
+    return summary if isinstance(summary, dict) else {"error": f"{path.name} holds no object"}
 
 
 def _merge_rows(path: Path) -> list[Record]:

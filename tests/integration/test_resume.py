@@ -9,7 +9,8 @@ import pytest
 
 from lightning_rl.callbacks import IterationCheckpoint, RLCallback
 from lightning_rl.checkpoint_io import checkpoints_in, damage, newest_good
-from lightning_rl.errors import CheckpointError, RewardError, RunInterrupted
+from lightning_rl.errors import CheckpointError, DiskError, RewardError, RunInterrupted
+from lightning_rl.rundir import run_dir
 from tests.integration.test_checkpoint import (
     ITERATIONS,
     SignalInUpdate,
@@ -134,6 +135,27 @@ def test_a_run_stops_when_the_disk_is_full(tiny_model, tmp_path, whole, asynchro
     assert newest_good(version(tmp_path) / "checkpoints").name == "iteration_2.ckpt"
     fit(tiny_model, tmp_path)
     assert_same_run(version(tmp_path), whole)
+
+
+class FullLog(RLCallback):
+    """From an iteration on, the disk with the rows of metrics takes no more."""
+
+    def on_update_start(self, trainer, pl_module, batch) -> None:
+        if pl_module.iteration == 2:
+            file = run_dir(trainer) / "metrics.jsonl"
+            file.rename(file.with_name("metrics"))
+            file.symlink_to("/dev/full")
+
+
+def test_a_full_disk_under_a_log_loses_nothing(tiny_model, tmp_path, whole):
+    saver = IterationCheckpoint(100)  # so that all that was done is saved when the log fails
+    with pytest.raises(DiskError, match=r"metrics.jsonl could not be written: No space left"):
+        fit(tiny_model, tmp_path, FullLog(), saver=saver)
+    directory = version(tmp_path)
+    assert newest_good(directory / "checkpoints").name == "iteration_3.ckpt"
+    (directory / "metrics").rename(directory / "metrics.jsonl")
+    fit(tiny_model, tmp_path)
+    assert_same_run(directory, whole)
 
 
 def test_a_run_goes_on_from_before_a_damaged_checkpoint(tiny_model, tmp_path, whole):

@@ -178,7 +178,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere.*there is no such directory"):
         Policy(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"empty.*is config\.json complete"):
+    with pytest.raises(ConfigError, match=r"empty.*a file in it is missing or damaged"):
         Policy(str(tmp_path / "empty"))
 
 

@@ -192,6 +192,26 @@ def test_a_chat_without_a_template_is_refused(tokenizer):
         prompts.draw(1)
 
 
+def test_a_directory_is_no_prompt_file(tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"is a directory \(it holds train\.jsonl\); name a file"):
+        list(JSONLPrompts(str(tmp_path)).read())
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"prompt": "1\ud800="}, "prompt"),
+        ({"prompt": "1=", "answer": {"parts": ["a", "b\udc00"]}}, "answer"),
+    ],
+)
+def test_half_a_character_is_refused_where_it_stands(tmp_path, tokenizer, row, column):
+    good = json.dumps({"prompt": "\U0001f600="})  # two halves make one character
+    prompts = jsonl(tmp_path / "a.jsonl", good, json.dumps(row))
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: column '{column}' holds '.ud[8c]00', half"):
+        prompts.load(tokenizer)
+
+
 # ---------------------------------------------------------------- length
 
 
@@ -209,6 +229,20 @@ def test_only_long_prompts_are_refused_instead_of_searched_for_ever(tokenizer):
     prompts = IterablePrompts(ROWS, max_prompt_tokens=1)
     prompts.load(tokenizer)
     with pytest.raises(DataError, match="all 5 prompts are longer than max_prompt_tokens=1"):
+        prompts.draw(1)
+
+
+def test_the_bound_that_prompts_break_is_the_one_that_is_named(tokenizer):
+    prompts = IterablePrompts(ROWS)
+    prompts.load(tokenizer)
+    prompts.bound(1)  # max_prompt_tokens was never set, so it is no fix to raise it
+    with pytest.raises(DataError, match=r"longer than the 1 tokens .* raise engine\.max_model_len"):
+        prompts.draw(1)
+    assert prompts.max_prompt_tokens is None
+    prompts = IterablePrompts(ROWS, max_prompt_tokens=1)
+    prompts.load(tokenizer)
+    prompts.bound(2)
+    with pytest.raises(DataError, match="longer than max_prompt_tokens=1; raise it"):
         prompts.draw(1)
 
 

@@ -8,12 +8,13 @@ import sys
 import textwrap
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 
 from lightning_rl.collect.loop import run_async
-from lightning_rl.engines import server_process
+from lightning_rl.engines import http_replica, server_process
 from lightning_rl.engines.base import Completion, Sampling
 from lightning_rl.engines.http_replica import completion_of, refusal
 from lightning_rl.engines.replica import Replica, ReplicaLost
@@ -482,6 +483,9 @@ def test_a_command_for_a_server():
         ({"replicas": 2, "devices": ["0"]}, r"devices=\['0'\] must name one entry"),
         ({"dtype": "int8"}, "dtype='int8' must be"),
         ({"call_timeout_s": 0}, "call_timeout_s=0 must be"),
+        ({"urls": ["localhost:8000"]}, r"'localhost:8000' is no http://host:port; write it like"),
+        ({"urls": ["http://a:port"]}, "is no http://host:port"),
+        ({"urls": ["http://a:80/v1"]}, "must end before /v1: 'http://a:80'"),
     ],
 )
 def test_impossible_servers_are_refused(options, message):
@@ -494,6 +498,63 @@ def test_a_server_that_does_not_start_says_why(tmp_path, tiny_model):
     with pytest.raises(ReplicaError, match=r"127\.0\.0\.1:9 did not answer within .*=0\.5"):
         engine.start(tiny_model)
     assert not engine.running
+
+
+@pytest.fixture
+def stranger():
+    """Answers every request with the status and body that a test puts into ``says``."""
+    says = {"status": 200, "body": b"<html></html>"}
+
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(says["status"])
+            self.send_header("Content-Length", str(len(says["body"])))
+            self.end_headers()
+            self.wfile.write(says["body"])
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", says
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (200, b"<html></html>", "is no vLLM server.*answered what no vLLM server would"),
+        (404, b"", "is no vLLM server.*/health answered 404"),
+        (401, b"", "wants another api_key_env.*/health answered 401"),
+        (200, b'{"data": []}', r"is no vLLM server: its /v1/models does not tell"),
+    ],
+)
+def test_a_server_that_is_no_vllm_is_told_at_once(stranger, tiny_model, status, body, message):
+    url, says = stranger
+    says.update(status=status, body=body)
+    engine = VLLMServer(urls=[url], start_timeout_s=1e9)
+    with pytest.raises(ReplicaError, match=message):
+        engine.start(tiny_model)
+
+
+def test_a_proxy_whose_server_still_loads_is_waited_for(stranger, tiny_model):
+    url, says = stranger
+    says.update(status=503, body=b"")
+    engine = VLLMServer(urls=[url], start_timeout_s=0.5)
+    with pytest.raises(ReplicaError, match=r"did not answer within .*/health answered 503"):
+        engine.start(tiny_model)
+
+
+def test_a_refused_port_is_told_again_and_again(tiny_model, caplog, monkeypatch):
+    for name in ("_FIRST_NOTICE_S", "_NEXT_NOTICE_S"):
+        monkeypatch.setattr(http_replica, name, 0.2)
+    engine = VLLMServer(urls=["http://127.0.0.1:9"], start_timeout_s=1.5)
+    with pytest.raises(ReplicaError, match=r"Connect call failed"):
+        engine.start(tiny_model)
+    told = [record for record in caplog.records if "no answer from" in record.getMessage()]
+    assert len(told) > 1
+    assert "http://127.0.0.1:9" in told[0].getMessage()
 
 
 def test_a_missing_key_is_named(monkeypatch, tiny_model):

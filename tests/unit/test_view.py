@@ -313,3 +313,11 @@ def test_the_page_is_not_written_through_a_link(tmp_path, capsys):
     assert (tmp_path / "profile").read_text() == "mine"
     assert not (run / "view.html").is_symlink()
     assert "<html" in (run / "view.html").read_text()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"status": "comp', b"\xff\xfe", b"[1]"])
+def test_a_damaged_summary_is_shown_as_that(tmp_path, content):
+    run = write_run(tmp_path / "run")
+    (run / "summary.json").write_bytes(content)
+    assert "summary.json" in read_run(run, 100).summary["error"]
+    assert main(["view", str(run)]) == 0

@@ -1,0 +1,159 @@
+"""Is a model directory whole? Found out from its files, before an engine starts or memory fills."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.errors import ConfigError
+
+_WEIGHTS = "*.safetensors"
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "sentencepiece*", "*.tiktoken")
+# What stands for a picture or a sound, which no text holds, may be beyond a text model's embedding.
+_OTHER_MODALITY = re.compile("image|video|audio|vision|speech", re.IGNORECASE)
+_SHOWN = 3
+
+
+def require_sound(model: str, weights: bool = True) -> None:
+    """Check the files of a model directory; a hub name is checked when it is loaded.
+
+    The weights are read once; then they are in the page cache, for when they are loaded.
+
+    Args:
+        model: directory or hub name.
+        weights: False for a model that begins with random ones.
+
+    Raises:
+        ConfigError: naming the file, and what is wrong with it.
+    """
+    directory = Path(model)
+    if not directory.is_dir():
+        return
+    _require_config(directory)
+    if not any(path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)):
+        raise ConfigError(
+            f"{directory} holds no tokenizer (tokenizer.json and tokenizer_config.json); save that "
+            "of the model there"
+        )
+    # Of other formats only loading tells.
+    for path in sorted(directory.glob(_WEIGHTS)) if weights else ():
+        _require_readable(path)
+
+
+def require_complete(model: str, info: dict[str, Any]) -> None:
+    """Check what ``from_pretrained(..., output_loading_info=True)`` said of a model.
+
+    Raises:
+        ConfigError: if weights are missing, which would be random, or have another shape.
+    """
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, in_file, expected = mismatched[0]
+        raise ConfigError(
+            f"{_file_of(model, name)}: {name} has the shape {tuple(in_file)}, but config.json asks "
+            f"for {tuple(expected)} ({len(mismatched)} weights differ); one of the two files is of "
+            "another model"
+        )
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise ConfigError(
+            f"{_file_of(model)} lacks {', '.join(missing[:_SHOWN])}{more}, which config.json asks "
+            "for, and which would be random; fetch the whole model again, or correct config.json"
+        )
+    if left := sorted(info["unexpected_keys"]):
+        rank_zero_warn(
+            f"{_file_of(model)} holds {len(left)} weights that config.json does not ask for "
+            f"({', '.join(left[:_SHOWN])}); they are left out"
+        )
+
+
+def require_finite(model: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that no weight is NaN or infinite.
+
+    Raises:
+        ConfigError: naming the first tensor that holds one, and its file.
+    """
+    for name, weight in weights:
+        if not is_finite(weight):
+            broken = int((~torch.isfinite(weight)).sum())
+            raise ConfigError(
+                f"{_file_of(model, name)}: {name} holds {broken} of {weight.numel()} numbers that "
+                "are NaN or infinite; the training that wrote it had failed: use an earlier one"
+            )
+
+
+def require_embedded(model: str, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
+    """Check that every token has a row in the embedding.
+
+    Raises:
+        ConfigError: naming tokens that do not.
+    """
+    vocabulary = tokenizer.get_vocab()
+    beyond = [token for token, index in vocabulary.items() if index >= rows]
+    beyond = [token for token in beyond if not _OTHER_MODALITY.search(token)]
+    if beyond:
+        shown = ", ".join(repr(token) for token in beyond[:_SHOWN])
+        raise ConfigError(
+            f"{_where(model, 'tokenizer.json')} knows tokens up to {max(vocabulary.values())}, but "
+            f"the embedding has {rows} rows (config.json: vocab_size), so {len(beyond)} tokens "
+            f"({shown}) have none; save the model's own tokenizer there, or resize its embedding "
+            "(resize_token_embeddings) and train the new rows"
+        )
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Whether all of a tensor's numbers are; in one pass, without a copy."""
+    if weight.numel() == 0 or weight.is_meta or not weight.is_floating_point():
+        return True
+    low, high = torch.aminmax(weight.detach())  # NaN comes through
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def _require_config(directory: Path) -> None:
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{directory} holds no config.json, so it is no model") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged, no JSON ({error}); fetch it again") from error
+    if not isinstance(config, dict) or not (config.get("model_type") or config.get("auto_map")):
+        raise ConfigError(
+            f"{path} has no model_type, which says what architecture it is (such as 'qwen2'); "
+            "restore the model's own config.json"
+        )
+
+
+def _require_readable(path: Path) -> None:
+    try:
+        with safe_open(path, framework="pt") as file:  # reads the header, and compares the size
+            names = file.keys()
+            require_finite(str(path), ((name, file.get_tensor(name)) for name in names))
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{path} ({path.stat().st_size} bytes) is cut short or damaged ({error}); fetch or "
+            "copy it again"
+        ) from error
+
+
+def _file_of(model: str, name: str | None = None) -> str:
+    """The file of a weight, as far as that is known."""
+    directory = Path(model)
+    index = directory / "model.safetensors.index.json"
+    if not directory.is_dir():
+        return model
+    if not index.is_file():
+        files = [path for path in directory.glob(_WEIGHTS) if path.is_file()]
+        return str(files[0]) if len(files) == 1 else model
+    files_of = json.loads(index.read_bytes())["weight_map"]
+    return str(directory / files_of[name]) if name in files_of else str(index)
+
+
+def _where(model: str, file: str) -> str:
+    return str(Path(model) / file) if Path(model).is_dir() else f"the tokenizer of {model}"
