@@ -84,7 +84,7 @@ class MetricsLog:
     def state_dict(self) -> dict[str, Any]:
         """The place of the rows, as primitives; what it tells of is on the disk."""
         file = self._path()
-        if self._end > self._begin and file.exists():
+        if self._end > self._begin and file.is_file():
             with file.open("rb") as lines:
                 os.fsync(lines.fileno())
         return {
