@@ -25,10 +25,13 @@ from lightning_rl.errors import (
     RunInterrupted,
     require_at_least,
 )
+from lightning_rl.finite import require_finite_weights
 from lightning_rl.hooks import RLCallback
 from lightning_rl.interrupts import Interrupts, seconds_of
 from lightning_rl.recording import RecordingModule
+from lightning_rl.resume import begin_only_if_new, enter_run, going_on, run_id_of
 from lightning_rl.rundir import continue_in, output_path, own_runs
+from lightning_rl.runlock import require_free
 
 
 @configurable
@@ -61,6 +64,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         ConfigError: for values out of range, a module that counts no iterations, or a ``monitor``
             that nobody records.
         CheckpointError: if a checkpoint cannot be written, or all are damaged.
+        NonFiniteWeightsError: if the weights are NaN or infinite; what was saved before stays.
         RunInterrupted: after saving.
     """
 
@@ -135,6 +139,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         recording, alone = module, trainer.world_size == 1
         self._training = self._fresh = True
         self._updating = None
+        recording.run_id = enter_run(trainer, recording, self._directory)
 
         def safe() -> bool:
             # While the main thread waits, nothing but the collector's state grows.
@@ -215,6 +220,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
 
     def _save(self, trainer: Trainer, module: RecordingModule) -> None:
         before, name = self.saved, f"iteration_{module.iteration}.ckpt"
+        require_finite_weights(module, f"saved as {self._directory / name}")
         self.saved = [*(old for old in before if old != name), name]
         try:
             trainer.save_checkpoint(self._directory / name, weights_only=False)
@@ -236,7 +242,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     def _rank(self, module: RecordingModule) -> bool:
         """Whether this iteration is among the best so far; if so, remember it."""
         value = None if self.monitor is None else module.recorded.get(self.monitor)
-        if value is None or math.isnan(value):
+        if value is None or not math.isfinite(value):
             return False
         entry = (value, f"iteration_{module.iteration}.ckpt")
         others = [old for old in self.best if old[1] != entry[1]]
@@ -294,16 +300,26 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         """What Lightning asks for on ``ckpt_path="last"``."""
         if self._given is None:
             _continue_newest_run(trainer)
-        found = newest_good(output_path(trainer, self._given, "checkpoints"))
-        return set() if found is None else {str(found)}
+        directory = output_path(trainer, self._given, "checkpoints")
+        found = newest_good(directory, run_id_of(directory))
+        if found is None:
+            begin_only_if_new(trainer, directory)
+            return set()
+        going_on(trainer, found)
+        return {str(found)}
 
 
 def _continue_newest_run(trainer: Trainer) -> None:
-    """Where every run begins a new folder, go on in that of the newest checkpoint."""
+    """Where every run begins a new folder, go on in the last that holds a checkpoint.
+
+    Raises:
+        ConfigError: if another process is at it.
+    """
     own = own_runs(trainer)
     if own is not None:
         newest = _newest_run(own)
         if newest is not None:
+            _require_free(trainer, newest)
             continue_in(trainer, newest)
         return
     loggers = [
@@ -316,6 +332,7 @@ def _continue_newest_run(trainer: Trainer) -> None:
     newest = _newest_run(Path(loggers[0].save_dir or ".") / (loggers[0].name or ""))
     if newest is None:
         return
+    _require_free(trainer, newest)
     version = int(newest.name.removeprefix("version_"))
     for logger in loggers:
         logger._version = version
@@ -324,13 +341,18 @@ def _continue_newest_run(trainer: Trainer) -> None:
 
 
 def _newest_run(runs: Path) -> Path | None:
-    """The one among ``runs/version_<n>`` whose checkpoint was written last."""
-    found = [
-        (checkpoints[0].stat().st_mtime_ns, directory.parent)
+    """The last among ``runs/version_<n>`` that holds a checkpoint."""
+    begun = [
+        directory.parent
         for directory in runs.glob("version_*/checkpoints")
-        if (checkpoints := checkpoints_in(directory)) and directory.parent.name[8:].isdigit()
+        if checkpoints_in(directory) and directory.parent.name[8:].isdigit()
     ]
-    return max(found)[1] if found else None
+    return max(begun, key=lambda directory: int(directory.name[8:]), default=None)
+
+
+def _require_free(trainer: Trainer, directory: Path) -> None:
+    if trainer.state.fn == "fit":
+        require_free(directory)
 
 
 def _set_aside(path: Path) -> None:

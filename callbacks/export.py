@@ -5,6 +5,7 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.arguments import configurable
+from lightning_rl.finite import require_finite_weights
 from lightning_rl.hooks import RLCallback
 from lightning_rl.models.policy import Policy
 from lightning_rl.rundir import output_path
@@ -16,6 +17,9 @@ class HFExport(RLCallback):
 
     Args:
         directory: where to, except of a fast dev run; None: ``hf`` in the run directory.
+
+    Raises:
+        NonFiniteWeightsError: if the weights are NaN or infinite; what was there stays.
     """
 
     def __init__(self, directory: str | None = None) -> None:
@@ -24,6 +28,7 @@ class HFExport(RLCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         policy = pl_module.policy
         assert isinstance(policy, Policy)
+        require_finite_weights(policy, f"exported to {self.target(trainer)}")
         policy.save_pretrained(self.target(trainer))  # on all ranks; the first writes
 
     def target(self, trainer: Trainer) -> Path:

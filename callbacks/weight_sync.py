@@ -12,6 +12,7 @@ from lightning_rl.collect.ranks import feeds
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.dist import any_rank, every_rank, largest
 from lightning_rl.errors import ConfigError
+from lightning_rl.finite import require_finite_weights
 from lightning_rl.hooks import RLCallback, call_hook
 from lightning_rl.lightning_flags import compute_dtype
 from lightning_rl.module import PolicyModule
@@ -40,6 +41,7 @@ class WeightSync(RLCallback):
     Raises:
         ConfigError: at start, if the transport cannot reach the engine, there is a second such
             callback, or the schedule leaves rollouts older than the collector allows.
+        NonFiniteWeightsError: if the trainer's weights are NaN or infinite, before a push.
         StaleWeightsError: naming the gap, its bound and the token, when the probe fails.
     """
 
@@ -120,6 +122,7 @@ class WeightSync(RLCallback):
             datamodule.before_sync()
         begin = time.perf_counter()
         with pl_module.clock("sync"):
+            require_finite_weights(pl_module.policy, f"pushed to the engine as version {version}")
             with every_rank():
                 push(self.transport, datamodule.engine, pl_module.policy, version)
             self._pushed = version

@@ -122,20 +122,27 @@ def require_good(path: Path) -> None:
     raise CheckpointError(f"{path} is damaged: {what}; {fix}")
 
 
-def newest_good(directory: Path) -> Path | None:
-    """The checkpoint written last that is not damaged; warns of those that are.
+def newest_good(directory: Path, run_id: str | None = None) -> Path | None:
+    """The checkpoint of the highest iteration that is not damaged; warns of those that are.
+
+    Args:
+        directory: where checkpoints are.
+        run_id: of the run whose they must be; those without an id pass. None: anyone's.
 
     Raises:
-        CheckpointError: if there are checkpoints, and all of them are damaged.
+        CheckpointError: if there are checkpoints, and all are damaged or of another run.
     """
     bad: list[str] = []
     for path in checkpoints_in(directory):
         what = damage(path)
-        if what is None:
+        if what is None and run_id is not None and run_of(path) not in (None, run_id):
+            bad.append(f"{path} is of another run, and left out")
+        elif what is not None:
+            bad.append(f"{path} is damaged: {what}")
+        else:
             if bad:
                 rank_zero_warn(f"{'; '.join(bad)}. Going on from the one before: {path}")
             return path
-        bad.append(f"{path} is damaged: {what}")
     if bad:
         raise CheckpointError(
             f"{'; '.join(bad)}. No other is left in {directory}; begin anew (without --ckpt_path), "
@@ -145,9 +152,35 @@ def newest_good(directory: Path) -> Path | None:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """All checkpoint files of a folder, the one written last first; without links to them."""
+    """All checkpoint files of a folder, that of the highest iteration first; without links.
+
+    Not the one written last: copying a run gives its files other times.
+    """
     files = [path for path in directory.glob("*.ckpt") if not path.is_symlink()]
-    return sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return sorted(files, key=lambda p: (iteration_of(p), p.stat().st_mtime_ns), reverse=True)
+
+
+def iteration_of(path: Path) -> int:
+    """Which iteration a checkpoint was saved after, by its name or else its content; or -1."""
+    named = re.fullmatch(r"iteration_(\d+)\.ckpt", path.name)
+    return int(named[1]) if named else int(about(path).get("iteration", -1))
+
+
+def run_of(path: Path) -> str | None:
+    """The id of the run that a checkpoint is of; None if it tells of none."""
+    run = about(path).get("run")
+    return None if run is None else run["id"]
+
+
+def about(path: Path) -> dict[str, Any]:
+    """What a checkpoint of this library says of itself, its weights not read; else empty."""
+    file = path / "meta.pt" if path.is_dir() else path  # shards keep all but weights there
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        told: dict[str, Any] = checkpoint["lightning_rl"]
+    except Exception:
+        return {}
+    return told
 
 
 class _HashingFile:

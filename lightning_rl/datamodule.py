@@ -48,10 +48,11 @@ from lightning_rl.loader import LazyLoader, RolloutLoader, limited_epoch
 from lightning_rl.models.policy import load_tokenizer, require_sound_model, save_skeleton
 from lightning_rl.models.pretrained import with_chat_variables
 from lightning_rl.module import PolicyModule
+from lightning_rl.resume import check_early, enter_directory, leave_directory
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rollout import Rollout
-from lightning_rl.rundir import output_path, run_dir
+from lightning_rl.rundir import output_path
 from lightning_rl.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
 from lightning_rl.waiting import told
@@ -175,11 +176,12 @@ class RLDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Load prompts and start the engine, after Lightning has made its process group."""
         assert self.trainer is not None
-        run_dir(self.trainer)
+        enter_directory(self.trainer)
         if self.buffer is not None:
             given = self.buffer.path
             self.buffer.use_file(output_path(self.trainer, given, Path(given).name))
         self.load_prompts(stage)
+        check_early(self.trainer)
         module = self._module()
         with dist.every_rank():
             room = self._start_engine(module)
@@ -279,6 +281,8 @@ class RLDataModule(LightningDataModule):
         if self._model_dir is not None:
             self._model_dir.cleanup()
             self._model_dir = None
+        if self.trainer is not None:
+            leave_directory(self.trainer)
 
     def train_dataloader(self) -> RolloutLoader:
         module = self._module()

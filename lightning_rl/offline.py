@@ -19,8 +19,8 @@ from lightning_rl.loader import RolloutLoader, limited_epoch
 from lightning_rl.metrics import summarize
 from lightning_rl.models.policy import load_config
 from lightning_rl.module import PolicyModule
+from lightning_rl.resume import enter_directory
 from lightning_rl.rollout import Group, Rollout
-from lightning_rl.rundir import run_dir
 from lightning_rl.seeding import derived_seed, run_seed
 
 
@@ -138,7 +138,7 @@ class OfflineDataModule(LightningDataModule):
                 "RLDataModule"
             )
         assert self.trainer is not None
-        run_dir(self.trainer)
+        enter_directory(self.trainer)
         check_groups(self.groups_per_iteration, module.minibatches)
         warn_if_uncorrected("recorded", module.objective, module.trust_engine_logprobs)
         if self._groups is None:

@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 
+from lightning_rl.configuration import Change
 from lightning_rl.errors import LightningRLError
 from lightning_rl.gradients import FiniteSteps
 from lightning_rl.hooks import call_hook
+from lightning_rl.resume import check_resume, configuration_of, use_new_optimizer_settings
 from lightning_rl.seeding import gather_random_states, restore_random_states
 from lightning_rl.stages import StageClock
 
@@ -24,6 +26,14 @@ class RecordingModule(FiniteSteps):
         self._recorded: dict[str, float] = {}
         self._written = -1  # the iteration whose row was written last
         self._restored: dict[str, Any] | None = None
+        self.run_id = ""
+        """Of the run that checkpoints are of; a run that goes on keeps it."""
+        self.configuration: dict[str, Any] | None = None
+        """What the run was configured with, by key; None: as far as the objects tell."""
+        self.allow_changes: bool | list[str] = False
+        """Which keys may be others than in the checkpoint that a run goes on from, or all."""
+        self.changes: list[Change] | None = None
+        """What is configured otherwise than in the checkpoint, when that was compared."""
         self.stopping: LightningRLError | None = None
         """Raised when the iteration is over: its row is written, and all callbacks have seen it."""
 
@@ -67,10 +77,12 @@ class RecordingModule(FiniteSteps):
             "written": self._written,
             "parts": {name: part.state_dict() for name, part in self.stateful_parts().items()},
             "random": gather_random_states(),
+            "run": {"id": self.run_id, "configuration": configuration_of(self)},
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["lightning_rl"]
+        check_resume(self, checkpoint)
         self.iteration, self._recorded = state["iteration"], dict(state["recorded"])
         for name, part in self.stateful_parts().items():
             if name in state["parts"]:  # else it is new in this configuration, and starts afresh
@@ -83,6 +95,8 @@ class RecordingModule(FiniteSteps):
         state, self._restored = self._restored, None
         if not self.trainer.ckpt_path:  # weights of another run, perhaps, but this one is new
             state = None
+        if state is not None:
+            use_new_optimizer_settings(self)
         if state is not None and self._written == self.iteration:
             # What the resumed run measured so far is in that row already, and what the checkpoint
             # holds belongs to the next.

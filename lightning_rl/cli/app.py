@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -24,9 +25,11 @@ from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.callbacks.weight_sync import schedules
 from lightning_rl.checkpoint_io import VerifiedCheckpointIO, require_good
 from lightning_rl.checks import check_optimizer, check_sync
+from lightning_rl.cli.config_file import KeepConfigs
 from lightning_rl.cli.errors import check_sources, innermost
 from lightning_rl.cli.sources import read_sources
 from lightning_rl.cli.trust import require_trusted, require_trusted_classes, split_options
+from lightning_rl.configuration import flatten
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.dpo import DPOModule
 from lightning_rl.errors import CheckpointError, ConfigError
@@ -34,7 +37,7 @@ from lightning_rl.lightning_flags import refuse_flags, refuse_precision
 from lightning_rl.module import PolicyModule
 from lightning_rl.offline import OfflineDataModule
 from lightning_rl.recording import RecordingModule
-from lightning_rl.rundir import run_dir
+from lightning_rl.resume import configured, going_on
 from lightning_rl.seeding import LARGEST_SEED, drawn_seed
 from lightning_rl.sft import SFTModule
 
@@ -67,6 +70,7 @@ OWN_HELP = {
     "seed_everything": "seed of all random generators; true draws one (default: 0)",
     "ckpt_path": "checkpoint to go on from, or to use",
     "weights_only": "false also loads pickled objects, from a file that you trust",
+    "allow_changes": "with ckpt_path: true, or keys that may alter the run from there on",
     "verbose": "print the metrics at the end (default: true)",
 }
 
@@ -122,18 +126,6 @@ class RLTrainer(Trainer):
         print(f"{writer.written} rollouts written to {writer.file.path}, which holds {holds}")
 
 
-class SaveConfig(SaveConfigCallback):
-    """Keeps ``config.yaml`` in the run directory, also where no logger has one."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        run_dir(trainer)  # on all ranks
-        super().setup(trainer, pl_module, stage)
-
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        path = run_dir(trainer) / self.config_filename
-        self.parser.save(self.config, path, skip_unset=False, overwrite=True)
-
-
 class RLArgumentParser(LightningArgumentParser):
     """Raises what is wrong instead of printing usage; prints a help that fits a screen."""
 
@@ -178,7 +170,7 @@ class RLCLI(LightningCLI):
             parser_class=RLArgumentParser,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            save_config_callback=SaveConfig,
+            save_config_callback=KeepConfigs,
             save_config_kwargs={"save_to_log_dir": False},
             seed_everything_default=0,
             auto_configure_optimizers=False,
@@ -193,6 +185,8 @@ class RLCLI(LightningCLI):
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "fit":
+            parser.add_argument("--allow_changes", type=bool | list[str], default=False)
         parser.command = subcommand  # type: ignore[attr-defined]
         return parser
 
@@ -278,6 +272,8 @@ class RLCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Find what else cannot work, before a model is loaded and an engine started."""
+        if self.subcommand == "fit" and isinstance(self.model, RecordingModule):
+            self._note_configuration()
         if isinstance(self.model, PolicyModule):
             refuse_flags(self.trainer)
         elif isinstance(self.model, SFTModule | DPOModule):
@@ -300,6 +296,15 @@ class RLCLI(LightningCLI):
                 )
             check_sync(syncs, self.datamodule.collector)
             check_evaluations(self.trainer)
+
+    def _note_configuration(self) -> None:
+        """So that a checkpoint can tell it, and a run that goes on compare."""
+        config = self.config.fit
+        tree = yaml.safe_load(self._parser("fit").dump(config, skip_unset=False))
+        configured(self.trainer, flatten(tree))
+        self.model.allow_changes = config.allow_changes
+        if config.ckpt_path is not None and Path(config.ckpt_path).exists():
+            going_on(self.trainer, Path(config.ckpt_path))
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:

@@ -1,5 +1,7 @@
 """Prompts: rows from files or code, tokenised once, drawn in an order that a checkpoint holds."""
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -45,6 +47,8 @@ class PromptDataset(ABC):
         self.shuffle = shuffle
         self.seed = run_seed(seed)
         self.dropped = 0
+        self.fingerprint: str | None = None
+        """Tells other rows from these, when they are loaded."""
         self._rows: Sequence[tuple[str, Row]] | None = None
         self._room: int | None = None  # tokens that the engine leaves for a prompt
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -80,6 +84,7 @@ class PromptDataset(ABC):
         if not rows:
             raise DataError(f"{self!r} holds no rows; expected at least one with a prompt")
         self._rows = rows
+        self.fingerprint = f"{len(rows)} rows {_digest(row for _, row in rows)}"
         self._order = self._permutation(self._epoch)
 
     def __len__(self) -> int:
@@ -263,3 +268,11 @@ def _lone_surrogate(value: Any) -> str | None:
     elif isinstance(value, list | tuple):
         return next((half for item in value if (half := _lone_surrogate(item)) is not None), None)
     return None
+
+
+def _digest(rows: Iterable[Row]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        text = json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__)
+        digest.update(text.encode())
+    return digest.hexdigest()
