@@ -123,8 +123,11 @@ def _held(owner: Any, name: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or type(value) in (bool, int, float, str):
         return value
+    for kind in (int, float, str):  # an enum's member, say, which no checkpoint may hold
+        if isinstance(value, kind):
+            return kind(value)
     if isinstance(value, list | tuple) and all(_plain(item) is not _UNKNOWN for item in value):
         return [_plain(item) for item in value]
     return _UNKNOWN

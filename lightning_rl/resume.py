@@ -225,17 +225,17 @@ def _check(module: Any, told: dict[str, Any], path: Path) -> None:
         return
     now = configuration_of(module)
     changes = differences(then, now)
-    kinds = {change: kind_of(change, then, now) for change in map(_hashable, changes)}
-    _refuse([c for c, kind in kinds.items() if kind == "refused"], path, _NO_WAY)
+    kinds = [(change, kind_of(change, then, now)) for change in changes]
+    _refuse([change for change, kind in kinds if kind == "refused"], path, _NO_WAY)
     allowed = module.allow_changes
-    altering = [c for c, kind in kinds.items() if kind == "alters"]
+    altering = [change for change, kind in kinds if kind == "alters"]
     if allowed is not True:
         listed = tuple(allowed or ())
         _refuse([c for c in altering if not _below(c.key, listed)], path, _ON_DEMAND)
-    module.changes = [Change(*c) for c in kinds]
+    module.changes = changes
     lines = [
         f"  {change}{' (as --allow_changes allows)' if kind == 'alters' else ''}"
-        for change, kind in kinds.items()
+        for change, kind in kinds
         if change.key not in ("ckpt_path", "allow_changes", "weights_only")
     ]
     if lines:
@@ -315,7 +315,3 @@ def _penalised(table: Table) -> bool:
 
 def _below(key: str, keys: tuple[str, ...]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in keys)
-
-
-def _hashable(change: Change) -> Change:
-    return Change(change.key, *(tuple(v) if isinstance(v, list) else v for v in change[1:]))

@@ -267,9 +267,7 @@ def load_tokenizer(model: str, loading: Loading = PLAIN) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def require_sound_model(
-    model: str, random_init: bool = False, loading: Loading = PLAIN
-) -> None:
+def require_sound_model(model: str, random_init: bool = False, loading: Loading = PLAIN) -> None:
     """Find out whether a model can be loaded, without keeping its weights in memory.
 
     Raises:

@@ -66,6 +66,7 @@ def fit(tiny_model, tmp_path, *extra, ckpt_path="last", saver=None, **data) -> P
         minibatches=2,
         seed=7,
     )
+    module.allow_changes = True  # of agents that stop the run, say
     callbacks = [
         WeightSync(), Evaluate(every_n_iterations=2), PreviewTable(num_rollouts=100), RunReport(),
         StepTimer(), Dice(), *extra, saver or IterationCheckpoint(1, keep_last=ITERATIONS),
