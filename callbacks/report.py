@@ -153,7 +153,9 @@ class RunReport(RLCallback):
         return ", ".join(parts)
 
     def _last_words(self, directory: Path) -> str:
-        files = sorted(f.name for f in directory.iterdir() if not f.name.startswith("events.out."))
+        files = sorted(
+            f.name for f in directory.iterdir() if not f.name.startswith((".", "events.out."))
+        )
         return (
             f"Trained in {self._wall_seconds():.0f} s: {self._outcome()}\n"
             f"It all lies in {directory}: {', '.join(files)}"

@@ -51,13 +51,22 @@ def differences(then: Table, now: Table) -> list[Change]:
     """
     changes: list[Change] = []
     for key in dict.fromkeys([*then, *now]):
+        old, new = _value(then, key), _value(now, key)
         callback = key.startswith("trainer.callbacks.") and key.count(".") == 2
-        known = (key in then and key in now) or callback
-        if not known or then.get(key) == now.get(key):
+        if old == new or (_UNKNOWN in (old, new) and not callback):
             continue
         if not any(key.startswith(f"{change.key}.") for change in changes):
-            changes.append(Change(key, then.get(key), now.get(key)))
+            values = (None if value is _UNKNOWN else value for value in (old, new))
+            changes.append(Change(key, *values))
     return changes
+
+
+def _value(table: Table, key: str) -> Any:
+    """Of a key that has others below it instead, as arguments without a class, those."""
+    if key in table:
+        return table[key]
+    below = {n.removeprefix(f"{key}."): v for n, v in table.items() if n.startswith(f"{key}.")}
+    return below or _UNKNOWN
 
 
 def described(module: Any, data: Any, trainer: Any) -> Table:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.disk import append, write_whole
 from lightning_rl.errors import DiskError
@@ -47,7 +48,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 def log_in(directory, state=None, checkpoint=None) -> tuple[MetricsLog, Trainer]:
     """A log as RunReport keeps it; with ``state``, of a run that goes on from a checkpoint."""
     directory.mkdir(parents=True, exist_ok=True)
-    trainer = trainer_of(directory, [], logger=False)
+    trainer = trainer_of(directory, [], logger=CSVLogger(directory.parent, "", directory.name))
     log = MetricsLog()
     log.begin(trainer)
     if state is not None:
