@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,13 @@ def described(module: Any, data: Any, trainer: Any) -> Table:
     table = flatten(tree) | {"trainer.precision": str(trainer.precision)}
     table = {key: value for key, value in table.items() if value is not _UNKNOWN}
     return table | _optimizer(module)
+
+
+def config_files(directory: Path) -> dict[int, Path]:
+    """A run's configurations, by the iteration after which each holds; config.yaml's is 0."""
+    later = directory.glob("config_*.yaml")
+    numbers = {p.stem.removeprefix("config_"): p for p in later}
+    return {0: directory / "config.yaml"} | {int(n): p for n, p in numbers.items() if n.isdigit()}
 
 
 def _optimizer(module: Any) -> Table:

@@ -52,7 +52,7 @@ from lightning_rl.resume import check_early, enter_directory, leave_directory
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rollout import Rollout
-from lightning_rl.rundir import output_path
+from lightning_rl.rundir import output_path, require_writable_dirs
 from lightning_rl.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
 from lightning_rl.waiting import told
@@ -173,6 +173,11 @@ class RLDataModule(LightningDataModule):
 
     # ---------------------------------------------------------------- Lightning's hooks
 
+    def prepare_data(self) -> None:
+        """Before loggers make their directories: can they?"""
+        if self.trainer is not None and self.trainer.state.fn == "fit":
+            require_writable_dirs(self.trainer)
+
     def setup(self, stage: str) -> None:
         """Load prompts and start the engine, after Lightning has made its process group."""
         assert self.trainer is not None
@@ -241,10 +246,10 @@ class RLDataModule(LightningDataModule):
             check_experts(module.advantage, module.objective)
         assert self.trainer is not None
         self.engine.follow_dtype(compute_dtype(self.trainer))
+        self._tokenizer = tokenizer = self.load_tokenizer(module)
         with dist.every_rank():
             if dist.rank() == 0:  # it reads the weights once
                 require_sound_model(module.model, module.random_init, module.loading)
-        self._tokenizer = tokenizer = self.load_tokenizer(module)
         self.agent.configure(tokenizer)
         self.train_prompts.load(tokenizer, self.agent.chat_options)
         if self.experts is not None:

@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from lightning_rl.errors import DiskError
+from lightning_rl.errors import ConfigError, DiskError
 
 
 def sync_directory(directory: Path) -> None:
@@ -63,6 +63,24 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise refused(path, error) from error
+
+
+def require_writable(directory: Path, key: str) -> None:
+    """Check that a directory can be written, or made, before anything is begun.
+
+    Raises:
+        ConfigError: naming the key, and what stands in the way.
+    """
+    there = directory.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        raise ConfigError(f"{key}: {there} is a file, where a directory should be; name another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{key}: {there} cannot be written (read-only, or of another user); name another "
+            "directory, or change its rights"
+        )
 
 
 def refused(path: Path, error: OSError) -> DiskError:

@@ -1,7 +1,9 @@
 """OfflineDataModule: training from recorded rollouts alone, without an engine."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ class RecordedGroups:
         self._shuffle = shuffle
         self._seed = seed
         self._drawn = 0
+        self._content = ""  # a checksum of it, when it is asked for
         self._lap = -1
         self._order: list[int] = []
 
@@ -59,7 +62,13 @@ class RecordedGroups:
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives only."""
-        return {"drawn": self._drawn, "groups": len(self._groups), "seed": self._seed}
+        return {"drawn": self._drawn} | self._identity()
+
+    def _identity(self) -> dict[str, Any]:
+        if not self._content:
+            tokens = [[(r.token_ids, r.reward) for r in group] for group in self._groups]
+            self._content = blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
+        return {"groups": len(self._groups), "seed": self._seed, "content": self._content}
 
     def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
         """Go on where the state was taken; all ranks, of whatever number, draw the same.
@@ -68,8 +77,8 @@ class RecordedGroups:
             ConfigError: if the groups or their order are others now.
         """
         state = states[0]
-        for name, now in (("groups", len(self._groups)), ("seed", self._seed)):
-            if state[name] != now:
+        for name, now in self._identity().items():
+            if state.get(name, now) != now:
                 raise ConfigError(
                     f"the checkpoint's recorded rollouts had {name}={state[name]}, now it is {now};"
                     " use the same file, filters and seed to go on where the run stopped"

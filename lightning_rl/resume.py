@@ -47,6 +47,7 @@ HARMLESS = (
     "data.max_failed_share",
     "data.max_rounds",
     "data.train_prompts.path",  # what is in the file counts
+    "data.path",
 )
 OPTIMIZER = ("model.optimizer", "model.lr_scheduler", "model.value_lr")
 
@@ -83,7 +84,8 @@ def enter_directory(trainer: Trainer) -> Path:
         with dist.every_rank():
             if dist.rank() == 0:
                 hold(directory)
-        configuration_of(trainer.lightning_module)  # before anything changes
+        if hasattr(trainer.lightning_module, "configuration"):  # else it will be refused
+            configuration_of(trainer.lightning_module)  # before anything changes
     return directory
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl import dist
-from lightning_rl.disk import append
+from lightning_rl.disk import append, require_writable
 
 OWN_RUNS = "lightning_rl_runs"
 """Where in ``default_root_dir`` runs are that no logger has a directory for."""
@@ -40,6 +40,21 @@ def run_dir(trainer: Trainer) -> Path:
             directory = _known[trainer] = Path(trainer.strategy.broadcast(str(directory)))
             directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+def require_writable_dirs(trainer: Trainer) -> None:
+    """Check the directories that a run will write to, before a logger fails with a bare error.
+
+    Raises:
+        ConfigError: naming the first that cannot be written.
+    """
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    for logger in trainer.loggers:
+        if logger.save_dir is not None and "://" not in str(logger.save_dir):
+            require_writable(Path(logger.save_dir), "trainer.logger.save_dir")
+    if "://" not in str(trainer.default_root_dir):
+        require_writable(Path(trainer.default_root_dir), "trainer.default_root_dir")
 
 
 def output_path(trainer: Trainer, given: str | Path | None, name: str) -> Path:

@@ -103,7 +103,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--ckpt_path train.jsonl": ["train.jsonl is damaged", "or is no checkpoint"],
         "--model.model ./nope": ["model='./nope': there is no such directory"],
         "--model.model ./own_code": ["comes with code of its own", "trust_remote_code: true"],
-        "--model.model ./empty": ["empty holds no config.json, so it is no model"],
+        "--model.model ./empty": ["model='./empty': cannot load a tokenizer"],
         "--model.model ./no_eos": ["model='./no_eos' has no eos_token", "set one"],
         "--data.train_prompts.path nope.jsonl": ["path='nope.jsonl' does not exist"],
         "--data.train_prompts.path broken.jsonl": [

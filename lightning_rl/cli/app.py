@@ -38,6 +38,7 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.offline import OfflineDataModule
 from lightning_rl.recording import RecordingModule
 from lightning_rl.resume import configured, going_on
+from lightning_rl.rundir import require_writable_dirs
 from lightning_rl.seeding import LARGEST_SEED, drawn_seed
 from lightning_rl.sft import SFTModule
 
@@ -299,6 +300,7 @@ class RLCLI(LightningCLI):
 
     def _note_configuration(self) -> None:
         """So that a checkpoint can tell it, and a run that goes on compare."""
+        require_writable_dirs(self.trainer)
         config = self.config.fit
         tree = yaml.safe_load(self._parser("fit").dump(config, skip_unset=False))
         configured(self.trainer, flatten(tree))

@@ -1,18 +1,16 @@
 """The configuration beside a run's files: the first one stays, each other one gets its own file."""
 
-from pathlib import Path
-
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_rl.checkpoint_io import iteration_of
-from lightning_rl.configuration import flatten
+from lightning_rl.configuration import config_files, flatten
 from lightning_rl.disk import write_whole
 from lightning_rl.resume import going_on_from
 from lightning_rl.rundir import run_dir
 
-IGNORED = ("ckpt_path", "allow_changes", "weights_only")
+IGNORED = ("ckpt_path", "weights_only")
 
 
 class KeepConfigs(SaveConfigCallback):
@@ -25,7 +23,9 @@ class KeepConfigs(SaveConfigCallback):
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         directory, source = run_dir(trainer), going_on_from(trainer)
         path = directory / self.config_filename
-        text = self.parser.dump(self.config, skip_unset=False)
+        config = self.config.clone()
+        config.pop("allow_changes", None)  # of this start alone; other commands do not know it
+        text = self.parser.dump(config, skip_unset=False)
         inside = source is not None and directory.resolve() in source.resolve().parents
         if source is not None and inside and path.exists():
             iteration = iteration_of(source)
@@ -36,13 +36,6 @@ class KeepConfigs(SaveConfigCallback):
                 return
             path = directory / f"config_{iteration}.yaml"
         write_whole(path, text)
-
-
-def config_files(directory: Path) -> dict[int, Path]:
-    """A run's configurations, by the iteration after which each holds; config.yaml's is 0."""
-    later = directory.glob("config_*.yaml")
-    numbers = {p.stem.removeprefix("config_"): p for p in later}
-    return {0: directory / "config.yaml"} | {int(n): p for n, p in numbers.items() if n.isdigit()}
 
 
 def _table(text: str) -> dict[str, object]:

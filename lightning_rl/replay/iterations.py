@@ -88,7 +88,7 @@ def replay_iteration(run: RecordedRun, iteration: int, since: int | None = None)
             f"{run.path} did not record what came of iteration {iteration} (recorded: {held})"
         )
     source = run.nearest(iteration + 1, iteration, since)
-    with rebuilt(run) as parts:
+    with rebuilt(run, iteration) as parts:
         made = retrain(run, parts, source, iteration + 1)
         kept = next((s for s in run.sources if s.version == iteration + 1), None)
         kept = kept if parts.trainer.is_global_zero else None  # it gathers what is sharded

@@ -40,11 +40,12 @@ _TRAINER = {
 
 
 class _Rebuilt(RLCLI):
-    """Builds what a run's ``config.yaml`` names, and runs nothing."""
+    """Builds what a run's configuration at an iteration names, and runs nothing."""
 
-    def __init__(self, run: RecordedRun, scratch: str) -> None:
+    def __init__(self, run: RecordedRun, iteration: int, scratch: str) -> None:
         self._scratch = scratch
-        super().__init__(["fit", "--config", str(run.config), "--ckpt_path=null", *run.options])
+        _, config = run.config_of(iteration)
+        super().__init__(["fit", "--config", str(config), "--ckpt_path=null", *run.options])
 
     def before_instantiate_classes(self) -> None:
         for name, value in {**_TRAINER, "default_root_dir": self._scratch}.items():
@@ -65,15 +66,17 @@ class Parts:
 
 
 @contextmanager
-def rebuilt(run: RecordedRun) -> Iterator[Parts]:
-    """The parts of a run. Of its callbacks, only those with ``replays`` take part again.
+def rebuilt(run: RecordedRun, iteration: int) -> Iterator[Parts]:
+    """The parts of a run as it was at an iteration.
+
+    Of its callbacks, only those with ``replays`` take part again.
 
     Raises:
         ConfigError: if the configuration does not work here (any more).
         DataError: if the run trained no policy on rollouts.
     """
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch:
-        cli = _Rebuilt(run, scratch)
+        cli = _Rebuilt(run, iteration, scratch)
         if not isinstance(cli.model, PolicyModule):
             raise DataError(
                 f"{run.config} trains {type(cli.model).__name__}; only what a PolicyModule learns "

@@ -130,7 +130,7 @@ def replay_rollout(
         raise DataError(f"rollout {rollout_id!r} was written by no engine: nothing to replay")
     for used in wrote if version is None else [version]:
         source = run.nearest(used, used)
-        with rebuilt(run) as parts:
+        with rebuilt(run, used) as parts:
             made = retrain(run, parts, source, used)
             if not parts.trainer.is_global_zero:  # it has helped to train
                 continue

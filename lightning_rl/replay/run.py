@@ -11,6 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_rl.buffer.jsonl import JSONLRollouts
 from lightning_rl.checkpoint_io import require_good
+from lightning_rl.configuration import config_files
 from lightning_rl.errors import DataError
 from lightning_rl.replay.log import ReplayLog
 from lightning_rl.rollout import Rollout
@@ -67,6 +68,12 @@ class RecordedRun:
                 f"a run that has a logger (working directory: {Path.cwd()}); name that directory"
             )
 
+    def config_of(self, iteration: int) -> tuple[int, Path]:
+        """The configuration that an iteration was trained with, and since which iteration."""
+        files = config_files(self.path)
+        since = max(first for first in files if first <= iteration)
+        return since, files[since]
+
     @cached_property
     def sources(self) -> list[Source]:
         """All weights that were kept, oldest first; checkpoints that are damaged are left out."""
@@ -93,8 +100,10 @@ class RecordedRun:
             DataError: naming what is kept, and what would have to be.
         """
         held = self.log.iterations()
+        earliest, _ = self.config_of(latest)  # before, the run was configured otherwise
         for source in reversed(self.sources):
             wanted = source.version == since if since is not None else source.version <= latest
+            wanted = wanted and source.version >= earliest
             if wanted and held.issuperset(range(source.version, version)):
                 return source
         kept = ", ".join(str(source.version) for source in self.sources) or "none"

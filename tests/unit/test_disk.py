@@ -1,18 +1,21 @@
 """What a full disk, a kill or a stray hand leaves of a run's files is what can be gone on with."""
 
 import json
+import os
 import resource
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_rl.disk import append, write_whole
-from lightning_rl.errors import DiskError
+from lightning_rl.disk import append, require_writable, write_whole
+from lightning_rl.errors import ConfigError, DiskError
 from lightning_rl.metrics_log import MetricsLog
 from lightning_rl.replay.log import Outcome, ReplayLog
-from tests.small_run import trainer_of
+from tests.small_run import data_module, grpo, trainer_of
 
 
 @contextmanager
@@ -142,3 +145,34 @@ def test_a_damaged_line_of_the_replay_log_is_named_and_left_out(tmp_path):
     with pytest.warns(UserWarning, match="is damaged"):
         log.forget_after(1)
     assert list(log.outcomes()) == [1]
+
+
+def test_a_file_where_the_runs_should_go_is_told_before_anything_begins(tiny_model, tmp_path):
+    (tmp_path / "runs").write_text("")
+    for logger, root, key in (
+        (CSVLogger(tmp_path / "runs"), tmp_path, r"trainer\.logger\.save_dir"),
+        (False, tmp_path / "runs" / "below", r"trainer\.default_root_dir"),
+    ):
+        trainer = trainer_of(root, [], logger=logger)
+        with pytest.raises(ConfigError, match=rf"{key}: .*runs is a file, where a directory"):
+            trainer.fit(grpo(tiny_model), data_module())
+
+
+def test_a_directory_that_cannot_be_written_is_told():
+    with TemporaryDirectory() as place:
+        os.chmod(place, 0o555)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:  # with the rights of nobody: root may write anywhere
+            try:
+                if os.geteuid() == 0:
+                    os.setuid(65534)
+                require_writable(Path(place, "new"), "save_dir")
+            except ConfigError as error:
+                os.write(writing, str(error).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writing)
+        with os.fdopen(reading) as said:
+            assert f"save_dir: {place} cannot be written (read-only" in said.read()
