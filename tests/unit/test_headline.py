@@ -57,7 +57,7 @@ def test_the_headline_is_what_the_task_has(rows, shown):
 )
 def test_the_outcome_in_words(rows, said):
     report = RunReport()
-    report.history = rows
+    report.history.extend(rows)
     assert report._outcome() == said
 
 
