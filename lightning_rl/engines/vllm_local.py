@@ -1,6 +1,7 @@
 """vLLM in the training process: continuous batching over one stepping loop."""
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -133,7 +134,10 @@ class VLLMLocal(Engine):
             self._llm.apply_model(use_cpu_kernels)
         self._crash_file = divert_crash_dump()
         self._detach_process_group()
-        self._rendezvous = self._llm.collective_rpc(_rendezvous_file)
+        for file in filter(None, self._llm.collective_rpc(_rendezvous_file)):
+            # vLLM leaves it behind. The process's groups outlive the engine, and a new one
+            # (Lightning makes some in each run) meets there: without it, that waits half an hour.
+            atexit.register(file.unlink, missing_ok=True)
         self._shapes = weight_shapes(model_dir, bool(arguments.get("trust_remote_code")))
 
     def close(self) -> None:
@@ -143,8 +147,6 @@ class VLLMLocal(Engine):
         requests, self._requests = self._requests, {}
         self._llm.engine_core.shutdown()
         self._llm = None
-        for file in filter(None, self._rendezvous):  # which vLLM leaves behind
-            file.unlink(missing_ok=True)
         self.version = -1
         if between_steps:
             self._exclusive.release()
