@@ -9,6 +9,7 @@ transformers calls :func:`packed_attention` for every layer with the pack's :cla
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -18,63 +19,60 @@ from transformers import AttentionInterface
 
 from lightning_rl.data.packing import token_rows
 from lightning_rl.errors import ConfigError
+from lightning_rl.models.buckets import Buckets, Segments, build_buckets
 from lightning_rl.models.varlen import Varlen, attend, build_varlen, fused_kernel, varlen_dtype
 
 ATTENTION = "lightning_rl_packed"
 
-# Segments of like length share one SDPA call; more padding than this share opens a new bucket.
-MAX_PADDING = 0.3
-# Bound on the elements of one bucket's mask (N x Lq x Lk), and so on its memory.
-MAX_SCORES = 1 << 24
 
-
-@dataclass(slots=True)
-class Bucket:
-    """Segments attended in one SDPA call: N segments, padded to Lq queries and Lk keys.
-
-    ``query`` (N, Lq) and ``key`` (N, Lk) index the pack's S tokens, -1 where padded. ``mask``
-    (N, 1, Lq, Lk) is True where a query may look; None means plain causal attention, in which
-    padding on the right is never looked at.
-    """
-
-    query: Tensor
-    key: Tensor
-    mask: Tensor | None
-
-    def to(self, device: torch.device) -> "Bucket":
-        """On another device, with padding pointing at token 0 (its outputs are never read)."""
-        mask = None if self.mask is None else self.mask.to(device)
-        return Bucket(self.query.clamp(min=0).to(device), self.key.clamp(min=0).to(device), mask)
-
-
-@dataclass(slots=True)
+@dataclass
 class PackLayout:
     """Where each token of a pack sits in the forward pass.
 
     ``input_ids`` and ``position_ids`` (S,) feed the model; ``live`` (M,) are the loss tokens as
     indices into the pack's T tokens, ``predictors`` (M,) the positions in S that predict them.
-    ``restore`` (S,) picks each token's output from the flattened, concatenated bucket outputs;
-    ``varlen`` describes the same attention for a fused kernel.
+    ``segments`` say which tokens see which, and ``longest`` how many tokens a rollout has at most,
+    less its last. How that is computed, ``buckets`` or ``varlen``, is worked out once it is asked
+    for: a pack needs one of them.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     live: Tensor
     predictors: Tensor
-    buckets: list[Bucket]
-    restore: Tensor
-    varlen: Varlen
+    segments: Segments
+    longest: int
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        """For calls of SDPA."""
+        return build_buckets(self.segments).to(self.input_ids.device)
+
+    @cached_property
+    def varlen(self) -> Varlen:
+        """For one call of a fused kernel."""
+        nothing = torch.zeros(self.segments.prompts, dtype=torch.long, device="cpu")
+        prefix_start, prefix_length = self.segments.prefix
+        return build_varlen(
+            self.segments.start,
+            self.segments.length,
+            torch.cat([nothing, prefix_start]),
+            torch.cat([nothing, prefix_length]),
+        ).to(self.input_ids.device)
 
 
 def build_layout(pack: TensorDict) -> PackLayout:
-    """Lay out a pack (see :mod:`lightning_rl.data.packing`) for :func:`packed_attention`."""
+    """Lay out a pack (see :mod:`lightning_rl.data.packing`) for :func:`packed_attention`.
+
+    It is worked out on the CPU, also where a strategy makes another device the default one.
+    """
     device = pack["tokens", "input_ids"].device
     rollouts = pack["rollouts"].cpu()
     length, prompt_length = rollouts["length"], rollouts["prompt_length"]
     start = length.cumsum(0) - length
     prefixes, prefix = rollouts["prefix"].unique(return_inverse=True)
     owner = torch.empty_like(prefixes)
-    owner[prefix] = torch.arange(len(length))  # any row with that prompt will do
+    owner[prefix] = torch.arange(len(length), device="cpu")  # any row with that prompt will do
 
     # Segments of the forward row: the distinct prompts, then the completions less their last token.
     segment_length = torch.cat([prompt_length[owner], length - prompt_length - 1])
@@ -94,36 +92,13 @@ def build_layout(pack: TensorDict) -> PackLayout:
     predictors = torch.where(
         in_prompt, prefix_start[row] + offset, suffix_start[row] + offset - prompt_length[row]
     )
-
-    count = len(prefixes)
-    buckets = [
-        _causal_bucket(segment_start[part], segment_length[part])
-        for part in _buckets(segment_length[:count], torch.zeros(count, dtype=torch.long))
-    ] + [
-        _suffix_bucket(
-            suffix_start[part],
-            segment_length[count:][part],
-            prefix_start[part],
-            prompt_length[part],
-        )
-        for part in _buckets(segment_length[count:], prompt_length)
-    ]
-    slots = torch.cat([bucket.query.flatten() for bucket in buckets])
-    restore = torch.empty(len(within), dtype=torch.long)
-    restore[slots[slots >= 0]] = (slots >= 0).nonzero().squeeze(1)
     return PackLayout(
         input_ids=pack["tokens", "input_ids"][tokens],
         position_ids=positions.to(device),
         live=live,
         predictors=predictors.to(device),
-        buckets=[bucket.to(device) for bucket in buckets],
-        restore=restore.to(device),
-        varlen=build_varlen(
-            segment_start,
-            segment_length,
-            torch.cat([torch.zeros(count, dtype=torch.long), prefix_start]),
-            torch.cat([torch.zeros(count, dtype=torch.long), prompt_length]),
-        ).to(device),
+        segments=Segments(segment_start, segment_length, prefix),
+        longest=max(torch.cat([prompt_length, length - 1]).tolist(), default=0),
     )
 
 
@@ -156,7 +131,7 @@ def packed_attention(
         return out[None], None
     repeats = query.shape[1] // key.shape[1]
     outputs = []
-    for bucket in layout.buckets:
+    for bucket in layout.buckets.parts:
         out = F.scaled_dot_product_attention(
             _gather(q, bucket.query),
             _gather(k, bucket.key).repeat_interleave(repeats, 1),
@@ -167,7 +142,7 @@ def packed_attention(
             scale=scaling,
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[layout.restore][None], None
+    return torch.cat(outputs)[layout.buckets.restore][None], None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
@@ -188,58 +163,14 @@ def _refuse(
                 f"{type(module).__name__} uses {name}, which packed attention does not compute; "
                 "use a model without it"
             )
-    if window is not None and len(layout.position_ids):
-        longest = int(layout.position_ids.max()) + 1
-        if longest > window:
-            raise ConfigError(
-                f"a rollout of {longest} tokens exceeds the model's sliding window of {window}; "
-                "lower sampling.max_tokens or drop longer prompts"
-            )
+    if window is not None and layout.longest > window:
+        raise ConfigError(
+            f"a rollout of {layout.longest} tokens exceeds the model's sliding window of {window}; "
+            "lower sampling.max_tokens or drop longer prompts"
+        )
 
 
 def _ranges(lengths: Tensor) -> Tensor:
     """[0..a), [0..b), ... concatenated, for lengths (a, b, ...)."""
-    ends = lengths.cumsum(0)
-    return torch.arange(int(lengths.sum())) - torch.repeat_interleave(ends - lengths, lengths)
-
-
-def _buckets(length: Tensor, prefix: Tensor) -> list[Tensor]:
-    """Cut segments, sorted by size, where padding or the score matrix would grow too large."""
-    parts: list[list[int]] = []
-    lengths, prefixes = length.tolist(), prefix.tolist()
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i] + prefixes[i], lengths[i]))
-    real = lq = lp = 0
-    for i in order:
-        if lengths[i] == 0:  # a one-token completion has no token to run
-            continue
-        lq, lp = max(lq, lengths[i]), max(lp, prefixes[i])
-        real += lengths[i] + prefixes[i]
-        count = len(parts[-1]) + 1 if parts else 0
-        padded = count * (lq + lp)
-        if not parts or padded > (1 + MAX_PADDING) * real or count * lq * (lq + lp) > MAX_SCORES:
-            parts.append([])
-            lq, lp, real = lengths[i], prefixes[i], lengths[i] + prefixes[i]
-        parts[-1].append(i)
-    return [torch.tensor(part) for part in parts]
-
-
-def _index(start: Tensor, length: Tensor) -> Tensor:
-    """Consecutive positions per segment, padded with -1 on the right: (N, max length)."""
-    steps = torch.arange(int(length.max()))
-    return torch.where(steps < length[:, None], start[:, None] + steps, -1)
-
-
-def _causal_bucket(start: Tensor, length: Tensor) -> Bucket:
-    index = _index(start, length)
-    return Bucket(index, index, None)
-
-
-def _suffix_bucket(
-    start: Tensor, length: Tensor, prefix_start: Tensor, prefix_length: Tensor
-) -> Bucket:
-    query = _index(start, length)
-    prefix = _index(prefix_start, prefix_length)
-    steps = torch.arange(query.shape[1])
-    causal = (steps[:, None] >= steps).expand(len(start), -1, -1)
-    seen = (prefix >= 0)[:, None].expand(-1, query.shape[1], -1)
-    return Bucket(query, torch.cat([prefix, query], 1), torch.cat([seen, causal], 2)[:, None])
+    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    return torch.arange(len(starts), device="cpu") - starts

@@ -53,9 +53,8 @@ def build_varlen(
     starts = torch.stack([prefix_start, start], 1).flatten()
     lengths = torch.stack([prefix_length, length], 1).flatten()
     ends = lengths.cumsum(0)
-    keys = torch.arange(int(lengths.sum())) + torch.repeat_interleave(
-        starts - (ends - lengths), lengths
-    )
+    offsets = torch.repeat_interleave(starts - (ends - lengths), lengths)
+    keys = torch.arange(len(offsets), device="cpu") + offsets
     key_length = prefix_length + length
     query_ends, key_ends = (F.pad(x.cumsum(0), (1, 0)).int() for x in (length, key_length))
     longest = int(length.max()), int(key_length.max())
@@ -82,14 +81,15 @@ def fused_kernel() -> Callable[..., Any]:
 @cache
 def kernel_works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Try the kernel: it must exist for this device and mask as this module needs it to."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     q, k, v = (
-        torch.randn(n, heads, width, generator=generator).to(device, dtype)
+        torch.randn(n, heads, width, generator=generator, device="cpu").to(device, dtype)
         for n, heads in ((5, 2), (7, 1), (7, 1))
     )
     # Two segments: 2 queries on the last of 4 keys, and 3 on 3.
-    layout = build_varlen(*(torch.tensor(x) for x in ([0, 2], [2, 3], [0, 0], [2, 0])))
-    layout.keys = torch.arange(7)
+    segments = ([0, 2], [2, 3], [0, 0], [2, 0])
+    layout = build_varlen(*(torch.tensor(x, device="cpu") for x in segments))
+    layout.keys = torch.arange(7, device="cpu")
     try:
         ours = attend(q, k, v, layout.to(device), None, fused_kernel())
     except (ImportError, NotImplementedError, RuntimeError, TypeError):  # not here, or not yet so

@@ -1,0 +1,108 @@
+"""What does laying out a pack cost, by the length of its rollouts?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.layout [--save]
+
+Packs of 60 rollouts of 256 tokens, 8 of 2,000, one of 16,000 and one of 32,000, a quarter of each
+the prompt, which groups of 4 share where there are so many. Three ways in turns, CPU seconds of
+each (medians) and the bytes of masks:
+
+- `masked`: all completions behind a mask, and the fused kernel's segments too, as once was done
+- `buckets`: what calls of SDPA need
+- `varlen`: what a fused kernel needs
+
+The last line is JSON.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from benchmarks.results import report
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.models import buckets
+from lightning_rl.models.attention import build_layout
+from lightning_rl.rollout import Prompt, Rollout
+
+PACKS = {"60x256": (60, 256), "8x2000": (8, 2_000), "1x16000": (1, 16_000), "1x32000": (1, 32_000)}
+GROUP_SIZE = 4
+
+
+def make_pack(count: int, tokens: int) -> TensorDict:
+    """Rollouts of equal lengths."""
+    size = tokens * 3 // 4
+    return pack_rollouts(
+        [
+            Rollout(
+                Prompt(str(i // GROUP_SIZE), "", [i // GROUP_SIZE + 3] * (tokens - size)),
+                str(i // GROUP_SIZE), i % GROUP_SIZE, seed=0, temperature=1.0,
+                token_ids=[4] * size, loss_mask=[True] * size, logprobs=[0.0] * size,
+                versions=[0] * size,
+            )
+            for i in range(count)
+        ]
+    )  # fmt: skip
+
+
+def masked(pack: TensorDict) -> int:
+    """Everything, with a mask for each completion."""
+    bound, buckets.MAX_MASK = buckets.MAX_MASK, 1 << 62
+    try:
+        assert build_layout(pack).varlen
+        return masks_of(pack)
+    finally:
+        buckets.MAX_MASK = bound
+
+
+def masks_of(pack: TensorDict) -> int:
+    """Bytes of the masks for SDPA."""
+    parts = build_layout(pack).buckets.parts
+    return sum(0 if part.mask is None else part.mask.nbytes for part in parts)
+
+
+def varlen(pack: TensorDict) -> int:
+    """For a fused kernel, which needs no mask."""
+    assert build_layout(pack).varlen
+    return 0
+
+
+WAYS: dict[str, Callable[[TensorDict], int]] = {
+    "masked": masked, "buckets": masks_of, "varlen": varlen,
+}  # fmt: skip
+
+
+def measure(pack: TensorDict, repeats: int) -> dict[str, float]:
+    """Medians of CPU seconds, and bytes of masks."""
+    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    sizes: dict[str, int] = {}
+    for repeat in range(repeats):
+        for name in list(WAYS)[:: 1 if repeat % 2 else -1]:
+            begin = time.process_time()
+            sizes[name] = WAYS[name](pack)
+            seconds[name].append(time.process_time() - begin)
+    row = {f"{name}_s": statistics.median(taken) for name, taken in seconds.items()}
+    ratios = {f"{name}_ratio": row["masked_s"] / row[f"{name}_s"] for name in ("buckets", "varlen")}
+    return row | ratios | {f"{name}_mask_mib": size / 2**20 for name, size in sizes.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--save", action="store_true", help="keep the result")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {}
+    print(f"{'pack':>8} " + "".join(f"{name + ', s':>12}{'masks, MiB':>12}" for name in WAYS))
+    for name, shape in PACKS.items():
+        row = result[name] = measure(make_pack(*shape), arguments.repeats)
+        cells = (f"{row[f'{way}_s']:12.4f}{row[f'{way}_mask_mib']:12.1f}" for way in WAYS)
+        print(f"{name:>8} " + "".join(cells))
+    report("layout", result, arguments.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Packed attention as few calls of SDPA as padding allows, for devices without a fused kernel.
+
+Segments of like length share a call, padded. Completions that see a prompt need a mask of queries x
+keys, which for long ones would be larger than all else: those run together with their prompt
+instead, under the causal flag, for which no mask is made.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Segments of like length share one SDPA call; more padding than this share opens a new bucket.
+MAX_PADDING = 0.3
+# Bound on the elements of one bucket's scores (N x Lq x Lk), and so on its mask's memory.
+MAX_SCORES = 1 << 24
+# Elements of one completion's mask above which the causal flag takes its place.
+MAX_MASK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Segments:
+    """What a pack's row of S tokens consists of: distinct prompts, then rollouts' completions.
+
+    All on the CPU. ``start`` and ``length`` (N,): the place of each segment in the row, one behind
+    the other; ``prompt`` (M,): the segment of each of the M completions' prompt, the last M of N.
+    """
+
+    start: Tensor
+    length: Tensor
+    prompt: Tensor
+
+    @property
+    def prompts(self) -> int:
+        """How many of the segments are prompts."""
+        return len(self.start) - len(self.prompt)
+
+    @property
+    def prefix(self) -> tuple[Tensor, Tensor]:
+        """Start and length (M,) of what each completion sees before itself."""
+        return self.start[self.prompt], self.length[self.prompt]
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Segments attended in one SDPA call: N segments, padded to Lq queries and Lk keys.
+
+    ``query`` (N, Lq) and ``key`` (N, Lk) index the pack's S tokens, -1 where padded. ``mask``
+    (N, 1, Lq, Lk) is True where a query may look; None means plain causal attention, in which
+    padding on the right is never looked at.
+    """
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+
+    def to(self, device: torch.device) -> "Bucket":
+        """On another device, with padding pointing at token 0 (its outputs are never read)."""
+        mask = None if self.mask is None else self.mask.to(device)
+        return Bucket(self.query.clamp(min=0).to(device), self.key.clamp(min=0).to(device), mask)
+
+
+@dataclass(slots=True)
+class Buckets:
+    """All of a pack; ``restore`` (S,) picks each token's output from theirs, concatenated."""
+
+    parts: list[Bucket]
+    restore: Tensor
+
+    def to(self, device: torch.device) -> "Buckets":
+        """On another device."""
+        return Buckets([part.to(device) for part in self.parts], self.restore.to(device))
+
+
+def build_buckets(segments: Segments) -> Buckets:
+    """Cut a pack's attention into SDPA calls, on the CPU.
+
+    Its work and memory are in proportion to tokens and padding, but for masks of at most
+    ``MAX_MASK`` elements a completion; one of a shared prompt that is longer than the completion
+    has as many as attention has scores.
+    """
+    count, size = segments.prompts, int(segments.length.sum())
+    start, length = segments.start[count:], segments.length[count:]
+    prefix_start, prefix_length = segments.prefix
+    whole = _whole(segments)
+    provider = _providers(segments.prompt, whole, count)
+    alone = torch.ones(count, dtype=torch.bool, device="cpu")
+    alone[segments.prompt[provider]] = False  # the others' outputs come from a whole rollout
+    nothing = torch.zeros(len(segments.start), dtype=torch.long, device="cpu")
+    parts = [
+        *(
+            _causal_bucket(segments.start[part], segments.length[part])
+            for part in _parts(alone, segments.length[:count], nothing[:count])
+        ),
+        *(
+            _suffix_bucket(start[part], length[part], prefix_start[part], prefix_length[part])
+            for part in _parts(~whole, length, prefix_length)
+        ),
+        *(
+            _whole_bucket(
+                start[part], length[part], prefix_start[part], prefix_length[part], provider[part]
+            )
+            for part in _parts(whole, prefix_length + length, nothing[count:])
+        ),
+    ]
+    slots = torch.cat([bucket.query.flatten() for bucket in parts])
+    restore = torch.empty(size, dtype=torch.long, device="cpu")
+    restore[slots[slots >= 0]] = (slots >= 0).nonzero().squeeze(1)
+    return Buckets(parts, restore)
+
+
+def _whole(segments: Segments) -> Tensor:
+    """Which completions (M,) run behind their prompt in one causal call, without a mask.
+
+    Long ones, where that computes fewer scores: (P + L)^2 / 2 instead of the L (P + L) of a mask if
+    the completion is the longer part; and always fewer if no other shares the prompt, for the
+    prompt's own scores are among them.
+    """
+    length, (_, prefix) = segments.length[segments.prompts :], segments.prefix
+    users = torch.bincount(segments.prompt, minlength=segments.prompts)[segments.prompt]
+    return (length * (prefix + length) > MAX_MASK) & ((length >= prefix) | (users == 1))
+
+
+def _providers(prompt: Tensor, whole: Tensor, count: int) -> Tensor:
+    """The first whole rollout of each prompt, as a mask (M,): the one its outputs come from."""
+    rows = whole.nonzero().squeeze(1)
+    none = len(prompt)
+    first = torch.full((count,), none, dtype=torch.long, device="cpu")
+    first.scatter_reduce_(0, prompt[rows], rows, "amin")
+    provider = torch.zeros_like(whole)
+    provider[first[first < none]] = True
+    return provider
+
+
+def _parts(chosen: Tensor, length: Tensor, prefix: Tensor) -> list[Tensor]:
+    """The chosen ones of segments (N,), as indices of those that share a call.
+
+    Sorted by size, cut where padding or the score matrix would grow too large.
+    """
+    rows = chosen.nonzero().squeeze(1)
+    parts: list[list[int]] = []
+    lengths, prefixes = length[rows].tolist(), prefix[rows].tolist()
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i] + prefixes[i], lengths[i]))
+    real = lq = lp = 0
+    for i in order:
+        if lengths[i] == 0:  # a one-token completion has no token to run
+            continue
+        lq, lp = max(lq, lengths[i]), max(lp, prefixes[i])
+        real += lengths[i] + prefixes[i]
+        count = len(parts[-1]) + 1 if parts else 0
+        padded = count * (lq + lp)
+        if not parts or padded > (1 + MAX_PADDING) * real or count * lq * (lq + lp) > MAX_SCORES:
+            parts.append([])
+            lq, lp, real = lengths[i], prefixes[i], lengths[i] + prefixes[i]
+        parts[-1].append(i)
+    return [rows[torch.tensor(part, device="cpu")] for part in parts]
+
+
+def _steps(length: Tensor) -> Tensor:
+    return torch.arange(int(length.max()), device="cpu")
+
+
+def _index(start: Tensor, length: Tensor) -> Tensor:
+    """Consecutive positions per segment, padded with -1 on the right: (N, max length)."""
+    steps = _steps(length)
+    return torch.where(steps < length[:, None], start[:, None] + steps, -1)
+
+
+def _causal_bucket(start: Tensor, length: Tensor) -> Bucket:
+    index = _index(start, length)
+    return Bucket(index, index, None)
+
+
+def _suffix_bucket(
+    start: Tensor, length: Tensor, prefix_start: Tensor, prefix_length: Tensor
+) -> Bucket:
+    """Completions on their prompts, each padded by itself: a mask says what is seen."""
+    query = _index(start, length)
+    prefix = _index(prefix_start, prefix_length)
+    steps = _steps(length)
+    causal = (steps[:, None] >= steps).expand(len(start), -1, -1)
+    seen = (prefix >= 0)[:, None].expand(-1, query.shape[1], -1)
+    return Bucket(query, torch.cat([prefix, query], 1), torch.cat([seen, causal], 2)[:, None])
+
+
+def _whole_bucket(
+    start: Tensor, length: Tensor, prefix_start: Tensor, prefix_length: Tensor, provider: Tensor
+) -> Bucket:
+    """Prompt and completion without a gap; the prompt's outputs are taken of ``provider`` only."""
+    steps = _steps(prefix_length + length)
+    in_prompt = steps < prefix_length[:, None]
+    place = steps + torch.where(in_prompt, prefix_start[:, None], (start - prefix_length)[:, None])
+    key = place.where(steps < (prefix_length + length)[:, None], -1)
+    return Bucket(key.masked_fill(in_prompt & ~provider[:, None], -1), key, None)

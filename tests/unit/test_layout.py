@@ -1,0 +1,128 @@
+"""What a pack's layout costs, and long completions, whose attention needs no mask."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.models import buckets
+from lightning_rl.models.attention import build_layout, packed_attention
+from lightning_rl.models.varlen import attend, plain_varlen
+
+
+class Cost(TorchDispatchMode):
+    """Operations, and the bytes that they fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.operations += 1
+        if isinstance(result, torch.Tensor) and not result._is_view():
+            self.bytes += result.untyped_storage().nbytes()
+        return result
+
+
+def cost_of(pack, *used: str) -> tuple[int, int]:
+    with Cost() as cost:
+        layout = build_layout(pack)
+        for name in used:
+            getattr(layout, name)
+    return cost.operations, cost.bytes
+
+
+@pytest.mark.parametrize("used", [(), ("varlen",), ("buckets",)])
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_layout_is_linear_in_the_tokens(make_rollout, used, group_size):
+    """Of one long rollout, and of two that share a prompt; a mask alone had L (P + L) bytes."""
+
+    def pack(tokens: int):
+        prompt, completion = [3] * (tokens // 4), [4] * (tokens * 3 // 4)
+        return pack_rollouts([make_rollout(prompt, completion)] * group_size)
+
+    (operations, size), (more_operations, twice) = (cost_of(pack(n), *used) for n in (4096, 8192))
+    assert more_operations == operations <= 180
+    assert twice <= 2.05 * size
+    assert twice <= 450 * group_size * 8192  # its mask would take 8192 * 6144 = 6000 a token
+
+
+@pytest.mark.parametrize("used", ["varlen", "buckets"])
+def test_what_is_not_used_is_not_built(random_batch, used):
+    layout = build_layout(random_batch(1))
+    assert not {"varlen", "buckets"} & set(vars(layout))
+    if used == "buckets":
+        q, k = torch.zeros(1, 4, len(layout.input_ids), 8), torch.zeros(1, 2, 1, 8)
+        k = k.expand(1, 2, q.shape[2], 8)
+        packed_attention(torch.nn.Identity(), q, k, k, None, layout=layout)
+    else:
+        assert layout.varlen.longest_key
+    assert {"varlen", "buckets"} & set(vars(layout)) == {used}
+
+
+def attention(layout, fused: bool) -> list[torch.Tensor]:
+    """Outputs and gradients, in float64."""
+    size, generator = len(layout.input_ids), torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(1, heads, size, 8, generator=generator, dtype=torch.double, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    if fused:
+        rows = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = attend(*rows, layout.varlen, 0.3, plain_varlen)[None]
+    else:
+        out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, layout=layout, scaling=0.3)
+    towards = torch.randn(out.shape, generator=generator, dtype=torch.double)
+    return [out, *torch.autograd.grad((out * towards).sum(), (q, k, v))]
+
+
+@pytest.mark.parametrize("most", [0, 20, 60])
+@pytest.mark.parametrize("seed", range(3))
+def test_whole_rollouts_are_attended_as_masked_ones(monkeypatch, random_batch, seed, most):
+    monkeypatch.setattr(buckets, "MAX_MASK", most)
+    layout = build_layout(random_batch(seed, groups=5))
+    masked = sum(bucket.mask is not None for bucket in layout.buckets.parts)
+    slots = torch.cat([bucket.query.flatten() for bucket in layout.buckets.parts])
+    monkeypatch.setattr(buckets, "MAX_MASK", 10**9)
+    plain = buckets.build_buckets(layout.segments)
+    before = torch.cat([bucket.query.flatten() for bucket in plain.parts])
+    assert len(slots) != len(before)  # some do run whole
+    assert masked <= sum(bucket.mask is not None for bucket in plain.parts)
+    for ours, theirs in zip(attention(layout, False), attention(layout, True), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_which_rollouts_run_whole_by_hand(monkeypatch, make_rollout):
+    monkeypatch.setattr(buckets, "MAX_MASK", 14)
+    rollouts = [
+        make_rollout([3, 4], [5, 6, 7, 1]),  # 3 on 2: a mask of 3 x 5 = 15
+        make_rollout([3, 4], [8, 9, 1]),  # of 2 x 4: short enough
+        make_rollout([3, 4], [6, 6, 6, 1]),  # 15 again, but the prompt is computed already
+        make_rollout([5, 5, 5, 5, 5], [5, 5, 1]),  # 2 on 5 have 14
+        make_rollout([6, 6, 6, 6, 6, 6], [5, 5, 1]),  # 2 on 6 have 16, and share no prompt
+        make_rollout([7] * 6, [8, 8, 1]),  # 16, but shared, so that a mask costs less
+        make_rollout([7] * 6, [9, 9, 1]),
+    ]
+    layout = build_layout(pack_rollouts(rollouts))
+    # Row: prompts 0-1, 2-6, 7-12, 13-18, then completions 19-21, 22-23, 24-26, 27-28, 29-30, ...
+    causal = [
+        row[row >= 0].tolist()
+        for bucket in buckets.build_buckets(layout.segments).parts
+        for row in bucket.key
+        if bucket.mask is None
+    ]
+    whole = [[0, 1, 19, 20, 21], [0, 1, 24, 25, 26], [*range(7, 13), 29, 30]]
+    alone = [[*range(2, 7)], [*range(13, 19)]]
+    assert sorted(causal) == sorted(whole + alone)
+
+
+def test_a_default_device_is_not_where_a_layout_is_worked_out(random_batch):
+    """Strategies load models under ``with device:``, and loading scores a pack."""
+    batch = random_batch(3)
+    plain = build_layout(batch)
+    with torch.device("meta"):
+        layout = build_layout(batch)
+        assert torch.equal(layout.buckets.restore, plain.buckets.restore)
+        assert torch.equal(layout.varlen.keys, plain.varlen.keys)
+    assert torch.equal(layout.predictors, plain.predictors)
