@@ -72,3 +72,26 @@ def test_a_kernel_that_masks_otherwise_is_not_used(monkeypatch):
 
     monkeypatch.setattr(varlen, "fused_kernel", lambda: from_the_start)
     assert not varlen.kernel_works.__wrapped__(device, dtype, 16)
+
+
+def test_a_kernel_whose_gradients_are_wrong_is_not_used(monkeypatch):
+    def half_deaf(q, k, v, *layout, **options):
+        """Right, but that the gradient of the keys comes at half its size."""
+        return plain_varlen(q, k / 2 + k.detach() / 2, v, *layout, **options)
+
+    monkeypatch.setattr(varlen, "fused_kernel", lambda: half_deaf)
+    assert not varlen.kernel_works.__wrapped__(torch.device("cpu"), torch.float32, 16)
+
+
+def test_torch_2_11_is_not_told_of_grouped_queries(monkeypatch):
+    # Its kernel groups them by itself, and knows no such argument.
+    def of_2_11(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
+    ):
+        layout = (cu_seq_q, cu_seq_k, max_q, max_k)
+        options = {"scale": scale, "window_size": window_size, "enable_gqa": True}
+        return plain_varlen(query, key, value, *layout, **options)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_2_11)
+    monkeypatch.setattr(varlen, "fused_kernel", varlen.fused_kernel.__wrapped__)
+    assert varlen.kernel_works.__wrapped__(torch.device("cpu"), torch.float32, 16)
