@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_rl.data.packing import select, split_minibatches, split_packs
 from lightning_rl.memory import forward_tokens
-from lightning_rl.models.heads import CHUNK_ELEMENTS
+from lightning_rl.models.heads import chunk_elements
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 
@@ -150,8 +150,9 @@ def training_memory(
     - backward: the gradient of the largest parameter, before it is added to the others.
     """
     trained = [p for p in policy.parameters() if p.requires_grad]
-    vocabulary = policy.lm.get_output_embeddings().weight.shape[0]
-    chunk = min(CHUNK_ELEMENTS, int(pack["tokens", "loss_mask"].sum()) * vocabulary)
+    head = policy.lm.get_output_embeddings().weight
+    vocabulary = head.shape[0]
+    chunk = min(chunk_elements(head.device), int(pack["tokens", "loss_mask"].sum()) * vocabulary)
     group = pack["rollouts", "group"]
     sample = select(pack, (group == group[0]).nonzero().squeeze(1))
     per_token = kept_for_backward(policy, sample) / forward_tokens(sample)

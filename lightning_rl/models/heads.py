@@ -19,6 +19,8 @@ from lightning_rl.models.sampling import SampledBy, sampled_by, sampled_logits
 
 # Elements of one chunk of fp32 logits: 64 MiB, whatever the vocabulary.
 CHUNK_ELEMENTS = 1 << 24
+# On a GPU 512 MiB: a chunk of a large vocabulary is to have rows enough to keep it busy.
+CUDA_CHUNK_ELEMENTS = 1 << 27
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -26,7 +28,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     Backward recomputes each chunk's logits: with p = softmax(z / τ) and H its entropy,
     d logprob[t] / dz = (1[t] - p) / τ and dH / dz = -p (log p + H) / τ; times the penalties' slope.
-    With ``fp32`` autocast must not round what the caller has made float32.
+    Products are computed in ``dtype``, to which weights are cast once a pass; autocast, which would
+    do so for each chunk anew, is off meanwhile.
     """
 
     @staticmethod
@@ -37,14 +40,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         by: SampledBy,
-        fp32: bool,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, lse = (
             torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(3)
         )
-        for part in _chunks(len(hidden), weight.shape[0]):
-            with _no_autocast(hidden, fp32):
-                scaled, _ = sampled_logits(hidden[part], weight, bias, targets[part], by.rows(part))
+        states, matrix = hidden.to(dtype), weight.to(dtype)
+        offset = None if bias is None else bias.to(dtype)
+        for part in _chunks(states, weight.shape[0]):
+            with _no_autocast(states):
+                scaled, _ = sampled_logits(
+                    states[part], matrix, offset, targets[part], by.rows(part)
+                )
             top = scaled.amax(-1, keepdim=True)
             exps = (scaled - top).exp_()
             total = exps.sum(-1)
@@ -52,27 +59,30 @@ class _ChunkedLogprobs(torch.autograd.Function):
             picked = scaled.gather(-1, targets[part, None]).squeeze(-1)
             logprobs[part] = picked - lse[part]
             entropy[part] = lse[part] - exps.mul_(scaled).sum(-1) / total
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.by, ctx.fp32 = by, fp32
+        ctx.save_for_backward(states, weight, bias, targets, lse, entropy)
+        ctx.by, ctx.hidden_dtype = by, hidden.dtype
         ctx.set_materialize_grads(False)  # an output without a loss has None, and costs nothing
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        with _no_autocast(ctx.saved_tensors[0], ctx.fp32):
+        # Autocast's state here is the thread's own: on a GPU not that of the forward pass.
+        with _no_autocast(ctx.saved_tensors[0]):
             return *_ChunkedLogprobs._gradients(ctx, grad_logprobs, grad_entropy), None, None, None
 
     @staticmethod
     def _gradients(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        states, weight, bias, targets, lse, entropy = ctx.saved_tensors
         # What is frozen, such as the head of a LoRA-trained model, gets no gradient computed.
-        grad_hidden, grad_weight, grad_bias = (
+        grad_states, grad_weight, grad_bias = (
             torch.zeros_like(x) if needed else None
-            for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+            for x, needed in zip((states, weight, bias), ctx.needs_input_grad, strict=False)
         )
-        for part in _chunks(len(hidden), weight.shape[0]):
+        matrix = weight.to(states.dtype)
+        offset = None if bias is None else bias.to(states.dtype)
+        for part in _chunks(states, weight.shape[0]):
             by = ctx.by.rows(part)
-            scaled, bend = sampled_logits(hidden[part], weight, bias, targets[part], by)
+            scaled, bend = sampled_logits(states[part], matrix, offset, targets[part], by)
             log_p = scaled.sub_(lse[part, None])
             if grad_entropy is None:
                 assert grad_logprobs is not None  # or autograd would not have come here
@@ -86,31 +96,49 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_logprobs is not None:
                 grad.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
             grad = grad.div_(by.temperature)
-            grad = (grad if bend is None else grad.mul_(bend)).to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = grad @ weight.to(hidden.dtype)
+            grad = (grad if bend is None else grad.mul_(bend)).to(states.dtype)
+            if grad_states is not None:
+                grad_states[part] = grad @ matrix
             if grad_weight is not None:
-                _add_product(grad_weight, grad.T, hidden[part])
+                _add_product(grad_weight, grad.T, states[part])
             if grad_bias is not None:
-                grad_bias += grad.sum(0).to(grad_bias.dtype)
-        return grad_hidden, grad_weight, grad_bias
+                grad_bias += grad.sum(0)
+        if grad_states is not None:
+            grad_states = grad_states.to(ctx.hidden_dtype)
+        return grad_states, grad_weight, grad_bias
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += left @ right``; where dtypes allow, without a second tensor of that size."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
-    else:
-        total += (left @ right).to(total.dtype)
+    else:  # chunks are added up in the weight's own dtype
+        total += left @ right
 
 
-def _no_autocast(hidden: Tensor, fp32: bool) -> AbstractContextManager[Any]:
-    return torch.autocast(hidden.device.type, enabled=False) if fp32 else nullcontext()
+def _no_autocast(like: Tensor) -> AbstractContextManager[Any]:
+    device = like.device.type
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
-def _chunks(rows: int, vocabulary: int) -> list[slice]:
-    step = max(1, CHUNK_ELEMENTS // vocabulary)
+def chunk_elements(device: torch.device) -> int:
+    """How many logits are computed at a time on a device."""
+    return CUDA_CHUNK_ELEMENTS if device.type == "cuda" else CHUNK_ELEMENTS
+
+
+def _chunks(states: Tensor, vocabulary: int) -> list[slice]:
+    rows, step = len(states), max(1, chunk_elements(states.device) // vocabulary)
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
+
+
+def _logits_dtype(hidden: Tensor, fp32: bool) -> torch.dtype:
+    """Of the products: float32 if that is wanted, else autocast's or the states' own."""
+    if fp32:
+        return torch.float32
+    device = hidden.device.type
+    on = torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else hidden.dtype
 
 
 def token_logprobs(
@@ -135,8 +163,8 @@ def token_logprobs(
     logits are computed in float32, whatever dtype the states have.
     """
     by = sampled_by(targets, temperature, top_k, top_p, no_end, ends, min_p, penalties)
-    hidden = hidden.float() if fp32 else hidden
-    return _ChunkedLogprobs.apply(hidden, output.weight, output.bias, targets, by, fp32)
+    dtype = _logits_dtype(hidden, fp32)
+    return _ChunkedLogprobs.apply(hidden, output.weight, output.bias, targets, by, dtype)
 
 
 class ValueHead(nn.Module, ABC):

@@ -84,15 +84,13 @@ def sampled_by(
 def sampled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, by: SampledBy
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits (m, V), float32, of the distribution that was sampled from.
+    """Logits (m, V), float32, of the distribution that was sampled from; all of one dtype.
 
     In the order of the engines: penalties, end tokens where none could be, temperature, min-p,
     top-k, top-p. Also returns their slope (m, V) in the model's logits, but for the temperature;
     None: 1.
     """
-    logits = nn.functional.linear(
-        hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    ).float()
+    logits = nn.functional.linear(hidden, weight, bias).float()
     slope = None if by.penalties is None else by.penalties.apply(logits)
     scaled = logits.div_(by.temperature)
     if by.no_end is not None:

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rl.models import heads
 from lightning_rl.models.attention import build_layout
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, token_logprobs
 from lightning_rl.models.policy import Policy
-from tests.tolerances import rounding
+from tests.tolerances import norm_rounding, rounding
 
 
 def naive(
@@ -180,3 +181,67 @@ def test_logits_in_float32_under_bfloat16(tiny_model, random_batch, fp32):
     else:  # bfloat16 has 8 bits
         assert gap > 1e-3
         assert grad_gap > 1e-4
+
+
+def test_logits_in_float32_of_weights_in_bfloat16(tiny_model, random_batch):
+    """As with ``precision: bf16-true``: exact of the states and weights as they are."""
+    policy = Policy(str(tiny_model), cast_lm_head_to_fp32=True).bfloat16()
+    batch, states = random_batch(1), []
+    policy.lm.model.norm.register_forward_hook(lambda module, args, output: states.append(output))
+    scores = policy(batch)
+    scores.logprobs.sum().backward()
+    assert states[0].dtype == torch.bfloat16
+    hidden = states[0][0, build_layout(batch).predictors].double()
+    head = policy.lm.get_output_embeddings().weight
+    logits = hidden @ head.detach().double().T / 0.7
+    targets = batch["tokens", "input_ids"][scores.live]
+    exact = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    bound = rounding(sum(head.shape), magnitude=float(exact.detach().abs().max()))
+    torch.testing.assert_close(scores.logprobs.double(), exact, rtol=0, atol=bound)
+    assert head.grad.dtype == torch.bfloat16
+    assert bool(head.grad.any())
+
+
+class Copies(TorchDispatchMode):
+    """Changes of dtype of a matrix, and matrix products, each by the dtype that results."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.casts, self.products = shape, [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
+            self.casts.append(result.dtype)
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default):
+            self.products.append(result.dtype)
+        return result
+
+
+@pytest.mark.parametrize("rows", [7, 2, 1])
+def test_weights_are_cast_once_a_pass_and_products_have_16_bits(monkeypatch, rows):
+    """Not once a chunk; the weight's gradient too is computed in 16 bits and added in 32."""
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 11 * rows)
+    linear, hidden, targets, temperature = problem(False)
+    chunks = -(-7 // rows)
+    with Copies(linear.weight.shape) as copies:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # as Lightning's is
+            logprobs, _ = token_logprobs(hidden, linear, targets, temperature)
+        assert copies.casts == [torch.bfloat16]
+        logprobs.sum().backward()  # where autocast is off, as in a thread of its own
+    assert copies.casts == 2 * [torch.bfloat16]
+    # Logits forward and again backward, then the gradients of states and weight.
+    assert copies.products == 4 * chunks * [torch.bfloat16]
+    assert linear.weight.grad.dtype == hidden.grad.dtype == torch.float32
+    doubles = [x.detach().double().requires_grad_() for x in (hidden, linear.weight)]
+    naive(*doubles, None, targets, temperature.double())[0].sum().backward()
+    for mine, exact in zip((hidden, linear.weight), doubles, strict=True):
+        gap = (mine.grad - exact.grad).norm() / exact.grad.norm()
+        assert 1e-4 < gap < norm_rounding(sum(linear.weight.shape), torch.bfloat16)
+
+
+def test_chunks_of_a_large_vocabulary_by_device():
+    """16,384 tokens of 151,936 words: 110 rows a chunk on a CPU, 883 on a GPU."""
+    assert len(heads._chunks(torch.empty(16_384, 1), 151_936)) == 149
+    rows = heads.chunk_elements(torch.device("cuda")) // 151_936
+    assert -(-16_384 // rows) == 19
