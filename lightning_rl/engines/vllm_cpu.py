@@ -91,7 +91,17 @@ def use_cpu_kernels(model: nn.Module) -> None:
 
 def _has_kernel(norm: Any) -> bool:
     # It takes whole vectors of 32 elements, weights in the type of what they scale, and all of it.
-    return norm.has_weight and norm.variance_size_override is None and norm.hidden_size % 32 == 0
+    fits = norm.has_weight and norm.variance_size_override is None and norm.hidden_size % 32 == 0
+    return fits and _rounds_to_nearest(norm.weight.dtype)
+
+
+@cache
+def _rounds_to_nearest(dtype: torch.dtype) -> bool:
+    """Where a CPU has no bfloat16 of its own, the kernel cuts digits off instead."""
+    x, residual, weight = (torch.full((1, 32), value, dtype=dtype) for value in (1.0, 0.0137, 1.0))
+    expected = x + residual
+    torch.ops._C.fused_add_rms_norm(x, residual, weight[0], 1e-6)
+    return torch.equal(residual, expected)
 
 
 def _rms_norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Any:

@@ -1,5 +1,7 @@
 """What replaces vLLM's own layers on CPUs computes the same, or is left out."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,8 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from lightning_rl.engines.vllm_cpu import use_cpu_kernels
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM computes on the GPU")
+
+HAS_BFLOAT16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +48,8 @@ def replaced(layer):
 @pytest.mark.parametrize("width", [32, 64, 192, 1024])
 def test_norms_equal_their_formula(dtype, rounding, width):
     layer = norm(width, dtype=dtype)
-    assert replaced(layer)
+    # Without bfloat16 in the CPU vLLM's kernel does not round, and is left alone.
+    assert replaced(layer) or (dtype == torch.bfloat16 and not HAS_BFLOAT16)
     rows, residual = x(7, width, dtype=dtype), x(7, width, dtype=dtype, scale=5.0).flip(0)
 
     def formula(rows):
