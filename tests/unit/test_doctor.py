@@ -1,7 +1,6 @@
 """The doctor's judgements on planted values, and its report on the machine that runs the tests."""
 
 import os
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -77,18 +76,6 @@ def test_older_vllms_work_but_for_what_is_said(version, lacks):
     assert (check.problem is None) == (lacks == [])
     assert all(words in check.problem for words in lacks)
     assert not check.serious
-
-
-def test_vllm_version_is_read_without_importing_vllm():
-    command = (
-        "import sys; from lightning_rl.doctor import read_vllm_version as r;"
-        "print(r(), 'vllm' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
-    # Either distribution gives the package vllm; none is installed only where there is no engine.
-    names = metadata.packages_distributions().get("vllm")
-    expected = metadata.version(names[0]) if names else "None"
-    assert done.stdout.split() == [expected, "False"]
 
 
 def test_a_torchvision_that_breaks_imports_is_serious(
@@ -193,18 +180,3 @@ def test_cores_and_memory_do_not_exceed_the_machines():
 def test_a_machine_without_an_nvidia_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
     assert driver_gpus() == []
-
-
-def test_exit_code_is_1_only_for_serious_problems():
-    # A serious fault planted for real: a metadata folder that shadows the installed lightning.
-    code = (
-        "import sys, pathlib, tempfile\n"
-        "info = pathlib.Path(tempfile.mkdtemp(), 'lightning-2.6.2.dist-info'); info.mkdir()\n"
-        "(info / 'METADATA').write_text('Name: lightning\\nVersion: 2.6.2\\n')\n"
-        "sys.path.insert(0, str(info.parent))\n"
-        "from lightning_rl.doctor import main\n"
-        "sys.exit(main())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "PROBLEM  lightning" in done.stdout
