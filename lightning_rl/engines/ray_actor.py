@@ -23,6 +23,11 @@ def this_machine() -> str:
 class _HostedVLLM(VLLMLocal):
     """VLLMLocal that takes weights through vLLM's weight-transfer API, as servers do."""
 
+    def _own_device(self) -> int | None:
+        # Several workers are processes of their own, and this one then touches no GPU.
+        alone = self._settings.options.get("tensor_parallel_size", 1) == 1
+        return super()._own_device() if alone else None
+
     def transfer(self, step: str, arguments: Mapping[str, Any]) -> None:
         """One step of a push, between two steps of generation."""
         with self._exclusive:

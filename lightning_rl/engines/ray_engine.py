@@ -17,7 +17,8 @@ from lightning_rl.engines.ray_actor import RayActor
 from lightning_rl.engines.ray_replica import RayReplica
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
-from lightning_rl.engines.vllm_adapter import EngineSettings, last_line
+from lightning_rl.engines.vllm_process import last_line
+from lightning_rl.engines.vllm_settings import EngineSettings
 from lightning_rl.errors import ConfigError, ReplicaError, require_at_least
 
 _PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")

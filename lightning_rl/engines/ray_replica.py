@@ -7,7 +7,7 @@ from typing import Any
 from lightning_rl.engines.base import Completion, Sampling
 from lightning_rl.engines.ray_actor import this_machine
 from lightning_rl.engines.replica import Replica, ReplicaLost, told_by_worker
-from lightning_rl.engines.vllm_adapter import last_line
+from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import EngineError, ReplicaError, StaleWeightsError, SyncTimeoutError
 
 _HEALTH_TIMEOUT_S = 10.0

@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,12 +22,10 @@ from lightning_rl.engines.base import (
     require_same_weights,
 )
 from lightning_rl.engines.vllm_adapter import (
-    EngineSettings,
     add_request,
-    contained,
-    divert_crash_dump,
-    last_line,
     reload_weights,
+    rendezvous_file,
+    sampling_params,
     weight_shapes,
 )
 from lightning_rl.engines.vllm_cpu import (
@@ -34,6 +33,14 @@ from lightning_rl.engines.vllm_cpu import (
     skip_rank_compilation,
     use_cpu_kernels,
 )
+from lightning_rl.engines.vllm_process import (
+    collect_garbage,
+    contained,
+    divert_crash_dump,
+    last_line,
+    shut_down,
+)
+from lightning_rl.engines.vllm_settings import EngineSettings
 from lightning_rl.errors import EngineError, StaleWeightsError
 
 _LONGEST_STEP_S = 10.0
@@ -94,6 +101,7 @@ class VLLMLocal(Engine):
         self.max_model_len = max_model_len
         self.kv_cache_gb = kv_cache_gb
         self._llm: Any = None
+        self._device: int | None = None  # the trainer's GPU
         self._shapes: dict[str, torch.Size] = {}
         self._requests: dict[str, _Request] = {}
         self._next_id = 0
@@ -116,25 +124,29 @@ class VLLMLocal(Engine):
     def start(self, model_dir: Path) -> None:
         if self._llm is not None:
             return
+        on_cpu = not torch.cuda.is_available()
+        self._device = self._own_device()
         settings = replace(self._settings, dtype=self.dtype)
-        arguments = settings.arguments(model_dir, self.trust_remote_code)
-        with contained():
+        arguments = settings.arguments(model_dir, self.trust_remote_code, self._device)
+        with contained(self._device):
             from vllm import EngineArgs
+            from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.llm_engine import LLMEngine
 
-            on_cpu = not torch.cuda.is_available()
             if on_cpu:
                 skip_rank_compilation()
                 keep_global_randomness()
             try:
-                self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+                # By the context vLLM chooses how many tokens a step takes, where that is not set.
+                context = UsageContext.ENGINE_CONTEXT if on_cpu else UsageContext.LLM_CLASS
+                self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), context)
             except (ValueError, RuntimeError, TypeError, AssertionError) as error:
                 raise EngineError(f"vLLM did not start: {last_line(error)}") from error
         if on_cpu and arguments["enforce_eager"]:
             self._llm.apply_model(use_cpu_kernels)
         self._crash_file = divert_crash_dump()
         self._detach_process_group()
-        for file in filter(None, self._llm.collective_rpc(_rendezvous_file)):
+        for file in filter(None, self._llm.collective_rpc(rendezvous_file)):
             # vLLM leaves it behind. The process's groups outlive the engine, and a new one
             # (Lightning makes some in each run) meets there: without it, that waits half an hour.
             atexit.register(file.unlink, missing_ok=True)
@@ -145,11 +157,14 @@ class VLLMLocal(Engine):
             return
         between_steps = self._exclusive.acquire(timeout=_LONGEST_STEP_S)
         requests, self._requests = self._requests, {}
-        self._llm.engine_core.shutdown()
-        self._llm = None
         self.version = -1
-        if between_steps:
+        if between_steps:  # else it hangs in one, and must not lose its memory in the middle of it
+            with self._on_device():
+                shut_down(self._llm)
+                self._llm = None
+                collect_garbage()
             self._exclusive.release()
+        self._llm = None
         task, self._loop_task = self._loop_task, None
         for request in requests.values():
             fail(request.future, "VLLMLocal was closed while it generated")
@@ -162,6 +177,14 @@ class VLLMLocal(Engine):
         if finalizer is not None:
             finalizer.detach()
 
+    def _own_device(self) -> int | None:
+        """The GPU of the trainer: Lightning has made it this thread's."""
+        return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """For calls of vLLM: a thread begins on the first GPU, which may be another rank's."""
+        return nullcontext() if self._device is None else torch.cuda.device(self._device)
+
     # ---------------------------------------------------------------- generation
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
@@ -169,7 +192,7 @@ class VLLMLocal(Engine):
         request_id = str(self._next_id)
         self._next_id += 1
         request = _Request(loop.create_future())
-        params = self._params(sampling, seed)
+        params = sampling_params(sampling, seed)
         with self._exclusive:
             self.require_ready()  # which it is not in the middle of a push
             self.require_room(len(token_ids), sampling)
@@ -206,7 +229,7 @@ class VLLMLocal(Engine):
         try:
             while self._requests:
                 await self._may_step.wait()
-                with self._exclusive:
+                with self._exclusive, self._on_device():
                     if self._llm is None:
                         return
                     for output in self._llm.step():
@@ -237,33 +260,6 @@ class VLLMLocal(Engine):
             )
         )
 
-    def _params(self, sampling: Sampling, seed: int) -> Any:
-        from vllm.sampling_params import (
-            RequestOutputKind,
-            SamplingParams,
-            StructuredOutputsParams,
-        )
-
-        form = sampling.structured_outputs
-        return SamplingParams(
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            structured_outputs=None if form is None else StructuredOutputsParams(**form.as_dict()),
-            stop=sampling.stop or None,
-            seed=seed,
-            logprobs=0,  # exactly the sampled token's
-            detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
-
     # ---------------------------------------------------------------- weights
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -273,7 +269,7 @@ class VLLMLocal(Engine):
         state = {name: weight.to(dtype) for name, weight in weights}
         # vLLM merges some weights, and does not notice if one of the parts is missing.
         require_same_weights(state, self._shapes, "VLLMLocal")
-        with self._exclusive:
+        with self._exclusive, self._on_device():
             self._leave_version()
             self._llm.collective_rpc(reload_weights, args=(list(state.items()),))
             self._enter_version(version)
@@ -296,9 +292,3 @@ class VLLMLocal(Engine):
         internal = self._llm.output_processor.external_req_ids.get(request_id, [request_id])[0]
         done = len(state[internal].detokenizer.output_token_ids) if internal in state else 0
         request.versions += [self.version] * (done - len(request.versions))
-
-
-def _rendezvous_file(worker: Any) -> Path | None:
-    """Where the processes of a vLLM worker's group met, if that was in a file."""
-    scheme, _, path = str(worker.distributed_init_method).partition("://")
-    return Path(path) if scheme == "file" else None

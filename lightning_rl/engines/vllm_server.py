@@ -14,7 +14,7 @@ from lightning_rl.engines.http_replica import HTTPReplica
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.server_process import ServerProcess, free_port
-from lightning_rl.engines.vllm_adapter import EngineSettings
+from lightning_rl.engines.vllm_settings import EngineSettings
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 
 _WORKER = "lightning_rl.engines.vllm_worker"

@@ -25,8 +25,9 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from lightning_rl.engines.vllm_adapter import last_line, require_all_loaded
+from lightning_rl.engines.vllm_adapter import require_all_loaded
 from lightning_rl.engines.vllm_cpu import skip_rank_compilation, use_cpu_kernels
+from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import WeightSyncError
 from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.sources import SOURCES, Source

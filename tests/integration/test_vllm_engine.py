@@ -1,12 +1,14 @@
 """VLLMLocal against the Hugging Face model: logprobs, seeds, concurrency, weight pushes."""
 
 import asyncio
+import gc
 import inspect
 import os
 import random
 import subprocess
 import sys
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -404,6 +406,7 @@ def test_an_engine_can_be_closed_and_started_again_beside_another(
     """And neither life disturbs the process around it."""
     torch.manual_seed(1), random.seed(1), np.random.seed(1)  # noqa: NPY002
     torch.set_num_threads(2)
+    torch.set_float32_matmul_precision("high")
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     hook, threads = sys.excepthook, {t.name for t in threading.enumerate()}
     expected = [c.token_ids for c in generate(engine, PROMPTS, Sampling(max_tokens=8))]
@@ -424,12 +427,41 @@ def test_an_engine_can_be_closed_and_started_again_beside_another(
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]  # noqa: NPY002
+    assert torch.get_float32_matmul_precision() == "high"
+    torch.set_float32_matmul_precision("highest")
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
     assert torch.get_num_threads() == 1  # it still does something
     assert sys.excepthook is hook
     assert {t.name for t in threading.enumerate()} <= threads
     assert generate(engine, PROMPTS, Sampling(max_tokens=8))[0].token_ids == expected[0]
+
+
+def test_what_is_closed_is_gone(skeleton, weights):
+    """Model, runner and key/value cache: on a GPU, the memory that the next run needs."""
+    engine = VLLMLocal(max_model_len=64, kv_cache_gb=0.05)
+    engine.start(skeleton)
+    engine.load_weights(weights.items(), 0)
+    generate(engine, PROMPTS[:2], Sampling(max_tokens=4))
+    worker = engine._llm.model_executor.driver_worker.worker
+    cache = worker.model_runner.kv_caches
+    assert sum(block.nbytes for block in cache) > 40 * 2**20
+    parts = {
+        "engine": engine._llm,
+        "worker": worker,
+        "runner": worker.model_runner,
+        "model": worker.get_model(),
+        **{f"parameter {name}": p for name, p in worker.get_model().named_parameters()},
+        **{f"cache of layer {layer}": block for layer, block in enumerate(cache)},
+    }
+    left = {name: weakref.ref(part) for name, part in parts.items()}
+    frozen = gc.get_freeze_count()
+    del worker, cache, parts
+    engine.close()
+    assert [name for name, part in left.items() if part() is not None] == []
+    assert frozen > 0
+    assert gc.get_freeze_count() == 0
+    assert torch.distributed.is_initialized()  # what Lightning trains with stays
 
 
 def test_impossible_settings_are_refused(tmp_path, skeleton):
