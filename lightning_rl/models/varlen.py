@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_rl.fallbacks import fell_back
+
 CAUSAL = (-1, 0)  # the kernel's window: any number of tokens to the left, none to the right
 LARGEST_HEAD = 256
 
@@ -68,8 +70,20 @@ def varlen_dtype(query: Tensor) -> torch.dtype | None:
         return None
     autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else query.dtype
-    usable = dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= LARGEST_HEAD
-    return dtype if usable and kernel_works(query.device, dtype, query.shape[-1]) else None
+    width = query.shape[-1]
+    if dtype not in (torch.float16, torch.bfloat16):
+        if torch.is_grad_enabled():  # else it may be a check of the model, without autocast
+            name = str(dtype).removeprefix("torch.")
+            _fall_back(f"it has no {name}; trainer.precision bf16-mixed or bf16-true has another")
+        return None
+    if width > LARGEST_HEAD:
+        _fall_back(f"the model's heads of {width} exceed the {LARGEST_HEAD} that it takes")
+        return None
+    return dtype if kernel_works(query.device, dtype, width) else None
+
+
+def _fall_back(reason: str) -> None:
+    fell_back("torch's varlen_attn", reason, "SDPA over buckets")
 
 
 @cache
@@ -113,10 +127,16 @@ def kernel_works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
         with torch.enable_grad():
             ours = both_ways(fused_kernel(), layout.to(device), dtype)
             theirs = both_ways(plain_varlen, layout, torch.float32)
-    except (ImportError, NotImplementedError, RuntimeError, TypeError):  # not here, or not yet so
+    except (ImportError, NotImplementedError, RuntimeError, TypeError) as error:  # not here, or yet
+        message = str(error).strip() or "no more is said"
+        _fall_back(f"{type(error).__name__}: {message.splitlines()[0]}")
         return False
     # bfloat16 rounds to 1/256, which makes 0.003 here; a wrong mask is off by 0.6.
-    return bool((ours - theirs).norm() < 0.02 * theirs.norm())
+    off = float((ours - theirs).detach().norm() / theirs.detach().norm())
+    if not off < 0.02:
+        _fall_back(f"here it computes something else, {off:.2g} off")
+        return False
+    return True
 
 
 def attend(

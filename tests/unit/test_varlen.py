@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from lightning_rl import fallbacks
+from lightning_rl.fallbacks import fell_back
 from lightning_rl.models import varlen
 from lightning_rl.models.attention import build_layout, packed_attention
 from lightning_rl.models.varlen import attend, build_varlen, plain_varlen, varlen_dtype
@@ -95,3 +97,48 @@ def test_torch_2_11_is_not_told_of_grouped_queries(monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_2_11)
     monkeypatch.setattr(varlen, "fused_kernel", varlen.fused_kernel.__wrapped__)
     assert varlen.kernel_works.__wrapped__(torch.device("cpu"), torch.float32, 16)
+
+
+class OnCUDA:
+    """What is asked of a query before it is computed with."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, dtype: torch.dtype, width: int) -> None:
+        self.dtype, self.shape = dtype, (1, 2, 3, width)
+
+
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [
+        (OnCUDA(torch.float32, 16), "it has no float32; trainer.precision bf16-mixed or bf16-true"),
+        (OnCUDA(torch.bfloat16, 512), "the model's heads of 512 exceed the 256 that it takes"),
+    ],
+)
+def test_why_the_kernel_is_not_used_is_said_once(caplog, query, reason):
+    fell_back.cache_clear()
+    with torch.no_grad():
+        assert varlen_dtype(OnCUDA(torch.float32, 16)) is None  # as models are checked
+    assert not caplog.records
+    assert [varlen_dtype(query) for _ in range(3)] == [None, None, None]
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    message = record.getMessage()
+    assert message.startswith("torch's varlen_attn is not used: ")
+    assert reason in message
+    assert message.endswith("; SDPA over buckets is, which is slower")
+
+
+def test_what_a_kernel_fails_with_is_said_too(caplog):
+    fell_back.cache_clear()
+    for _ in range(2):
+        assert not varlen.kernel_works.__wrapped__(torch.device("cpu"), torch.bfloat16, 16)
+    [record] = caplog.records
+    assert "varlen_attn is not used: NotImplementedError: Could not run" in record.getMessage()
+
+
+def test_only_rank_0_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(fallbacks, "rank", lambda: 1)
+    fell_back.cache_clear()
+    fell_back("fast", "reason", "slow")
+    assert not caplog.records
