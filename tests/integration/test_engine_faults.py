@@ -42,9 +42,13 @@ def fit(tiny_model, tmp_path, engine, timeout_s, ckpt_path=None):
     return module
 
 
+def run_directory(tmp_path):
+    return tmp_path / "lightning_rl_runs" / "version_0"
+
+
 def resume(tiny_model, tmp_path):
     """Go on from the one checkpoint that was left, with an engine that works."""
-    (saved,) = (tmp_path / "checkpoints").glob("iteration_*.ckpt")
+    (saved,) = (run_directory(tmp_path) / "checkpoints").glob("iteration_*.ckpt")
     assert saved.name != "iteration_4.ckpt"
     engine = TransformersEngine(device="cpu")
     return fit(tiny_model, tmp_path, engine, timeout_s=120, ckpt_path=str(saved))
@@ -75,7 +79,7 @@ def test_vllm_that_hangs_within_a_step(tiny_model, tmp_path):
                            r"integration/test_engine_faults.py:\d+ in counted \(called by "
                            r"engines/vllm_local.py:\d+ in _step_while_busy\)"):  # fmt: skip
             fit(tiny_model, tmp_path, Faulty(14, release.wait), timeout_s=10)
-        stacks = (tmp_path / "watchdog_0.txt").read_text()
+        stacks = (run_directory(tmp_path) / "watchdog_0.txt").read_text()
         assert "in sample_tokens" not in stacks  # it never got there
         assert "Thread lightning_rl:\n" in stacks
         assert re.search(r"\d tasks that await:\n(  .*\n)+  .* in VLLMLocal.generate\n", stacks)

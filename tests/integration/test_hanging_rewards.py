@@ -103,7 +103,9 @@ class Counting(SingleTurn):
         await super().run(rollout, engine, sampling)
 
 
-def fit(tiny_model, tmp_path, reward, *extra, ckpt_path=None, saver=None, **data):
+def fit(
+    tiny_model, tmp_path, reward, *extra, ckpt_path=None, saver=None, allow_changes=None, **data
+):
     trainer = trainer_of(
         tmp_path,
         [WeightSync(probe_prompts=0), *extra, saver or IterationCheckpoint(100)],
@@ -115,6 +117,7 @@ def fit(tiny_model, tmp_path, reward, *extra, ckpt_path=None, saver=None, **data
         "eval_limit": 2, "eval_samples": 1, "agent": Counting(),
     } | data  # fmt: skip
     module = grpo(tiny_model)
+    module.allow_changes = allow_changes
     trainer.fit(module, data_module(rewards=[reward], **options), ckpt_path=ckpt_path)
     return module
 
@@ -215,7 +218,10 @@ def test_an_update_while_the_loop_is_blocked(tiny_model, tmp_path, release):
     with pytest.raises(RunInterrupted, match=r"SIGTERM; saved .*iteration_2.ckpt"):
         fit(tiny_model, tmp_path, share_of_sevens, SignalWhenBlocked(),
             agent=BlockingAgent(release), collector=AsyncCollector(max_staleness=1))  # fmt: skip
-    module = fit(tiny_model, tmp_path, share_of_sevens, ckpt_path=saved(tmp_path))
+    changes = ["data.agent", "data.collector"]
+    module = fit(
+        tiny_model, tmp_path, share_of_sevens, ckpt_path=saved(tmp_path), allow_changes=changes
+    )
     assert module.iteration == 3
 
 

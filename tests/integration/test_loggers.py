@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import struct
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
@@ -131,6 +132,8 @@ def log_records(data: bytes) -> Iterator[bytes]:
             place += left
             continue
         length, kind = struct.unpack_from("<HB", data, place + 4)
+        if place + 7 + length > len(data):
+            return  # it is being written
         parts.append(data[place + 7 : place + 7 + length])
         place += 7 + length
         if kind in (1, 4):
@@ -138,9 +141,19 @@ def log_records(data: bytes) -> Iterator[bytes]:
             parts = []
 
 
+def wandb_records(file: Path) -> list[Any]:
+    """All of a run's; the process that writes them may do so after ``finish()``."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    while True:  # the test's own limit ends it
+        records = [Record.FromString(data) for data in log_records(file.read_bytes())]
+        if records and records[-1].WhichOneof("record_type") == "exit":
+            return records
+        time.sleep(0.1)
+
+
 def test_wandb_offline(tiny_model, tmp_path, monkeypatch):
     from lightning.pytorch.loggers import WandbLogger
-    from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -153,9 +166,7 @@ def test_wandb_offline(tiny_model, tmp_path, monkeypatch):
     (file,) = tmp_path.rglob("run-*.wandb")
     logged: Rows = defaultdict(dict)
     tables, artifacts = [], []
-    for data in log_records(file.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
+    for record in wandb_records(file):
         if record.WhichOneof("record_type") == "artifact":
             artifacts.append(record.artifact)
         if record.WhichOneof("record_type") != "history":

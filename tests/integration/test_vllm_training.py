@@ -150,9 +150,8 @@ def test_the_export_is_the_policy_in_transformers_and_in_a_fresh_vllm(trained):
     for mine, theirs in zip(module.policy.lm.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     # No push here: vLLM reads the exported files itself.
-    fresh = VLLMLocal(
-        max_model_len=64, kv_cache_gb=0.05, options={"load_format": "auto", "hf_overrides": {}}
-    )
+    options = {"load_format": "auto", "hf_overrides": {"tie_word_embeddings": True}}
+    fresh = VLLMLocal(max_model_len=64, kv_cache_gb=0.05, options=options)
     fresh.start(directory / "hf")
     fresh.version = 0
     prompt, sampling = [3, 4, 2], Sampling(max_tokens=6, min_tokens=6, temperature=0.7)
