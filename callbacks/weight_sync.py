@@ -1,6 +1,7 @@
 """WeightSync: the engine always samples from the weights that it says it does."""
 
 import time
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning_rl.rollout import Prompt
 from lightning_rl.sync.base import WeightTransport, push
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
-from lightning_rl.sync.verify import probe_gap, require_agreement
+from lightning_rl.sync.verify import probe_again, probe_gap, require_agreement
 
 
 @configurable
@@ -35,14 +36,16 @@ class WeightSync(RLCallback):
         transport: how weights travel; None: in memory.
         schedule: when.
         max_gap: largest tolerated difference of logprobs in nats; None: 1e-3 where engine and
-            trainer compute in float32, 0.25 where one of them has a 16-bit format.
+            trainer compute in float32, 0.25 where one of them has a 16-bit format. There a single
+            token above it makes for a second probe, whose mean it bounds.
         probe_prompts: prompts in the probe, at least one for each replica; 0 switches it off.
 
     Raises:
         ConfigError: at start, if the transport cannot reach the engine, there is a second such
             callback, or the schedule leaves rollouts older than the collector allows.
         NonFiniteWeightsError: if the trainer's weights are NaN or infinite, before a push.
-        StaleWeightsError: naming the gap, its bound and the token, when the probe fails.
+        StaleWeightsError: naming what was compared, the gap, its bound and the token, when the
+            probe fails.
     """
 
     def __init__(
@@ -135,21 +138,20 @@ class WeightSync(RLCallback):
     def _verify(self, trainer: Trainer, module: PolicyModule) -> None:
         datamodule = _datamodule(trainer)
         assert module.policy is not None
+        engine, temperature = datamodule.engine, datamodule.sampling.temperature
+        # Prompts leave room for no more than that.
+        tokens = min(2, datamodule.sampling.max_tokens)
         with trainer.precision_plugin.forward_context():
-            gap = probe_gap(
-                datamodule.engine,
-                module.policy,
-                self._prompts,
-                datamodule.sampling.temperature,
-                tokens=min(2, datamodule.sampling.max_tokens),  # prompts leave room for no more
+            gap = probe_gap(engine, module.policy, self._prompts, temperature, tokens)
+            module.record(
+                {"sync/probe_gap": largest(gap.value), "sync/probe_gap_mean": largest(gap.mean)}
             )
-        module.record({"sync/probe_gap": largest(gap.value)})
-        with every_rank():
             require_agreement(
                 gap,
+                partial(probe_again, engine, module.policy, self._prompts, temperature),
                 module.iteration,
                 self.max_gap,
-                datamodule.engine.dtype,
+                engine.dtype,
                 compute_dtype(trainer),
             )
 

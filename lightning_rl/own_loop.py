@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from lightning.fabric import Fabric
@@ -17,7 +18,7 @@ from lightning_rl.recording import RecordingModule
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.sync.base import WeightTransport, push
 from lightning_rl.sync.memory import MemoryTransport
-from lightning_rl.sync.verify import probe_gap, require_agreement
+from lightning_rl.sync.verify import probe_again, probe_gap, require_agreement
 
 
 class OwnLoop(RecordingModule):
@@ -118,11 +119,17 @@ class OwnLoop(RecordingModule):
             return 0.0
         assert self._fabric is not None
         with self._fabric.autocast():
-            gap = probe_gap(engine, self._policy(), list(probe), temperature)
-        mixed = self._fabric._precision.precision == "bf16-mixed"
-        require_agreement(
-            gap, self.iteration, max_gap, engine.dtype, "bfloat16" if mixed else "float32"
-        )
+            compared = engine, self._policy(), list(probe), temperature
+            gap = probe_gap(*compared)
+            mixed = self._fabric._precision.precision == "bf16-mixed"
+            require_agreement(
+                gap,
+                partial(probe_again, *compared),
+                self.iteration,
+                max_gap,
+                engine.dtype,
+                "bfloat16" if mixed else "float32",
+            )
         return gap.value
 
     def _prepare_once(self) -> None:
