@@ -118,9 +118,9 @@ def kernel_works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     layout.keys = torch.arange(7, device="cpu")
 
     def both_ways(kernel: Callable[..., Tensor], layout: Varlen, dtype: torch.dtype) -> Tensor:
-        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
-        out = attend(*inputs, layout, None, kernel)
-        gradients = torch.autograd.grad(out.square().sum(), inputs)
+        query, key, value = (x.to(dtype, copy=True).requires_grad_() for x in (q, k, v))
+        out = attend(query, key, value, layout, None, kernel)
+        gradients = torch.autograd.grad(out.square().sum(), (query, key, value))
         return torch.cat([x.float().flatten() for x in (out, *gradients)])
 
     try:
