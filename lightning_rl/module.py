@@ -360,12 +360,9 @@ class PolicyModule(OwnLoop):
             metrics.add(pack_metrics)
         parameters = [p for p in self._policy().parameters() if p.grad is not None]
         norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or float("inf"))
-        metrics.add(
-            {
-                "policy/grad_norm": whole(norm).reshape(1),
-                "policy/lr": torch.tensor([optimizer.param_groups[0]["lr"]]),
-            }
-        )
+        norm = whole(norm).reshape(1)
+        lr = norm.new_full((1,), optimizer.param_groups[0]["lr"])
+        metrics.add({"policy/grad_norm": norm, "policy/lr": lr})
         if self._trainer is None:  # with Fabric; a Trainer calls this hook within the step
             self.on_before_optimizer_step(optimizer)
         optimizer.step()

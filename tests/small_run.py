@@ -37,20 +37,21 @@ def data_module(**options) -> RLDataModule:
 
 
 def trainer_of(tmp_path, callbacks, **options) -> Trainer:
-    options = {"logger": CSVLogger(tmp_path, "csv"), "enable_checkpointing": False} | options
+    given = {"logger": CSVLogger(tmp_path, "csv"), "accelerator": "cpu", "max_epochs": 1} | options
+    options = {"enable_checkpointing": False} | given
     return Trainer(
-        accelerator="cpu",
         devices=1,
         callbacks=callbacks,
         default_root_dir=tmp_path,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **({"max_epochs": 1} | options),
+        **options,
     )
 
 
 def adamw(lr: float):
-    return lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=0.0)
+    # On a device it would take all tensors at once, in another order of operations.
+    return lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=0.0, foreach=False)
 
 
 def grpo(tiny_model, **options) -> PolicyModule:

@@ -181,12 +181,13 @@ class ValueHead(nn.Module, ABC):
 
 def _load_body(model: str) -> PreTrainedModel:
     try:
-        body = AutoModel.from_pretrained(
-            model, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
-        )
+        with torch.device("cpu"):  # transformers needs accelerate to load to another
+            body = AutoModel.from_pretrained(
+                model, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
+            )
     except (OSError, ValueError) as error:
         raise ConfigError(f"value_head model={model!r} cannot be loaded: {error}") from error
-    return body.train()
+    return body.to(torch.get_default_device()).train()
 
 
 def _zero_linear(body: PreTrainedModel) -> nn.Linear:

@@ -289,26 +289,29 @@ def _load_lm(
     transformers_logging.set_verbosity_error()  # its report of what we refuse fills a page
     try:
         if random_init:
-            config = load_config(model, loading)
-            lm = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=ATTENTION,
-                trust_remote_code=loading.trust_remote_code,
-            )
-            lm = lm.float()
+            with torch.device("cpu"):  # the same numbers for every device
+                lm = AutoModelForCausalLM.from_config(
+                    load_config(model, loading),
+                    attn_implementation=ATTENTION,
+                    trust_remote_code=loading.trust_remote_code,
+                )
+            lm = lm.float().to(torch.get_default_device())
         else:
-            # Master weights in float32; Trainer(precision=...) decides what computes.
-            lm, info = AutoModelForCausalLM.from_pretrained(
-                model,
-                dtype=torch.float32,
-                attn_implementation=ATTENTION,
-                device_map=device,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, in our words
-                **loading.of_model,
-            )
+            # transformers needs accelerate to load to another device than the CPU.
+            with torch.device("cpu"):
+                # Master weights in float32; Trainer(precision=...) decides what computes.
+                lm, info = AutoModelForCausalLM.from_pretrained(
+                    model,
+                    dtype=torch.float32,
+                    attn_implementation=ATTENTION,
+                    device_map=device,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are refused below, in our words
+                    **loading.of_model,
+                )
             require_complete(model, info)
             if device != "meta":
+                lm = lm.to(torch.get_default_device())  # Lightning's, in configure_model
                 require_finite(model, lm.named_parameters())
     except ConfigError:
         raise
