@@ -196,6 +196,7 @@ if TYPE_CHECKING:
     from lightning_rl.rollout import Group, Message, Prompt, Rollout, RolloutStatus
     from lightning_rl.schedulers import WarmupConstant, WarmupCosine, WarmupLinear
     from lightning_rl.sft import SFTDataModule, SFTModule
+    from lightning_rl.strategies import ShardedStrategy
     from lightning_rl.sync.base import WeightTransport
     from lightning_rl.sync.checkpoint import CheckpointTransport
     from lightning_rl.sync.collective import CollectiveTransport
@@ -411,6 +412,7 @@ _PLACES = {
     ),
     "schedulers": ("WarmupConstant", "WarmupCosine", "WarmupLinear"),
     "sft": ("SFTDataModule", "SFTModule"),
+    "strategies": ("ShardedStrategy",),
     "sync.base": ("WeightTransport",),
     "sync.checkpoint": ("CheckpointTransport",),
     "sync.collective": ("CollectiveTransport",),

@@ -1,5 +1,6 @@
 """PolicyModule: everything that is learning. One Lightning batch is one RL iteration."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.reference import FrozenReference, Reference
-from lightning_rl.models.sharding import shard, whole
+from lightning_rl.models.sharding import read_by_rank_zero, shard, whole
 from lightning_rl.own_loop import OwnLoop
 from lightning_rl.rollout import Rollout
 from lightning_rl.seeding import derived_seed, run_seed
@@ -207,22 +208,26 @@ class PolicyModule(OwnLoop):
         """Load the model (once); Lightning calls this under the strategy's own context."""
         if self.policy is not None:
             return
-        self.policy = Policy(
-            self.model,
-            self._value_head[0],
-            self.random_init,
-            self.gradient_checkpointing,
-            self.lora,
-            self.compile_layers,
-            self.cast_lm_head_to_fp32,
-            self.loading,
-        )
-        if self.kl is not None or self.kl_reward is not None:
-            self.reference = self._reference[0] or FrozenReference()
-            self.reference.configure(self.policy)
-        if self.device_mesh is not None:  # of a ModelParallelStrategy
+        mesh = self.device_mesh  # of a ModelParallelStrategy
+        with nullcontext() if mesh is None else read_by_rank_zero():
+            self.policy = Policy(
+                self.model,
+                self._value_head[0],
+                self.random_init,
+                self.gradient_checkpointing,
+                self.lora,
+                self.compile_layers,
+                self.cast_lm_head_to_fp32,
+                self.loading,
+            )
+            if self.kl is not None or self.kl_reward is not None:
+                self.reference = self._reference[0] or FrozenReference()
+                self.reference.configure(self.policy)
+        if mesh is not None:
+            precision = str(self.trainer.precision)
+            offload = getattr(self.trainer.strategy, "cpu_offload", False)
             for policy in [part for part in self.modules() if isinstance(part, Policy)]:
-                shard(policy, self.device_mesh)
+                shard(policy, mesh, precision, offload)
 
     def configure_optimizers(self) -> Any:
         check_optimizer(self.optimizer)

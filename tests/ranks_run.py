@@ -106,6 +106,7 @@ def fit(
     ckpt_path: str | None = None,
     data: dict[str, Any] | None = None,
     curriculum: bool = False,
+    precision: Any = "32-true",
     **options: Any,
 ) -> dict[str, Any]:
     """A short run in this process, together with the others of its group."""
@@ -141,6 +142,7 @@ def fit(
         accelerator="cpu",
         devices=1 if strategy == "auto" else processes,
         strategy=strategy,
+        precision=precision,
         max_epochs=epochs,
         logger=CSVLogger(where),
         enable_checkpointing=any(isinstance(e, IterationCheckpoint) for e in extra),

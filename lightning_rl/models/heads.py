@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from lightning_rl.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION, PackLayout
 from lightning_rl.models.given import model_of
 from lightning_rl.models.penalties import Penalties
+from lightning_rl.models.pretrained import PLAIN
 from lightning_rl.models.sampling import SampledBy, sampled_by, sampled_logits
+from lightning_rl.models.skeleton import skeleton, without_weights
 
 # Elements of one chunk of fp32 logits: 64 MiB, whatever the vocabulary.
 CHUNK_ELEMENTS = 1 << 24
@@ -180,6 +182,8 @@ class ValueHead(nn.Module, ABC):
 
 
 def _load_body(model: str) -> PreTrainedModel:
+    if without_weights():
+        return skeleton(AutoConfig.from_pretrained(model), PLAIN, ATTENTION, AutoModel).train()
     try:
         with torch.device("cpu"):  # transformers needs accelerate to load to another
             body = AutoModel.from_pretrained(

@@ -41,6 +41,7 @@ from lightning_rl.models.penalties import penalties_of
 from lightning_rl.models.pretrained import PLAIN, Loading, has_code_of_its_own, read_tokenizer
 from lightning_rl.models.sampling import end_tokens
 from lightning_rl.models.sharding import whole
+from lightning_rl.models.skeleton import skeleton, without_weights
 from lightning_rl.models.soundness import (
     require_complete,
     require_embedded,
@@ -284,6 +285,8 @@ def require_sound_model(model: str, random_init: bool = False, loading: Loading 
 def _load_lm(
     model: str, random_init: bool, loading: Loading, device: str | None = None
 ) -> PreTrainedModel:
+    if without_weights():
+        return skeleton(load_config(model, loading), loading, ATTENTION)
     _require_local(model)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report of what we refuse fills a page

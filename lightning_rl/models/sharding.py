@@ -1,21 +1,64 @@
 """Weights sharded over ranks (FSDP2), for models that are too large for one device to train."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_rl.dist import take_from_rank_zero
+from lightning_rl.dist import every_rank, rank, take_from_rank_zero
 from lightning_rl.errors import ConfigError
 
 
-def shard(module: nn.Module, mesh: DeviceMesh) -> None:
+def mixed_precision(precision: str) -> MixedPrecisionPolicy:
+    """What is gathered, and what gradients are summed in, by Lightning's ``precision``.
+
+    Weights that compute in bfloat16 travel so too, though those that are trained are float32.
+    Inputs stay as they are: among them are masks, logprobs and rewards, which 16 bits would round,
+    and layers get what the layers before them computed.
+    """
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "bf16-mixed" else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+
+
+@contextmanager
+def read_by_rank_zero() -> Iterator[None]:
+    """Models built in this block have their weights on rank 0, and elsewhere only their shapes.
+
+    What fails on rank 0, which is all that reads files, fails on all.
+    """
+    with every_rank(), torch.device("cpu" if rank() == 0 else "meta"):
+        yield
+
+
+def shard(
+    module: nn.Module, mesh: DeviceMesh, precision: str = "32-true", cpu_offload: bool = False
+) -> None:
     """Shard parameters over the mesh that ``ModelParallelStrategy`` made, in place.
 
     Each transformer layer is gathered when it computes, the rest while ``module`` does. All ranks
-    start from rank 0's parameters. From then on a forward pass takes all ranks.
+    start from rank 0's parameters and buffers, one at a time, so that no other ever holds more than
+    its shards and the largest. From then on a forward pass takes all ranks.
+
+    Args:
+        module: with its weights on rank 0; on others maybe on the meta device.
+        mesh: of data-parallel ranks, and of tensor-parallel ones if there is only one.
+        precision: of the Trainer.
+        cpu_offload: keep shards, gradients and the optimizer's state in host memory.
 
     Raises:
         ConfigError: if the mesh splits tensors too.
@@ -26,14 +69,62 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> None:
             f"tensor_parallel_size={tensor.size()} is not supported; in the strategy set "
             f"data_parallel_size: {mesh.size()} and tensor_parallel_size: 1"
         )
-    with torch.no_grad():
-        for parameter in module.parameters():
-            take_from_rank_zero(parameter)
+    offload = CPUOffloadPolicy(torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    policies: dict[str, Any] = {"mp_policy": mixed_precision(precision), "offload_policy": offload}
+    tensors = {name: tensor.detach() for name, tensor in _named_tensors(module)}
+    _forget(module)
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            fully_shard(layer, mesh=data)
-    fully_shard(module, mesh=data)
+            fully_shard(layer, mesh=data, **policies)
+    fully_shard(module, mesh=data, **policies)
+    _fill(module, tensors, data, cpu_offload)
     module.register_forward_hook(_end_scoring)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _forget(module: nn.Module) -> None:
+    """Leave shapes alone, so that no rank shards what it would then overwrite; ties stay."""
+    known: dict[Tensor, Any] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if parameter not in known:
+                shape = torch.empty_like(parameter, device="meta")
+                known[parameter] = nn.Parameter(shape, parameter.requires_grad)
+            owner.register_parameter(name, known[parameter])
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, known.setdefault(buffer, torch.empty_like(buffer, device="meta")))
+
+
+@torch.no_grad()
+def _fill(
+    module: nn.Module, tensors: dict[str, Tensor], mesh: DeviceMesh, cpu_offload: bool
+) -> None:
+    """Deal out rank 0's tensors, and forget each when it is."""
+    device = _device_of(mesh)
+    module.to_empty(device="cpu" if cpu_offload else device)
+
+    def on_device(name: str) -> Tensor:
+        tensor = tensors.pop(name)
+        return tensor.to(device) if rank() == 0 else torch.empty_like(tensor, device=device)
+
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, DTensor)
+        dealt = distribute_tensor(on_device(name), mesh, parameter.placements)
+        parameter.to_local().copy_(dealt.to_local())
+    for name, _ in list(module.named_buffers()):
+        buffer = on_device(name)
+        take_from_rank_zero(buffer)
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, buffer)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    kind = mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
 
 
 def _end_scoring(module: nn.Module, inputs: object, output: object) -> None:

@@ -1,0 +1,92 @@
+"""Two processes with half of the weights each: what they hold, gather and learn."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.ranks_run import ITERATIONS, HFExport, LoRA, fit
+from tests.ranks_sharded import separate
+from tests.two_ranks import TOLERANCE, Results, comparable, run_two
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model, folder) -> Results:
+    return run_two("tests.ranks_sharded", tiny_model, folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model, folder) -> Callable[[str], dict[str, Any]]:
+    """The same on one process, which keeps all activations."""
+    model, done = str(tiny_model), {}
+    options = {"plain": {}, "lora": {"lora": LoRA(rank=4)}, "separate": separate(model)}
+
+    def run(name: str) -> dict[str, Any]:
+        if name not in done:
+            done[name] = fit(model, folder / "alone" / name, **options[name])
+        return done[name]
+
+    return run
+
+
+def test_a_rank_never_holds_the_whole_model(results):
+    """Rank 0 reads it; the other gets its half of policy and reference, one tensor at a time."""
+    first, second = results("loaded")
+    assert first["whole"] == second["whole"] > 20 * second["largest"]
+    assert first["peak"] < 1.5 * first["whole"]
+    assert second["peak"] < second["whole"] / 2 + 3 * second["largest"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "name"),
+    [
+        ("offload", "plain"),
+        ("recomputed", "plain"),
+        ("recomputed_lora", "lora"),
+        ("separate", "separate"),
+    ],
+)
+def test_sharded_processes_train_as_one(results, alone, scenario, name):
+    one, two = alone(name), results(scenario)
+    assert len(one["rows"]) == len(two[0]["rows"]) == ITERATIONS + 1
+    for expected, row in zip(one["rows"], two[0]["rows"], strict=True):
+        assert comparable(row) == pytest.approx(comparable(expected), rel=TOLERANCE, abs=TOLERANCE)
+    assert one["rows"][-1]["policy/kl_old"] > 1e-4
+
+
+def test_bfloat16_is_gathered_and_float32_trained(results):
+    for rank in results("bf16"):
+        assert rank["gathered"] == ["torch.bfloat16"]
+        assert rank["trained"] == ["torch.float32"]  # weights and gradients
+    for rank in results("offload"):
+        assert rank["gathered"] == rank["trained"] == ["torch.float32"]
+
+
+def weights_of(directory: Path) -> Tensor:
+    tensors = load_file(directory / "model.safetensors")
+    return torch.cat([tensors[name].flatten().double() for name in sorted(tensors)])
+
+
+def test_gathering_bfloat16_rounds_no_more_than_computing_in_it(tiny_model, results, folder):
+    """Of the same first update: apart by as much as bfloat16 on one process is from float32."""
+    results("bf16")
+    exported = Path("lightning_logs", "version_0", "hf")
+    for precision in ("bf16-mixed", "32-true"):
+        where = folder / "alone" / precision
+        fit(str(tiny_model), where, "auto", HFExport(), precision=precision, iterations=1)
+    start, exact = weights_of(tiny_model), weights_of(folder / "alone" / "32-true" / exported)
+    one = weights_of(folder / "alone" / "bf16-mixed" / exported)
+    two = weights_of(folder / "bf16" / exported)
+    rounding = float((one - exact).norm() / (exact - start).norm())
+    assert 1e-3 < rounding < 0.1
+    for other in (one, exact):
+        assert float((two - other).norm() / (exact - start).norm()) < 2 * rounding
