@@ -1,12 +1,13 @@
 """Weights broadcast in a process group."""
 
-from collections.abc import Iterable
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_rl.arguments import configurable
+from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import SyncTimeoutError
@@ -52,21 +53,30 @@ class CollectiveTransport(StagedTransport):
         self.backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         require_backend(self.backend)
         self.host = host
+        self._device = torch.device("cpu")
         self._groups: dict[Replica, Group] = {}
         self._buffers: dict[int, Tensor] = {}
-        self._sending: dict[int, list[Any]] = {}  # held until the slot is used again
+        # Held until the slot is used again.
+        self._sending: dict[tuple[int, Replica], Any] = {}
+
+    def connect(self, engine: Engine) -> None:
+        super().connect(engine)
+        if self.backend == "nccl":
+            # Asked here, for a thread that fills a restarted replica has a current device too: 0.
+            self._device = torch.device("cuda", torch.cuda.current_device())
 
     def close(self) -> None:
         super().close()
         for group in self._groups.values():
             group.close()
         self._groups.clear()
+        self._sending.clear()
         self._buffers.clear()
 
     def _join(self, replica: Replica) -> None:
         self._leave(replica)
         size = 1 + replica.workers
-        group = Group(self.host, 0, 0, size, self.backend, self.timeout_s)
+        group = Group(self.host, 0, 0, size, self.backend, self.timeout_s, self._device)
         options = {
             "host": self.host,
             "port": group.port,
@@ -78,24 +88,29 @@ class CollectiveTransport(StagedTransport):
         joining = self._ask(replica, "init_weight_transfer_engine", init_info=info)
         try:
             group.meet()
-        except SyncTimeoutError:
+        except SyncTimeoutError as error:
+            group.close()
             joining.result()  # says why, if the replica is gone or has refused
-            raise
+            raise SyncTimeoutError(f"{replica.name}: {error}") from error
         joining.result()
         self._groups[replica] = group
 
     def _leave(self, replica: Replica) -> None:
         if (group := self._groups.pop(replica, None)) is not None:
-            group.close()
+            # Not here: gloo would wait until a send to a process that hangs has timed out.
+            threading.Thread(target=group.close, name="leave_group", daemon=True).start()
 
     def _buffer(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         held = self._buffers.get(slot)
         if held is None or held.dtype != dtype or len(held) < numel:
-            on = device if self.backend == "nccl" else torch.device("cpu")
-            self._buffers[slot] = held = torch.empty(numel, dtype=dtype, device=on)
+            self._buffers[slot] = held = torch.empty(numel, dtype=dtype, device=self._device)
         return held[:numel]
 
-    def _transmit(self, bucket: Bucket, replicas: Iterable[Replica]) -> None:
-        flat = self._buffers[bucket["slot"]][: bucket["numel"]]
+    def _transmit(self, bucket: Bucket, replica: Replica) -> None:
+        slot = bucket["slot"]
+        flat = self._buffers[slot][: bucket["numel"]]
         # Nobody waits here: a replica answers its call when it has received all.
-        self._sending[bucket["slot"]] = [self._groups[r].broadcast(flat) for r in replicas]
+        try:
+            self._sending[slot, replica] = self._groups[replica].broadcast(flat)
+        except SyncTimeoutError as error:
+            raise SyncTimeoutError(f"{replica.name}: {error}") from error

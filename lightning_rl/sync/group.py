@@ -1,6 +1,10 @@
 """A process group of its own, beside whatever group the trainer trains with."""
 
+import logging
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_rl.errors import ConfigError, SyncTimeoutError
+
+_log = logging.getLogger(__name__)
 
 
 class Group:
@@ -21,6 +27,7 @@ class Group:
         size: how many processes meet.
         backend: ``gloo`` (CPU) or ``nccl`` (GPU).
         timeout_s: for meeting, and for each broadcast.
+        device: on which tensors lie that are broadcast; None: the CPU.
 
     Raises:
         SyncTimeoutError: if they do not meet in time.
@@ -28,9 +35,17 @@ class Group:
     """
 
     def __init__(
-        self, host: str, port: int, rank: int, size: int, backend: str, timeout_s: float
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        size: int,
+        backend: str,
+        timeout_s: float,
+        device: torch.device | None = None,
     ) -> None:
         self.host, self.rank, self.size, self.backend = host, rank, size, backend
+        self.device = device or torch.device("cpu")
         self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = None
         # Else it would listen on all interfaces; the store owns the descriptor from then on.
@@ -60,11 +75,20 @@ class Group:
             ) from error
 
     def broadcast(self, tensor: Tensor) -> Any:
-        """Send (rank 0) or receive in place; ``wait`` for what it returns."""
+        """Send (rank 0) or receive in place; ``wait`` for what it returns.
+
+        Raises:
+            SyncTimeoutError: if a peer is known to be gone.
+        """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = self._timeout
-        return self._group.broadcast([tensor], options)
+        try:
+            return self._group.broadcast([tensor], options)
+        except RuntimeError as error:
+            raise SyncTimeoutError(
+                f"a broadcast of weights did not begin, a peer is gone: {_first_line(error)}"
+            ) from error
 
     def wait(self, work: Any) -> None:
         """Until a broadcast is done.
@@ -81,10 +105,12 @@ class Group:
             ) from error
 
     def close(self) -> None:
-        """Leave; those that wait for us learn of it at once."""
+        """Leave, whatever is under way; those that wait for us learn of it at once."""
         if self._group is not None:
-            shutdown = getattr(self._group, "abort", None) or self._group.shutdown
-            shutdown()
+            try:
+                self._group.abort()
+            except RuntimeError as error:  # nobody can do more about it
+                _log.warning("a weight group was left without an answer: %s", _first_line(error))
             self._group = None
 
     def _gloo(self) -> Any:
@@ -94,9 +120,18 @@ class Group:
         return dist.ProcessGroupGloo(self._prefixed(), self.rank, self.size, options)
 
     def _nccl(self) -> Any:
+        # Unlike gloo's, its constructor waits for nobody, and a communicator that begins without a
+        # peer waits for ever.
+        self._store.set(f"here/{self.rank}", "")
+        self._store.wait([f"here/{rank}" for rank in range(self.size)], self._timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(self._prefixed(), self.rank, self.size, options)
+        with _without_watchdog():
+            group = dist.ProcessGroupNCCL(self._prefixed(), self.rank, self.size, options)
+        # The first broadcast makes the communicator: now, while all are here.
+        self._group = group
+        self.wait(self.broadcast(torch.zeros(1, device=self.device)))
+        return group
 
     def _prefixed(self) -> Any:
         return dist.PrefixStore("lightning_rl", self._store)
@@ -106,6 +141,25 @@ class Group:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self.host, self.port))
             return str(probe.getsockname()[0])
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Groups of NCCL that are made here raise errors where one waits, and end no process.
+
+    Else a thread of torch's watches them, and when a broadcast is not done in time, takes the whole
+    process down. Where waiting blocks there is no such thread: ``wait`` looks at the clock itself,
+    aborts the communicator and raises. A group reads this when it is made, and no other is to.
+    """
+    name, value = "TORCH_NCCL_BLOCKING_WAIT", os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
 
 
 _BACKENDS = {"gloo": Group._gloo, "nccl": Group._nccl}

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from abc import abstractmethod
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
@@ -153,8 +153,11 @@ class RemoteTransport(WeightTransport):
         info = {"source": self.source, "options": {}}
         self._ask(replica, "init_weight_transfer_engine", init_info=info).result()
 
-    def _transmit(self, bucket: Bucket, replicas: Iterable[Replica]) -> None:
-        """Send what workers wait for after they were told of a bucket."""
+    def _transmit(self, bucket: Bucket, replica: Replica) -> None:
+        """Send what a replica waits for after it was told of a bucket."""
+
+    def _leave(self, replica: Replica) -> None:
+        """Let go of what connects to a replica that is lost, or that has failed."""
 
     # ---------------------------------------------------------------- the push
 
@@ -177,7 +180,7 @@ class RemoteTransport(WeightTransport):
         everything: bool,
     ) -> list[Replica]:
         """Returns the replicas that have taken everything."""
-        live = _Live(engine, replicas)
+        live = _Live(engine, replicas, self._leave)
         try:
             self._join_new(live)
             loading = {r: submit(r.begin(self.timeout_s)) for r in live.replicas}
@@ -185,12 +188,16 @@ class RemoteTransport(WeightTransport):
                 # One call at a time: two may overtake each other on their way.
                 live.settle(loading)
                 loading = self._update(live, bucket, everything)
-                self._transmit(bucket, live.replicas)
+                for replica in list(live.replicas):
+                    with live.surviving(replica):
+                        self._transmit(bucket, replica)
             live.settle(loading)
             live.settle(self._update(live, None, everything))
             live.settle({r: submit(r.stamp(version, self.timeout_s)) for r in live.replicas})
         except BaseException:
-            self._joined.clear()  # who knows in which state the connections are
+            for replica in self._joined:  # who knows in which state the connections are
+                self._leave(replica)
+            self._joined.clear()
             raise
         for replica in live.replicas:
             replica.version = version
@@ -220,8 +227,14 @@ def submit(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
 class _Live:
     """The replicas that have answered every call so far."""
 
-    def __init__(self, engine: ReplicatedEngine, replicas: list[Replica]) -> None:
+    def __init__(
+        self,
+        engine: ReplicatedEngine,
+        replicas: list[Replica],
+        leave: Callable[[Replica], None],
+    ) -> None:
         self._engine = engine
+        self._leave = leave
         self.replicas = list(replicas)
 
     def settle(self, calls: Calls) -> None:
@@ -245,4 +258,5 @@ class _Live:
     def _lose(self, replica: Replica, error: Exception) -> None:
         if replica in self.replicas:
             self.replicas.remove(replica)
+        self._leave(replica)  # on a GPU, a broadcast that waits for it keeps the device busy
         background_loop().call_soon_threadsafe(self._engine.lost, replica, error)

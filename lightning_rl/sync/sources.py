@@ -113,7 +113,7 @@ class GroupSource(Source):
 
     def __init__(self, device: torch.device, rank: int, **options: Any) -> None:
         super().__init__(device, rank)
-        self._group = Group(rank=1 + rank, **options)
+        self._group = Group(rank=1 + rank, device=device, **options)
         self._group.meet()
         self._buffer = torch.empty(0)
 

@@ -215,6 +215,27 @@ def test_a_replica_that_dies_in_a_push_gets_it_later(connect, engine, weights):
     assert holds(doomed, state)
 
 
+def test_the_group_of_a_replica_that_dies_is_left_at_once(engine, weights):
+    """A broadcast that waits for it would keep a GPU busy for as long as it is not aborted."""
+    transport = CollectiveTransport(bucket_mb=0.05, timeout_s=10)
+    transport.connect(engine)
+    transport.push(weights.items(), 0)
+    doomed, other = engine.replicas
+    group = transport._groups[doomed]
+    doomed.dies_at, doomed.starts = "update_weights", False
+    transport.push(halved(weights).items(), 1)
+    assert list(transport._groups) == [other]
+    doomed.source.close()  # as its process does when it ends
+    wait_for(lambda: group._group is None)
+    # One that refuses ends the push, and no group is left in the middle of something.
+    with pytest.raises(IncompleteWeightsError):
+        transport.push(list(weights.items())[1:], 2)
+    assert transport._groups == {}
+    transport.push(weights.items(), 3)
+    assert holds(other, weights)
+    transport.close()
+
+
 def test_with_changes_only_a_restarted_replica_gets_everything(connect, engine, weights):
     transport = connect(changed_only=True)
     transport.push(weights.items(), 0)
