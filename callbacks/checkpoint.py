@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from lightning_rl.arguments import configurable
 from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.callbacks.monitor import Monitor
+from lightning_rl.checkpoint_async import BackgroundCheckpointIO
 from lightning_rl.checkpoint_io import VerifiedCheckpointIO, checkpoints_in, newest_good
 from lightning_rl.collect.loop import is_waiting, replace_loop_if_blocked
 from lightning_rl.errors import (
@@ -58,7 +59,8 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         mode: ``max`` or ``min``, which values of ``monitor`` are good.
         dirpath: another directory; None: in the run directory.
         max_time: ``DD:HH:MM:SS`` from when this object is made, after which to save and stop.
-        asynchronous: write in the background; whatever ends the run waits for it.
+        asynchronous: write in the background, from a copy in host memory; whatever ends the run
+            waits for it.
 
     Raises:
         ConfigError: for values out of range, a module that counts no iterations, or a ``monitor``
@@ -117,7 +119,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
                 "none of; use ModelCheckpoint"
             )
         if self.asynchronous and not isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
-            strategy.checkpoint_io = AsyncCheckpointIO(strategy.checkpoint_io)
+            strategy.checkpoint_io = BackgroundCheckpointIO(strategy.checkpoint_io)
         self.dirpath = str(self._directory)
         if trainer.is_global_zero:
             for left in self._directory.glob("*.ckpt.partial"):  # by a killed run

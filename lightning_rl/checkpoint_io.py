@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,8 +61,8 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            hashing = _HashingFile(file)
+        with partial.open("wb") as file, ThreadPoolExecutor(1) as hasher:
+            hashing = _HashingFile(file, hasher)
             torch.save(checkpoint, hashing)  # type: ignore[arg-type]
             if hashing.error is not None:
                 raise hashing.error
@@ -184,21 +185,23 @@ def about(path: Path) -> dict[str, Any]:
 
 
 class _HashingFile:
-    """Passes on what is written, and hashes it."""
+    """Passes on what is written, and hashes it meanwhile; neither holds Python's lock."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, hasher: Executor) -> None:
         self._file = file
+        self._hasher = hasher
         self.digest = hashlib.sha256()
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         # torch's writer is C++ and ends the process if this raises while it tidies up.
         if self.error is None:
+            hashed = self._hasher.submit(self.digest.update, data)
             try:
                 self._file.write(data)
             except OSError as error:
                 self.error = error
-            self.digest.update(data)
+            hashed.result()  # the memory of the data is the writer's again
         return len(data)
 
     def flush(self) -> None:
