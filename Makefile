@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow lint docs browser doctor bench-floor lock
+.PHONY: help setup quickstart test test-slow lint docs browser doctor bench-floor gpu-check lock
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -50,6 +50,11 @@ doctor: setup  ## versions, engine, devices, threads, and what is wrong with eac
 
 bench-floor: setup  ## step time against its floor; the last line is JSON
 	@$(PY) -m benchmarks.floor
+
+# GPU_PYTHON=python3 takes a machine's own packages, where no .venv can be made for lack of a network.
+gpu-check: $(if $(GPU_PYTHON),,setup)  ## try all on a GPU, a line of JSON each (LIST=1, ONLY=push)
+	@$(or $(GPU_PYTHON),$(PY)) -m benchmarks.gpu $(if $(LIST),--list) $(if $(ONLY),--only=$(ONLY)) \
+		$(if $(DEVICE),--device=$(DEVICE)) $(if $(SECONDS),--seconds=$(SECONDS)) $(if $(OUT),--out=$(OUT))
 
 lock: setup  ## resolve the pinned versions anew (install/*-constraints.txt)
 	install/lock.sh

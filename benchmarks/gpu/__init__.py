@@ -1,0 +1,1 @@
+"""Checks of a GPU machine, most important first: ``python -m benchmarks.gpu``."""

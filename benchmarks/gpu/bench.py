@@ -1,0 +1,79 @@
+"""What a check has at hand, and where it leaves what it finds."""
+
+import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+LAST_LINES = 15
+"""Of an error or of a process's output, that a record keeps."""
+
+
+class Skipped(Exception):
+    """The check cannot be made here, for a reason that is not a fault."""
+
+
+class Bench:
+    """Where a check runs, and its record.
+
+    Args:
+        device: ``cuda``, or ``cpu`` for a trial of the check itself at a tiny size.
+        scratch: a directory that all checks of a run share.
+        record: the file that figures and outcome are written to at once, so that they are there
+            whatever ends the process.
+    """
+
+    def __init__(self, device: str, scratch: Path, record: Path) -> None:
+        self.device = device
+        self.scratch = scratch
+        self.figures: dict[str, Any] = {}
+        self.faults: list[str] = []
+        self._record = record
+
+    @property
+    def tiny(self) -> bool:
+        """Whether it is but a trial: sizes should be such that it takes a second."""
+        return self.device == "cpu"
+
+    def note(self, figures: dict[str, Any] | None = None, **more: Any) -> None:
+        """Add to the check's figures: numbers, texts, flags and dictionaries of them by name."""
+        self.figures |= {name: _short(value) for name, value in ((figures or {}) | more).items()}
+        self.write(None)
+
+    def require(self, condition: object, message: str) -> None:
+        """The check fails unless this holds, but first goes on."""
+        if not condition:
+            self.faults.append(message)
+            self.write(None)
+
+    @contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """One of several parts of a check: when it fails, the others are still made."""
+        try:
+            yield
+        except Skipped:
+            raise
+        except Exception:
+            self.faults.append(f"{name}: {last_lines(traceback.format_exc())}")
+            self.write(None)
+
+    def write(self, outcome: str | None, error: str | None = None) -> None:
+        """Put the record into its file; ``outcome`` None: not over yet."""
+        error = error or "\n".join(self.faults) or None
+        partial = self._record.with_suffix(".partial")
+        record = {"outcome": outcome, "figures": self.figures, "error": error}
+        partial.write_text(json.dumps(record))
+        partial.replace(self._record)
+
+
+def last_lines(text: str) -> str:
+    """The end of a text, where an error says what it is."""
+    return "\n".join(text.strip().splitlines()[-LAST_LINES:])
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _short(part) for name, part in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value

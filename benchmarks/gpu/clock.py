@@ -1,0 +1,72 @@
+"""Milliseconds, bytes and waits of a device, on which work goes on behind Python's back."""
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.bench import Bench
+
+
+def settle(bench: Bench) -> None:
+    """Wait until the device has done all that it was given."""
+    if bench.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def milliseconds(bench: Bench, work: Callable[[], Any], repeats: int = 5) -> float:
+    """Median of some runs after one that warms up."""
+    times = []
+    for _ in range(1 + repeats):
+        settle(bench)
+        begin = time.perf_counter()
+        work()
+        settle(bench)
+        times.append((time.perf_counter() - begin) * 1e3)
+    return sorted(times[1:])[repeats // 2]
+
+
+def begin_peak(bench: Bench) -> None:
+    """From here on :func:`peak_bytes` counts."""
+    gc.collect()
+    if bench.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes(bench: Bench) -> int | None:
+    """The most that torch had allocated at one time; None where it does not count."""
+    return torch.cuda.max_memory_allocated() if bench.device == "cuda" else None
+
+
+def used_bytes(bench: Bench) -> int:
+    """Of the device, by whatever process and allocator; 0 on a CPU, where it says nothing."""
+    if bench.device != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@contextmanager
+def counted_waits(bench: Bench, found: list[str]) -> Iterator[None]:
+    """Append to ``found`` a line for each time that Python waits for the device in the block."""
+    if bench.device != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    found += [
+        f"{w.filename.rpartition('/')[2]}:{w.lineno}"
+        for w in caught
+        if "synchronizing CUDA operation" in str(w.message)
+    ]

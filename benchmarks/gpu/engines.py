@@ -1,0 +1,299 @@
+"""vLLM in the training process: memory, pushes, agreement with the trainer, speed."""
+
+import asyncio
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.gpu.bench import Bench, Skipped
+from benchmarks.gpu.clock import settle, used_bytes
+from benchmarks.gpu.made import model_of, prompts_of, quantiles, warm_model
+from lightning_rl import MemoryTransport, Prompt, Rollout, RolloutStatus, VLLMLocal, pack_rollouts
+from lightning_rl.collect.loop import run_async
+from lightning_rl.engines.base import Completion, Sampling, logprob_tolerance
+from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.rollout import SAMPLED_BY
+from lightning_rl.sync.base import push as push_weights
+
+KEPT_AFTER_CLOSE = 0.5
+"""GiB that a closed engine may leave taken: CUDA's libraries and graphs' pools, no cache."""
+GAP_TOKENS = 4_000
+
+
+@contextmanager
+def started(bench: Bench, model: Path, **options: Any) -> Iterator[VLLMLocal]:
+    """An engine without weights, closed afterwards."""
+    defaults: dict[str, Any] = {"max_model_len": 256, "kv_cache_gb": 0.05 if bench.tiny else 4.0}
+    engine = VLLMLocal(**(defaults | options))
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        save_skeleton(str(model), directory)
+        engine.start(Path(directory))
+    bench.note({"start s": time.perf_counter() - begin})
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def policy_of(bench: Bench, model: Path, seed: int) -> Policy:
+    """Random weights, on the device."""
+    torch.manual_seed(seed)
+    with torch.device(bench.device):
+        return Policy(str(model), random_init=True)
+
+
+def push_to(engine: VLLMLocal, policy: Policy, version: int) -> None:
+    """As ``WeightSync`` does."""
+    transport = MemoryTransport()
+    transport.connect(engine)
+    push_weights(transport, engine, policy, version)
+    transport.close()
+
+
+def generate(
+    engine: VLLMLocal, prompts: Sequence[list[int]], sampling: Sampling
+) -> list[Completion]:
+    """All at once."""
+
+    async def run() -> list[Completion]:
+        return await asyncio.gather(
+            *(engine.generate(prompt, sampling, seed) for seed, prompt in enumerate(prompts))
+        )
+
+    return run_async(run())
+
+
+# -------------------------------------------------------------------- life
+
+
+def memory(bench: Bench) -> None:
+    """What an engine takes of the device, and gives back; whether a second one can follow."""
+    model = model_of(bench, "0.5B")
+    policy = policy_of(bench, model, seed=1)
+    settle(bench)
+    levels = {"before": used_bytes(bench)}
+    for turn in ("first", "second"):
+        begin = time.perf_counter()
+        with started(bench, model, dtype="bfloat16", kv_cache_gb=None) as engine:
+            levels[f"{turn} started"] = used_bytes(bench)
+            push_to(engine, policy, version=1)
+            levels[f"{turn} pushed"] = used_bytes(bench)
+            generate(engine, prompts_of(4, 16), Sampling(max_tokens=8))
+            levels[f"{turn} generated"] = used_bytes(bench)
+        gc.collect()
+        levels[f"{turn} closed"] = used_bytes(bench)
+        bench.note({f"{turn} s": time.perf_counter() - begin})
+        bench.note({"used GiB": {name: size / 2**30 for name, size in levels.items()}})
+    kept = (levels["second closed"] - levels["before"]) / 2**30
+    bench.require(kept < KEPT_AFTER_CLOSE, f"{kept:.2f} GiB are still taken after close()")
+
+
+def sleep(bench: Bench) -> None:
+    """What sleeping frees, and whether the engine generates the same when it is awake again."""
+    if not hasattr(VLLMLocal, "sleep"):
+        raise Skipped("VLLMLocal cannot sleep yet")
+    raise Skipped("not written yet")
+
+
+# -------------------------------------------------------------------- weights
+
+
+def push(bench: Bench, tied: bool, dtype: str) -> None:
+    """After each push greedy completions are those of the weights pushed last."""
+    model = model_of(bench, "small", tied)
+    policies = [policy_of(bench, model, seed) for seed in (1, 2)]
+    prompts = prompts_of(8, 20)
+    bound = logprob_tolerance(dtype)
+    with started(bench, model, dtype=dtype) as engine:
+        for version, policy in enumerate(policies):
+            begin = time.perf_counter()
+            push_to(engine, policy, version)
+            settle(bench)
+            seconds = time.perf_counter() - begin
+            completions = generate(engine, prompts, Sampling(max_tokens=24, temperature=0.0))
+            regret = _regrets(bench, policy, prompts, completions)
+            other = _regrets(bench, policies[1 - version], prompts, completions)
+            bench.note(
+                {
+                    f"push {version}": {
+                        "s": seconds,
+                        "greedy equal": sum(r == 0 for r in regret) / len(regret),
+                        "regret": max(regret),
+                        "regret by the other weights": max(other),
+                    }
+                }
+            )
+            bench.require(
+                max(regret) <= bound,
+                f"push {version}: a greedy token is {max(regret):.3g} nats below the best one of "
+                f"the weights that were pushed, above {bound:g}",
+            )
+            apart = max(regret) + max(other)
+            bench.require(apart > 1.0, "both policies are alike, so this check sees nothing")
+
+
+@torch.no_grad()
+def _regrets(
+    bench: Bench, policy: Policy, prompts: Sequence[list[int]], completions: list[Completion]
+) -> list[float]:
+    """Per token, how much likelier the likeliest one is by the Hugging Face model in float32."""
+    config = AutoConfig.from_pretrained(policy.model)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(bench.device).eval()
+    plain.load_state_dict(dict(policy.named_weights()))
+    regrets: list[float] = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = torch.tensor([prompt + completion.token_ids], device=bench.device)
+        logprobs = plain(input_ids=tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        chosen = logprobs.gather(1, tokens[0, len(prompt) :, None]).squeeze(1)
+        regrets += (logprobs.amax(1) - chosen).tolist()
+    return regrets
+
+
+def push_in_flight(bench: Bench) -> None:
+    """Tokens written before a push are the old weights', those after it the new ones'."""
+    dtype = "bfloat16"
+    model = model_of(bench, "small")
+    old, new = (policy_of(bench, model, seed) for seed in (1, 2))
+    prompts = prompts_of(8, 20)
+    sampling = Sampling(max_tokens=100, min_tokens=100)
+    with started(bench, model, dtype=dtype) as engine:
+        push_to(engine, old, version=1)
+
+        async def run() -> list[Completion]:
+            tasks = [
+                asyncio.create_task(engine.generate(prompt, sampling, seed))
+                for seed, prompt in enumerate(prompts)
+            ]
+            for _ in range(40):  # steps, about
+                await asyncio.sleep(0)
+            await engine.pause()
+            engine.load_weights(new.named_weights(), 2)
+            await engine.resume()
+            return await asyncio.gather(*tasks)
+
+        completions = asyncio.run(run())
+    gaps: dict[str, list[float]] = {"old": [], "new": [], "old by the new weights": []}
+    for prompt, completion in zip(prompts, completions, strict=True):
+        by_old, by_new = (_gaps(policy, [prompt], [completion], sampling) for policy in (old, new))
+        switch = completion.versions.index(2)
+        gaps["old"] += by_old[:switch]
+        gaps["new"] += by_new[switch:]
+        gaps["old by the new weights"] += by_new[:switch]
+        bench.require(0 < switch < sampling.max_tokens, f"the push came at token {switch}")
+    bench.note({name: quantiles(values) for name, values in gaps.items()})
+    for name in ("old", "new"):
+        typical = float(torch.tensor(gaps[name]).abs().quantile(0.99))
+        bound = logprob_tolerance(dtype)
+        bench.require(typical < bound, f"{name} tokens are off by {typical:.3g} nats")
+
+
+def _gaps(
+    policy: Policy,
+    prompts: Sequence[list[int]],
+    completions: Sequence[Completion],
+    sampling: Sampling,
+) -> list[float]:
+    """Logprobs of all tokens as the trainer computes them, less the engine's."""
+    rollouts = [
+        Rollout(
+            Prompt(str(index), "made", prompt),
+            group_id=str(index),
+            sample_index=0,
+            seed=0,
+            token_ids=completion.token_ids,
+            loss_mask=[True] * len(completion.token_ids),
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            status=RolloutStatus.COMPLETED,
+            **{name: getattr(sampling, name) for name in SAMPLED_BY},
+        )
+        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
+    batch = pack_rollouts(rollouts).to(next(policy.parameters()).device)
+    with torch.no_grad():
+        scores = policy(batch)
+    return (scores.logprobs - batch["tokens", "rollout_logprobs"][scores.live]).tolist()
+
+
+# -------------------------------------------------------------------- figures
+
+
+def gap(bench: Bench, dtype: str) -> None:
+    """How far engine and trainer are apart on sampled tokens: what the probe's bound rests on.
+
+    Of the recipe's model after its warm start (random weights if the check ``recipe`` was not
+    made) and of a random model of 0.5B parameters.
+    """
+    recipe = warm_model(bench)
+    if recipe.exists():
+        with bench.case("recipe"):
+            policy = Policy(str(recipe)).to(bench.device)
+            lines = (recipe.parents[1] / "train.jsonl").read_text().splitlines()
+            texts = [json.loads(line)["prompt"] for line in lines[: 8 if bench.tiny else 700]]
+            prompts = [policy.tokenizer.encode(text) for text in texts]
+            sampling = Sampling(max_tokens=10)
+            _gap(bench, "recipe", policy, dtype, prompts, sampling, max_model_len=32)
+    count, length = (8, 16) if bench.tiny else (64, 80)
+    for shape in ("0.5B",) if recipe.exists() else ("small", "0.5B"):
+        with bench.case(shape):
+            policy = policy_of(bench, model_of(bench, shape), seed=1)
+            sampling = Sampling(max_tokens=length, min_tokens=length)
+            _gap(bench, shape, policy, dtype, prompts_of(count, 40), sampling)
+
+
+def _gap(
+    bench: Bench,
+    name: str,
+    policy: Policy,
+    dtype: str,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    **options: Any,
+) -> None:
+    with started(bench, Path(policy.model), dtype=dtype, **options) as engine:
+        push_to(engine, policy, version=1)
+        completions = generate(engine, prompts, sampling)
+    with torch.autocast(bench.device, torch.bfloat16, enabled=dtype == "bfloat16"):
+        gaps = _gaps(policy, prompts, completions, sampling)
+    found = quantiles(gaps)
+    bench.note({name: {"tokens": len(gaps)} | found})
+    bench.require(bench.tiny or len(gaps) >= GAP_TOKENS, f"{name}: only {len(gaps)} tokens")
+    bound = logprob_tolerance(dtype) / 5
+    bench.require(found["mean"] < bound, f"{name}: the mean gap is {found['mean']:.3g} nats")
+
+
+def speed(bench: Bench) -> None:
+    """Tokens per second of many short completions, and seconds of a push."""
+    for shape in ("0.5B", "1.5B"):
+        with bench.case(shape):
+            _speed(bench, shape)
+
+
+def _speed(bench: Bench, shape: str) -> None:
+    count, length = (4, 8) if bench.tiny else (256, 256)
+    model = model_of(bench, shape)
+    policy = policy_of(bench, model, seed=1)
+    sampling = Sampling(max_tokens=length, min_tokens=length)
+    with started(bench, model, dtype="bfloat16", max_model_len=512) as engine:
+        pushed = _seconds(bench, lambda: push_to(engine, policy, version=1))
+        generate(engine, prompts_of(count, 128), Sampling(max_tokens=4))
+        prompts = prompts_of(count, 128, seed=5)
+        generated = _seconds(bench, lambda: generate(engine, prompts, sampling))
+    bench.note({shape: {"tokens per s": count * length / generated, "push s": pushed}})
+
+
+def _seconds(bench: Bench, work: Callable[[], Any]) -> float:
+    settle(bench)
+    begin = time.perf_counter()
+    work()
+    settle(bench)
+    return time.perf_counter() - begin

@@ -1,0 +1,109 @@
+"""Attention over packs and the policy head, by themselves."""
+
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.clock import begin_peak, milliseconds, peak_bytes
+from benchmarks.gpu.made import rollouts_of, shape_of
+from lightning_rl import pack_rollouts
+from lightning_rl.models import heads
+from lightning_rl.models.attention import PackLayout, build_layout, packed_attention
+from lightning_rl.models.varlen import attend, plain_varlen, varlen_dtype
+
+HEADS = ((14, 2, 64), (12, 2, 128), (8, 8, 64), (8, 1, 256))
+"""Query heads, key heads and their width: of 0.5B and 1.5B models, ungrouped, and the extremes."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+"""Of norms: some roundings of each format, whereas a wrong mask is off by 0.1 and more."""
+
+
+def attention(bench: Bench) -> None:
+    """Outputs and gradients of packed attention against its definition in float32."""
+    sizes = ((3, 40, 30), (4, 7, 1)) if bench.tiny else ((16, 300, 200), (4, 1500, 64), (4, 64, 1))
+    for width in HEADS[:2] if bench.tiny else HEADS:
+        for dtype in TOLERANCE:
+            for count, tokens, prompt in sizes:
+                queries, keys, size = width
+                name = f"{queries}/{keys}x{size} {str(dtype)[6:]} {count}x{prompt}+{tokens}"
+                layout = build_layout(
+                    pack_rollouts(rollouts_of(count, tokens, prompt, group_size=2)).to(bench.device)
+                )
+                with bench.case(name):
+                    _compare(bench, name, layout, width, dtype)
+
+
+def _compare(
+    bench: Bench, name: str, layout: PackLayout, width: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    queries, keys, size = width
+    tokens = len(layout.input_ids)
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(1, n, tokens, size, device=bench.device).to(dtype).requires_grad_()
+        for n in (queries, keys, keys)
+    ]
+    upstream = torch.randn(1, tokens, queries, size, device=bench.device).to(dtype)
+    fused = varlen_dtype(inputs[0]) is not None
+    if bench.device == "cuda" and dtype != torch.float32:
+        bench.require(fused, f"{name}: the fused kernel is not used")
+
+    def ours() -> list[Tensor]:
+        query, key, value = inputs
+        out, _ = packed_attention(nn.Identity(), query, key, value, None, layout=layout)
+        return [out, *torch.autograd.grad(out, inputs, upstream)]
+
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    errors = {
+        what: float((a.detach().float() - b.detach()).norm() / b.detach().norm())
+        for what, a, b in zip(
+            ("out", "dq", "dk", "dv"),
+            ours(),
+            _defined(exact, layout, upstream.float()),
+            strict=True,
+        )
+    }
+    milli = milliseconds(bench, ours, repeats=2 if bench.tiny else 5)
+    bench.note({name: {"fused": fused, "ms": milli} | errors})
+    worst, bound = max(errors.values()), TOLERANCE[dtype]
+    bench.require(worst < bound, f"{name}: off by {worst:.2g} of its norm, above {bound:g}")
+
+
+def _defined(inputs: list[Tensor], layout: PackLayout, upstream: Tensor) -> list[Tensor]:
+    """Output and gradients, segment by segment in float32."""
+    q, k, v = (x[0].transpose(0, 1) for x in inputs)
+    out = attend(q, k, v, layout.varlen, None, plain_varlen)
+    return [out[None], *torch.autograd.grad(out, inputs, upstream[0])]
+
+
+def head_chunks(bench: Bench) -> None:
+    """Time and memory of the policy head by the size of its chunks, with a frozen head too."""
+    shape = shape_of(bench, "0.5B")
+    tokens = 64 if bench.tiny else 16_000
+    output = nn.Linear(shape.hidden, shape.vocabulary, bias=False, device=bench.device)
+    hidden = torch.randn(tokens, shape.hidden, device=bench.device, requires_grad=True)
+    targets = torch.randint(shape.vocabulary, (tokens,), device=bench.device)
+    temperature = torch.ones(tokens, device=bench.device)
+    losses = {}
+
+    def work() -> Tensor:
+        hidden.grad = output.weight.grad = None
+        with torch.autocast(bench.device, torch.bfloat16):
+            logprobs, _ = heads.token_logprobs(hidden, output, targets, temperature)
+        logprobs.mean().backward()
+        return logprobs.detach().mean()
+
+    for trained in (True, False):
+        output.requires_grad_(trained)
+        for bits in (11, 13) if bench.tiny else range(24, 29):
+            name = f"2^{bits}{'' if trained else ' frozen'}"
+            size = patch.object(heads, "chunk_elements", lambda _, bits=bits: 1 << bits)
+            with bench.case(name), size:
+                begin_peak(bench)
+                losses[name] = float(work())
+                peak = peak_bytes(bench)
+                found = {"ms": milliseconds(bench, work, 3)}
+                bench.note({name: found if peak is None else found | {"peak GiB": peak / 2**30}})
+    apart = max(losses.values()) - min(losses.values())
+    bench.require(apart < 1e-3, f"mean logprobs differ by {apart:.2g} with the chunks' size")

@@ -1,0 +1,18 @@
+"""A check whose module leaves a file when it is imported, and another when it begins."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SCRATCH = Path(sys.argv[4])
+(SCRATCH / "imported").touch()
+
+
+def hangs(bench):
+    """With a child, of which it notes the number first."""
+    (SCRATCH / "began").touch()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    bench.note(child=child.pid)
+    print("hanging now", flush=True)
+    time.sleep(60)
