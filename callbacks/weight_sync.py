@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.arguments import configurable
-from lightning_rl.checks import check_sync
+from lightning_rl.checks import check_sleep, check_sync
 from lightning_rl.collect.ranks import feeds
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.dist import any_rank, every_rank, largest
@@ -73,6 +73,7 @@ class WeightSync(RLCallback):
         datamodule = _datamodule(trainer)
         if stage == "fit":
             check_sync(schedules(trainer), datamodule.collector)
+            check_sleep(datamodule.engine.sleep_level, self.schedule, datamodule.collector)
         self.transport.use_scratch(bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
         self.transport.connect(datamodule.engine)
         prompts = datamodule.train_prompts.first(self.probe_prompts)
@@ -96,6 +97,12 @@ class WeightSync(RLCallback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.sync(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # The batch is collected; the push at its end wakes the engine.
+        _datamodule(trainer).engine.sleep()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -151,7 +158,7 @@ class WeightSync(RLCallback):
                 partial(probe_again, engine, module.policy, self._prompts, temperature),
                 module.iteration,
                 self.max_gap,
-                engine.dtype,
+                engine.precision,
                 compute_dtype(trainer),
             )
 

@@ -179,6 +179,26 @@ def check_sync(schedules: Sequence[SyncSchedule], collector: Collector) -> None:
         )
 
 
+def check_sleep(level: int | None, schedule: SyncSchedule, collector: Collector) -> None:
+    """Check that an engine may sleep while the trainer trains.
+
+    Raises:
+        ConfigError: if it would be asked for tokens meanwhile, or for some by weights it gave up.
+    """
+    if level is None:
+        return
+    if collector.works_between_batches:
+        raise ConfigError(
+            f"engine sleep_level={level} lets the engine sleep while the trainer trains, and "
+            f"{type(collector).__name__} generates then; use SyncCollector, or leave it out"
+        )
+    if level == 2 and schedule.least_updates > 1:
+        raise ConfigError(
+            f"engine sleep_level=2 gives up the weights in every iteration, and WeightSync's "
+            f"schedule={schedule} does not push them in each; use sleep_level: 1, or FixedSchedule"
+        )
+
+
 def check_experts(advantage: Advantage, objective: Objective) -> None:
     """Check that rows without a reward can be trained on.
 

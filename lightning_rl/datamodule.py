@@ -245,7 +245,9 @@ class RLDataModule(LightningDataModule):
         if self.experts is not None:
             check_experts(module.advantage, module.objective)
         assert self.trainer is not None
-        self.engine.follow_dtype(compute_dtype(self.trainer))
+        computes_in = compute_dtype(self.trainer)
+        self.engine.follow_dtype(computes_in)
+        self.engine.follow_head(module.cast_lm_head_to_fp32 or computes_in == "float32")
         self._tokenizer = tokenizer = self.load_tokenizer(module)
         with dist.every_rank():
             if dist.rank() == 0:  # it reads the weights once

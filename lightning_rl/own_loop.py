@@ -127,7 +127,7 @@ class OwnLoop(RecordingModule):
                 partial(probe_again, *compared),
                 self.iteration,
                 max_gap,
-                engine.dtype,
+                engine.precision,
                 "bfloat16" if mixed else "float32",
             )
         return gap.value

@@ -23,6 +23,8 @@ def this_machine() -> str:
 class _HostedVLLM(VLLMLocal):
     """VLLMLocal that takes weights through vLLM's weight-transfer API, as servers do."""
 
+    _beside_trainer = False
+
     def _own_device(self) -> int | None:
         # Several workers are processes of their own, and this one then touches no GPU.
         alone = self._settings.options.get("tensor_parallel_size", 1) == 1

@@ -18,7 +18,7 @@ from lightning_rl.engines.ray_replica import RayReplica
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.vllm_process import last_line
-from lightning_rl.engines.vllm_settings import EngineSettings
+from lightning_rl.engines.vllm_settings import EngineSettings, VLLMEngine
 from lightning_rl.errors import ConfigError, ReplicaError, require_at_least
 
 _PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
@@ -28,7 +28,7 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 @configurable
-class RayEngine(ReplicatedEngine):
+class RayEngine(VLLMEngine, ReplicatedEngine):
     """vLLM in Ray actors: several replicas, each with tensor parallelism inside if it is to.
 
     Actors need nothing but ``lightning_rl[ray]`` and vLLM installed on their node. Each reserves a
@@ -43,13 +43,20 @@ class RayEngine(ReplicatedEngine):
         bundle: resources that an actor reserves; None: ``tensor_parallel_size`` GPUs, or CPUs where
             the cluster has no GPU.
         placement: Ray's strategy: ``SPREAD`` or ``PACK``, and ``STRICT_`` of both.
-        dtype: of the engine's weights; None: as the trainer computes.
+        dtype: of the engine's weights; None: as the trainer computes, but ``bfloat16`` where that
+            has a GPU.
         max_model_len: longest prompt plus completion in tokens; None: what the model allows.
         kv_cache_gb: key/value cache in GiB per worker; None: vLLM's own choice from
             ``gpu_memory_utilization`` (on CPU 0.25).
         gpu_memory_utilization: share of the GPU that a worker may take.
         max_num_seqs: requests that a replica computes together; others wait.
         enable_prefix_caching: share the key/value cache of equal prompt prefixes.
+        cast_lm_head_to_fp32: compute logits in float32 though ``dtype`` has 16 bits; None: where
+            the trainer does.
+        quantization: a format of vLLM's that weights are rounded to as they arrive, such as
+            ``fp8``; None: none. The engine is faster then, and its gap to the trainer larger.
+        batch_invariant: a request's tokens on a GPU do not depend on what is computed beside it;
+            slower.
         options: further arguments of ``vllm.EngineArgs``.
         environment: variables of the actors' processes.
         ray_options: further arguments of ``ray.init``.
@@ -78,6 +85,9 @@ class RayEngine(ReplicatedEngine):
         gpu_memory_utilization: float = 0.9,
         max_num_seqs: int = 256,
         enable_prefix_caching: bool = True,
+        cast_lm_head_to_fp32: bool | None = None,
+        quantization: str | None = None,
+        batch_invariant: bool = False,
         options: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
         ray_options: dict[str, Any] | None = None,
@@ -109,6 +119,9 @@ class RayEngine(ReplicatedEngine):
             max_num_seqs=max_num_seqs,
             enable_prefix_caching=enable_prefix_caching,
             options=options or {},
+            cast_lm_head_to_fp32=cast_lm_head_to_fp32,
+            quantization=quantization,
+            batch_invariant=batch_invariant,
         )
         self.address = address
         self.replica_count = replicas
@@ -155,7 +168,7 @@ class RayEngine(ReplicatedEngine):
                     self._group, placement_group_bundle_index=index
                 ),
             )(RayActor)
-            settings = dataclasses.asdict(self._settings) | {"dtype": self.dtype}
+            settings = dataclasses.asdict(self.settled)
             if self.trust_remote_code:
                 settings["options"]["trust_remote_code"] = True
             return actor_class.remote(settings, self.tensor_parallel_size, self.environment)

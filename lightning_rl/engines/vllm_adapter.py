@@ -1,6 +1,8 @@
 """Requests and weights as vLLM takes them: what is known of its insides."""
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_rl.engines.base import Sampling
+from lightning_rl.engines.base import Completion, Sampling
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import IncompleteWeightsError, WeightSyncError
 
@@ -39,6 +41,41 @@ class SampledLogprobs:
         if output.new_logprobs is not None:
             # Each row is of one token, and begins with the one that was sampled.
             self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+
+
+@dataclass(slots=True)
+class Request:
+    """A request in flight: who waits for it, and which version wrote its tokens so far."""
+
+    future: asyncio.Future[Completion]
+    versions: list[int] = field(default_factory=list)
+
+    def stamp(self, tokens: int, version: int) -> None:
+        """Of so many tokens, those not stamped yet were written by this version."""
+        self.versions += [version] * (tokens - len(self.versions))
+
+    def finish(self, output: Any, version: int) -> None:
+        """Give vLLM's output to whoever waits, unless nobody does any more."""
+        if self.future.done():
+            return
+        result = output.outputs[0]
+        tokens = list(result.token_ids)
+        self.stamp(len(tokens), version)
+        self.future.set_result(
+            Completion(
+                token_ids=tokens,
+                logprobs=result.logprobs,
+                finish_reason=result.finish_reason or "abort",
+                versions=self.versions,
+            )
+        )
+
+
+def tokens_so_far(llm: Any, request_id: str) -> int:
+    """That a request in flight has."""
+    states = llm.output_processor.request_states
+    internal = llm.output_processor.external_req_ids.get(request_id, [request_id])[0]
+    return len(states[internal].detokenizer.output_token_ids) if internal in states else 0
 
 
 def sampling_params(sampling: Sampling, seed: int) -> Any:
@@ -110,7 +147,7 @@ def require_all_loaded(model: Any, loaded: set[str]) -> None:
     Raises:
         IncompleteWeightsError: naming the first that it has not.
     """
-    names = (name.replace(".base_layer.", ".") for name, _ in model.named_parameters())
+    names = (name.replace(".base_layer.", ".") for name in _loadable(model))
     missing = sorted({name for name in names if ".lora_" not in name} - loaded)
     if missing:
         raise IncompleteWeightsError(
@@ -119,7 +156,12 @@ def require_all_loaded(model: Any, loaded: set[str]) -> None:
         )
 
 
-def rendezvous_file(worker: Any) -> Path | None:
-    """Runs in vLLM's worker: where the processes of its group met, if that was in a file."""
-    scheme, _, path = str(worker.distributed_init_method).partition("://")
-    return Path(path) if scheme == "file" else None
+def _loadable(model: Any) -> Iterator[str]:
+    """Parameters that a checkpoint brings: not the scales that vLLM finds when it quantizes one."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for prefix, layer in model.named_modules():
+        brought, _ = get_layerwise_info(layer).restore_metadata
+        for name, _ in layer.named_parameters(prefix, recurse=False):
+            if name.rpartition(".")[2] in brought:
+                yield name

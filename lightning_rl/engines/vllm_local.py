@@ -1,11 +1,9 @@
 """vLLM in the training process: continuous batching over one stepping loop."""
 
 import asyncio
-import atexit
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,64 +12,64 @@ import torch
 from torch import Tensor
 
 from lightning_rl.arguments import configurable
-from lightning_rl.engines.base import (
-    Completion,
-    Engine,
-    Sampling,
-    fail,
-    require_same_weights,
-)
+from lightning_rl.engines.base import Completion, Sampling, fail, require_same_weights
 from lightning_rl.engines.vllm_adapter import (
+    Request,
     add_request,
     reload_weights,
-    rendezvous_file,
     sampling_params,
+    tokens_so_far,
     weight_shapes,
-)
-from lightning_rl.engines.vllm_cpu import (
-    keep_global_randomness,
-    skip_rank_compilation,
-    use_cpu_kernels,
 )
 from lightning_rl.engines.vllm_process import (
     collect_garbage,
-    contained,
     divert_crash_dump,
     last_line,
+    require_gradients,
     shut_down,
+    started,
+    use_batch_invariance,
 )
-from lightning_rl.engines.vllm_settings import EngineSettings
-from lightning_rl.errors import EngineError, StaleWeightsError
+from lightning_rl.engines.vllm_settings import EngineSettings, VLLMEngine, require_one_device
+from lightning_rl.errors import ConfigError, EngineError, StaleWeightsError
 
 _LONGEST_STEP_S = 10.0
 """That closing waits for; one that hangs must not keep a run from ending."""
 
 
-@dataclass(slots=True)
-class _Request:
-    """A request in flight: who waits for it, and which version wrote its tokens so far."""
-
-    future: asyncio.Future[Completion]
-    versions: list[int] = field(default_factory=list)
-
-
 @configurable
-class VLLMLocal(Engine):
+class VLLMLocal(VLLMEngine):
     """vLLM inside this process, on its device; one per training process.
 
     Args:
         dtype: of the engine's weights; None: as the trainer computes, so ``bfloat16`` with
-            ``precision: bf16-mixed``. In ``float32`` its logprobs equal the trainer's to 1e-5.
+            ``precision: bf16-mixed``, and on GPUs ``bfloat16`` anyway. In ``float32`` its logprobs
+            equal those of a trainer in float32 to 1e-5; a GPU is slow in it.
         max_model_len: longest prompt plus completion in tokens; None: what the model allows.
         kv_cache_gb: key/value cache in GiB; None: vLLM's own choice from
             ``gpu_memory_utilization`` (on CPU that would be nearly all memory, so 0.25 there).
         gpu_memory_utilization: share of the GPU that vLLM may take.
         max_num_seqs: requests computed together; others wait.
         enable_prefix_caching: share the key/value cache of equal prompt prefixes.
+        cast_lm_head_to_fp32: compute logits in float32 though ``dtype`` has 16 bits; None: where
+            the trainer does.
+        quantization: a format of vLLM's that weights are rounded to as they arrive, such as
+            ``fp8``; None: none. The engine is faster then, and its gap to the trainer larger.
+        batch_invariant: a request's tokens on a GPU do not depend on what is computed beside it;
+            slower. Must be known before vLLM or the GPU is used in this process.
+        sleep_level: what the engine gives back while the trainer trains on the same GPU: 1, its
+            cache, and its weights to the memory of the host; 2, both for good, until the next
+            push, which must come in every iteration; None: nothing.
         options: further arguments of ``vllm.EngineArgs``, as they are.
+
+    Raises:
+        ConfigError: for a value out of range, or what these devices cannot do.
+        EngineError: without vLLM.
     """
 
     starting = "vLLM starts"
+    _beside_trainer = True
+    """Whether the trainer works in this process, too."""
 
     def __init__(
         self,
@@ -81,6 +79,10 @@ class VLLMLocal(Engine):
         gpu_memory_utilization: float = 0.4,
         max_num_seqs: int = 256,
         enable_prefix_caching: bool = True,
+        cast_lm_head_to_fp32: bool | None = None,
+        quantization: str | None = None,
+        batch_invariant: bool = False,
+        sleep_level: int | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
         if find_spec("vllm") is None:
@@ -88,6 +90,15 @@ class VLLMLocal(Engine):
                 "VLLMLocal needs vLLM, which is not installed; `pip install lightning_rl[cpu]` (or "
                 "[cuda]), or use engine: TransformersEngine"
             )
+        options = dict(options or {})
+        if self._beside_trainer:
+            require_one_device(options)
+        if sleep_level not in (None, 1, 2):
+            raise ConfigError(f"engine sleep_level={sleep_level} must be 1, 2 or null")
+        if sleep_level is not None:
+            options["enable_sleep_mode"] = True
+        if batch_invariant and torch.cuda.is_available():
+            use_batch_invariance()
         self.choose_dtype(dtype)
         self._settings = EngineSettings(
             dtype=self.dtype,
@@ -96,14 +107,19 @@ class VLLMLocal(Engine):
             gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs,
             enable_prefix_caching=enable_prefix_caching,
-            options=options or {},
+            options=options,
+            cast_lm_head_to_fp32=cast_lm_head_to_fp32,
+            quantization=quantization,
+            batch_invariant=batch_invariant,
         )
+        self.sleep_level = sleep_level
         self.max_model_len = max_model_len
         self.kv_cache_gb = kv_cache_gb
         self._llm: Any = None
         self._device: int | None = None  # the trainer's GPU
+        self._asleep: set[str] = set()  # of what vLLM calls weights and kv_cache
         self._shapes: dict[str, torch.Size] = {}
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
         self._next_id = 0
         self._loop_task: asyncio.Task[None] | None = None
         # Weights are pushed from the trainer's thread, while requests come from the event loop's.
@@ -124,32 +140,18 @@ class VLLMLocal(Engine):
     def start(self, model_dir: Path) -> None:
         if self._llm is not None:
             return
-        on_cpu = not torch.cuda.is_available()
         self._device = self._own_device()
-        settings = replace(self._settings, dtype=self.dtype)
+        if self._device is None and self.sleep_level is not None:
+            raise ConfigError(
+                f"engine sleep_level={self.sleep_level} is not for CPUs, where vLLM cannot give "
+                "memory back; leave it out"
+            )
+        settings = self.settled
+        if self._device is not None and settings.batch_invariant and self._beside_trainer:
+            require_gradients(self._device)
         arguments = settings.arguments(model_dir, self.trust_remote_code, self._device)
-        with contained(self._device):
-            from vllm import EngineArgs
-            from vllm.usage.usage_lib import UsageContext
-            from vllm.v1.engine.llm_engine import LLMEngine
-
-            if on_cpu:
-                skip_rank_compilation()
-                keep_global_randomness()
-            try:
-                # By the context vLLM chooses how many tokens a step takes, where that is not set.
-                context = UsageContext.ENGINE_CONTEXT if on_cpu else UsageContext.LLM_CLASS
-                self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), context)
-            except (ValueError, RuntimeError, TypeError, AssertionError) as error:
-                raise EngineError(f"vLLM did not start: {last_line(error)}") from error
-        if on_cpu and arguments["enforce_eager"]:
-            self._llm.apply_model(use_cpu_kernels)
+        self._llm = started(arguments, settings.environment(), self._device)
         self._crash_file = divert_crash_dump()
-        self._detach_process_group()
-        for file in filter(None, self._llm.collective_rpc(rendezvous_file)):
-            # vLLM leaves it behind. The process's groups outlive the engine, and a new one
-            # (Lightning makes some in each run) meets there: without it, that waits half an hour.
-            atexit.register(file.unlink, missing_ok=True)
         self._shapes = weight_shapes(model_dir, bool(arguments.get("trust_remote_code")))
 
     def close(self) -> None:
@@ -171,12 +173,6 @@ class VLLMLocal(Engine):
         if task is not None and not task.get_loop().is_closed():
             task.get_loop().call_soon_threadsafe(task.cancel)  # it may be paused
 
-    def _detach_process_group(self) -> None:
-        """Deleting the engine must not destroy the process group that Lightning trains with."""
-        finalizer = getattr(self._llm.engine_core, "_finalizer", None)
-        if finalizer is not None:
-            finalizer.detach()
-
     def _own_device(self) -> int | None:
         """The GPU of the trainer: Lightning has made it this thread's."""
         return torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -191,11 +187,12 @@ class VLLMLocal(Engine):
         loop = asyncio.get_running_loop()
         request_id = str(self._next_id)
         self._next_id += 1
-        request = _Request(loop.create_future())
+        request = Request(loop.create_future())
         params = sampling_params(sampling, seed)
         with self._exclusive:
             self.require_ready()  # which it is not in the middle of a push
             self.require_room(len(token_ids), sampling)
+            self._wake("weights", "kv_cache")
             internal_id = add_request(self._llm, request_id, token_ids, params, sampling.priority)
             self._requests[request_id] = request
         if self._loop_task is None or self._loop_task.done():
@@ -222,6 +219,27 @@ class VLLMLocal(Engine):
     async def resume(self) -> None:
         self._may_step.set()
 
+    def sleep(self) -> None:
+        if self.sleep_level is None or self._llm is None or self._asleep:
+            return
+        with self._exclusive, self._on_device():
+            if self._requests:
+                raise EngineError(
+                    f"VLLMLocal cannot sleep while it generates for {self.in_flight} requests; "
+                    "with sleep_level use a collector that waits for all of a batch: SyncCollector"
+                )
+            self._llm.sleep(self.sleep_level)
+            self._asleep = {"weights", "kv_cache"}
+            if self.sleep_level == 2:
+                self.version = -1
+
+    def _wake(self, *parts: str) -> None:
+        due = [part for part in parts if part in self._asleep]
+        if due:
+            with self._on_device():
+                self._llm.wake_up(due)
+            self._asleep -= set(due)
+
     async def _step_while_busy(self) -> None:
         """Advance all requests token by token; new ones join between steps."""
         # A thread takes over torch.set_num_threads() when it first asks torch; vLLM asks OpenMP.
@@ -233,8 +251,9 @@ class VLLMLocal(Engine):
                     if self._llm is None:
                         return
                     for output in self._llm.step():
-                        if output.finished:  # before a push changes the version
-                            self._finish(output)
+                        if output.finished and output.request_id in self._requests:
+                            # Now, before a push changes the version.
+                            self._requests.pop(output.request_id).finish(output, self.version)
                 await asyncio.sleep(0)  # let finished requests' owners, and new requests, in
         except Exception as error:  # whatever vLLM raises must reach those who wait
             requests, self._requests = self._requests, {}
@@ -243,22 +262,6 @@ class VLLMLocal(Engine):
                 message += f" (what it was computing is in {self._crash_file})"
             for request in requests.values():
                 fail(request.future, message, error)
-
-    def _finish(self, output: Any) -> None:
-        request = self._requests.pop(output.request_id, None)
-        if request is None or request.future.done():
-            return
-        result = output.outputs[0]
-        tokens = list(result.token_ids)
-        request.versions += [self.version] * (len(tokens) - len(request.versions))
-        request.future.set_result(
-            Completion(
-                token_ids=tokens,
-                logprobs=result.logprobs,
-                finish_reason=result.finish_reason or "abort",
-                versions=request.versions,
-            )
-        )
 
     # ---------------------------------------------------------------- weights
 
@@ -270,6 +273,9 @@ class VLLMLocal(Engine):
         # vLLM merges some weights, and does not notice if one of the parts is missing.
         require_same_weights(state, self._shapes, "VLLMLocal")
         with self._exclusive, self._on_device():
+            self._wake(
+                "weights"
+            )  # the cache may stay asleep: what the push needs fits in its place
             self._leave_version()
             self._llm.collective_rpc(reload_weights, args=(list(state.items()),))
             self._enter_version(version)
@@ -277,7 +283,7 @@ class VLLMLocal(Engine):
     def _leave_version(self) -> None:
         """Before weights change: it holds no version until all have arrived."""
         for request_id, request in self._requests.items():
-            self._stamp(request_id, request)
+            request.stamp(tokens_so_far(self._llm, request_id), self.version)
         self.version = -1
 
     def _enter_version(self, version: int) -> None:
@@ -285,10 +291,3 @@ class VLLMLocal(Engine):
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise StaleWeightsError("vLLM refused to reset its prefix cache after a push")
         self.version = version
-
-    def _stamp(self, request_id: str, request: _Request) -> None:
-        """Note which version wrote the tokens that a request in flight has so far."""
-        state = self._llm.output_processor.request_states
-        internal = self._llm.output_processor.external_req_ids.get(request_id, [request_id])[0]
-        done = len(state[internal].detokenizer.output_token_ids) if internal in state else 0
-        request.versions += [self.version] * (done - len(request.versions))

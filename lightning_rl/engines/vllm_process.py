@@ -1,5 +1,6 @@
 """vLLM as a guest in the trainer's process: what it changes is put back, and its memory freed."""
 
+import atexit
 import gc
 import logging
 import os
@@ -7,7 +8,7 @@ import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,12 @@ import numpy as np
 import torch
 
 from lightning_rl.engines.server_process import validation_failure
+from lightning_rl.engines.vllm_cpu import (
+    keep_global_randomness,
+    skip_rank_compilation,
+    use_cpu_kernels,
+)
+from lightning_rl.errors import ConfigError, EngineError
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +48,39 @@ def contained(device: int | None) -> Iterator[None]:
             torch.set_num_threads = set_threads
             torch.set_num_threads(threads)
             sys.excepthook = hook
+
+
+def use_batch_invariance() -> None:
+    """Switch it on for this process.
+
+    Raises:
+        ConfigError: if vLLM, or a GPU, is in use already: both are told at their start.
+    """
+    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+        return
+    if "vllm" in sys.modules or torch.cuda.is_initialized():
+        used = "vLLM is imported" if "vllm" in sys.modules else "the GPU is in use"
+        raise ConfigError(
+            f"batch_invariant=true comes too late, {used} already; make the engine first in the "
+            "process, or start that with VLLM_BATCH_INVARIANT=1"
+        )
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+
+
+def require_gradients(device: int) -> None:
+    """Refuse batch invariance where it would reach into the trainer, which shares the process.
+
+    Raises:
+        ConfigError: on GPUs of compute capability 8.x: there vLLM puts ``aten::linear`` of its own
+            in the place of torch's for the whole process, and that has no gradient.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == 8:
+        raise ConfigError(
+            f"batch_invariant=true on a GPU of compute capability {major}.{minor} takes the "
+            "gradient from all linear layers of the process that vLLM works in; use VLLMServer "
+            "with batch_invariant=true"
+        )
 
 
 Restore = Callable[[], object]
@@ -86,6 +126,47 @@ def _devices(device: int | None) -> Iterator[Restore]:
     """vLLM makes the one that it chooses this thread's."""
     if device is not None:
         yield lambda: torch.cuda.set_device(device)
+
+
+def started(arguments: Mapping[str, Any], variables: Mapping[str, str], device: int | None) -> Any:
+    """An engine of vLLM in this process, which else is as before.
+
+    Raises:
+        EngineError: saying why, if vLLM does not start.
+    """
+    on_cpu = not torch.cuda.is_available()
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    with contained(device):
+        from vllm import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        if on_cpu:
+            skip_rank_compilation()
+            keep_global_randomness()
+        # By the context vLLM chooses how many tokens a step takes, where that is not set.
+        context = UsageContext.ENGINE_CONTEXT if on_cpu else UsageContext.LLM_CLASS
+        try:
+            llm: Any = LLMEngine.from_engine_args(EngineArgs(**arguments), context)
+        except (ValueError, RuntimeError, TypeError, AssertionError) as error:
+            raise EngineError(f"vLLM did not start: {last_line(error)}") from error
+    if on_cpu and arguments["enforce_eager"]:
+        llm.apply_model(use_cpu_kernels)
+    finalizer = getattr(llm.engine_core, "_finalizer", None)
+    if finalizer is not None:  # it would destroy the process group that Lightning trains with
+        finalizer.detach()
+    for file in filter(None, llm.collective_rpc(_rendezvous_file)):
+        # vLLM leaves it behind. The process's groups outlive the engine, and a new one
+        # (Lightning makes some in each run) meets there: without it, that waits half an hour.
+        atexit.register(file.unlink, missing_ok=True)
+    return llm
+
+
+def _rendezvous_file(worker: Any) -> Path | None:
+    """Runs in vLLM's worker: where the processes of its group met, if that was in a file."""
+    scheme, _, path = str(worker.distributed_init_method).partition("://")
+    return Path(path) if scheme == "file" else None
 
 
 def shut_down(llm: Any) -> None:

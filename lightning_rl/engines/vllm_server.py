@@ -4,7 +4,6 @@ import json
 import os
 import secrets
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +13,7 @@ from lightning_rl.engines.http_replica import HTTPReplica
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.server_process import ServerProcess, free_port
-from lightning_rl.engines.vllm_settings import EngineSettings
+from lightning_rl.engines.vllm_settings import EngineSettings, VLLMEngine
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 
 _WORKER = "lightning_rl.engines.vllm_worker"
@@ -29,7 +28,7 @@ SERVER_ARGUMENTS = {
 
 
 @configurable
-class VLLMServer(ReplicatedEngine):
+class VLLMServer(VLLMEngine, ReplicatedEngine):
     """One or several vLLM servers, that we start or that run already.
 
     Those that we start listen on the loopback interface at a random port, demand a random key for
@@ -42,13 +41,21 @@ class VLLMServer(ReplicatedEngine):
         api_key_env: environment variable with the key of the servers at ``urls``; None: no key.
         devices: ``CUDA_VISIBLE_DEVICES`` for each server that we start; None: as it is.
         dtype: of the engine's weights; of servers at ``urls``, what they were started with; None:
-            as the trainer computes.
+            as the trainer computes, but on GPUs servers that we start compute in ``bfloat16``.
+        tensor_parallel_size: GPUs (CPU processes) that share the model of each server that we
+            start; of those at ``urls``, what they were started with.
         max_model_len: longest prompt plus completion in tokens; None: what the model allows.
-        kv_cache_gb: key/value cache in GiB per server; None: vLLM's own choice from
+        kv_cache_gb: key/value cache in GiB per process; None: vLLM's own choice from
             ``gpu_memory_utilization`` (on CPU 0.25).
         gpu_memory_utilization: share of the GPU that a server may take.
         max_num_seqs: requests that a server computes together; others wait.
         enable_prefix_caching: share the key/value cache of equal prompt prefixes.
+        cast_lm_head_to_fp32: compute logits in float32 though ``dtype`` has 16 bits; None: where
+            the trainer does.
+        quantization: a format of vLLM's that weights are rounded to as they arrive, such as
+            ``fp8``; None: none. The engine is faster then, and its gap to the trainer larger.
+        batch_invariant: a request's tokens on a GPU do not depend on what is computed beside it;
+            slower.
         options: further arguments of ``vllm.EngineArgs`` for servers that we start.
         start_timeout_s: until a server answers.
         request_timeout_s: for one completion; a server that takes longer counts as lost.
@@ -69,11 +76,15 @@ class VLLMServer(ReplicatedEngine):
         api_key_env: str | None = None,
         devices: list[str] | None = None,
         dtype: str | None = None,
+        tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
         kv_cache_gb: float | None = None,
         gpu_memory_utilization: float = 0.9,
         max_num_seqs: int = 256,
         enable_prefix_caching: bool = True,
+        cast_lm_head_to_fp32: bool | None = None,
+        quantization: str | None = None,
+        batch_invariant: bool = False,
         options: dict[str, Any] | None = None,
         start_timeout_s: float = 600.0,
         request_timeout_s: float = 1800.0,
@@ -81,7 +92,7 @@ class VLLMServer(ReplicatedEngine):
         recovery_timeout_s: float = 900.0,
         health_every_s: float = 5.0,
     ) -> None:
-        require_at_least(1, replicas=replicas)
+        require_at_least(1, replicas=replicas, tensor_parallel_size=tensor_parallel_size)
         if urls is not None and (not urls or replicas > 1 or devices):
             raise ConfigError(
                 f"urls={urls} are servers that run already; leave out replicas and devices, or urls"
@@ -90,6 +101,12 @@ class VLLMServer(ReplicatedEngine):
             _require_url(url)
         if devices is not None and len(devices) != replicas:
             raise ConfigError(f"devices={devices} must name one entry for each of {replicas=}")
+        for entry in devices or []:
+            if entry.count(",") + 1 < tensor_parallel_size:
+                raise ConfigError(
+                    f"devices={devices}: {entry!r} are fewer than {tensor_parallel_size=}; name "
+                    "as many for each server, like '0,1'"
+                )
         super().__init__(
             recovery_timeout_s, health_every_s, start_timeout_s, request_timeout_s, call_timeout_s
         )
@@ -102,12 +119,19 @@ class VLLMServer(ReplicatedEngine):
             max_num_seqs=max_num_seqs,
             enable_prefix_caching=enable_prefix_caching,
             options=options or {},
+            cast_lm_head_to_fp32=cast_lm_head_to_fp32,
+            quantization=quantization,
+            batch_invariant=batch_invariant,
         )
         self.max_model_len = max_model_len
         self.urls = urls
         self.replica_count = len(urls) if urls is not None else replicas
         self.devices = devices
+        self.tensor_parallel_size = tensor_parallel_size
         self.api_key_env = api_key_env
+
+    def _dtype_beside(self, trainer: str) -> str:
+        return trainer if self.urls is not None else super()._dtype_beside(trainer)
 
     @property
     def max_length(self) -> int:
@@ -117,14 +141,15 @@ class VLLMServer(ReplicatedEngine):
         if self.urls is not None:
             key = self._key()
             return [HTTPReplica(url.rstrip("/"), key, None, *self._timeouts) for url in self.urls]
-        settings = replace(self._settings, dtype=self.dtype)
-        command = server_command(settings.arguments(model_dir, self.trust_remote_code))
+        shared = {"tensor_parallel_size": self.tensor_parallel_size}
+        arguments = shared | self.settled.arguments(model_dir, self.trust_remote_code)
+        command = server_command(arguments)
         return [self._own_replica(command, index) for index in range(self.replica_count)]
 
     def _own_replica(self, command: list[str], index: int) -> HTTPReplica:
         key = secrets.token_urlsafe(32)
         # Not on the command line, which every user of the machine can read.
-        environment = SERVER_ENVIRONMENT | {"VLLM_API_KEY": key}
+        environment = SERVER_ENVIRONMENT | self.settled.environment() | {"VLLM_API_KEY": key}
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices[index]
 

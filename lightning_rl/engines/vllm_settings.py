@@ -1,13 +1,22 @@
 """What is set of a vLLM engine, and what vLLM makes of it on the devices of this machine."""
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_rl.engines.base import require_dtype
+from lightning_rl import dist
+from lightning_rl.engines.base import Engine, require_dtype
 from lightning_rl.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+_QUANTIZED_ON_CPUS = "fp8_per_channel"
+"""The only one of vLLM's quantizations of a 16-bit push that its CPU build can compute."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,9 @@ class EngineSettings:
     max_num_seqs: int
     enable_prefix_caching: bool
     options: dict[str, Any]
+    cast_lm_head_to_fp32: bool | None = None
+    quantization: str | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         require_dtype(self.dtype)
@@ -40,10 +52,13 @@ class EngineSettings:
 
         ``device`` is the GPU that an engine in this process works on, by its number here; None: on
         CPUs, and for processes of their own.
+
+        Raises:
+            ConfigError: for what these devices cannot do.
         """
         on_cpu = not torch.cuda.is_available()
-        if on_cpu and self.dtype == "float16":
-            raise ConfigError("engine dtype='float16' is not for CPUs; use float32 or bfloat16")
+        if on_cpu:
+            self._require_cpu()
         arguments: dict[str, Any] = {
             "model": str(model_dir),
             "dtype": self.dtype,
@@ -58,11 +73,16 @@ class EngineSettings:
             "scheduling_policy": "priority",
             "seed": 0,
         }
+        overrides: dict[str, Any] = {}
         cache_gb = 0.25 if on_cpu and self.kv_cache_gb is None else self.kv_cache_gb
         if cache_gb is not None:
             arguments["kv_cache_memory_bytes"] = int(cache_gb * 2**30)
         if device:  # vLLM takes the first one, unless it is told otherwise
             arguments["device_ids"] = [device]
+        if self.quantization is not None:
+            arguments["quantization"] = self.quantization
+        if self.cast_lm_head_to_fp32 and self.dtype != "float32":
+            overrides["head_dtype"] = "float32"
         if on_cpu:
             arguments |= {
                 "enforce_eager": True,
@@ -71,12 +91,92 @@ class EngineSettings:
                 # A seeded request whose prompt is cut in two rewinds its generator, which torch's
                 # CPU generator cannot do.
                 "enable_chunked_prefill": False,
-                # A tied head would keep a packed copy of the old embedding after each push.
-                "hf_overrides": {"tie_word_embeddings": False},
             }
+            # A tied head would keep a packed copy of the old embedding after each push.
+            overrides["tie_word_embeddings"] = False
         if trust_remote_code:
             arguments["trust_remote_code"] = True
-        options, theirs = dict(self.options), self.options.get("hf_overrides")
-        if isinstance(theirs, dict):  # beside ours, not in their place
-            options["hf_overrides"] = arguments.get("hf_overrides", {}) | theirs
+        options, theirs = dict(self.options), self.options.get("hf_overrides", {})
+        if isinstance(theirs, dict) and (overrides or theirs):  # beside ours, not in their place
+            options["hf_overrides"] = overrides | theirs
         return arguments | options
+
+    def _require_cpu(self) -> None:
+        if self.dtype == "float16":
+            raise ConfigError("engine dtype='float16' is not for CPUs; use float32 or bfloat16")
+        if self.quantization not in (None, _QUANTIZED_ON_CPUS):
+            raise ConfigError(
+                f"engine quantization={self.quantization!r} is not for CPUs, whose vLLM has no "
+                f"kernel for it; use {_QUANTIZED_ON_CPUS}, or null"
+            )
+        if self.batch_invariant:
+            raise ConfigError(
+                "engine batch_invariant=true is not for CPUs: vLLM's batch-invariant kernels are "
+                "for GPUs; leave it out (in float32 a request's tokens do not depend on its batch)"
+            )
+
+    def environment(self) -> dict[str, str]:
+        """Variables of the process in which vLLM works, beside those of whoever starts it."""
+        variables = {}
+        if self.batch_invariant:
+            variables["VLLM_BATCH_INVARIANT"] = "1"
+        if self.dtype == "float32":
+            # FlashAttention has no float32, so vLLM takes its Triton kernels, and Triton by itself
+            # multiplies float32 as TF32: 10 bits of mantissa, not 23.
+            variables["TRITON_F32_DEFAULT"] = "ieee"
+        return variables
+
+
+class VLLMEngine(Engine):
+    """What engines of vLLM have in common: their settings, and how these follow the trainer's."""
+
+    _settings: EngineSettings
+
+    def follow_dtype(self, dtype: str) -> None:
+        super().follow_dtype(self._dtype_beside(dtype) if self.chosen_dtype is None else dtype)
+
+    def _dtype_beside(self, trainer: str) -> str:
+        if trainer != "float32" or not torch.cuda.is_available():
+            return trainer
+        _tell_of_bfloat16()
+        return "bfloat16"
+
+    def follow_head(self, fp32: bool) -> None:
+        if self._settings.cast_lm_head_to_fp32 is None and not self.running:
+            self._settings = replace(self._settings, cast_lm_head_to_fp32=fp32)
+
+    @property
+    def precision(self) -> str:
+        return self._settings.quantization or self.dtype
+
+    @property
+    def settled(self) -> EngineSettings:
+        """With what follows from the trainer."""
+        return replace(self._settings, dtype=self.dtype)
+
+
+@cache
+def _tell_of_bfloat16() -> None:
+    if dist.rank() == 0:
+        _log.warning(
+            "the trainer computes in float32, the engine on GPUs in bfloat16 (in float32 it has no "
+            "flash attention), so that their logprobs differ by some hundredths of a nat; set "
+            "trainer.precision: bf16-mixed to round alike, or engine.dtype: float32 to be exact"
+        )
+
+
+def require_one_device(options: Mapping[str, Any]) -> None:
+    """Refuse a model that is spread over devices, where each training process has one.
+
+    The ranks' engines would have to compute the same requests in the same steps, and each rank's
+    requests are its own.
+
+    Raises:
+        ConfigError: naming the engines that can.
+    """
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if options.get(name, 1) != 1:
+            raise ConfigError(
+                f"engine options {name}={options[name]}: VLLMLocal works on the one device of its "
+                "training process; use VLLMServer or RayEngine with tensor_parallel_size"
+            )

@@ -4,6 +4,7 @@ What is faked is ``torch.cuda`` (each thread's current device, all generators) a
 With a real engine on CPUs: tests/integration/test_vllm_engine.py.
 """
 
+import os
 import sys
 import threading
 from importlib.machinery import ModuleSpec
@@ -12,10 +13,24 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from lightning_rl.checks import check_sleep
+from lightning_rl.collect.async_collector import AsyncCollector
+from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.loop import run_async
-from lightning_rl.engines import Sampling, VLLMLocal, vllm_local, vllm_process
+from lightning_rl.engines import (
+    RayEngine,
+    Sampling,
+    VLLMLocal,
+    VLLMServer,
+    vllm_local,
+    vllm_process,
+    vllm_settings,
+)
+from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.engines.vllm_process import contained
 from lightning_rl.engines.vllm_settings import EngineSettings
+from lightning_rl.errors import ConfigError, EngineError
+from lightning_rl.sync.schedule import FixedSchedule
 
 
 class FakeCUDA:
@@ -101,6 +116,12 @@ class FakeLLM:
     def reset_prefix_cache(self, **_):
         return True
 
+    def sleep(self, level):
+        self._note(f"sleep {level}")
+
+    def wake_up(self, tags):
+        self._note(f"wake {' and '.join(tags)}")
+
     def add_request(self, request_id, prompt, params, priority):
         self.output_processor.request_states[request_id] = SimpleNamespace()
         return request_id
@@ -123,6 +144,7 @@ def vllm(cuda, monkeypatch):
         started.append(FakeLLM(cuda, arguments, context))
         return started[-1]
 
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     contexts = SimpleNamespace(ENGINE_CONTEXT="engine", LLM_CLASS="llm")
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
     monkeypatch.setattr(FakeLLM, "vllm_config", config, raising=False)
@@ -223,6 +245,205 @@ def test_a_given_cache_leaves_vllm_the_share_that_it_may_take(cuda, tmp_path):
     assert chosen["kv_cache_memory_bytes"] == 2 * 2**30
     assert "kv_cache_memory_bytes" not in settings().arguments(tmp_path)
     assert settings().arguments(tmp_path)["gpu_memory_utilization"] == 0.4
+
+
+@pytest.mark.parametrize("make", [VLLMLocal, VLLMServer, RayEngine])
+def test_beside_a_trainer_in_float32_it_computes_in_bfloat16_and_says_so(cuda, caplog, make):
+    vllm_settings._tell_of_bfloat16.cache_clear()
+    engine = make()
+    engine.follow_dtype("float32")
+    assert engine.dtype == "bfloat16"
+    assert engine.settled.environment() == {}
+    engine.follow_dtype("float32")
+    (told,) = caplog.messages
+    assert "engine.dtype: float32 to be exact" in told
+
+
+def test_a_dtype_that_was_chosen_stays_and_float32_is_not_tf32(cuda, caplog):
+    exact = VLLMLocal(dtype="float32")
+    exact.follow_dtype("float32")
+    assert exact.dtype == "float32"
+    assert exact.settled.environment() == {"TRITON_F32_DEFAULT": "ieee"}
+    # Those that run already compute in what they were started with.
+    theirs = VLLMServer(urls=["http://10.0.0.7:8000"])
+    theirs.follow_dtype("float32")
+    assert theirs.dtype == "float32"
+    assert caplog.messages == []
+
+
+def test_without_a_gpu_the_engine_computes_as_the_trainer_does(caplog):
+    engine = VLLMLocal()
+    engine.follow_dtype("float32")
+    assert engine.dtype == "float32"
+    assert caplog.messages == []
+
+
+def test_the_head_follows_the_trainer_s_unless_it_was_told(cuda, tmp_path):
+    def overrides(engine):
+        return engine.settled.arguments(tmp_path).get("hf_overrides")
+
+    for chosen, trainer, expected in (
+        (None, True, {"head_dtype": "float32"}),
+        (None, False, None),
+        (True, False, {"head_dtype": "float32"}),
+        (False, True, None),
+    ):
+        engine = VLLMLocal(dtype="bfloat16", cast_lm_head_to_fp32=chosen)
+        engine.follow_head(trainer)
+        assert overrides(engine) == expected
+    whole = VLLMLocal(dtype="float32", cast_lm_head_to_fp32=True)  # it is in float32 anyway
+    assert overrides(whole) is None
+    beside = VLLMLocal(
+        dtype="bfloat16", cast_lm_head_to_fp32=True, options={"hf_overrides": {"rope_theta": 1e6}}
+    )
+    assert overrides(beside) == {"head_dtype": "float32", "rope_theta": 1e6}
+
+
+def test_quantized_weights_are_asked_for_and_bound_the_gap_more_widely(cuda, tmp_path):
+    engine = VLLMLocal(dtype="bfloat16", quantization="fp8")
+    assert engine.settled.arguments(tmp_path)["quantization"] == "fp8"
+    assert (engine.dtype, engine.precision) == ("bfloat16", "fp8")
+    exact, mixed, coarse = (logprob_tolerance(p, "float32") for p in ("float32", "bfloat16", "fp8"))
+    assert exact < mixed < coarse
+
+
+@pytest.fixture
+def not_yet(monkeypatch):
+    """Neither vLLM nor a GPU is in use, and no variable is set."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "")  # put back afterwards
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+
+def test_batch_invariance_is_switched_on_before_vllm_is_imported(cuda, vllm, not_yet, tmp_path):
+    VLLMLocal()
+    assert "VLLM_BATCH_INVARIANT" not in os.environ
+    VLLMLocal(batch_invariant=True)
+    assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
+    VLLMLocal(batch_invariant=True)  # a second one finds it on
+
+
+@pytest.mark.parametrize("used", ["vLLM is imported", "the GPU is in use"])
+def test_batch_invariance_that_comes_too_late_is_refused(cuda, not_yet, monkeypatch, used):
+    if used == "vLLM is imported":
+        monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+        sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
+    else:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=f"too late, {used} already; .*VLLM_BATCH_INVARIANT=1"):
+        VLLMLocal(batch_invariant=True)
+    # A server is another process, so it is in time.
+    assert VLLMServer(batch_invariant=True).settled.environment()["VLLM_BATCH_INVARIANT"] == "1"
+
+
+def test_batch_invariance_that_takes_the_trainer_s_gradients_is_refused(
+    cuda, vllm, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    engine = VLLMLocal(dtype="bfloat16", batch_invariant=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ConfigError, match=r"capability 8\.6 .* use VLLMServer"):
+        engine.start(tmp_path)
+    assert vllm.started == []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    engine.start(tmp_path)
+    engine.close()
+
+
+def calls(llm):
+    return [call for call, _ in llm.called_on]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_engine_sleeps_and_is_woken_part_by_part(cuda, vllm, tmp_path, level):
+    cuda.set_device(1)
+    engine = VLLMLocal(dtype="bfloat16", sleep_level=level)
+    engine.start(tmp_path)
+    (llm,) = vllm.started
+    assert llm.arguments["enable_sleep_mode"] is True
+    engine.load_weights([], 0)
+    engine.sleep()
+    engine.sleep()  # it does already
+    assert engine.version == (0 if level == 1 else -1)
+    engine.load_weights([], 1)
+    run_async(engine.generate([3], Sampling(max_tokens=1), 0))
+    run_async(engine.generate([3], Sampling(max_tokens=1), 0))
+    assert calls(llm) == [
+        "push", f"sleep {level}", "wake weights", "push", "wake kv_cache", "step", "step",
+    ]  # fmt: skip
+    assert {device for _, device in llm.called_on} == {1}
+    engine.close()
+
+
+def test_asked_for_tokens_an_engine_wakes_unless_it_has_lost_its_weights(cuda, vllm, tmp_path):
+    for level, woken in ((1, ["wake weights and kv_cache", "step"]), (2, [])):
+        engine = VLLMLocal(dtype="bfloat16", sleep_level=level)
+        engine.start(tmp_path)
+        engine.load_weights([], 0)
+        engine.sleep()
+        if level == 1:
+            run_async(engine.generate([3], Sampling(max_tokens=1), 0))
+        else:
+            with pytest.raises(EngineError, match="holds no trained weights"):
+                run_async(engine.generate([3], Sampling(max_tokens=1), 0))
+        assert calls(vllm.started[-1])[2:] == woken
+        engine.close()
+
+
+def test_without_a_level_nothing_sleeps(cuda, vllm, tmp_path):
+    engine = VLLMLocal(dtype="bfloat16")
+    engine.start(tmp_path)
+    engine.sleep()
+    (llm,) = vllm.started
+    assert "enable_sleep_mode" not in llm.arguments
+    assert calls(llm) == []
+    engine.close()
+
+
+def test_an_engine_sleeps_only_where_nothing_is_asked_of_it_meanwhile():
+    check_sleep(1, FixedSchedule(2), SyncCollector())
+    check_sleep(2, FixedSchedule(1), SyncCollector())
+    check_sleep(None, FixedSchedule(2), AsyncCollector())
+    with pytest.raises(ConfigError, match="AsyncCollector generates then; use SyncCollector"):
+        check_sleep(1, FixedSchedule(), AsyncCollector())
+    with pytest.raises(ConfigError, match="does not push them in each; use sleep_level: 1"):
+        check_sleep(2, FixedSchedule(2), SyncCollector())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"sleep_level": 1}, "sleep_level=1 is not for CPUs, where vLLM cannot give memory back"),
+        ({"batch_invariant": True}, "batch_invariant=true is not for CPUs"),
+        ({"quantization": "fp8"}, "quantization='fp8' is not for CPUs.* use fp8_per_channel"),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_refused_by_name(tmp_path, given, told):
+    with pytest.raises(ConfigError, match=told):
+        VLLMLocal(**given).start(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "told"),
+    [
+        (VLLMLocal, {"sleep_level": 3}, "sleep_level=3 must be 1, 2 or null"),
+        (
+            VLLMLocal,
+            {"options": {"tensor_parallel_size": 2}},
+            "one device of its training process; use VLLMServer or RayEngine",
+        ),
+        (VLLMServer, {"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be >= 1"),
+        (
+            VLLMServer,
+            {"tensor_parallel_size": 2, "devices": ["0"]},
+            "'0' are fewer than tensor_parallel_size=2",
+        ),
+    ],
+)
+def test_impossible_settings_are_refused(make, given, told):
+    with pytest.raises(ConfigError, match=told):
+        make(**given)
 
 
 def test_on_gpus_vllm_keeps_its_graphs_and_its_own_layout(cuda, tmp_path):

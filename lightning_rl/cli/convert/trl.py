@@ -218,13 +218,10 @@ def _engine(given: Given, result: Conversion) -> None:
         )
         return
     arguments["gpu_memory_utilization"] = given["vllm_gpu_memory_utilization"]
-    options = {}
-    if given["vllm_tensor_parallel_size"] != 1:
-        options["tensor_parallel_size"] = given["vllm_tensor_parallel_size"]
+    if given["vllm_enable_sleep_mode"]:
+        arguments["sleep_level"] = 2
     if given["vllm_model_impl"] != "vllm":
-        options["model_impl"] = given["vllm_model_impl"]
-    if options:
-        arguments["options"] = options
+        arguments["options"] = {"model_impl": given["vllm_model_impl"]}
     result.put_class("data.engine", "VLLMLocal", **arguments)
 
 

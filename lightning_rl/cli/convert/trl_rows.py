@@ -4,6 +4,7 @@ from lightning_rl.cli.convert.rows import Row
 
 _VLLM_OPTIONS = "under `options` of the engine, by vLLM's own name"
 _NO_MOE = "mixture-of-experts models train without an auxiliary loss here"
+_ONE_DEVICE = "`VLLMLocal` works on one device; take a `VLLMServer` with `tensor_parallel_size`"
 _LOADER = "prompts are read once and drawn by the data module; there are no loader workers"
 _ACCELERATE = {
     "split_batches": False,
@@ -82,7 +83,7 @@ GENERATION = (
     Row("use_vllm", False, "VLLMLocal, TransformersEngine", "vLLM is the default here"),
     Row("vllm_mode", "colocate", "VLLMLocal, VLLMServer", "`server` is a `VLLMServer`"),
     Row("vllm_model_impl", "vllm", "VLLMLocal.options", _VLLM_OPTIONS),
-    Row("vllm_enable_sleep_mode", False, "", "the engine keeps its memory"),
+    Row("vllm_enable_sleep_mode", False, "VLLMLocal.sleep_level", "2, as there"),
     Row("vllm_structured_outputs_regex", None, "", "the trainer cannot score what it forbids"),
     Row("vllm_server_base_url", None, "VLLMServer.urls"),
     Row("vllm_server_host", "0.0.0.0", "VLLMServer.urls"),
@@ -91,7 +92,7 @@ GENERATION = (
     Row("vllm_group_port", 51216, "", "a transport chooses a free port"),
     Row("vllm_gpu_memory_utilization", 0.3, "VLLMLocal.gpu_memory_utilization", "0.4 here"),
     Row("vllm_max_model_length", None, "VLLMLocal.max_model_len"),
-    Row("vllm_tensor_parallel_size", 1, "VLLMLocal.options", _VLLM_OPTIONS),
+    Row("vllm_tensor_parallel_size", 1, "", _ONE_DEVICE),
     Row("use_transformers_continuous_batching", False, "", "use `VLLMLocal`, which does"),
     Row("transformers_continuous_batching_config", None, "", "use `VLLMLocal`"),
     Row("use_transformers_paged", False, "", "use `VLLMLocal`"),

@@ -157,13 +157,14 @@ def _engine(given: Given, result: Conversion) -> None:
     }
     if given[_ROLLOUT + "max_model_len"]:
         arguments["max_model_len"] = given[_ROLLOUT + "max_model_len"]
+    if given.says(_ROLLOUT + "free_cache_engine"):
+        arguments["sleep_level"] = 2 if given[_ROLLOUT + "free_cache_engine"] else None
     options: dict[str, Any] = {}
     for theirs, ours in (
-        ("tensor_model_parallel_size", "tensor_parallel_size"),
         ("enforce_eager", "enforce_eager"),
         ("max_num_batched_tokens", "max_num_batched_tokens"),
     ):
-        # What is not said is left to the engine: verl's 2 would need a second GPU.
+        # What is not said is left to the engine.
         if given.says(_ROLLOUT + theirs):
             options[ours] = given[_ROLLOUT + theirs]
     if options:

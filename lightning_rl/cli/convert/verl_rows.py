@@ -6,6 +6,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _MODEL, _LOSS = "actor_rollout_ref.model.", "actor_rollout_ref.actor.policy_loss."
 _CORRECTION = "algorithm.rollout_correction."
 _MEMORY = "one budget of tokens a pack bounds the memory of all passes: `model.max_tokens_per_pack`"
+_ONE_DEVICE = "`VLLMLocal` works on one device; take a `VLLMServer` with `tensor_parallel_size`"
 _OPTION = "write it under `options` of the engine"
 _NO_LOSS = "part of a loss that is not here"
 _MULTI_TURN = "tools and environments are an agent here: `data.agent`"
@@ -153,13 +154,13 @@ ROLLOUT = (
     Row(_ROLLOUT + "mode", "async", "data.collector", "how requests are sent, not off-policy"),
     Row(_ROLLOUT + "dtype", "bfloat16", "VLLMLocal.dtype"),
     Row(_ROLLOUT + "gpu_memory_utilization", 0.5, "VLLMLocal.gpu_memory_utilization", "0.4 here"),
-    Row(_ROLLOUT + "tensor_model_parallel_size", 2, "VLLMLocal.options", _OPTION),
+    Row(_ROLLOUT + "tensor_model_parallel_size", 2, "", _ONE_DEVICE),
     Row(_ROLLOUT + "max_model_len", None, "VLLMLocal.max_model_len"),
     Row(_ROLLOUT + "max_num_seqs", 256, "VLLMLocal.max_num_seqs"),
     Row(_ROLLOUT + "enable_prefix_caching", True, "VLLMLocal.enable_prefix_caching"),
     Row(_ROLLOUT + "enforce_eager", False, "VLLMLocal.options", _OPTION),
     Row(_ROLLOUT + "max_num_batched_tokens", 8192, "VLLMLocal.options", _OPTION),
-    Row(_ROLLOUT + "free_cache_engine", True, "", "the engine keeps its memory"),
+    Row(_ROLLOUT + "free_cache_engine", True, "VLLMLocal.sleep_level", "2, null by default"),
     Row(_ROLLOUT + "log_prob_micro_batch_size_per_gpu", None, "", _MEMORY),
     Row(_ROLLOUT + "log_prob_max_token_len_per_gpu", 16384, "", _MEMORY),
     Row(_ROLLOUT + "calculate_log_probs", True, "", "always"),
