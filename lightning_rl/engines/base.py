@@ -244,8 +244,11 @@ class Engine(ABC):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over weights under their Hugging Face names and forget all that old ones cached.
 
+        They are streamed: an engine that takes one after another never holds a copy of all.
+
         Raises:
-            WeightSyncError: for a weight that the engine does not know, or misses.
+            WeightSyncError: for a weight that the engine does not know, or misses; then it holds no
+                version until the next push.
         """
 
     @property

@@ -17,10 +17,10 @@ from lightning_rl.engines.base import (
     Engine,
     Sampling,
     fail,
-    require_same_weights,
 )
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.sampling import end_tokens
+from lightning_rl.sync.buckets import checked
 
 
 @dataclass(slots=True)
@@ -204,11 +204,12 @@ class TransformersEngine(Engine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._lm is None:
             raise EngineError("TransformersEngine is not running; call start() first")
-        state = dict(weights)
-        shapes = {name: weight.shape for name, weight in self._lm.state_dict().items()}
-        require_same_weights(state, shapes, "TransformersEngine")
+        held = self._lm.state_dict()
+        shapes = {name: weight.shape for name, weight in held.items()}
         with self._exclusive:
-            self._lm.load_state_dict(state)
+            self.version = -1
+            for name, weight in checked(weights, shapes):  # one at a time, so no copy of all
+                held[name].copy_(weight)
             self.version = version
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_rl.engines.base import Completion, Sampling
 from lightning_rl.engines.vllm_process import last_line
-from lightning_rl.errors import IncompleteWeightsError, WeightSyncError
+from lightning_rl.errors import IncompleteWeightsError, LightningRLError, WeightSyncError
 
 
 def weight_shapes(model_dir: Path, trust_remote_code: bool = False) -> dict[str, torch.Size]:
@@ -118,8 +118,15 @@ def add_request(
     return name
 
 
-def reload_weights(worker: Any, items: list[tuple[str, Tensor]]) -> None:
-    """Runs in vLLM's worker: load through the model's own loader, and check that it took all."""
+def reload_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Runs in vLLM's worker: load through the model's own loader, and check that it took all.
+
+    vLLM loads layer by layer, and holds no weight longer than until its layer is complete. After an
+    error some layers hold new weights, and others old ones.
+
+    Raises:
+        WeightSyncError: if vLLM does not take them, or whatever the stream of weights raises.
+    """
     model = worker.get_model()
     load, loaded = model.load_weights, set[str]()
     # vLLM only warns of missing weights, so listen to what the model's loader says it loaded.
@@ -130,8 +137,11 @@ def reload_weights(worker: Any, items: list[tuple[str, Tensor]]) -> None:
 
     model.load_weights = load_and_note
     try:
-        worker.reload_weights(weights_iterator=iter(items))
+        worker.reload_weights(weights_iterator=weights)
     except Exception as error:  # each kind of layer has its own way to fail
+        _end_reload(worker)
+        if isinstance(error, LightningRLError):
+            raise
         raise WeightSyncError(
             f"vLLM does not take these weights: {last_line(error)}; is the engine's model the "
             "trainer's?"
@@ -139,6 +149,13 @@ def reload_weights(worker: Any, items: list[tuple[str, Tensor]]) -> None:
     finally:
         del model.load_weights
     require_all_loaded(model, loaded)
+
+
+def _end_reload(worker: Any) -> None:
+    """Let the layers that wait for weights go on with what they have: the next push begins anew."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(worker.get_model(), worker.model_config)
 
 
 def require_all_loaded(model: Any, loaded: set[str]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.arguments import configurable
-from lightning_rl.engines.base import Completion, Sampling, fail, require_same_weights
+from lightning_rl.engines.base import Completion, Sampling, fail
 from lightning_rl.engines.vllm_adapter import (
     Request,
     add_request,
@@ -32,6 +32,7 @@ from lightning_rl.engines.vllm_process import (
 )
 from lightning_rl.engines.vllm_settings import EngineSettings, VLLMEngine, require_one_device
 from lightning_rl.errors import ConfigError, EngineError, StaleWeightsError
+from lightning_rl.sync.buckets import checked
 
 _LONGEST_STEP_S = 10.0
 """That closing waits for; one that hangs must not keep a run from ending."""
@@ -269,15 +270,12 @@ class VLLMLocal(VLLMEngine):
         if self._llm is None:
             raise EngineError("VLLMLocal is not running; call start() first")
         dtype = getattr(torch, self.dtype)
-        state = {name: weight.to(dtype) for name, weight in weights}
-        # vLLM merges some weights, and does not notice if one of the parts is missing.
-        require_same_weights(state, self._shapes, "VLLMLocal")
+        # One at a time, as vLLM takes them, which merges some and does not notice a missing part.
+        stream = ((name, weight.to(dtype)) for name, weight in checked(weights, self._shapes))
         with self._exclusive, self._on_device():
-            self._wake(
-                "weights"
-            )  # the cache may stay asleep: what the push needs fits in its place
+            self._wake("weights")  # the cache may stay asleep: what a push needs fits in its place
             self._leave_version()
-            self._llm.collective_rpc(reload_weights, args=(list(state.items()),))
+            self._llm.collective_rpc(reload_weights, args=(stream,))
             self._enter_version(version)
 
     def _leave_version(self) -> None:
