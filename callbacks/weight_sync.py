@@ -30,7 +30,8 @@ class WeightSync(RLCallback):
 
     A push happens before training (also before ``validate``, ``test`` and ``rollout``) and whenever
     the schedule says so. After each, the engine has dropped its prefix cache, and a probe compares
-    the logprobs of engine and trainer on tokens that the engine writes for real prompts.
+    the logprobs of engine and trainer on tokens that the engine writes for real prompts. Between
+    pushes, while the trainer trains, an engine with a ``sleep_level`` sleeps.
 
     Args:
         transport: how weights travel; None: in memory.

@@ -164,7 +164,8 @@ def require_all_loaded(model: Any, loaded: set[str]) -> None:
     Raises:
         IncompleteWeightsError: naming the first that it has not.
     """
-    names = (name.replace(".base_layer.", ".") for name in _loadable(model))
+    loadable = list(_loadable(model)) or [name for name, _ in model.named_parameters()]
+    names = (name.replace(".base_layer.", ".") for name in loadable)
     missing = sorted({name for name in names if ".lora_" not in name} - loaded)
     if missing:
         raise IncompleteWeightsError(

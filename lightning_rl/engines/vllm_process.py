@@ -135,6 +135,7 @@ def started(arguments: Mapping[str, Any], variables: Mapping[str, str], device: 
         EngineError: saying why, if vLLM does not start.
     """
     on_cpu = not torch.cuda.is_available()
+    grouped = torch.distributed.is_initialized()
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     with contained(device):
@@ -160,7 +161,14 @@ def started(arguments: Mapping[str, Any], variables: Mapping[str, str], device: 
         # vLLM leaves it behind. The process's groups outlive the engine, and a new one
         # (Lightning makes some in each run) meets there: without it, that waits half an hour.
         atexit.register(file.unlink, missing_ok=True)
+    if device is not None and not grouped:  # NCCL complains of a group that is left to the end
+        atexit.register(_destroy_group)
     return llm
+
+
+def _destroy_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _rendezvous_file(worker: Any) -> Path | None:

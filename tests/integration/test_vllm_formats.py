@@ -1,10 +1,15 @@
 """VLLMLocal in other formats than the trainer's: a float32 head, weights in fp8."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import vllm.model_executor.model_loader.reload.layerwise as layerwise
 
 from lightning_rl.engines import Sampling, VLLMLocal
 from lightning_rl.engines.base import logprob_tolerance
+from lightning_rl.engines.vllm_adapter import require_all_loaded
+from lightning_rl.errors import IncompleteWeightsError
 from tests.engine_checks import PROMPTS, generate, plain_model, scaled, true_logprobs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="formats of the CPU build")
@@ -91,3 +96,12 @@ def test_weights_are_pushed_to_an_engine_in_fp8(start, tiny_model, weights):
     assert gaps(engine, plain).mean() > 1.5 * bound
     engine.load_weights(weights.items(), 2)
     assert gaps(engine, plain).mean() == own
+
+
+def test_where_vllm_noted_nothing_of_its_layers_every_parameter_counts(monkeypatch):
+    def nothing(layer):
+        return SimpleNamespace(restore_metadata=({}, {}))
+
+    monkeypatch.setattr(layerwise, "get_layerwise_info", nothing)
+    with pytest.raises(IncompleteWeightsError, match=r"left 1 of the engine's weights .*'bias'"):
+        require_all_loaded(torch.nn.Linear(1, 1), {"weight"})

@@ -247,6 +247,20 @@ def test_a_given_cache_leaves_vllm_the_share_that_it_may_take(cuda, tmp_path):
     assert settings().arguments(tmp_path)["gpu_memory_utilization"] == 0.4
 
 
+@pytest.mark.parametrize("lightning_s", [True, False])
+def test_vllms_own_process_group_is_left_before_the_process_ends(
+    cuda, vllm, tmp_path, monkeypatch, lightning_s
+):
+    """Lightning's is not, for it ends that itself."""
+    registered = []
+    monkeypatch.setattr(vllm_process.atexit, "register", registered.append)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: lightning_s)
+    engine = VLLMLocal(dtype="bfloat16")
+    engine.start(tmp_path)
+    engine.close()
+    assert registered == ([] if lightning_s else [vllm_process._destroy_group])
+
+
 @pytest.mark.parametrize("make", [VLLMLocal, VLLMServer, RayEngine])
 def test_beside_a_trainer_in_float32_it_computes_in_bfloat16_and_says_so(cuda, caplog, make):
     vllm_settings._tell_of_bfloat16.cache_clear()
