@@ -172,6 +172,7 @@ if TYPE_CHECKING:
         SyncTimeoutError,
         WeightSyncError,
     )
+    from lightning_rl.masters import MasterWeights
     from lightning_rl.models.attention import PackLayout
     from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, ValueHead
     from lightning_rl.models.lora import LoRA
@@ -184,6 +185,7 @@ if TYPE_CHECKING:
     )
     from lightning_rl.module import PolicyModule
     from lightning_rl.offline import OfflineDataModule
+    from lightning_rl.precision import BFloat16Precision
     from lightning_rl.rewards.base import RewardFailure, Rewards, batch_reward
     from lightning_rl.rewards.code import PythonTests
     from lightning_rl.rewards.environment import EnvironmentReward
@@ -392,8 +394,10 @@ _PLACES = {
         "save_skeleton",
     ),
     "models.reference": ("BaseReference", "FrozenReference", "PeriodicReference", "Reference"),
+    "masters": ("MasterWeights",),
     "module": ("PolicyModule",),
     "offline": ("OfflineDataModule",),
+    "precision": ("BFloat16Precision",),
     "rewards.base": ("RewardFailure", "Rewards", "batch_reward"),
     "rewards.code": ("PythonTests",),
     "rewards.environment": ("EnvironmentReward",),

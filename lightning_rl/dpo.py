@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_rl.algos.preference import dpo
 from lightning_rl.arguments import configurable
 from lightning_rl.buffer.files import open_rollouts
-from lightning_rl.checks import check_optimizer
 from lightning_rl.data.packing import pack_rollouts, token_rows
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.sources import prompts_of
@@ -25,6 +24,7 @@ from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Policy, Scores
 from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.reference import FrozenReference, Reference
+from lightning_rl.precision import make_optimizer, use_our_precision
 from lightning_rl.rollout import Rollout
 from lightning_rl.sft import SFTDataModule, supervised_rollout
 
@@ -94,6 +94,7 @@ class DPOModule(FiniteSteps):
         from lightning_rl.callbacks.defaults import own_display
 
         refuse_precision(self.trainer, "16-mixed")
+        use_our_precision(self.trainer)
         return own_display(self.trainer)
 
     def configure_model(self) -> None:
@@ -110,8 +111,8 @@ class DPOModule(FiniteSteps):
 
     def configure_optimizers(self) -> Any:
         assert self.policy is not None
-        check_optimizer(self.optimizer)
-        optimizer = self.optimizer([p for p in self.policy.parameters() if p.requires_grad])
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        optimizer = make_optimizer(self, self.optimizer, trained)
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}

@@ -100,6 +100,8 @@ _MAX_STEPS = (
     "that reaches it is finished"
 )
 
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
 TRAINER: dict[str, Entry] = {
     "accelerator": _works("cpu, gpu or cuda, auto"),
     "strategy": _works(
@@ -108,10 +110,11 @@ TRAINER: dict[str, Entry] = {
     "devices": _works("one training process each; they share an iteration's groups"),
     "num_nodes": _works("as in Lightning"),
     "precision": _partly(
-        "32-true and bf16-mixed work, and the engine follows. The weights stay in float32: in 16 "
-        "bits most updates of RL's small learning rates are rounded away; float16 needs a loss "
-        "scale, which max_grad_norm would clip; no engine computes in float64",
-        _unless("precision", "32-true", "bf16-mixed"),
+        "32-true, bf16-mixed and bf16-true work, and the engine follows. With bf16-true the "
+        "optimizer steps float32 copies of the weights (see Train on a GPU), because in 16 bits most "
+        "updates of RL's small learning rates are rounded away; float16 needs a loss scale, which "
+        "max_grad_norm would clip; no engine computes in float64",
+        _unless("precision", *_PRECISIONS),
     ),
     "logger": _works(
         "any; false keeps the results too, in lightning_rl_runs/version_<n> of default_root_dir"
@@ -290,18 +293,18 @@ def warn_of_flags(trainer: Trainer) -> None:
 
 
 def refuse_precision(trainer: Trainer, *allowed: str) -> None:
-    """Refuse a precision in which the weights are not in float32; also of supervised training.
+    """Refuse a precision that is not one of ours, or ``allowed``; also of supervised training.
 
     Raises:
         ConfigError: naming those that work.
     """
-    if trainer.precision not in ("32-true", "bf16-mixed", *allowed):
+    if trainer.precision not in (*_PRECISIONS, *allowed):
         raise ConfigError(f"trainer.precision={trainer.precision!r}: {TRAINER['precision'].words}")
 
 
 def compute_dtype(trainer: Trainer) -> str:
-    """What the trainer multiplies matrices in; its weights are float32."""
-    return "bfloat16" if trainer.precision == "bf16-mixed" else "float32"
+    """What the trainer multiplies matrices in."""
+    return "bfloat16" if trainer.precision.startswith("bf16-") else "float32"
 
 
 def _found(trainer: Trainer, *verdicts: Verdict) -> Iterator[str]:

@@ -17,7 +17,7 @@ from lightning_rl.algos.kl import KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
 from lightning_rl.algos.objective import Objective, loss_tokens
 from lightning_rl.arguments import configurable
-from lightning_rl.checks import check_optimizer, check_parts
+from lightning_rl.checks import check_parts
 from lightning_rl.data.packing import (
     is_idle,
     select,
@@ -40,6 +40,7 @@ from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.sharding import read_by_rank_zero, shard, whole
 from lightning_rl.own_loop import OwnLoop
+from lightning_rl.precision import make_optimizer, use_our_precision
 from lightning_rl.rollout import Rollout
 from lightning_rl.seeding import derived_seed, run_seed
 
@@ -199,6 +200,7 @@ class PolicyModule(OwnLoop):
 
         refuse_flags(self.trainer)
         warn_of_flags(self.trainer)
+        use_our_precision(self.trainer)
         if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             # It is meant in batches, which are limited too, but counts optimizer steps.
             self.trainer.fit_loop.epoch_loop.max_steps = -1
@@ -230,8 +232,8 @@ class PolicyModule(OwnLoop):
                 shard(policy, mesh, precision, offload)
 
     def configure_optimizers(self) -> Any:
-        check_optimizer(self.optimizer)
-        optimizer = self.optimizer(self._policy().parameter_groups(self.value_lr))
+        groups = self._policy().parameter_groups(self.value_lr)
+        optimizer = make_optimizer(self, self.optimizer, groups)
         if self._policy().value_head is not None and self.value_lr is None:
             # A critic starts from nothing: the policy's small steps would not get it anywhere.
             critic = optimizer.param_groups[-1]

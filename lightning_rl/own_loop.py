@@ -51,7 +51,8 @@ class OwnLoop(RecordingModule):
                 precision; None: one process, on a GPU if there is one.
 
         Raises:
-            ConfigError: if the module belongs to a Trainer, which does this itself.
+            ConfigError: if the module belongs to a Trainer, which does this itself; for a precision
+                other than 32-true and bf16-mixed.
         """
         if self._trainer is not None:
             raise ConfigError(
@@ -59,6 +60,12 @@ class OwnLoop(RecordingModule):
                 "in a loop of your own"
             )
         fabric = fabric or Fabric(accelerator="auto", devices=1)
+        precision = fabric._precision.precision
+        if precision not in ("32-true", "bf16-mixed"):
+            raise ConfigError(
+                f"Fabric(precision={precision!r}): a loop of your own takes 32-true or bf16-mixed, "
+                "and only a Trainer bf16-true"
+            )
         self.configure_model()
         made: Any = self.configure_optimizers()
         if not isinstance(made, dict):

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.algos.aggregation import Aggregation, TokenMean
 from lightning_rl.arguments import configurable
-from lightning_rl.checks import check_optimizer
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.sources import prompts_of
@@ -23,6 +22,7 @@ from lightning_rl.lightning_flags import refuse_precision
 from lightning_rl.models.given import model_of
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.models.pretrained import Loading, with_chat_variables
+from lightning_rl.precision import make_optimizer, use_our_precision
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from lightning_rl.seeding import derived_seed, run_seed
 
@@ -75,6 +75,7 @@ class SFTModule(FiniteSteps):
         from lightning_rl.callbacks.defaults import own_display
 
         refuse_precision(self.trainer, "16-mixed")
+        use_our_precision(self.trainer)
         return own_display(self.trainer)
 
     def configure_model(self) -> None:
@@ -88,8 +89,7 @@ class SFTModule(FiniteSteps):
             )
 
     def configure_optimizers(self) -> Any:
-        check_optimizer(self.optimizer)
-        optimizer = self.optimizer(self.parameters())
+        optimizer = make_optimizer(self, self.optimizer, self.parameters())
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}

@@ -142,11 +142,10 @@ class Batches:
 
 @pytest.fixture
 def train_on(tmp_path: Path) -> Callable[..., Trainer]:
-    """Train a PolicyModule on given packed batches, through a real Trainer on the CPU."""
+    """Train a PolicyModule on given packed batches, through a real Trainer."""
 
     def train(module: LightningModule, batches: list[TensorDict], **options: Any) -> Trainer:
         trainer = Trainer(
-            accelerator="cpu",
             devices=1,
             max_epochs=1,
             logger=False,
@@ -154,7 +153,7 @@ def train_on(tmp_path: Path) -> Callable[..., Trainer]:
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=tmp_path,
-            **options,
+            **({"accelerator": "cpu"} | options),
         )
         trainer.fit(module, Batches(batches))
         return trainer

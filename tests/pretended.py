@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
@@ -82,21 +82,44 @@ class Pretended(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         numbers_may = torch.Tag.pointwise in func.tags or name in _FILLS
-        mixed = any(not (isinstance(x, Pretended) or (numbers_may and x.ndim == 0)) for x in flat)
+        flat = [x for arg in (*args, *kwargs.values()) for x in _tensors(arg)]
+        mixed = any(type(x) is not Pretended and (x.ndim or not numbers_may) for x in flat)
         if mixed and name not in (*_COPIES, *_INDEXED):
             raise RuntimeError(f"{name}: expected all tensors on {DEVICE}, but some are on the CPU")
+        in_place = name.endswith("_") or "out" in kwargs
         leaves = torch.device(kwargs.get("device") or DEVICE).type != NAME
-        waits.update(_wait(name, args, kwargs, leaves or not isinstance(args[0], Pretended), mixed))
-        real_args, real_kwargs = tree_map_only(Pretended, lambda x: x.numbers, (args, kwargs))
+        leaves = leaves or (name == "copy_" and type(args[0]) is not Pretended)
+        waits.update(_wait(name, args, kwargs, leaves, mixed))
+        there = {key: _there(value) for key, value in kwargs.items()}
         if "device" in kwargs:
-            real_kwargs["device"] = torch.device("cpu")
-        out = func(*real_args, **real_kwargs)
-        if leaves or name in _READS or (name == "copy_" and not isinstance(args[0], Pretended)):
-            return args[0] if name == "copy_" else out
-        out = tree_map_only(Tensor, Pretended, out)
-        return return_and_correct_aliasing(func, args, kwargs, out)
+            there["device"] = torch.device("cpu")
+        out = func(*map(_there, args), **there)
+        if torch.Tag.inplace_view in func.tags:  # its size changes, and is kept by the wrapper too
+            return return_and_correct_aliasing(func, args, kwargs, _here(out))
+        if in_place:
+            return kwargs.get("out", args[0])
+        return out if leaves or name in _READS else _here(out)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, list | tuple):
+        return [x for part in value for x in _tensors(part)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _there(value: Any) -> Any:
+    """What the CPU computes with."""
+    if isinstance(value, list | tuple):
+        return type(value)([_there(x) for x in value])
+    return value.numbers if isinstance(value, Pretended) else value
+
+
+def _here(value: Any) -> Any:
+    """What it has computed, as if on the device."""
+    if isinstance(value, list | tuple):
+        return tuple(_here(x) for x in value)
+    return Pretended(value) if isinstance(value, Tensor) else value
 
 
 _COPIES = ("_to_copy", "copy_")

@@ -1,5 +1,6 @@
 """More advantages that compare the rollouts of a group; each is one number per rollout."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from math import comb
 from typing import ClassVar
@@ -29,9 +30,9 @@ class GroupAdvantage(Advantage):
         advantages_R = self.compare(total_rewards(batch), batch["rollouts", "group"])
         return spread_over_tokens(batch, advantages_R)
 
+    @abstractmethod
     def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
         """Advantages (R,)."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

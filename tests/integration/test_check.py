@@ -136,7 +136,10 @@ def test_activations_grow_with_the_tokens(tiny_model):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--trainer.precision", "64-true"], "precision='64-true': 32-true and bf16-mixed work"),
+        (
+            ["--trainer.precision", "64-true"],
+            "precision='64-true': 32-true, bf16-mixed and bf16-true work",
+        ),
         (["--trainer.gradient_clip_val", "1.0"], "gradient_clip_val=1.0: set model.max_grad_norm"),
         (["--trainer.callbacks+=SpikeDetection"], "SpikeDetection: an iteration has no single"),
     ],

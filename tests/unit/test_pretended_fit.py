@@ -1,15 +1,28 @@
 """Runs on a pretended device: everything is where it must be, and the numbers are the CPU's."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from transformers.integrations import accelerate
 
-from lightning_rl.callbacks import WeightSync
-from lightning_rl.hooks import RLCallback
+from lightning_rl import (
+    GAE,
+    BaseReference,
+    EntropyBonus,
+    K1Penalty,
+    K3Penalty,
+    LoRA,
+    RLCallback,
+    SeparateValueHead,
+    TokenTIS,
+    WeightSync,
+)
 from lightning_rl.models import policy
 from tests.pretended import DEVICE, moving_in_place, on_the_device
-from tests.small_run import data_module, grpo, trainer_of
+from tests.small_run import data_module, grpo, ppo, trainer_of
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +48,20 @@ class Watch(RLCallback):
         self.metrics[pl_module.iteration] = kept
 
 
-def fitted(module: LightningModule, tmp_path, **options) -> Watch:
-    """Two iterations on rollouts of the module's own."""
+def fitted(
+    module: LightningModule,
+    tmp_path: Path,
+    *callbacks: Any,
+    iterations: int = 1,
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> Watch:
+    """Iterations on rollouts of the module's own."""
+    torch.manual_seed(0)  # of adapters' first weights
     watch = Watch()
-    trainer = trainer_of(tmp_path, [WeightSync(), watch], logger=False, **options)
-    data = data_module(iterations_per_epoch=2, groups_per_iteration=2, group_size=4)
-    trainer.fit(module, data)
+    trainer = trainer_of(tmp_path, [WeightSync(), *callbacks, watch], logger=False, **options)
+    data = data_module(iterations_per_epoch=iterations, groups_per_iteration=2, group_size=4)
+    trainer.fit(module, data, ckpt_path=ckpt_path)
     return watch
 
 
@@ -55,8 +76,46 @@ def test_grpo_without_accelerate(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(accelerate, "is_accelerate_available", lambda: False)
     monkeypatch.setattr(policy, "find_spec", lambda name: None)
     ours, theirs = grpo(tiny_model), grpo(tiny_model)
-    watch = fitted(ours, tmp_path, **on_the_device())
+    watch = fitted(ours, tmp_path, iterations=2, **on_the_device())
     assert watch.places == {DEVICE}
     assert len(watch.metrics) == 3
-    assert watch.metrics == fitted(theirs, tmp_path).metrics
+    assert watch.metrics == fitted(theirs, tmp_path, iterations=2).metrics
+    require_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_the_engine_follows(precision, tiny_model, tmp_path):
+    ours, theirs = lora(tiny_model), lora(tiny_model)
+    watch = fitted(ours, tmp_path, **on_the_device(precision))
+    assert watch.metrics[1]["sync/probe_gap"] < 0.1
+    assert watch.metrics == fitted(theirs, tmp_path, precision=precision).metrics
+
+
+def critics(tiny_model):
+    return grpo(tiny_model, advantage=GAE(), value_head=SeparateValueHead(), kl_reward=K1Penalty())
+
+
+def everything(tiny_model):
+    return ppo(tiny_model, kl=K3Penalty(), entropy=EntropyBonus(), correction=TokenTIS())
+
+
+def lora(tiny_model):
+    return grpo(tiny_model, lora=LoRA(), kl=K3Penalty(), reference=BaseReference(), minibatches=2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("make", [grpo, everything, critics, lora])
+def test_a_precision(make, precision, tiny_model, random_batch, train_on):
+    """GRPO, PPO, critics, LoRA and penalties on the device learn what they do on the CPU."""
+    runs = []
+    for options in (on_the_device(precision), {"precision": precision}):
+        torch.manual_seed(0)  # of adapters' first weights
+        module, watch = make(tiny_model), Watch()
+        train_on(module, [random_batch(3)], callbacks=[watch], **options)
+        runs.append((module, watch))
+    (ours, seen), (theirs, expected) = runs
+    assert seen.places == {DEVICE}
+    assert seen.metrics == expected.metrics
+    dtypes = {parameter.dtype for parameter in ours.parameters()}
+    assert dtypes == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
     require_equal(ours, theirs)
