@@ -18,8 +18,10 @@ from lightning_rl.cli.app import RLCLI
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.loader import LazyLoader
+from lightning_rl.memory import forward_tokens
+from lightning_rl.memory_plan import training_memory
 from lightning_rl.module import PolicyModule
-from lightning_rl.plan import cut, forward_tokens, largest_rollouts, training_memory
+from lightning_rl.plan import cut, largest_rollouts
 
 
 class Built(RLCLI):

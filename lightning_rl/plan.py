@@ -1,4 +1,4 @@
-"""What a configuration amounts to: the algebra of its batches, and the memory of training."""
+"""What a configuration amounts to: the algebra of its batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,8 @@ from math import ceil
 
 import torch
 from tensordict import TensorDict
-from torch import nn
 
 from lightning_rl.data.packing import select, split_minibatches, split_packs
-from lightning_rl.memory import forward_tokens
-from lightning_rl.models.heads import chunk_elements
-from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 
 
@@ -111,96 +107,3 @@ def cut(batch: TensorDict, minibatches: int, max_tokens_per_pack: int) -> list[l
     return [
         [select(part, rows) for rows in split_packs(part, max_tokens_per_pack)] for part in parts
     ]
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes by purpose, at the moment of an update when most are in use."""
-
-    parts: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """Of the training process."""
-        return sum(self.parts.values())
-
-    def lines(self) -> Iterator[str]:
-        """For a person."""
-        for name, size in self.parts.items():
-            yield f"{name:<30}{in_units(size):>11}"
-        yield f"{'together':<30}{in_units(self.total):>11}"
-
-
-def in_units(size: int) -> str:
-    """Bytes for a person."""
-    return f"{size / 2**20:.1f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"
-
-
-def training_memory(
-    policy: Policy, others: Sequence[nn.Module], optimizer: torch.optim.Optimizer, pack: TensorDict
-) -> MemoryPlan:
-    """What an update keeps in memory, with ``pack`` the largest that it computes.
-
-    - weights: the bytes of all parameters; ``others`` are further models, such as a reference.
-    - gradients: as many bytes as the trained parameters.
-    - optimizer: what one step leaves in its state, per trained element (AdamW: two tensors).
-    - activations: what autograd keeps for the backward pass. Measured on one group of the pack and
-      scaled by its tokens, for attention and everything else keep memory in proportion to them.
-    - logits: two chunks of fp32 logits (:mod:`lightning_rl.models.heads` never holds more).
-    - backward: the gradient of the largest parameter, before it is added to the others.
-    """
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    head = policy.lm.get_output_embeddings().weight
-    vocabulary = head.shape[0]
-    chunk = min(chunk_elements(head.device), int(pack["tokens", "loss_mask"].sum()) * vocabulary)
-    group = pack["rollouts", "group"]
-    sample = select(pack, (group == group[0]).nonzero().squeeze(1))
-    per_token = kept_for_backward(policy, sample) / forward_tokens(sample)
-    return MemoryPlan(
-        {
-            "weights": _size(policy.parameters()),
-            "other models": sum(_size(module.parameters()) for module in others),
-            "gradients": _size(trained),
-            f"optimizer ({type(optimizer).__name__})": _state_size(optimizer, trained),
-            f"activations of {forward_tokens(pack):,} tokens": int(
-                per_token * forward_tokens(pack)
-            ),
-            "logits": 2 * 4 * chunk,
-            "backward": max(_size([p]) for p in trained),
-        }
-    )
-
-
-def kept_for_backward(policy: Policy, pack: TensorDict) -> int:
-    """Bytes that autograd keeps of a pack's forward pass; parameters are not counted."""
-    own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
-    kept: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:  # views share a storage, which counts once
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        scores = policy(pack)
-    del scores  # not before: what is freed meanwhile could be counted again at its place
-    return sum(kept.values())
-
-
-def _size(parameters: "Sequence[nn.Parameter] | Iterator[nn.Parameter]") -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
-
-
-def _state_size(optimizer: torch.optim.Optimizer, trained: Sequence[nn.Parameter]) -> int:
-    """Of one step's state, scaled from the optimizer's own single parameter."""
-    [parameter] = optimizer.param_groups[0]["params"]
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    state = optimizer.state[parameter].values()
-    per_element = sum(
-        t.numel() * t.element_size()
-        for t in state
-        if isinstance(t, torch.Tensor) and t.numel() == parameter.numel()
-    )
-    return per_element * sum(p.numel() for p in trained) // parameter.numel()

@@ -1,37 +1,35 @@
 """``lightning-rl check``: what a configuration amounts to, and a rollout; writes nothing."""
 
+import sys
 from collections.abc import Sequence
 from tempfile import TemporaryDirectory
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.nn import Parameter
 
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.monitor import Monitor
 from lightning_rl.callbacks.preview import as_text
 from lightning_rl.cli.app import RLCLI
+from lightning_rl.cli.card import card_of, card_plan, planned_device
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Engine, TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.evaluation import evaluation_metrics
-from lightning_rl.lightning_flags import warn_of_flags
+from lightning_rl.lightning_flags import compute_dtype, warn_of_flags
 from lightning_rl.memory import forward_tokens
+from lightning_rl.memory_plan import MemoryPlan, Placement, in_units, training_memory
 from lightning_rl.module import PolicyModule
-from lightning_rl.plan import (
-    BatchPlan,
-    cut,
-    in_units,
-    largest_rollouts,
-    training_memory,
-)
+from lightning_rl.plan import BatchPlan, cut, largest_rollouts
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.sync.schedule import FixedSchedule
 
 HELP = """\
 usage: lightning-rl check --config FILE [--config FILE ...] [--key value ...]
-                          [--no_rollout | --run]
+                          [--no_rollout | --run] [--gpu_memory_gb N]
        lightning-rl fit --config FILE ... --dry_run
 
 Does everything that `fit` would do before its first update: resolves the configuration, loads
@@ -40,6 +38,7 @@ Prints the algebra of the batches and an estimate of the memory. Writes nothing.
 
   --no_rollout   start no engine, generate and grade nothing
   --run          then train for one small iteration, with all callbacks, in a scratch directory
+  --gpu_memory_gb N  plan for GPUs of N GiB, also where there are none; default: the one found here
 """
 
 
@@ -73,26 +72,32 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(HELP)
         return 0
-    rest = [argument for argument in arguments if argument not in OPTIONS]
+    card_gb, others = card_of(arguments)
+    rest = [argument for argument in others if argument not in OPTIONS]
     runs = "--run" in arguments
     if runs and "--no_rollout" in arguments:
         raise ConfigError("--run trains on rollouts, --no_rollout makes none; leave one out")
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
-        _check(_Built(rest, scratch), with_rollout=not runs and "--no_rollout" not in arguments)
+        tries = not runs and "--no_rollout" not in arguments
+        fits = _check(_Built(rest, scratch), tries, card_gb)
         if runs:
             print(_run(_Built(rest, scratch, fast_dev_run=True)))
+    if not fits:
+        print("not good: the GPU is too small, as said above", file=sys.stderr)
+        return 1
     print("good: `lightning-rl fit` with the same options would start")
     return 0
 
 
-def _check(cli: RLCLI, with_rollout: bool) -> None:
+def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
+    """Print what there is to say; False if the GPU is too small."""
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     names = (type(module).__name__, type(data).__name__)
     warn_of_flags(trainer)
     print(f"configuration: good ({', '.join(names)} on {trainer.strategy.root_device})")
     if not isinstance(module, PolicyModule) or not isinstance(data, RLDataModule):
         print("there is nothing more to check: rollouts come from a PolicyModule and RLDataModule")
-        return
+        return True
     trainer.strategy.connect(module)
     data.trainer = module.trainer = trainer
     trainer.datamodule = data  # type: ignore[attr-defined]
@@ -102,9 +107,14 @@ def _check(cli: RLCLI, with_rollout: bool) -> None:
         print(_prompts(prompts, data))
         _require_monitored(trainer.callbacks, data, prompts)  # type: ignore[attr-defined]
         module.configure_model()
-        print("\n".join(_plan(module, data, prompts)))
+        lines, memory = _plan(module, data, prompts, planned_device(trainer, card_gb))
+        print("\n".join(lines))
+        plan = card_plan(module, data, memory, card_gb)
+        if plan is not None:
+            print("\n".join(plan.lines()))
         if with_rollout:
             print("\n".join(_try(cli, data, module)))
+        return plan is None or plan.missing <= 0
     finally:
         data.teardown("fit")
 
@@ -132,7 +142,9 @@ def _require_monitored(
             Monitor(callback.monitor, type(callback).__name__).look(row, evaluates=True)
 
 
-def _plan(module: PolicyModule, data: RLDataModule, prompts: Sequence[Prompt]) -> list[str]:
+def _plan(
+    module: PolicyModule, data: RLDataModule, prompts: Sequence[Prompt], device: torch.device
+) -> tuple[list[str], MemoryPlan]:
     trainer = module.trainer
     ranks = trainer.world_size
     groups, tokens = data.groups_per_iteration // ranks, data.sampling.max_tokens
@@ -157,15 +169,23 @@ def _plan(module: PolicyModule, data: RLDataModule, prompts: Sequence[Prompt]) -
     # With one parameter of its own: a step of it tells what the state of all will take.
     optimizer = module.optimizer([Parameter(torch.zeros(1024))])
     others = [] if module.reference is None else [module.reference]
-    memory = training_memory(module.policy, others, optimizer, largest)
+    strategy = trainer.strategy
+    placement = Placement(
+        device,
+        compute_dtype(trainer) == "bfloat16",
+        ranks if isinstance(strategy, ModelParallelStrategy) else 1,
+        getattr(strategy, "cpu_offload", False),
+    )
+    memory = training_memory(module.policy, others, optimizer, largest, placement)
+    elements = sum(p.numel() for p in module.policy.lm.parameters())
     return [
         "batches:",
         *(f"  {line}" for line in plan.lines()),
         *_schedule(module, optimizer, plan),
         "memory of training, per process (an estimate):",
         *(f"  {line}" for line in memory.lines()),
-        f"memory of the engine: {_engine(data.engine, memory.parts['weights'] // 4)}",
-    ]
+        f"memory of the engine: {_engine(data.engine, elements)}",
+    ], memory
 
 
 def _schedule(module: PolicyModule, optimizer: torch.optim.Optimizer, plan: BatchPlan) -> list[str]:

@@ -218,6 +218,17 @@ class Engine(ABC):
         """What bounds its accuracy: its dtype, or the name of a coarser format of its weights."""
         return self.dtype
 
+    def memory_here(self, elements: int, card: int) -> tuple[int, int]:
+        """What it takes of a training process's GPU of ``card`` bytes, and what it needs to start.
+
+        Bytes, with weights of so many elements. None where it works in processes of its own; a
+        key/value cache that grows with the requests is not counted.
+        """
+        if self.serves_all_ranks:
+            return 0, 0
+        weights = elements * (4 if self.dtype == "float32" else 2)
+        return weights, weights
+
     @abstractmethod
     def start(self, model_dir: Path) -> None:
         """Build the engine from a directory with configuration and tokenizer, without weights."""

@@ -130,6 +130,17 @@ class VLLMLocal(VLLMEngine):
 
     # ---------------------------------------------------------------- life
 
+    def memory_here(self, elements: int, card: int) -> tuple[int, int]:
+        """The share of the GPU that vLLM takes, or with a given cache it and the weights.
+
+        The whole share has to be free when it starts.
+        """
+        share = int(card * self._settings.gpu_memory_utilization)
+        if self.kv_cache_gb is None:
+            return share, share
+        weights, _ = super().memory_here(elements, card)
+        return weights + int(self.kv_cache_gb * 2**30), share
+
     @property
     def running(self) -> bool:
         return self._llm is not None

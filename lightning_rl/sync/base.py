@@ -32,6 +32,11 @@ class WeightTransport(ABC):
                 f"{type(self).__name__} cannot reach {type(engine).__name__}; {self.instead}"
             )
 
+    @property
+    def keeps_on_gpu(self) -> bool:
+        """Whether rank 0's GPU keeps a copy of all that was sent."""
+        return False
+
     def use_scratch(self, scratch: bool) -> None:
         """Told before each run whether it is a fast dev run, which leaves nothing on disk."""
 

@@ -59,6 +59,10 @@ class CollectiveTransport(StagedTransport):
         # Held until the slot is used again.
         self._sending: dict[tuple[int, Replica], Any] = {}
 
+    @property
+    def keeps_on_gpu(self) -> bool:
+        return self.keep_copy and self.backend == "nccl"
+
     def connect(self, engine: Engine) -> None:
         super().connect(engine)
         if self.backend == "nccl":

@@ -10,15 +10,9 @@ from torch.nn import Parameter
 from lightning_rl.cli import main
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.memory import forward_tokens
+from lightning_rl.memory_plan import in_units, kept_for_backward, training_memory
 from lightning_rl.models.policy import Policy
-from lightning_rl.plan import (
-    BatchPlan,
-    cut,
-    in_units,
-    kept_for_backward,
-    largest_rollouts,
-    training_memory,
-)
+from lightning_rl.plan import BatchPlan, cut, largest_rollouts
 from lightning_rl.rollout import Prompt
 from tests.bad_configs import CONFIG
 
@@ -125,7 +119,7 @@ def test_activations_grow_with_the_tokens(tiny_model):
     def kept(groups: int) -> float:
         prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(groups)]
         pack = pack_rollouts(largest_rollouts(prompts, groups, 4, 20))
-        return kept_for_backward(policy, pack) / forward_tokens(pack)
+        return kept_for_backward(policy, pack)[0] / forward_tokens(pack)
 
     # What one group tells of eight: that is how the estimate is made.
     assert kept(8) == pytest.approx(kept(1), rel=0.05)
@@ -187,3 +181,29 @@ def test_run_finds_what_only_an_update_shows(workplace, capsys):
     assert "broken update" in said.err
     assert said.out.count("good: `lightning-rl fit`") == 1
     assert main([*command, "--run", "--no_rollout"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("gib", "status", "said"),
+    [("80", 0, "GPU of 80.00 GiB: "), ("0.0001", 1, "DOES NOT FIT")],
+)
+def test_a_gpu_that_is_too_small_is_said(workplace, capsys, gib, status, said):
+    command = ["check", "--config", "good.yaml", "--no_rollout", "--gpu_memory_gb", gib]
+    assert main(command) == status
+    printed = capsys.readouterr()
+    assert said in printed.out
+    assert ("the GPU is too small" in printed.err) == bool(status)
+    assert ("would start" in printed.out) == (not status)
+
+
+def test_a_plan_in_bfloat16_for_two_processes(workplace, capsys):
+    """What is measured is measured on one; nothing is shared out, and no process started."""
+    options = ["--trainer.precision", "bf16-mixed", "--trainer.devices", "2"]
+    options += ["--trainer.strategy", "lightning_rl.ShardedStrategy"]
+    options += ["--trainer.strategy.cpu_offload", "true"]
+    command = ["check", "--config", "good.yaml", "--no_rollout", "--gpu_memory_gb", "24", *options]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "gathered" in said
+    assert "optimizer (AdamW), in host memory" in said
+    assert "weights in bfloat16" in said  # the engine's, which follows

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rl.cli import COMMANDS, main
 from lightning_rl.cli.app import RLCLI
+from lightning_rl.cli.card import card_of
 from lightning_rl.cli.convert.main import parse_arguments as parse_convert
 from lightning_rl.cli.replay import parse_arguments as parse_replay
 from lightning_rl.cli.rollouts import parse_arguments as parse_rollouts
@@ -199,7 +200,8 @@ def test_our_command_is_understood(block, words, stand_in, capsys):
         return
     if arguments[0] == "check" or "--dry_run" in arguments:
         own_options = ("--dry_run", "--no_rollout", "--run")
-        arguments = ["fit", *(a for a in arguments[1:] if a not in own_options)]
+        _, others = card_of(arguments[1:])
+        arguments = ["fit", *(a for a in others if a not in own_options)]
     own = {
         "convert": parse_convert,
         "view": parse_view,

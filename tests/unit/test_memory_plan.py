@@ -1,0 +1,130 @@
+"""What training and its engine take of a GPU, calculated by hand."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from lightning_rl.cli.card import card_of
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.engines import TransformersEngine
+from lightning_rl.engines.vllm_local import VLLMLocal
+from lightning_rl.errors import ConfigError
+from lightning_rl.memory import forward_tokens
+from lightning_rl.memory_plan import CardPlan, MemoryPlan, Placement, training_memory
+from lightning_rl.models.policy import Policy
+from lightning_rl.plan import largest_rollouts
+from lightning_rl.rollout import Prompt
+
+GIB = 2**30
+# The tiny model, tied: an embedding of 16 x 64 and a norm of 64 outside of its two layers; in each
+# the projections q, k, v, o, three of an MLP, the biases of q, k, v, and two norms.
+OUTSIDE = 16 * 64 + 64
+MATRICES = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 64
+LAYER = MATRICES + 64 + 32 + 32 + 2 * 64
+WHOLE = OUTSIDE + 2 * LAYER
+
+
+@pytest.fixture(scope="module")
+def pack():
+    prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(2)]
+    return pack_rollouts(largest_rollouts(prompts, 2, 4, 20))
+
+
+def plan(policy: Policy, pack, others=(), **placement) -> MemoryPlan:
+    optimizer = torch.optim.AdamW([Parameter(torch.zeros(8))])
+    return training_memory(policy, others, optimizer, pack, Placement(**placement))
+
+
+def test_sharing_divides_what_is_trained_and_gathers_in_the_runs_precision(tiny_model, pack):
+    policy = Policy(str(tiny_model))
+    for bf16, width in ((False, 4), (True, 2)):
+        parts = plan(policy, pack, [policy], bf16_mixed=bf16, shards=4).parts
+        assert parts["weights"] == parts["gradients"] == parts["other models"] == WHOLE
+        assert parts["optimizer (AdamW)"] == 2 * WHOLE
+        # Outside and two layers; gradients of outside and one layer.
+        assert parts["gathered"] == width * (2 * OUTSIDE + 3 * LAYER)
+        assert "bfloat16 weights" not in parts
+
+
+def test_what_is_offloaded_is_in_host_memory(tiny_model, pack):
+    offloaded = plan(Policy(str(tiny_model)), pack, shards=2, cpu_offload=True)
+    assert offloaded.host == {
+        "weights": 2 * WHOLE, "other models": 0, "gradients": 2 * WHOLE,
+        "optimizer (AdamW)": 4 * WHOLE,
+    }  # fmt: skip
+    assert not set(offloaded.host) & set(offloaded.parts)
+    assert any(line.startswith("weights, in host memory") for line in offloaded.lines())
+
+
+def test_autocast_keeps_weights_twice_and_half_the_activations(tiny_model, pack):
+    policy = Policy(str(tiny_model))
+    full, mixed = (plan(policy, pack, bf16_mixed=bf16).parts for bf16 in (False, True))
+    assert mixed["weights"] == full["weights"] == 4 * WHOLE
+    # Of all matrices in the layers a copy of 2 bytes; the head's two are made and forgotten.
+    assert mixed["bfloat16 weights"] == 2 * (2 * MATRICES + 16 * 64)
+    activations = f"activations of {forward_tokens(pack)} tokens"
+    assert 0.3 * full[activations] < mixed[activations] < 0.9 * full[activations]
+
+
+def test_checkpointing_keeps_layers_inputs_and_one_layer(tiny_model, pack):
+    activations = f"activations of {forward_tokens(pack)} tokens"
+    kept = plan(Policy(str(tiny_model)), pack).parts[activations]
+    policy = Policy(str(tiny_model), gradient_checkpointing=True)
+    # At least two layers' inputs and half of what both keep.
+    inputs = 2 * forward_tokens(pack) * 64 * 4
+    assert inputs + kept // 2 <= plan(policy, pack).parts[activations] < kept
+    assert all(layer.gradient_checkpointing for layer in policy.lm.model.layers)
+
+
+def test_chunks_of_logits_are_those_of_the_planned_device(tiny_model, pack, monkeypatch):
+    from lightning_rl.models import heads
+
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 32)
+    monkeypatch.setattr(heads, "CUDA_CHUNK_ELEMENTS", 64)
+    policy = Policy(str(tiny_model))
+    assert plan(policy, pack).parts["logits"] == 2 * 4 * 32
+    assert plan(policy, pack, device=torch.device("cuda")).parts["logits"] == 2 * 4 * 64
+
+
+TRAINING = MemoryPlan({"weights": 6 * GIB, "optimizer (AdamW)": 12 * GIB, "activations": 22 * GIB})
+
+
+@pytest.mark.parametrize(
+    ("plan", "missing", "said"),
+    [
+        (CardPlan(80 * GIB, TRAINING, 32 * GIB, 32 * GIB), -8 * GIB,
+         "40.00 GiB training + 32.00 GiB engine: fits, 8.00 GiB to spare"),
+        (CardPlan(80 * GIB, TRAINING, 32 * GIB, 32 * GIB, copy=9 * GIB), GIB,
+         "+ 9.00 GiB keep_copy: DOES NOT FIT, 1.00 GiB too much; lower the engine's gpu_memory"),
+        (CardPlan(24 * GIB, TRAINING), 16 * GIB, "too much; lower max_tokens_per_pack, or set"),
+        (CardPlan(8 * GIB, MemoryPlan({"weights": 9 * GIB})), GIB, "too much; train with lora, or"),
+        # 6 of weights are there when vLLM asks for its 90%, of which it will use a part.
+        (CardPlan(60 * GIB, TRAINING, 10 * GIB, 54 * GIB + 1), 1, "too much"),
+    ],
+)  # fmt: skip
+def test_a_verdict_names_what_to_make_smaller(plan, missing, said):
+    assert plan.missing == missing
+    [line] = plan.lines()
+    assert said in line
+
+
+def test_what_engines_take_of_a_gpu():
+    billion = 10**9
+    assert VLLMLocal().memory_here(billion, 80 * GIB) == (32 * GIB, 32 * GIB)  # 0.4 of it
+    cache = VLLMLocal(dtype="bfloat16", kv_cache_gb=4, gpu_memory_utilization=0.25)
+    assert cache.memory_here(billion, 80 * GIB) == (2 * billion + 4 * GIB, 20 * GIB)
+    assert TransformersEngine().memory_here(billion, 80 * GIB) == (4 * billion, 4 * billion)
+
+    class Elsewhere(TransformersEngine):
+        serves_all_ranks = True
+
+    assert Elsewhere().memory_here(billion, 80 * GIB) == (0, 0)
+
+
+def test_the_size_of_a_gpu_is_taken_from_the_arguments():
+    assert card_of(["--config", "a.yaml"]) == (None, ["--config", "a.yaml"])
+    assert card_of(["--gpu_memory_gb", "80", "--run"]) == (80.0, ["--run"])
+    assert card_of(["--run", "--gpu_memory_gb=24.5"]) == (24.5, ["--run"])
+    for wrong in (["--gpu_memory_gb"], ["--gpu_memory_gb", "H100"], ["--gpu_memory_gb=-1"]):
+        with pytest.raises(ConfigError, match="must be a number > 0, the GiB of one GPU"):
+            card_of(wrong)
