@@ -14,13 +14,14 @@ import importlib.util
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from lightning_rl.machine import cpu_model, driver_gpus, memory_bytes, usable_cores
+from lightning_rl.doctor_check import Check
+from lightning_rl.doctor_gpu import gpu_checks, judge_gpus, judge_sandbox, try_sandbox
+from lightning_rl.machine import GPU, cpu_model, driver_gpus, memory_bytes, usable_cores
 from lightning_rl.vllm_versions import IN_PROCESS, is_supported, lacking
 
 GIB = 2**30
@@ -31,17 +32,6 @@ COMPROMISED_LIGHTNING = ("2.6.2", "2.6.3")
 # Bytes. Shared memory: one transfer of a 0.5B-parameter model in bf16. Disk: two such checkpoints
 # with their optimizer state in bf16.
 MIN_SPACE = {"shared memory": 1 * GIB, "disk": 6 * GIB}
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the report; ``problem`` is None if all is well, else ``fix`` says what to do."""
-
-    name: str
-    value: str
-    problem: str | None = None
-    fix: str | None = None
-    serious: bool = False
 
 
 # -- Packages ------------------------------------------------------------------------------------
@@ -172,19 +162,6 @@ def judge_torchvision() -> Check:
 # -- Devices and threads --------------------------------------------------------------------------
 
 
-def judge_gpus(gpus: list[str], torch_sees: int, torch_cuda: str | None) -> Check:
-    """Whether torch can use the GPUs that the driver has. ``torch_cuda``: its CUDA version."""
-    value = f"{'; '.join(gpus)} (torch sees {torch_sees})" if gpus else "none"
-    if len(gpus) <= torch_sees or os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
-        return Check("gpu", value)
-    if torch_cuda is None:
-        problem, fix = "torch is a CPU build and cannot use them", "make setup (it picks CUDA)"
-    else:
-        problem = f"torch, built for CUDA {torch_cuda}, sees {torch_sees} of {len(gpus)}"
-        fix = "update the NVIDIA driver, or install a torch built for the driver's CUDA"
-    return Check("gpu", value, problem, fix, serious=True)
-
-
 def judge_threads(threads: int, cores: int, load: float, wait_policy: str | None) -> Check:
     """Whether torch's OpenMP threads will have a core each.
 
@@ -238,10 +215,11 @@ def diagnose() -> list[Check]:
     checks.append(Check("cpu", f"{cpu_model()}, {usable_cores()} cores usable"))
     checks.append(Check("memory", f"{memory_bytes() / GIB:.1f} GiB"))
     checks += space_checks()
+    checks.append(judge_sandbox(try_sandbox()))
     return checks
 
 
-def torch_checks(gpus: list[str]) -> list[Check]:
+def torch_checks(gpus: list[GPU]) -> list[Check]:
     """The checks that ask torch itself."""
     import torch  # here, so that a machine without torch still gets its report
 
@@ -250,6 +228,7 @@ def torch_checks(gpus: list[str]) -> list[Check]:
     return [
         judge_torchvision(),
         judge_gpus(gpus, torch.cuda.device_count(), torch.version.cuda),
+        *gpu_checks(gpus, torch.version.cuda),
         judge_threads(torch.get_num_threads(), usable_cores(), load, wait_policy),
     ]
 

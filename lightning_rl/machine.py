@@ -3,8 +3,11 @@ that a container leaves us, the processor's name, the GPUs that the driver has."
 
 import os
 import platform
+import re
 import shutil
 import subprocess
+import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -42,13 +45,67 @@ def cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def driver_gpus() -> list[str]:
-    """GPU names by the NVIDIA driver, whatever torch thinks; empty without a driver."""
+@dataclass(frozen=True)
+class GPU:
+    """What the NVIDIA driver says of one; ``free_mib`` and ``total_mib`` None where it does not."""
+
+    name: str
+    free_mib: int | None = None
+    total_mib: int | None = None
+    capability: str = "unknown"
+    driver: str = "unknown"
+
+    def __str__(self) -> str:
+        if self.total_mib is None:
+            return self.name
+        memory = f"{self.free_mib} of {self.total_mib} MiB free"
+        return f"{self.name}, compute capability {self.capability}, {memory}"
+
+
+def driver_gpus() -> list[GPU]:
+    """GPUs by the NVIDIA driver, whatever torch thinks; empty without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    fields = "name,memory.free,memory.total,compute_cap,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    answer = _answer(command)
+    if answer is None:
+        return [GPU("an NVIDIA driver that did not answer within 20 s")]
+    return [_gpu_of(line) for line in answer.splitlines()]
+
+
+def _gpu_of(line: str) -> GPU:
+    name, *rest = [word.strip() for word in line.split(",")]
+    if len(rest) != 4 or not (rest[0].isdigit() and rest[1].isdigit()):  # "[N/A]"
+        return GPU(name)
+    return GPU(name, int(rest[0]), int(rest[1]), rest[2], rest[3])
+
+
+def cuda_compiler() -> str | None:
+    """The CUDA version of nvcc; None without one."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+    said = _answer([nvcc, "--version"]) if nvcc else None
+    release = re.search(r"release (\d+\.\d+)", said or "")
+    return release[1] if release else None
+
+
+def c_compiler() -> str | None:
+    """Where the C compiler is that Triton calls; None without one."""
+    return os.environ.get("CC") or next(
+        filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None
+    )
+
+
+def python_header() -> Path:
+    """Where ``Python.h`` has to be, for what is compiled against this Python."""
+    return Path(sysconfig.get_paths()["include"], "Python.h")
+
+
+def _answer(command: list[str]) -> str | None:
+    """What a program prints, "" if it fails; None if it does not come to an end."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:
-        return ["an NVIDIA driver that did not answer within 20 s"]
-    return answer.stdout.strip().splitlines() if answer.returncode == 0 else []
+        return None
+    return done.stdout.strip() if done.returncode == 0 else ""

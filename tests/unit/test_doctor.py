@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 
 from lightning_rl import doctor
 from lightning_rl.doctor import GIB, Check
-from lightning_rl.machine import driver_gpus, memory_bytes, usable_cores
+from lightning_rl.machine import GPU, driver_gpus, memory_bytes, usable_cores
 
 LIGHTNING = Requirement("lightning>=2.6.6,<2.7")
 
@@ -98,7 +98,7 @@ def test_a_torchvision_that_breaks_imports_is_serious(
 
 def test_gpus_that_torch_cannot_use_are_serious(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    h100 = ["NVIDIA H100, 81559 MiB"]
+    h100 = [GPU("NVIDIA H100", 80_000, 81_559, "9.0", "580.65.06")]
     assert doctor.judge_gpus([], 0, None) == Check("gpu", "none")
     assert doctor.judge_gpus(h100, 1, "13.0").problem is None
     assert "CPU build" in str(doctor.judge_gpus(h100, 0, None).problem)
@@ -167,7 +167,17 @@ def test_report_on_this_machine_tells_its_real_versions_and_devices(
         assert metadata.version(name) in printed
     assert sys.version.split()[0] in checks["python"].value
     assert f"{usable_cores()} cores usable" in checks["cpu"].value
-    assert set(checks) >= {"vllm", "torchvision", "gpu", "threads", "ray", "memory", "disk"}
+    assert set(checks) >= {
+        "vllm",
+        "torchvision",
+        "gpu",
+        "threads",
+        "ray",
+        "memory",
+        "disk",
+        "sandbox",
+        "compiler",
+    }
 
 
 def test_cores_and_memory_do_not_exceed_the_machines():
