@@ -20,9 +20,9 @@ from lightning_rl.algos.advantages import Advantage
 from lightning_rl.data.packing import token_rows
 from lightning_rl.errors import PackMemoryError
 from lightning_rl.loader import LazyLoader
+from lightning_rl.memory_plan import training_memory
 from lightning_rl.models import policy as policy_code
 from lightning_rl.models.attention import PackLayout
-from lightning_rl.plan import training_memory
 
 PACKS = {"60x256": (60, 256), "8x2000": (8, 2000), "1x16000": (1, 16_000)}
 TINY_PACKS = {"6x12": (6, 12), "2x40": (2, 40), "1x100": (1, 100)}
