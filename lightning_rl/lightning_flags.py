@@ -111,9 +111,9 @@ TRAINER: dict[str, Entry] = {
     "num_nodes": _works("as in Lightning"),
     "precision": _partly(
         "32-true, bf16-mixed and bf16-true work, and the engine follows. With bf16-true the "
-        "optimizer steps float32 copies of the weights (see Train on a GPU), because in 16 bits most "
-        "updates of RL's small learning rates are rounded away; float16 needs a loss scale, which "
-        "max_grad_norm would clip; no engine computes in float64",
+        "optimizer steps float32 copies of the weights (see Train on a GPU), because in 16 bits "
+        "most updates of RL's small learning rates are rounded away; float16 needs a loss scale, "
+        "which max_grad_norm would clip; no engine computes in float64",
         _unless("precision", *_PRECISIONS),
     ),
     "logger": _works(

@@ -139,13 +139,15 @@ def started(arguments: Mapping[str, Any], variables: Mapping[str, str], device: 
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     with contained(device):
-        from vllm import EngineArgs
+        from vllm import EngineArgs, envs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if on_cpu:
             skip_rank_compilation()
             keep_global_randomness()
+        if device:
+            os.environ["VLLM_CACHE_ROOT"] = _cache_of(device, envs.VLLM_CACHE_ROOT)
         # By the context vLLM chooses how many tokens a step takes, where that is not set.
         context = UsageContext.ENGINE_CONTEXT if on_cpu else UsageContext.LLM_CLASS
         try:
@@ -169,6 +171,16 @@ def started(arguments: Mapping[str, Any], variables: Mapping[str, str], device: 
 def _destroy_group() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def _cache_of(device: int, root: str) -> str:
+    """Where to keep what vLLM compiles for a GPU that is not the first.
+
+    Compiled code names its GPU. vLLM keeps it by an engine's rank, which is 0 in each training
+    process, so that one GPU's code would be found and run for another.
+    """
+    folder = f"device_{device}"
+    return root if Path(root).name == folder else str(Path(root) / folder)
 
 
 def _rendezvous_file(worker: Any) -> Path | None:

@@ -149,7 +149,7 @@ def vllm(cuda, monkeypatch):
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
     monkeypatch.setattr(FakeLLM, "vllm_config", config, raising=False)
     for name, content in {
-        "vllm": {"EngineArgs": dict},
+        "vllm": {"EngineArgs": dict, "envs": SimpleNamespace(VLLM_CACHE_ROOT="cache")},
         "vllm.usage": {},
         "vllm.usage.usage_lib": {"UsageContext": contexts},
         "vllm.v1": {},
@@ -162,6 +162,7 @@ def vllm(cuda, monkeypatch):
         module.__spec__ = ModuleSpec(name, None)  # by which VLLMLocal sees that there is one
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "cache")
     # Collecting all that the tests before have left takes a second each time.
     monkeypatch.setattr(vllm_process.gc, "collect", lambda: 0)
     monkeypatch.setattr(vllm_local, "weight_shapes", lambda *_: {})
@@ -245,6 +246,18 @@ def test_a_given_cache_leaves_vllm_the_share_that_it_may_take(cuda, tmp_path):
     assert chosen["kv_cache_memory_bytes"] == 2 * 2**30
     assert "kv_cache_memory_bytes" not in settings().arguments(tmp_path)
     assert settings().arguments(tmp_path)["gpu_memory_utilization"] == 0.4
+
+
+def test_what_is_compiled_for_one_gpu_is_not_found_by_another(cuda, vllm, tmp_path):
+    roots = []
+    for rank in (0, 1, 1):
+        cuda.set_device(rank)
+        engine = VLLMLocal(dtype="bfloat16")
+        engine.start(tmp_path)
+        engine.close()
+        roots.append(os.environ["VLLM_CACHE_ROOT"])
+        sys.modules["vllm"].envs.VLLM_CACHE_ROOT = roots[-1]  # it reads the variable
+    assert roots == ["cache", "cache/device_1", "cache/device_1"]
 
 
 @pytest.mark.parametrize("lightning_s", [True, False])
