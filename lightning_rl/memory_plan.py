@@ -1,5 +1,6 @@
 """The memory that training will take, on the device that it will run on."""
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,11 +22,13 @@ class Placement:
     """How a Trainer computes, and where it keeps what it trains.
 
     Weights are shared by ``shards`` processes (FSDP2), 1: each has them whole; with ``cpu_offload``
-    what each has of them is in host memory. ``device`` is what computes.
+    what each has of them is in host memory. ``device`` is what computes, in Lightning's
+    ``precision``; with ``masters`` weights of 16 bits are trained in copies of 32.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    bf16_mixed: bool = False
+    precision: str = "32-true"
+    masters: bool = True
     shards: int = 1
     cpu_offload: bool = False
 
@@ -70,8 +73,9 @@ def training_memory(
 
     - weights: the bytes of all parameters; ``others`` are further models, such as a reference.
     - gradients: as many bytes as the trained parameters.
+    - master weights: with ``bf16-true`` float32 copies of what is trained.
     - optimizer: what one step leaves in its state, per trained element (AdamW: two tensors).
-      Of these four a process has one part in as many as share them.
+      Of all these a process has one part in as many as share them.
     - gathered: of shared weights those outside of layers, and two layers (FSDP2 gathers one ahead);
       their gradients, of one layer, until they are summed.
     - activations: what autograd keeps for the backward pass, in the dtypes that compute. Measured
@@ -82,29 +86,34 @@ def training_memory(
     - backward: the gradient of the largest parameter, before it is added to the others.
     """
     placement = placement or Placement()
+    true, mixed = (placement.precision == name for name in ("bf16-true", "bf16-mixed"))
+    width = 2 if true else 4
     trained = [p for p in policy.parameters() if p.requires_grad]
     head = policy.lm.get_output_embeddings().weight
     group = pack["rollouts", "group"]
     sample = select(pack, (group == group[0]).nonzero().squeeze(1))
     tokens, share = forward_tokens(pack), forward_tokens(pack) / forward_tokens(sample)
-    kept, copies = kept_for_backward(policy, sample, placement.bf16_mixed)
-    kept += _recomputed(policy, sample, placement.bf16_mixed)
+    measured = copy.deepcopy(policy).bfloat16() if true and head.dtype != torch.bfloat16 else policy
+    kept, copies = kept_for_backward(measured, sample, mixed)
+    kept += _recomputed(measured, sample, mixed)
     loss_tokens = int(pack["tokens", "loss_mask"].sum())
     state = {
-        "weights": _size(policy.parameters()),
-        "other models": sum(_size(module.parameters()) for module in others),
-        "gradients": _size(trained),
+        "weights": width * _elements(policy.parameters()),
+        "other models": sum(width * _elements(module.parameters()) for module in others),
+        "gradients": width * _elements(trained),
         f"optimizer ({type(optimizer).__name__})": _state_size(optimizer, trained),
     }
+    if true and placement.masters:
+        state["master weights"] = 4 * _elements(trained)
     state = {name: ceil(size / placement.shards) for name, size in state.items()}
     parts = {
         f"activations of {tokens:,} tokens": int(kept * share),
         "logits": 2 * 4 * min(chunk_elements(placement.device), loss_tokens * head.shape[0]),
-        "backward": max(_size([p]) for p in trained),
+        "backward": width * max(p.numel() for p in trained),
     }
     if placement.shards > 1:
-        parts["gathered"] = _gathered(policy, 2 if placement.bf16_mixed else 4)
-    elif placement.bf16_mixed:
+        parts["gathered"] = _gathered(policy, 2 if true or mixed else 4)
+    elif mixed:
         parts["bfloat16 weights"] = copies + 2 * head.numel()
     if placement.cpu_offload:
         return MemoryPlan(parts, state)
@@ -125,12 +134,13 @@ def kept_for_backward(
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:  # views share a storage, which counts once
-            is_weight = tensor.dtype == torch.bfloat16 and tensor.shape in shapes
+            is_weight = bf16_mixed and tensor.dtype == torch.bfloat16 and tensor.shape in shapes
             kept[storage.data_ptr()] = storage.nbytes(), is_weight
         return tensor
 
     # As Lightning's autocast is, which caches no copy.
-    cast = torch.autocast("cpu", torch.bfloat16, enabled=bf16_mixed, cache_enabled=False)
+    kind = policy.lm.device.type
+    cast = torch.autocast(kind, torch.bfloat16, enabled=bf16_mixed, cache_enabled=False)
     saved = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
     with torch.enable_grad(), saved, cast:
         scores = policy(pack)
@@ -183,10 +193,6 @@ def _elements(parameters: Iterable[nn.Parameter], trained_only: bool = False) ->
     return sum(p.numel() for p in parameters if p.requires_grad or not trained_only)
 
 
-def _size(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
-
-
 def _state_size(optimizer: torch.optim.Optimizer, trained: Sequence[nn.Parameter]) -> int:
     """Of one step's state, scaled from the optimizer's own single parameter."""
     [parameter] = optimizer.param_groups[0]["params"]
@@ -206,25 +212,29 @@ class CardPlan:
     """Whether one GPU holds a training process and what works beside it; all in bytes.
 
     ``engine`` is what the engine takes of this GPU, and ``at_start`` what has to be free when it
-    starts, beside weights and other models; ``copy``, what rank 0 keeps of the weights it sent.
+    starts, beside weights and other models; ``kept_copy``, what rank 0 keeps of what it sent.
     """
 
     card: int
     training: MemoryPlan
     engine: int = 0
     at_start: int = 0
-    copy: int = 0
+    kept_copy: int = 0
 
     @property
     def missing(self) -> int:
         """Bytes that the GPU lacks; none or less: it fits."""
         models = sum(self.training.parts.get(name, 0) for name in ("weights", "other models"))
-        needed = self.training.total + self.engine + self.copy
+        needed = self.training.total + self.engine + self.kept_copy
         return max(needed, models + self.at_start) - self.card
 
     def lines(self) -> Iterator[str]:
         """For a person."""
-        parts = {"training": self.training.total, "engine": self.engine, "keep_copy": self.copy}
+        parts = {
+            "training": self.training.total,
+            "engine": self.engine,
+            "keep_copy": self.kept_copy,
+        }
         together = " + ".join(f"{in_units(size)} {name}" for name, size in parts.items() if size)
         of = f"GPU of {in_units(self.card)}: {together}"
         if self.missing <= 0:
@@ -234,7 +244,7 @@ class CardPlan:
 
     def _advice(self) -> str:
         """About the largest of what can be made smaller."""
-        names = ("weights", "other models", "gradients", "optimizer")
+        names = ("weights", "other models", "gradients", "optimizer", "master weights")
         state = sum(n for part, n in self.training.parts.items() if part.startswith(names))
         sizes = {
             "train with lora, or share the weights: strategy ShardedStrategy with more devices, or "

@@ -96,6 +96,7 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         ),
         "separate": lambda: sharded("separate", **separate(model)),
         "bf16": lambda: sharded("bf16", HFExport(), precision="bf16-mixed", iterations=1),
+        "bf16_true": lambda: sharded("bf16_true", precision="bf16-true"),
     }
 
 

@@ -20,7 +20,7 @@ from lightning_rl.algos.advantages import Advantage
 from lightning_rl.data.packing import token_rows
 from lightning_rl.errors import PackMemoryError
 from lightning_rl.loader import LazyLoader
-from lightning_rl.memory_plan import training_memory
+from lightning_rl.memory_plan import Placement, training_memory
 from lightning_rl.models import policy as policy_code
 from lightning_rl.models.attention import PackLayout
 
@@ -104,10 +104,13 @@ class Stages(RLCallback):
         assert isinstance(pl_module, PolicyModule) and pl_module.policy is not None
         assert trainer.train_dataloader is not None
         pack = next(iter(trainer.train_dataloader)).to(pl_module.device)
-        with trainer.precision_plugin.forward_context():
-            plan = training_memory(
-                pl_module.policy, [], pl_module.optimizer([Parameter(torch.zeros(1024))]), pack
-            )
+        plan = training_memory(
+            pl_module.policy,
+            [],
+            pl_module.optimizer([Parameter(torch.zeros(1024))]),
+            pack,
+            Placement(pl_module.device, str(trainer.precision)),
+        )
         self.planned = plan.total
 
     def on_train_batch_start(

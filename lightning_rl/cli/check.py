@@ -19,7 +19,7 @@ from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Engine, TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.evaluation import evaluation_metrics
-from lightning_rl.lightning_flags import compute_dtype, warn_of_flags
+from lightning_rl.lightning_flags import warn_of_flags
 from lightning_rl.memory import forward_tokens
 from lightning_rl.memory_plan import MemoryPlan, Placement, in_units, training_memory
 from lightning_rl.module import PolicyModule
@@ -172,7 +172,8 @@ def _plan(
     strategy = trainer.strategy
     placement = Placement(
         device,
-        compute_dtype(trainer) == "bfloat16",
+        str(trainer.precision),
+        getattr(trainer.precision_plugin, "master_weights", True),
         ranks if isinstance(strategy, ModelParallelStrategy) else 1,
         getattr(strategy, "cpu_offload", False),
     )

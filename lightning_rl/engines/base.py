@@ -219,10 +219,10 @@ class Engine(ABC):
         return self.dtype
 
     def memory_here(self, elements: int, card: int) -> tuple[int, int]:
-        """What it takes of a training process's GPU of ``card`` bytes, and what it needs to start.
+        """Bytes of the trainer's GPU that it has while the trainer trains, and that it starts with.
 
-        Bytes, with weights of so many elements. None where it works in processes of its own; a
-        key/value cache that grows with the requests is not counted.
+        Of a GPU of ``card`` bytes, with so many weights. 0 if it works in processes of its own; a
+        cache that grows with the requests is not counted.
         """
         if self.serves_all_ranks:
             return 0, 0

@@ -133,9 +133,11 @@ class VLLMLocal(VLLMEngine):
     def memory_here(self, elements: int, card: int) -> tuple[int, int]:
         """The share of the GPU that vLLM takes, or with a given cache it and the weights.
 
-        The whole share has to be free when it starts.
+        Nothing while it sleeps; the whole share has to be free when it starts.
         """
         share = int(card * self._settings.gpu_memory_utilization)
+        if self.sleep_level is not None:
+            return 0, share
         if self.kv_cache_gb is None:
             return share, share
         weights, _ = super().memory_here(elements, card)

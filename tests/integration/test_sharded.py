@@ -67,6 +67,9 @@ def test_bfloat16_is_gathered_and_float32_trained(results):
     for rank in results("bf16"):
         assert rank["gathered"] == ["torch.bfloat16"]
         assert rank["trained"] == ["torch.float32"]  # weights and gradients
+    for rank in results("bf16_true"):  # whose float32 masters are the optimizer's own
+        assert rank["gathered"] == rank["trained"] == ["torch.bfloat16"]
+        assert rank["rows"][-1]["policy/kl_old"] > 1e-4
     for rank in results("offload"):
         assert rank["gathered"] == rank["trained"] == ["torch.float32"]
 

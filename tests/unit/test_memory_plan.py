@@ -37,8 +37,8 @@ def plan(policy: Policy, pack, others=(), **placement) -> MemoryPlan:
 
 def test_sharing_divides_what_is_trained_and_gathers_in_the_runs_precision(tiny_model, pack):
     policy = Policy(str(tiny_model))
-    for bf16, width in ((False, 4), (True, 2)):
-        parts = plan(policy, pack, [policy], bf16_mixed=bf16, shards=4).parts
+    for precision, width in (("32-true", 4), ("bf16-mixed", 2)):
+        parts = plan(policy, pack, [policy], precision=precision, shards=4).parts
         assert parts["weights"] == parts["gradients"] == parts["other models"] == WHOLE
         assert parts["optimizer (AdamW)"] == 2 * WHOLE
         # Outside and two layers; gradients of outside and one layer.
@@ -58,12 +58,27 @@ def test_what_is_offloaded_is_in_host_memory(tiny_model, pack):
 
 def test_autocast_keeps_weights_twice_and_half_the_activations(tiny_model, pack):
     policy = Policy(str(tiny_model))
-    full, mixed = (plan(policy, pack, bf16_mixed=bf16).parts for bf16 in (False, True))
+    full, mixed = (plan(policy, pack, precision=p).parts for p in ("32-true", "bf16-mixed"))
     assert mixed["weights"] == full["weights"] == 4 * WHOLE
     # Of all matrices in the layers a copy of 2 bytes; the head's two are made and forgotten.
     assert mixed["bfloat16 weights"] == 2 * (2 * MATRICES + 16 * 64)
     activations = f"activations of {forward_tokens(pack)} tokens"
     assert 0.3 * full[activations] < mixed[activations] < 0.9 * full[activations]
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_weights_in_bfloat16_and_their_masters(tiny_model, pack, masters):
+    policy = Policy(str(tiny_model))
+    full, half = (
+        plan(policy, pack, precision=p, masters=masters).parts for p in ("32-true", "bf16-true")
+    )
+    assert half["weights"] == half["gradients"] == 2 * WHOLE
+    assert half.get("master weights") == (4 * WHOLE if masters else None)
+    assert half["optimizer (AdamW)"] == full["optimizer (AdamW)"] == 8 * WHOLE
+    assert "bfloat16 weights" not in half
+    activations = f"activations of {forward_tokens(pack)} tokens"
+    assert 0.3 * full[activations] < half[activations] < 0.9 * full[activations]
+    assert policy.lm.dtype == torch.float32  # as it was
 
 
 def test_checkpointing_keeps_layers_inputs_and_one_layer(tiny_model, pack):
@@ -94,7 +109,7 @@ TRAINING = MemoryPlan({"weights": 6 * GIB, "optimizer (AdamW)": 12 * GIB, "activ
     [
         (CardPlan(80 * GIB, TRAINING, 32 * GIB, 32 * GIB), -8 * GIB,
          "40.00 GiB training + 32.00 GiB engine: fits, 8.00 GiB to spare"),
-        (CardPlan(80 * GIB, TRAINING, 32 * GIB, 32 * GIB, copy=9 * GIB), GIB,
+        (CardPlan(80 * GIB, TRAINING, 32 * GIB, 32 * GIB, kept_copy=9 * GIB), GIB,
          "+ 9.00 GiB keep_copy: DOES NOT FIT, 1.00 GiB too much; lower the engine's gpu_memory"),
         (CardPlan(24 * GIB, TRAINING), 16 * GIB, "too much; lower max_tokens_per_pack, or set"),
         (CardPlan(8 * GIB, MemoryPlan({"weights": 9 * GIB})), GIB, "too much; train with lora, or"),
@@ -113,6 +128,7 @@ def test_what_engines_take_of_a_gpu():
     assert VLLMLocal().memory_here(billion, 80 * GIB) == (32 * GIB, 32 * GIB)  # 0.4 of it
     cache = VLLMLocal(dtype="bfloat16", kv_cache_gb=4, gpu_memory_utilization=0.25)
     assert cache.memory_here(billion, 80 * GIB) == (2 * billion + 4 * GIB, 20 * GIB)
+    assert VLLMLocal(sleep_level=1).memory_here(billion, 80 * GIB) == (0, 32 * GIB)
     assert TransformersEngine().memory_here(billion, 80 * GIB) == (4 * billion, 4 * billion)
 
     class Elsewhere(TransformersEngine):
