@@ -1,11 +1,15 @@
 """What ranks tell each other. On one process all of this is an exact no-op.
 
+Where they train over NCCL, only tensors on GPUs go that way. All else goes over a gloo group beside
+it: a rank may wait there for as long as another generates, which a collective of NCCL does not.
+
 Ranks that wait for each other in different places hang. So whatever may fail on one rank alone is
 put into ``every_rank()``, and nothing that may fail so stands between two collectives.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import chain, zip_longest
 from typing import Any, TypeVar
 
@@ -13,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_rl.errors import LightningRLError
+from lightning_rl.errors import ConfigError, LightningRLError
 
 T = TypeVar("T")
 
@@ -53,21 +57,66 @@ def global_mean_std(values: Tensor) -> tuple[Tensor, Tensor]:
 def take_from_rank_zero(value: Tensor) -> None:
     """Overwrite ``value`` with rank 0's."""
     if world_size() > 1:
-        shared = value.detach().to(_group_device(), copy=True)
-        dist.broadcast(shared, 0)
+        group, device = _route(value.device)
+        shared = value.detach().to(device, copy=True)
+        dist.broadcast(shared, 0, group=group)
         value.detach().copy_(shared)
 
 
 def _reduced(value: Tensor, operation: Any) -> Tensor:
-    # A group may be able to reduce on GPUs only, or on CPUs only.
-    total = value.detach().to(_group_device(), copy=True)
-    dist.all_reduce(total, operation)
+    group, device = _route(value.device)
+    total = value.detach().to(device, copy=True)
+    dist.all_reduce(total, operation, group=group)
     return total.to(value.device)
 
 
-def _group_device() -> torch.device:
-    nccl = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+def _route(device: torch.device) -> tuple[Any, torch.device]:
+    """The group that takes tensors of a device (None: the default one), and where it has them."""
+    # NCCL can reduce on GPUs only, and gloo is asked for it on CPUs only.
+    over_nccl = _trains_over_nccl() and device.type == "cuda"
+    return (None, device) if over_nccl else (_control(), torch.device("cpu"))
+
+
+# ---------------------------------------------------------------- the group for control
+
+_LONGEST_WAIT = timedelta(days=7)
+"""For a rank that generates or computes rewards; one that died is noticed at once."""
+_beside: Any = None
+
+
+def _control() -> Any:
+    """The group for what is on no GPU: None, the default one, or a gloo group beside one of NCCL.
+
+    It is made by the first message, which all ranks send; so each makes it at the same place.
+
+    Raises:
+        ConfigError: if gloo finds no way between the ranks.
+    """
+    global _beside
+    if not _trains_over_nccl():
+        return None
+    if not _is_there(_beside):
+        try:
+            _beside = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the ranks have no gloo group beside NCCL, for what is no tensor on a GPU: {error}"
+                "; set the environment variable GLOO_SOCKET_IFNAME to the network interface "
+                "between the machines"
+            ) from error
+    return _beside
+
+
+def _trains_over_nccl() -> bool:
+    return "nccl" in dist.get_backend()
+
+
+def _is_there(group: Any) -> bool:
+    """Whether it belongs to the present default group, and not to one that was destroyed."""
+    try:
+        return group is not None and bool(dist.get_backend(group))
+    except ValueError:
+        return False
 
 
 # ---------------------------------------------------------------- anything else
@@ -88,7 +137,7 @@ def gather(value: T) -> list[T]:
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=_control())
     return values
 
 
@@ -97,7 +146,7 @@ def from_rank_zero(value: T) -> T:
     if world_size() == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, 0)
+    dist.broadcast_object_list(values, 0, group=_control())
     return values[0]
 
 
@@ -107,7 +156,7 @@ def deal(items: Sequence[T]) -> list[T]:
         return list(items)
     share: list[Any] = [None]
     hands = [items[r :: world_size()] for r in range(world_size())] if rank() == 0 else None
-    dist.scatter_object_list(share, hands, 0)
+    dist.scatter_object_list(share, hands, 0, group=_control())
     return list(share[0])
 
 
