@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.gpu.bench import Bench, Skipped
+from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.clock import settle, used_bytes
 from benchmarks.gpu.made import model_of, prompts_of, quantiles, warm_model
 from lightning_rl import MemoryTransport, Prompt, Rollout, RolloutStatus, VLLMLocal, pack_rollouts
@@ -99,9 +99,49 @@ def memory(bench: Bench) -> None:
 
 def sleep(bench: Bench) -> None:
     """What sleeping frees, and whether the engine generates the same when it is awake again."""
-    if not hasattr(VLLMLocal, "sleep"):
-        raise Skipped("VLLMLocal cannot sleep yet")
-    raise Skipped("not written yet")
+    model = model_of(bench, "0.5B")
+    policy = policy_of(bench, model, seed=1)
+    for level in (1, 2):
+        with bench.case(f"level {level}"):
+            _sleep(bench, model, policy, level)
+
+
+def _sleep(bench: Bench, model: Path, policy: Policy, level: int) -> None:
+    prompts, greedy = prompts_of(8, 20), Sampling(max_tokens=16, temperature=0.0)
+    settle(bench)
+    before = used_bytes(bench)
+    # A CPU cannot give memory back: its trial goes through the same steps, awake.
+    options = {"dtype": "bfloat16", "sleep_level": None if bench.tiny else level}
+    with started(bench, model, **options) as engine:
+        push_to(engine, policy, version=1)
+        expected = generate(engine, prompts, greedy)
+        awake = used_bytes(bench)
+        slept = _seconds(bench, engine.sleep)
+        asleep = used_bytes(bench)
+        if level == 2:
+            push_to(engine, policy, version=2)
+        begin = time.perf_counter()
+        again = generate(engine, prompts, greedy)
+        woken = time.perf_counter() - begin
+        push_to(engine, policy, version=3)
+        after_push = generate(engine, prompts, greedy)
+    bench.note(
+        {
+            f"level {level}": {
+                "awake GiB": (awake - before) / 2**30,
+                "asleep GiB": (asleep - before) / 2**30,
+                "sleep s": slept,
+                "first tokens s": woken,
+            }
+        }
+    )
+    bench.require(
+        bench.tiny or asleep - before < (awake - before) / 2,
+        f"level {level}: asleep it still has more than half of its memory",
+    )
+    for when, completions in (("awake again", again), ("after a push", after_push)):
+        same = [c.token_ids for c in completions] == [c.token_ids for c in expected]
+        bench.require(same, f"level {level}: {when} it generates other tokens")
 
 
 # -------------------------------------------------------------------- weights
