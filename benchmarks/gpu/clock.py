@@ -32,8 +32,8 @@ def milliseconds(bench: Bench, work: Callable[[], Any], repeats: int = 5) -> flo
 
 def begin_peak(bench: Bench) -> None:
     """From here on :func:`peak_bytes` counts."""
-    gc.collect()
     if bench.device == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
