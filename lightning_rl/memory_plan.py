@@ -212,7 +212,9 @@ class CardPlan:
     """Whether one GPU holds a training process and what works beside it; all in bytes.
 
     ``engine`` is what the engine takes of this GPU, and ``at_start`` what has to be free when it
-    starts, beside weights and other models; ``kept_copy``, what rank 0 keeps of what it sent.
+    starts, beside weights and other models; ``kept_copy``, what rank 0 keeps of what it sent. One
+    that ``sleeps`` takes nothing in between, but needs as much in each iteration as at its start,
+    and then the optimizer's state is there, too.
     """
 
     card: int
@@ -220,19 +222,24 @@ class CardPlan:
     engine: int = 0
     at_start: int = 0
     kept_copy: int = 0
+    sleeps: bool = False
 
     @property
     def missing(self) -> int:
         """Bytes that the GPU lacks; none or less: it fits."""
-        models = sum(self.training.parts.get(name, 0) for name in ("weights", "other models"))
+        names = ["weights", "other models"]
+        if self.sleeps:
+            names += ["optimizer", "master weights"]
+        stays = sum(n for part, n in self.training.parts.items() if part.startswith(tuple(names)))
         needed = self.training.total + self.engine + self.kept_copy
-        return max(needed, models + self.at_start) - self.card
+        return max(needed, stays + self.at_start) - self.card
 
     def lines(self) -> Iterator[str]:
         """For a person."""
         parts = {
             "training": self.training.total,
             "engine": self.engine,
+            "engine in turn": self.at_start if self.sleeps else 0,
             "keep_copy": self.kept_copy,
         }
         together = " + ".join(f"{in_units(size)} {name}" for name, size in parts.items() if size)
@@ -246,11 +253,13 @@ class CardPlan:
         """About the largest of what can be made smaller."""
         names = ("weights", "other models", "gradients", "optimizer", "master weights")
         state = sum(n for part, n in self.training.parts.items() if part.startswith(names))
+        engine = self.at_start if self.sleeps else self.engine
+        sleeping = "" if self.sleeps else ", or let it sleep meanwhile (sleep_level)"
         sizes = {
             "train with lora, or share the weights: strategy ShardedStrategy with more devices, or "
             "its cpu_offload: true": state,
             "lower max_tokens_per_pack, or set gradient_checkpointing: true": self.training.total
             - state,
-            "lower the engine's gpu_memory_utilization or kv_cache_gb": self.engine,
+            f"lower the engine's gpu_memory_utilization or kv_cache_gb{sleeping}": engine,
         }
         return max(sizes, key=lambda advice: sizes[advice])

@@ -61,4 +61,4 @@ def card_plan(
     transports = [c.transport for c in callbacks if isinstance(c, WeightSync)]
     kept = sum(transport.keeps_on_gpu for transport in transports)
     copy = kept * elements * (4 if engine.dtype == "float32" else 2)
-    return CardPlan(card, memory, used, at_start, copy)
+    return CardPlan(card, memory, used, at_start, copy, sleeps=engine.sleep_level is not None)

@@ -207,7 +207,9 @@ def _engine(engine: Engine, elements: int) -> str:
     cache = f"{engine.kv_cache_gb:g} GiB" if engine.kv_cache_gb else "the engine's own choice"
     if isinstance(engine, TransformersEngine):
         cache = "as it grows"
-    return f"{in_units(elements * width)} of weights in {engine.dtype}, key/value cache: {cache}"
+    rounded = "" if engine.precision == engine.dtype else f", then rounded to {engine.precision}"
+    weights = f"{in_units(elements * width)} of weights in {engine.dtype}{rounded}"
+    return f"{weights}, key/value cache: {cache}"
 
 
 def _try(cli: RLCLI, data: RLDataModule, module: PolicyModule) -> list[str]:

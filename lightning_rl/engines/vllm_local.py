@@ -140,7 +140,7 @@ class VLLMLocal(VLLMEngine):
             return 0, share
         if self.kv_cache_gb is None:
             return share, share
-        weights, _ = super().memory_here(elements, card)
+        weights = elements * (4 if self.chosen_dtype == "float32" else 2)  # as on a GPU
         return weights + int(self.kv_cache_gb * 2**30), share
 
     @property

@@ -113,6 +113,10 @@ TRAINING = MemoryPlan({"weights": 6 * GIB, "optimizer (AdamW)": 12 * GIB, "activ
          "+ 9.00 GiB keep_copy: DOES NOT FIT, 1.00 GiB too much; lower the engine's gpu_memory"),
         (CardPlan(24 * GIB, TRAINING), 16 * GIB, "too much; lower max_tokens_per_pack, or set"),
         (CardPlan(8 * GIB, MemoryPlan({"weights": 9 * GIB})), GIB, "too much; train with lora, or"),
+        # Asleep while 40 are trained in; awake beside 6 of weights and 12 of the optimizer.
+        (CardPlan(60 * GIB, TRAINING, 0, 32 * GIB, sleeps=True), -10 * GIB,
+         "40.00 GiB training + 32.00 GiB engine in turn: fits, 10.00 GiB to spare"),
+        (CardPlan(60 * GIB, TRAINING, 32 * GIB, 32 * GIB), 12 * GIB, "let it sleep meanwhile"),
         # 6 of weights are there when vLLM asks for its 90%, of which it will use a part.
         (CardPlan(60 * GIB, TRAINING, 10 * GIB, 54 * GIB + 1), 1, "too much"),
     ],
