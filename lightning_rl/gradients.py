@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from lightning_rl.data.packing import select, silent, split_packs
+from lightning_rl.data.packing import select, silent, split_packs, with_host
 from lightning_rl.dist import any_rank, largest, rank
 from lightning_rl.memory import smaller_budget
 from lightning_rl.models.policy import Policy
@@ -72,6 +72,7 @@ def accumulate(
         PackMemoryError: if that does not help, or other ranks cannot take part.
     """
     policy.zero_grad()  # also of what a backward pass left that ran out of memory
+    minibatch = with_host(minibatch)
     packs = split_packs(minibatch, max_tokens)
     count = int(largest(len(packs)))  # sharded weights are gathered by all ranks together
     measured = []

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.data.packing import select, silent, split_packs
+from lightning_rl.data.packing import select, silent, split_packs, with_host
 from lightning_rl.dist import largest, world_size
 from lightning_rl.errors import PackMemoryError
 
@@ -27,7 +27,8 @@ def each_pack(
     Raises:
         PackMemoryError: if that does not help, or other ranks cannot take part.
     """
-    packs = [rows[p.to(rows.device)] for p in split_packs(select(batch, rows), max_tokens)]
+    batch, rows = with_host(batch), rows.cpu()
+    packs = [rows[p] for p in split_packs(select(batch, rows), max_tokens)]
     # Sharded weights are gathered by all ranks together, for as many packs as any has.
     for _ in range(int(largest(len(packs))) - len(packs)):
         call(silent(batch))

@@ -19,6 +19,7 @@ from lightning_rl.algos.objective import Objective, loss_tokens
 from lightning_rl.arguments import configurable
 from lightning_rl.checks import check_parts
 from lightning_rl.data.packing import (
+    host_of,
     is_idle,
     select,
     split_minibatches,
@@ -380,7 +381,8 @@ class PolicyModule(OwnLoop):
     def _pack_loss(self, pack: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         scores = self._policy()(pack)
         tokens = loss_tokens(pack, scores)
-        loss, metrics = self.objective(scores, tokens, self.iteration)
+        all_sampled = not bool(host_of(pack)["rollouts", "expert"].any())
+        loss, metrics = self.objective(scores, tokens, self.iteration, all_sampled)
         if "token_rewards" in tokens and self.kl_reward is not None:
             metrics["reward/kl"] = -tokens["token_rewards"] / self.kl_reward.coef
         return (loss * tokens["loss_weights"]).sum(), metrics

@@ -42,16 +42,19 @@ class Objective:
         return self.loss.zero_at_zero_advantage and others == (None, None, None)
 
     def __call__(
-        self, scores: Scores, tokens: TensorDict, iteration: int
+        self, scores: Scores, tokens: TensorDict, iteration: int, all_sampled: bool = False
     ) -> tuple[Tensor, Metrics]:
-        """Loss and metrics per token, (M,) each, of the M ``tokens`` that ``scores`` are of."""
+        """Loss and metrics per token, (M,) each, of the M ``tokens`` that ``scores`` are of.
+
+        ``all_sampled``: it is known that none is an expert's, for which a GPU's host would wait.
+        """
         metrics: Metrics = {"policy/entropy": scores.entropy}
-        sampled = ~tokens["expert"]
+        sampled = slice(None) if all_sampled else ~tokens["expert"]
         gap = (tokens["old_logprobs"] - tokens["rollout_logprobs"])[sampled].abs()
         metrics |= {"rollout/logprob_gap_mean": gap, "rollout/logprob_gap_max": gap}
         total = torch.zeros_like(scores.logprobs)
         if iteration >= self.value_warmup_iterations:
-            total = self._policy_part(scores, tokens, iteration, metrics)
+            total = self._policy_part(scores, tokens, iteration, sampled, metrics)
         if self.value_loss is not None and scores.values is not None:
             value_loss, extra = self.value_loss(scores.values, tokens)
             total = total + value_loss
@@ -59,9 +62,14 @@ class Objective:
         return total, metrics
 
     def _policy_part(
-        self, scores: Scores, tokens: TensorDict, iteration: int, metrics: Metrics
+        self,
+        scores: Scores,
+        tokens: TensorDict,
+        iteration: int,
+        sampled: Tensor | slice,
+        metrics: Metrics,
     ) -> Tensor:
-        sampled = ~tokens["expert"]
+        ours = ~tokens["expert"]
         loss, extra = self.loss(scores.logprobs, tokens)
         metrics |= {f"policy/{name}": value for name, value in extra.items()}
         if self.correction is not None:
@@ -71,9 +79,9 @@ class Objective:
             metrics |= {f"correction/{name}": value for name, value in extra.items()}
         metrics["policy/loss"] = loss
         if self.kl is not None:
-            penalty = self.kl(scores.logprobs, tokens["ref_logprobs"]) * sampled
+            penalty = self.kl(scores.logprobs, tokens["ref_logprobs"]) * ours
             loss = loss + self.kl.coef * penalty
             metrics["policy/kl_ref"] = penalty[sampled]
         if self.entropy is not None:
-            loss = loss - self.entropy.at(iteration) * scores.entropy * sampled
+            loss = loss - self.entropy.at(iteration) * scores.entropy * ours
         return loss

@@ -11,6 +11,8 @@ A *batch* is a TensorDict with two parts:
   (rows with the same number have the same prompt tokens), ``group``, ``reward``, ``truncated``,
   ``expert`` (given, not sampled) and how it was sampled: ``temperature``, ``top_k``, ``top_p``, and
   where any rollout had them ``min_p`` and ``repetition_``, ``presence_`` and ``frequency_penalty``.
+- ``batch["host"]``, in an update on a GPU: the columns that decide how packs are laid out, once
+  more on the CPU (:func:`with_host`).
 """
 
 from collections.abc import Sequence
@@ -142,23 +144,72 @@ def _no_end(rollout: Rollout) -> list[bool]:
 def token_rows(batch: TensorDict) -> Tensor:
     """The rollout each token belongs to, shape (T,)."""
     length = batch["rollouts", "length"]
-    return torch.repeat_interleave(torch.arange(len(length), device=length.device), length)
+    rows = torch.arange(len(length), device=length.device)
+    # Told the size of the result, a GPU's host need not wait for it.
+    return torch.repeat_interleave(rows, length, output_size=batch["tokens"].batch_size[0])
+
+
+def host_of(batch: TensorDict) -> TensorDict:
+    """What decides a batch's layout, on the CPU: a batch of ``loss_mask`` and a few columns.
+
+    It is ``batch["host"]``, or the batch itself if it is on the CPU, or else copied anew, for which
+    a GPU's host waits.
+    """
+    if "host" in batch:
+        return batch["host"]
+    loss_mask, rollouts = batch["tokens", "loss_mask"], batch["rollouts"]
+    if loss_mask.device.type == "cpu":
+        return batch
+    columns = [name for name in _LAYOUT if name in rollouts]
+    # float64 holds them all: in one copy the host waits once.
+    copied = torch.stack([rollouts[name].double() for name in columns]).cpu()
+    found = {
+        name: column.to(rollouts[name].dtype) for name, column in zip(columns, copied, strict=True)
+    }
+    return TensorDict(
+        {
+            "tokens": TensorDict({"loss_mask": loss_mask.cpu()}, batch_size=loss_mask.shape),
+            "rollouts": TensorDict(found, batch_size=rollouts.batch_size),
+        },
+        batch_size=[],
+    )
+
+
+_LAYOUT = ("length", "prompt_length", "prefix", "expert", "temperature", "top_k", "top_p", "min_p")
+
+
+def with_host(batch: TensorDict) -> TensorDict:
+    """A batch that holds its :func:`host_of`, unless it is on the CPU: for all that is cut of it.
+
+    So the host waits once per batch, and not for each pack. Later changes of the columns concerned
+    are not seen.
+    """
+    host = host_of(batch)
+    if host is batch or "host" in batch:
+        return batch
+    return TensorDict(
+        {"tokens": batch["tokens"], "rollouts": batch["rollouts"], "host": host}, batch_size=[]
+    )
 
 
 def select(batch: TensorDict, rows: Tensor) -> TensorDict:
     """The sub-batch of the given rollouts (indices, shape (r,)), in that order."""
-    length = batch["rollouts", "length"]
-    rows = rows.to(length.device)
-    if len(rows) == len(length) and torch.equal(rows, torch.arange(len(length)).to(rows)):
+    length, rows = host_of(batch)["rollouts", "length"], rows.cpu()
+    if len(rows) == len(length) and torch.equal(rows, torch.arange(len(length), device="cpu")):
         return batch
     starts = (length.cumsum(0) - length)[rows]
     lengths = length[rows]
     ends = lengths.cumsum(0)
     offsets = torch.repeat_interleave(starts - (ends - lengths), lengths)
-    tokens = torch.arange(len(offsets), device=length.device) + offsets
-    return TensorDict(
-        {"tokens": batch["tokens"][tokens], "rollouts": batch["rollouts"][rows]}, batch_size=[]
-    )
+    tokens = torch.arange(len(offsets), device="cpu") + offsets
+    device = batch["tokens", "loss_mask"].device
+    chosen = {
+        "tokens": batch["tokens"][tokens.to(device, non_blocking=True)],
+        "rollouts": batch["rollouts"][rows.to(device, non_blocking=True)],
+    }
+    if "host" in batch:
+        chosen["host"] = select(batch["host"], rows)
+    return TensorDict(chosen, batch_size=[])
 
 
 def is_idle(batch: TensorDict) -> Tensor:
@@ -180,8 +231,9 @@ def without_idle(batch: TensorDict) -> TensorDict:
 
 def silent(batch: TensorDict) -> TensorDict:
     """The first rollout without loss tokens, as a pack for a rank that has none left."""
-    first = select(batch, torch.zeros(1, dtype=torch.long)).copy()
-    first["tokens", "loss_mask"] = torch.zeros_like(first["tokens", "loss_mask"])
+    first = select(batch, torch.zeros(1, dtype=torch.long, device="cpu")).copy()
+    for part in (first, first["host"]) if "host" in first else (first,):
+        part["tokens", "loss_mask"] = torch.zeros_like(part["tokens", "loss_mask"])
     return first
 
 
@@ -193,7 +245,7 @@ def split_minibatches(batch: TensorDict, count: int, generator: torch.Generator)
     """
     group = batch["rollouts", "group"].cpu()
     if count == 1:
-        return [torch.arange(len(group))]
+        return [torch.arange(len(group), device="cpu")]
     groups = group.unique()
     if len(groups) < count:
         raise ConfigError(
@@ -211,9 +263,10 @@ def split_packs(batch: TensorDict, max_tokens: int) -> list[Tensor]:
     like lengths; rollouts with one prompt stay neighbours. A rollout longer than the budget gets a
     pack of its own.
     """
-    length = batch["rollouts", "length"].tolist()
-    prompt_length = batch["rollouts", "prompt_length"].tolist()
-    prefix = batch["rollouts", "prefix"].tolist()
+    rollouts = host_of(batch)["rollouts"]
+    length, prompt_length, prefix = (
+        rollouts[name].tolist() for name in ("length", "prompt_length", "prefix")
+    )
     longest: dict[int, int] = {}
     for p, n in zip(prefix, length, strict=True):
         longest[p] = max(longest.get(p, 0), n)
@@ -229,4 +282,4 @@ def split_packs(batch: TensorDict, max_tokens: int) -> list[Tensor]:
         packs[-1].append(i)
         seen.add(prefix[i])
         used += cost
-    return [torch.tensor(sorted(pack)) for pack in packs]
+    return [torch.tensor(sorted(pack), device="cpu") for pack in packs]

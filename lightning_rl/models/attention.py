@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lightning_rl.data.packing import token_rows
+from lightning_rl.data.packing import host_of, token_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.buckets import Buckets, Segments, build_buckets
 from lightning_rl.models.varlen import Varlen, attend, build_varlen, fused_kernel, varlen_dtype
@@ -30,7 +30,8 @@ class PackLayout:
     """Where each token of a pack sits in the forward pass.
 
     ``input_ids`` and ``position_ids`` (S,) feed the model; ``live`` (M,) are the loss tokens as
-    indices into the pack's T tokens, ``predictors`` (M,) the positions in S that predict them.
+    indices into the pack's T tokens, ``rows`` (M,) the rollouts that they belong to, ``predictors``
+    (M,) the positions in S that predict them.
     ``segments`` say which tokens see which, and ``longest`` how many tokens a rollout has at most,
     less its last. How that is computed, ``buckets`` or ``varlen``, is worked out once it is asked
     for: a pack needs one of them.
@@ -39,6 +40,7 @@ class PackLayout:
     input_ids: Tensor
     position_ids: Tensor
     live: Tensor
+    rows: Tensor
     predictors: Tensor
     segments: Segments
     longest: int
@@ -67,7 +69,8 @@ def build_layout(pack: TensorDict) -> PackLayout:
     It is worked out on the CPU, also where a strategy makes another device the default one.
     """
     device = pack["tokens", "input_ids"].device
-    rollouts = pack["rollouts"].cpu()
+    host = host_of(pack)
+    rollouts = host["rollouts"]
     length, prompt_length = rollouts["length"], rollouts["prompt_length"]
     start = length.cumsum(0) - length
     prefixes, prefix = rollouts["prefix"].unique(return_inverse=True)
@@ -82,21 +85,26 @@ def build_layout(pack: TensorDict) -> PackLayout:
     first_token = torch.cat([start[owner], start + prompt_length])
     first_position = torch.cat([torch.zeros_like(owner), prompt_length])
     within = _ranges(segment_length)
-    tokens = (torch.repeat_interleave(first_token, segment_length) + within).to(device)
+    tokens = torch.repeat_interleave(first_token, segment_length) + within
     positions = torch.repeat_interleave(first_position, segment_length) + within
 
-    live = pack["tokens", "loss_mask"].nonzero().squeeze(1)
-    row = token_rows(pack)[live].cpu()
-    offset = live.cpu() - start[row] - 1  # of the predicting token within its rollout
+    live = host["tokens", "loss_mask"].nonzero().squeeze(1)
+    row = token_rows(host)[live]
+    offset = live - start[row] - 1  # of the predicting token within its rollout
     in_prompt = offset < prompt_length[row]
     predictors = torch.where(
         in_prompt, prefix_start[row] + offset, suffix_start[row] + offset - prompt_length[row]
     )
+    # The host goes on at once: what is copied is not changed any more.
+    tokens, positions, live, row, predictors = (
+        x.to(device, non_blocking=True) for x in (tokens, positions, live, row, predictors)
+    )
     return PackLayout(
         input_ids=pack["tokens", "input_ids"][tokens],
-        position_ids=positions.to(device),
+        position_ids=positions,
         live=live,
-        predictors=predictors.to(device),
+        rows=row,
+        predictors=predictors,
         segments=Segments(segment_start, segment_length, prefix),
         longest=max(torch.cat([prompt_length, length - 1]).tolist(), default=0),
     )

@@ -56,8 +56,9 @@ class Bucket:
 
     def to(self, device: torch.device) -> "Bucket":
         """On another device, with padding pointing at token 0 (its outputs are never read)."""
-        mask = None if self.mask is None else self.mask.to(device)
-        return Bucket(self.query.clamp(min=0).to(device), self.key.clamp(min=0).to(device), mask)
+        mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
+        query, key = (x.clamp(min=0).to(device, non_blocking=True) for x in (self.query, self.key))
+        return Bucket(query, key, mask)
 
 
 @dataclass(slots=True)
@@ -69,7 +70,8 @@ class Buckets:
 
     def to(self, device: torch.device) -> "Buckets":
         """On another device."""
-        return Buckets([part.to(device) for part in self.parts], self.restore.to(device))
+        parts = [part.to(device) for part in self.parts]
+        return Buckets(parts, self.restore.to(device, non_blocking=True))
 
 
 def build_buckets(segments: Segments) -> Buckets:

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from lightning_rl.arguments import configurable
-from lightning_rl.data.packing import token_rows
+from lightning_rl.data.packing import host_of, token_rows, with_host
 from lightning_rl.dist import rank
 from lightning_rl.errors import ConfigError
 from lightning_rl.memory import each_pack
@@ -39,7 +39,7 @@ from lightning_rl.models.lora import (
 from lightning_rl.models.parity import require_exact_packing
 from lightning_rl.models.penalties import penalties_of
 from lightning_rl.models.pretrained import PLAIN, Loading, has_code_of_its_own, read_tokenizer
-from lightning_rl.models.sampling import end_tokens
+from lightning_rl.models.sampling import end_tokens, settings_in_use
 from lightning_rl.models.sharding import whole
 from lightning_rl.models.skeleton import skeleton, without_weights
 from lightning_rl.models.soundness import (
@@ -113,6 +113,7 @@ class Policy(nn.Module):
 
     def forward(self, pack: TensorDict) -> Scores:
         """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`)."""
+        pack = with_host(pack)
         layout = build_layout(pack)
         hidden = self.lm.base_model(
             input_ids=layout.input_ids[None],
@@ -120,17 +121,18 @@ class Policy(nn.Module):
             use_cache=False,
             layout=layout,
         ).last_hidden_state[0]
-        rollouts = pack["rollouts"][token_rows(pack)[layout.live]]
+        cuts, min_p = settings_in_use(host_of(pack)["rollouts"])
+        rollouts = pack["rollouts"][layout.rows]
         logprobs, entropy = token_logprobs(
             hidden[layout.predictors],
             self.lm.get_output_embeddings(),
             pack["tokens", "input_ids"][layout.live],
             rollouts["temperature"],
-            rollouts["top_k"],
-            rollouts["top_p"],
+            rollouts["top_k"] if cuts else None,
+            rollouts["top_p"] if cuts else None,
             pack["tokens", "no_end"][layout.live] if "no_end" in pack["tokens"] else None,
             self.ends,
-            rollouts.get("min_p", None),
+            rollouts["min_p"] if min_p else None,
             penalties_of(pack, layout.live),
             self.cast_lm_head_to_fp32,
         )
@@ -149,12 +151,14 @@ class Policy(nn.Module):
         Raises:
             PackMemoryError: if that does not help, or other ranks cannot take part.
         """
-        tokens, row = batch["tokens"], token_rows(batch)
-        rows = torch.arange(len(batch["rollouts"])) if rows is None else rows
+        hosted = with_host(batch)
+        tokens, row = batch["tokens"], token_rows(host_of(hosted))
+        rows = torch.arange(len(batch["rollouts"]), device="cpu") if rows is None else rows
         outputs = {name: torch.zeros_like(tokens["rollout_logprobs"])}
-        for members, scores in each_pack(self, batch, rows, max_tokens):
+        for members, scores in each_pack(self, hosted, rows, max_tokens):
             # Rows of a pack ascend, so its tokens stand in it in the batch's own order.
-            live = torch.isin(row, members.to(row.device)).nonzero().squeeze(1)[scores.live]
+            within = torch.isin(row, members).nonzero().squeeze(1)
+            live = within.to(scores.live.device, non_blocking=True)[scores.live]
             outputs[name][live] = scores.logprobs
             if scores.values is not None:
                 outputs.setdefault("values", torch.zeros_like(outputs[name]))[live] = scores.values

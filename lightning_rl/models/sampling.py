@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -46,6 +47,14 @@ class SampledBy:
 _WHOLE = ("ends", "penalties")
 
 
+def settings_in_use(rollouts: TensorDict) -> tuple[bool, bool]:
+    """Of ``rollouts`` on the CPU: whether any had a top-k or top-p that cuts, and a min-p."""
+    cuts = (rollouts["top_k"] > 0) | (rollouts["top_p"] < 1)
+    samples = rollouts["temperature"] > 0  # engines cut nothing where they take the likeliest
+    min_p = rollouts.get("min_p", None)
+    return bool((cuts & samples).any()), min_p is not None and bool((min_p * samples).any())
+
+
 def sampled_by(
     targets: Tensor,
     temperature: Tensor,
@@ -65,7 +74,8 @@ def sampled_by(
             top_k = top_p = None
     if min_p is not None:
         min_p = min_p.where(samples, 0.0)[:, None] if bool(min_p.any()) else None
-    end_ids = torch.tensor([] if no_end is None else ends, dtype=torch.long).to(targets.device)
+    end_ids = torch.tensor([] if no_end is None else ends, dtype=torch.long, device="cpu")
+    end_ids = end_ids.to(targets.device, non_blocking=True)
     if no_end is not None:
         # One that is there all the same, in a rollout from elsewhere, shows that none was left out.
         no_end = (no_end & ~torch.isin(targets, end_ids))[:, None] if end_ids.numel() else None

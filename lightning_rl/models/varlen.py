@@ -37,7 +37,7 @@ class Varlen:
     def to(self, device: torch.device) -> "Varlen":
         """On another device."""
         keys, query_ends, key_ends = (
-            x.to(device) for x in (self.keys, self.query_ends, self.key_ends)
+            x.to(device, non_blocking=True) for x in (self.keys, self.query_ends, self.key_ends)
         )
         return Varlen(keys, query_ends, key_ends, self.longest_query, self.longest_key)
 
