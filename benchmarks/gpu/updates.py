@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.clock import begin_peak, counted_waits, peak_bytes, settle
+from benchmarks.gpu.clock import begin_peak, counted_waits, give_back, peak_bytes, settle
 from benchmarks.gpu.made import adamw, model_of, rollouts_of, trainer_of
 from lightning_rl import PolicyModule, RLCallback, pack_rollouts
 from lightning_rl.algos.advantages import Advantage
@@ -36,16 +36,24 @@ def update(bench: Bench, shape: str) -> None:
     """Milliseconds by stage, waits for the device, and peak memory against the plan's."""
     for name, (count, tokens) in (TINY_PACKS if bench.tiny else PACKS).items():
         with bench.case(name):
-            try:
-                _measure(bench, shape, name, count, tokens)
-            except PackMemoryError as error:
-                bench.note({f"{name} out of memory": str(error).splitlines()[0]})
+            if not _fits(bench, shape, name, count, tokens):
                 _measure(bench, shape, f"{name} checkpointed", count, tokens, recompute=True)
+
+
+def _fits(bench: Bench, shape: str, name: str, count: int, tokens: int) -> bool:
+    """Measure, if there is memory enough."""
+    try:
+        _measure(bench, shape, name, count, tokens)
+    except PackMemoryError as error:  # which holds on to what was computed so far
+        bench.note({f"{name} out of memory": str(error).splitlines()[0]})
+        return False
+    return True
 
 
 def _measure(
     bench: Bench, shape: str, name: str, count: int, tokens: int, recompute: bool = False
 ) -> None:
+    give_back(bench)
     module = PolicyModule(
         str(model_of(bench, shape)),
         random_init=True,

@@ -79,7 +79,7 @@ def zeros_share(completions: list[str], **columns: object) -> list[float]:
     return [text.count("0") / max(1, len(text)) for text in completions]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_ppo_raises_reward_on_cuda(tiny_model: Path, tmp_path: Path, precision: str) -> None:
     rewards = []
 

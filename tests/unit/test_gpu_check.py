@@ -1,11 +1,13 @@
 """What runs the checks of a GPU machine: records are whole, and nothing stops the others."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu.runner import run_all
+from benchmarks.gpu.runner import ROOT, run_all
 from benchmarks.gpu.table import CHECKS, Check
 from tests.engine_checks import is_running, wait_for
 
@@ -98,6 +100,12 @@ def test_the_command_lists_runs_some_and_says_by_its_status_what_came_of_it(
     monkeypatch.setattr(command, "NEEDED", ["tensordict", "no_such_package"])
     assert command.main([]) == 2
     assert capsys.readouterr().err.startswith("gpu-check: no_such_package not installed")
+
+
+def test_make_lists_them_with_any_python():
+    make = ["make", "gpu-check", "LIST=1", "ONLY=push", f"GPU_PYTHON={sys.executable}"]
+    listed = subprocess.run(make, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    assert listed.split() == [check.name for check in CHECKS if "push" in check.name]
 
 
 def test_names_are_distinct():
