@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.monitor import Monitor
 from lightning_rl.callbacks.preview import as_text
+from lightning_rl.callbacks.weight_sync import weight_syncs
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.card import card_of, card_plan, planned_device
 from lightning_rl.data.packing import pack_rollouts
@@ -186,6 +187,12 @@ def _plan(
         "memory of training, per process (an estimate):",
         *(f"  {line}" for line in memory.lines()),
         f"memory of the engine: {_engine(data.engine, elements)}",
+        *(
+            f"memory of the host for weight pushes: {in_units(kept)} on rank 0 (keep_copy), from "
+            "which restarted engines are filled"
+            for sync in weight_syncs(trainer)
+            if (kept := sync.transport.kept_bytes(data.engine, elements))
+        ),
     ], memory
 
 

@@ -44,6 +44,10 @@ class WeightTransport(ABC):
         """What to push of a policy: all weights, a LoRA merged into them."""
         return policy.named_weights()
 
+    def kept_bytes(self, engine: Engine, elements: int) -> int:
+        """What it keeps in the host's memory between pushes to ``engine``, of so many weights."""
+        return 0
+
     @abstractmethod
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Hand over all weights, under their Hugging Face names; done when the engine has them.

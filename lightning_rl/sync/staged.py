@@ -7,6 +7,7 @@ from itertools import count, cycle
 import torch
 from torch import Tensor
 
+from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.sync.adapters import divide
@@ -54,6 +55,10 @@ class StagedTransport(RemoteTransport):
         # The last push, complete; of adapters alone, with the base that a push before brought.
         self._sent_adapters: list[Bucket] = []
         self._sent: list[Bucket] = []
+
+    def kept_bytes(self, engine: Engine, elements: int) -> int:
+        keeps = self.keep_copy and isinstance(engine, ReplicatedEngine)
+        return elements * getattr(torch, engine.dtype).itemsize if keeps else 0
 
     @property
     def _keeps(self) -> bool:

@@ -21,6 +21,7 @@ from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.server_process import ServerProcess, validation_failure
 from lightning_rl.engines.status import ReplicaStatus, RunState
+from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.engines.vllm_server import VLLMServer, server_command
 from lightning_rl.errors import (
     ConfigError,
@@ -236,6 +237,28 @@ def test_the_group_of_a_replica_that_dies_is_left_at_once(engine, weights):
     transport.close()
 
 
+@pytest.mark.parametrize("changed_only", [False, True])
+def test_with_nccl_copies_are_on_the_host_and_two_buckets_on_the_device(
+    engine, weights, changed_only
+):
+    transport = CollectiveTransport(bucket_mb=0.05, timeout_s=10, changed_only=changed_only)
+    transport._copies_to_host = True  # as with NCCL
+    transport.connect(engine)
+    transport.push(weights.items(), 0)
+    name = "model.layers.1.mlp.up_proj.weight"
+    state = weights | {name: weights[name] + 1}
+    transport.push(state.items(), 1)
+    assert all(len(replica.buckets) == 1 for replica in engine.replicas) == changed_only
+    assert len(transport._copies) > 2
+    doomed = engine.replicas[0]
+    run_async(lose(engine, doomed))  # what fills it goes through the two, too
+    wait_for(lambda: doomed.version == 1 and doomed.life == 2)
+    assert all(holds(replica, state) for replica in engine.replicas)
+    assert sorted(transport._buffers) == [0, 1]
+    transport.close()
+    assert not transport._copies
+
+
 def test_with_changes_only_a_restarted_replica_gets_everything(connect, engine, weights):
     transport = connect(changed_only=True)
     transport.push(weights.items(), 0)
@@ -347,6 +370,16 @@ def test_an_adapter_that_is_left_out_is_named(connect, engine, lora_policy):
     merged = train_adapters(lora_policy, 5)
     transport.push(transport.weights_of(lora_policy), 2)  # with the base, for who knows
     assert all(holds(replica, merged) for replica in engine.replicas)
+
+
+def test_what_a_transport_keeps_is_planned(engine):
+    """7 billion weights in bfloat16 are 14 GB; nothing is kept for an engine in this process."""
+    many, here = 7 * 10**9, TransformersEngine(device="cpu")
+    engine.dtype = "bfloat16"
+    assert MemoryTransport().kept_bytes(engine, many) == 14 * 10**9
+    assert MemoryTransport(keep_copy=False).kept_bytes(engine, many) == 0
+    assert MemoryTransport().kept_bytes(here, many) == 0
+    assert CheckpointTransport("x").kept_bytes(engine, many) == 0
 
 
 async def lose(engine, replica):
