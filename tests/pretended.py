@@ -78,6 +78,12 @@ class Pretended(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def untyped_storage(self) -> Any:
+        return self.numbers.untyped_storage()  # by which safetensors knows what is tied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.numbers.__reduce_ex__(protocol)  # in a file it is like any other
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

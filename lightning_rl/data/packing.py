@@ -16,6 +16,7 @@ A *batch* is a TensorDict with two parts:
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from tensordict import TensorDict
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Rollout
+
+_column = partial(torch.tensor, device="cpu")  # also where another device is the default
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
@@ -59,41 +62,39 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
     sampled, sampled_by = {}, {}
     if any(rollout.min_tokens for rollout in rollouts):
         flags = [flag for rollout in rollouts for flag in _no_end(rollout)]
-        sampled["no_end"] = torch.tensor(flags, dtype=torch.bool)
+        sampled["no_end"] = _column(flags, dtype=torch.bool)
     if any(rollout.min_p for rollout in rollouts):
-        sampled_by["min_p"] = torch.tensor([r.min_p for r in rollouts])
+        sampled_by["min_p"] = _column([r.min_p for r in rollouts])
     if any(_is_penalized(rollout) for rollout in rollouts):
         starts = [start for rollout in rollouts for start in _turn_starts(rollout)]
-        sampled["turn_start"] = torch.tensor(starts, dtype=torch.long)
+        sampled["turn_start"] = _column(starts, dtype=torch.long)
         for name in PENALTIES:
-            sampled_by[name] = torch.tensor([float(getattr(r, name)) for r in rollouts])
+            sampled_by[name] = _column([float(getattr(r, name)) for r in rollouts])
     rewards = [0.0 if r.reward is None else r.reward for r in rollouts]
     return TensorDict(
         {
             "tokens": TensorDict(
                 {
-                    "input_ids": torch.tensor(input_ids, dtype=torch.long),
-                    "loss_mask": torch.tensor(loss_mask, dtype=torch.bool),
-                    "rollout_logprobs": torch.tensor(logprobs, dtype=torch.float32),
-                    "versions": torch.tensor(versions, dtype=torch.long),
+                    "input_ids": _column(input_ids, dtype=torch.long),
+                    "loss_mask": _column(loss_mask, dtype=torch.bool),
+                    "rollout_logprobs": _column(logprobs, dtype=torch.float32),
+                    "versions": _column(versions, dtype=torch.long),
                     **sampled,
                 },
                 batch_size=[len(input_ids)],
             ),
             "rollouts": TensorDict(
                 {
-                    "length": torch.tensor(length, dtype=torch.long),
-                    "prompt_length": torch.tensor(prompt_length, dtype=torch.long),
-                    "prefix": torch.tensor(prefix, dtype=torch.long),
-                    "group": torch.tensor(group, dtype=torch.long),
-                    "truncated": torch.tensor(truncated, dtype=torch.bool),
-                    "reward": torch.tensor(rewards, dtype=torch.float32),
-                    "temperature": torch.tensor(
-                        [r.temperature for r in rollouts], dtype=torch.float32
-                    ),
-                    "expert": torch.tensor([r.expert for r in rollouts], dtype=torch.bool),
-                    "top_k": torch.tensor([r.top_k for r in rollouts], dtype=torch.long),
-                    "top_p": torch.tensor([r.top_p for r in rollouts], dtype=torch.float32),
+                    "length": _column(length, dtype=torch.long),
+                    "prompt_length": _column(prompt_length, dtype=torch.long),
+                    "prefix": _column(prefix, dtype=torch.long),
+                    "group": _column(group, dtype=torch.long),
+                    "truncated": _column(truncated, dtype=torch.bool),
+                    "reward": _column(rewards, dtype=torch.float32),
+                    "temperature": _column([r.temperature for r in rollouts], dtype=torch.float32),
+                    "expert": _column([r.expert for r in rollouts], dtype=torch.bool),
+                    "top_k": _column([r.top_k for r in rollouts], dtype=torch.long),
+                    "top_p": _column([r.top_p for r in rollouts], dtype=torch.float32),
                     **sampled_by,
                 },
                 batch_size=[len(rollouts)],
@@ -252,7 +253,7 @@ def split_minibatches(batch: TensorDict, count: int, generator: torch.Generator)
             f"minibatches={count} exceeds the {len(groups)} groups of this batch; "
             "lower minibatches or raise groups_per_iteration"
         )
-    order = groups[torch.randperm(len(groups), generator=generator)]
+    order = groups[torch.randperm(len(groups), generator=generator, device="cpu")]
     return [torch.isin(group, part).nonzero().squeeze(1) for part in order.tensor_split(count)]
 
 

@@ -1,5 +1,6 @@
 """Runs on a pretended device: everything is where it must be, and the numbers are the CPU's."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,35 @@ from transformers.integrations import accelerate
 from lightning_rl import (
     GAE,
     BaseReference,
+    Correct,
+    DPOModule,
+    EffectiveSampleGuard,
     EntropyBonus,
+    HFExport,
+    IterablePrompts,
+    IterationCheckpoint,
     K1Penalty,
     K3Penalty,
+    KLGuard,
+    LogprobGapGuard,
+    LogprobSpikeGuard,
     LoRA,
+    Mask,
+    PairDataModule,
+    Policy,
     RLCallback,
     SeparateValueHead,
+    SFTDataModule,
+    SFTModule,
+    SkipUpdate,
+    StalenessGuard,
     TokenTIS,
     WeightSync,
+    ZeroAdvantageGuard,
 )
 from lightning_rl.models import policy
 from tests.pretended import DEVICE, moving_in_place, on_the_device
-from tests.small_run import data_module, grpo, ppo, trainer_of
+from tests.small_run import adamw, data_module, grpo, ppo, trainer_of
 
 
 @pytest.fixture(autouse=True)
@@ -83,12 +101,10 @@ def test_grpo_without_accelerate(tiny_model, tmp_path, monkeypatch):
     require_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_the_engine_follows(precision, tiny_model, tmp_path):
-    ours, theirs = lora(tiny_model), lora(tiny_model)
-    watch = fitted(ours, tmp_path, **on_the_device(precision))
-    assert watch.metrics[1]["sync/probe_gap"] < 0.1
-    assert watch.metrics == fitted(theirs, tmp_path, precision=precision).metrics
+def test_the_engine_follows(tiny_model, tmp_path):
+    """In bfloat16, and with a LoRA, which is merged on the device."""
+    watch = fitted(lora(tiny_model), tmp_path, **on_the_device("bf16-mixed"))
+    assert 0 < watch.metrics[1]["sync/probe_gap"] < 0.1
 
 
 def critics(tiny_model):
@@ -107,15 +123,77 @@ def lora(tiny_model):
 @pytest.mark.parametrize("make", [grpo, everything, critics, lora])
 def test_a_precision(make, precision, tiny_model, random_batch, train_on):
     """GRPO, PPO, critics, LoRA and penalties on the device learn what they do on the CPU."""
-    runs = []
+    batch, runs = random_batch(3, groups=2), []
     for options in (on_the_device(precision), {"precision": precision}):
         torch.manual_seed(0)  # of adapters' first weights
         module, watch = make(tiny_model), Watch()
-        train_on(module, [random_batch(3)], callbacks=[watch], **options)
+        train_on(module, [batch.clone()], callbacks=[watch], **options)
         runs.append((module, watch))
     (ours, seen), (theirs, expected) = runs
     assert seen.places == {DEVICE}
     assert seen.metrics == expected.metrics
     dtypes = {parameter.dtype for parameter in ours.parameters()}
     assert dtypes == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
+    require_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "guards",
+    [
+        [LogprobSpikeGuard(1.0, Mask()), StalenessGuard(0, Mask()), KLGuard()],
+        [LogprobGapGuard(0.1, Correct(TokenTIS())), ZeroAdvantageGuard(0.0, patience=1)],
+        [EffectiveSampleGuard(1.0, SkipUpdate()), LogprobGapGuard(0.1, Mask())],
+    ],
+    ids=["mask", "correct", "skip"],
+)
+def test_guards_and_their_actions(guards, tiny_model, random_batch, train_on):
+    batch, runs = random_batch(3), []
+    batch["tokens", "versions"] = batch["tokens", "versions"] - 1
+    for options in (on_the_device(), {}):
+        module, watch = grpo(tiny_model), Watch()
+        train_on(module, [batch.clone()], callbacks=[*copy.deepcopy(guards), watch], **options)
+        runs.append((module, watch.metrics))
+    (ours, seen), (theirs, expected) = runs
+    assert seen == expected
+    assert sum(name.startswith("guard/") for name in seen[1]) >= 2
+    require_equal(ours, theirs)
+
+
+def test_a_resumed_run_ends_where_the_whole_one_does(tiny_model, tmp_path):
+    """With weights in bfloat16, whose float32 copies are in the checkpoint; and it is exported."""
+    options = {"enable_checkpointing": True, **on_the_device("bf16-true")}
+    whole, resumed = ppo(tiny_model), ppo(tiny_model)
+    saver, export = IterationCheckpoint(1, dirpath=str(tmp_path)), HFExport(str(tmp_path / "hf"))
+    fitted(whole, tmp_path, saver, export, iterations=2, **options)
+    first = tmp_path / "iteration_1.ckpt"
+    state = torch.load(first, weights_only=True)["optimizer_states"][0]["state"]
+    assert {entry["master_weight"].dtype for entry in state.values()} == {torch.float32}
+    fitted(resumed, tmp_path, iterations=2, ckpt_path=first, **on_the_device("bf16-true"))
+    require_equal(resumed, whole)
+    exported = Policy(str(tmp_path / "hf")).lm.state_dict()
+    for name, weight in whole.policy.lm.state_dict().items():
+        assert torch.equal(exported[name], weight.cpu().float()), name
+
+
+ROWS = [
+    {"prompt": f"{n}=", "completion": f"{n}"[::-1], "chosen": f"{n}"[::-1], "rejected": f"{n}"}
+    for n in range(100, 112)
+]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(
+    ("kind", "data"), [(SFTModule, SFTDataModule), (DPOModule, PairDataModule)]
+)
+def test_supervised_training(kind, data, precision, tiny_model, tmp_path):
+    runs = []
+    for options in (on_the_device(precision), {"precision": precision}):
+        module = kind(str(tiny_model), optimizer=adamw(1e-3))
+        rows = data(IterablePrompts(ROWS), IterablePrompts(ROWS[:4]), batch_size=6, seed=1)
+        trainer = trainer_of(tmp_path, [], logger=False, gradient_clip_val=1.0, **options)
+        trainer.fit(module, rows)
+        runs.append((module, {name: float(v) for name, v in trainer.callback_metrics.items()}))
+    (ours, seen), (theirs, expected) = runs
+    assert seen == expected
+    assert len(seen) >= 2
     require_equal(ours, theirs)
