@@ -1,13 +1,20 @@
 """``compile: true`` changes what a step costs, and nothing else."""
 
+import pytest
 import torch
 
 from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.module import PolicyModule
 
 
-def test_a_compiled_module_trains_the_same_whatever_the_pack(tiny_model, train_on, random_batch):
-    """Packs of several sizes, scoring without gradient and a reference included."""
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_compiled_module_trains_the_same_whatever_the_pack(
+    tiny_model, train_on, random_batch, recomputes
+):
+    """Packs of several sizes, scoring without gradient and a reference included.
+
+    Also where compiled layers run again in backward.
+    """
     weights = []
     for compiled in (False, True):
         module = PolicyModule(
@@ -16,6 +23,7 @@ def test_a_compiled_module_trains_the_same_whatever_the_pack(tiny_model, train_o
             optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
             minibatches=2,
             compile=compiled,
+            gradient_checkpointing=compiled and recomputes,
         )
         train_on(module, [random_batch(1, groups=3), random_batch(2, groups=8)])
         weights.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from lightning_rl.data.packing import pack_rollouts, select, split_packs
 from lightning_rl.errors import ConfigError
 from lightning_rl.models import attention, buckets
+from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from tests.tolerances import distance, gradient_rounding, scores_rounding
 
@@ -157,6 +158,22 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(tiny_model, rando
     assert (plainly, again) == (1, 2)
     for name in expected:
         torch.testing.assert_close(grads[name], expected[name])
+
+
+def test_adapters_have_the_same_gradients_with_recomputed_layers(tiny_model, random_batch):
+    """The base is frozen, so that nothing that enters the first layer has a gradient."""
+    batch, grads = random_batch(3), []
+    for recomputes in (False, True):
+        policy = Policy(str(tiny_model), lora=LoRA(rank=2), gradient_checkpointing=recomputes)
+        generator = torch.Generator().manual_seed(1)
+        adapters = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+        for parameter in adapters.values():
+            parameter.data.normal_(std=0.1, generator=generator)
+        policy(batch).logprobs.sum().backward()
+        grads.append({name: parameter.grad for name, parameter in adapters.items()})
+    for name, expected in grads[0].items():
+        assert expected.any(), name
+        torch.testing.assert_close(grads[1][name], expected)
 
 
 def test_random_init_takes_only_the_configuration(tiny_model, policy):
