@@ -19,7 +19,7 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.loader import LazyLoader
 from lightning_rl.memory import forward_tokens
-from lightning_rl.memory_plan import training_memory
+from lightning_rl.memory_plan import Placement, training_memory
 from lightning_rl.module import PolicyModule
 from lightning_rl.plan import cut, largest_rollouts
 
@@ -64,7 +64,7 @@ def main(config: str, *options: str) -> None:
         accelerator="cpu",
         devices=1,
         max_epochs=1,
-        limit_val_batches=0,
+        precision=cli.trainer.precision,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -88,7 +88,8 @@ def main(config: str, *options: str) -> None:
     largest = max((pack for parts in packs for pack in parts), key=forward_tokens)
     optimizer = module.optimizer([Parameter(torch.zeros(1024))])
     others = [] if module.reference is None else [module.reference]
-    estimate = training_memory(module.policy, others, optimizer, largest)
+    placement = Placement(precision=str(cli.trainer.precision))
+    estimate = training_memory(module.policy, others, optimizer, largest, placement)
     print("\n".join(estimate.lines()))
     trainer.fit(module, LazyLoader(lambda _: pack_rollouts(rollouts), 1))
     measured = follow.peak + estimate.parts["weights"] + estimate.parts["other models"]
