@@ -13,10 +13,6 @@ _LACKING = (
         SpecifierSet("<0.32"),
         "VLLMServer needs 0.32: older servers do not say which weights wrote a token",
     ),
-    (
-        SpecifierSet("<0.31"),
-        "of two engines in one process, closing one breaks the other before 0.31",
-    ),
 )
 
 
