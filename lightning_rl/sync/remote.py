@@ -17,6 +17,7 @@ from lightning_rl.dist import any_rank
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.engines.vllm_server import OUR_TRANSFER
 from lightning_rl.errors import ConfigError, SyncTimeoutError, WeightSyncError, require_at_least
 from lightning_rl.models.policy import Policy
 from lightning_rl.sync.adapters import divide, merged
@@ -63,6 +64,11 @@ class RemoteTransport(WeightTransport):
 
     def connect(self, engine: Engine) -> None:
         super().connect(engine)
+        if (backend := getattr(engine, "transfer_backend", OUR_TRANSFER)) != OUR_TRANSFER:
+            raise ConfigError(
+                f"{type(self).__name__} does not go by the engine's weight_transfer_config, "
+                f"backend: {backend}; leave that out, or use NCCLTransport or IPCTransport"
+            )
         self._engine = engine
         if isinstance(engine, ReplicatedEngine):
             engine.refill = self.refill
