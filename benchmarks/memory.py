@@ -92,7 +92,8 @@ def main(config: str, *options: str) -> None:
     estimate = training_memory(module.policy, others, optimizer, largest, placement)
     print("\n".join(estimate.lines()))
     trainer.fit(module, LazyLoader(lambda _: pack_rollouts(rollouts), 1))
-    measured = follow.peak + estimate.parts["weights"] + estimate.parts["other models"]
+    before = ("weights", "other models", "master weights")  # made before the batch began
+    measured = follow.peak + sum(estimate.parts.get(name, 0) for name in before)
     print(
         json.dumps(
             {
