@@ -5,6 +5,7 @@ That an engine really gets there is for a machine with GPUs.
 
 import pytest
 import vllm.engine.arg_utils as arguments
+import vllm.envs as envs
 import vllm.platforms.interface as interface
 from vllm import EngineArgs
 from vllm.usage.usage_lib import UsageContext
@@ -28,6 +29,7 @@ class Cards(interface.Platform):
 
 @pytest.fixture
 def cards(monkeypatch):
+    envs.disable_envs_cache()  # which an engine of another test has left
     monkeypatch.setattr(arguments, "current_platform", Cards())
     monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
 
