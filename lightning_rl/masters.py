@@ -48,6 +48,8 @@ class MasterWeights(Optimizer):
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_settings(ours))
         for weight, master in self._pairs():
+            if SAVED not in self.state.get(weight, {}):
+                master.copy_(weight)  # sharded strategies load weights when we are made already
             master.grad = None if weight.grad is None else weight.grad.to(master.dtype)
         self._inner.step()
         for weight, master in self._pairs():
@@ -66,9 +68,11 @@ class MasterWeights(Optimizer):
         with torch.no_grad():
             for weight, master in self._pairs():
                 state = self._inner.state.get(master, {})
-                master.copy_(state.get(SAVED, weight))
                 if SAVED in state:
+                    weight.copy_(master.copy_(state[SAVED]))
                     state[SAVED] = master
+                else:
+                    master.copy_(weight)
         self._share_state()
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,11 +1,16 @@
 """Weights in bfloat16 whose optimizer steps float32 copies."""
 
+import copy
 import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -70,6 +75,24 @@ def test_a_resumed_optimizer_goes_on_as_if_never_stopped(kind):
             assert ours[place][name] is value is None or torch.equal(ours[place][name], value)
     for a, b in zip(whole, resumed, strict=True):
         assert torch.equal(a, b)
+
+
+def test_weights_that_come_later_are_those_that_are_stepped():
+    """Sharded strategies load weights, and then make a step of zeros to find the state's shape."""
+    net, late = nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2).bfloat16()
+    optimizer = MasterWeights(net.parameters(), adamw)
+    steps(optimizer, list(net.parameters()), range(3))
+    saved = copy.deepcopy(get_optimizer_state_dict(net, optimizer))
+    going_on = MasterWeights(late.parameters(), adamw)
+    late.load_state_dict(net.state_dict())
+    set_optimizer_state_dict(late, going_on, saved)
+    for a, b in zip(net.parameters(), late.parameters(), strict=True):
+        assert torch.equal(a, b)
+    steps(optimizer, list(net.parameters()), range(3, 5))
+    steps(going_on, list(late.parameters()), range(3, 5))
+    ours, theirs = going_on.state_dict()["state"], optimizer.state_dict()["state"]
+    for place in (0, 1):
+        assert torch.equal(ours[place]["master_weight"], theirs[place]["master_weight"])
 
 
 def test_schedules_and_groups_reach_the_copies():
