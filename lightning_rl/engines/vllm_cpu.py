@@ -52,7 +52,7 @@ def _draw_seeds(sampler: Any, own: torch.Generator) -> None:
 
 
 def _draw_noise(sampler: Any, own: torch.Generator) -> None:
-    """For vLLM 0.26 to 0.31."""
+    """For vLLM before 0.32."""
     forward_cpu = sampler.TopKTopPSampler.forward_cpu
 
     def forward(
