@@ -6,7 +6,9 @@ from typing import Any
 
 import lightning.pytorch.callbacks as theirs
 import pytest
+import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.collect.source import GroupSource
@@ -15,7 +17,7 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.lightning_flags import CALLBACKS, TRAINER, Verdict, compute_dtype
-from lightning_rl.models.policy import load_tokenizer
+from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.sft import SFTDataModule, SFTModule
 from tests.lightning_table import PAGE, page
 from tests.small_run import data_module, grpo, trainer_of
@@ -108,6 +110,28 @@ def test_supervised_training_refuses_a_precision_too(tiny_model, tmp_path):
     trainer = trainer_of(tmp_path, [], logger=False, precision="64-true")
     with pytest.raises(ConfigError, match="precision='64-true'"):
         trainer.fit(SFTModule(str(tiny_model)), SFTDataModule(rows))
+
+
+def in_float16() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+
+
+def test_float16_is_refused_where_its_scaled_gradients_would_be_clipped(tiny_model, tmp_path):
+    trainer = trainer_of(tmp_path, [WeightSync()], logger=False, plugins=[in_float16()])
+    message = "^trainer.precision='16-mixed': .*float16 needs a loss scale, which max_grad_norm"
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(grpo(tiny_model), data_module())
+
+
+def test_supervised_training_in_float16_clips_what_is_unscaled(tiny_model, tmp_path):
+    """At rate 1 the clipped gradient is the step; still scaled, by 64, it would be a 64th."""
+    rows = SFTDataModule(IterablePrompts([{"prompt": "12=", "completion": "3"}]))
+    module = SFTModule(str(tiny_model), optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+    options = {"plugins": [in_float16()], "gradient_clip_val": 0.5, "max_steps": 1}
+    trainer_of(tmp_path, [], logger=False, **options).fit(module, rows)
+    start = Policy(str(tiny_model)).lm.parameters()
+    steps = [a - b for a, b in zip(module.policy.lm.parameters(), start, strict=True)]
+    assert float(torch.nn.utils.get_total_norm(steps)) == pytest.approx(0.5, rel=1e-2)
 
 
 def test_an_engine_follows_the_trainer_unless_it_was_told(tmp_path):
