@@ -24,6 +24,7 @@ from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Policy, Scores
 from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.reference import FrozenReference, Reference
+from lightning_rl.models.sharding import refuse_mesh
 from lightning_rl.precision import make_optimizer, use_our_precision
 from lightning_rl.rollout import Rollout
 from lightning_rl.sft import SFTDataModule, supervised_rollout
@@ -99,6 +100,7 @@ class DPOModule(FiniteSteps):
 
     def configure_model(self) -> None:
         """Load the model and its reference, once."""
+        refuse_mesh(self)
         if self.policy is None:
             self.policy = Policy(
                 self.model,

@@ -22,6 +22,7 @@ from lightning_rl.lightning_flags import refuse_precision
 from lightning_rl.models.given import model_of
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.models.pretrained import Loading, with_chat_variables
+from lightning_rl.models.sharding import refuse_mesh
 from lightning_rl.precision import make_optimizer, use_our_precision
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from lightning_rl.seeding import derived_seed, run_seed
@@ -80,6 +81,7 @@ class SFTModule(FiniteSteps):
 
     def configure_model(self) -> None:
         """Load the model, once."""
+        refuse_mesh(self)
         if self.policy is None:
             self.policy = Policy(
                 self.model,

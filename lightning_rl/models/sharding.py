@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -79,6 +80,20 @@ def shard(
     fully_shard(module, mesh=data, **policies)
     _fill(module, tensors, data, cpu_offload)
     module.register_forward_hook(_end_scoring)
+
+
+def refuse_mesh(module: LightningModule) -> None:
+    """For modules that do not shard their model.
+
+    Raises:
+        ConfigError: under a ``ModelParallelStrategy``, which leaves it to the module.
+    """
+    if module.device_mesh is not None:
+        raise ConfigError(
+            f"{type(module).__name__} does not shard its model, so under "
+            f"{type(module.trainer.strategy).__name__} each process would train a copy of its own; "
+            "use strategy: ddp, or one device"
+        )
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

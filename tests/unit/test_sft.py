@@ -6,9 +6,11 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.dpo import DPOModule
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.rollout import Prompt
@@ -101,3 +103,22 @@ def test_an_sft_data_module_wants_an_sft_module(tiny_model, tmp_path):
 def test_a_batch_size_of_zero_is_refused():
     with pytest.raises(ConfigError, match="batch_size=0 must be >= 1"):
         SFTDataModule(IterablePrompts(ROWS), batch_size=0)
+
+
+def test_a_strategy_that_leaves_sharding_to_the_module_is_refused(
+    tiny_model, monkeypatch, tmp_path
+):
+    """A mesh makes it so; the module would train alone on each rank, and say nothing."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    for module in (SFTModule(str(tiny_model)), DPOModule(str(tiny_model))):
+        trainer = Trainer(
+            accelerator="cpu", strategy=ModelParallelStrategy(), logger=False,
+            enable_checkpointing=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        module._trainer, module._device_mesh = trainer, object()
+        name = type(module).__name__
+        match = f"{name} does not shard its model, so under ModelParallelStrategy"
+        with pytest.raises(ConfigError, match=match):
+            module.configure_model()
+        assert module.policy is None
