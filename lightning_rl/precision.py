@@ -12,12 +12,14 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_rl.arguments import configurable
 from lightning_rl.checks import check_optimizer
 from lightning_rl.masters import MasterWeights, is_half, unmoved_share
 
 _log = logging.getLogger(__name__)
 
 
+@configurable
 class BFloat16Precision(HalfPrecision):
     """Weights and activations in bfloat16, everything else as it was.
 

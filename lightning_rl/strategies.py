@@ -5,7 +5,10 @@ from datetime import timedelta
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from lightning_rl.arguments import configurable
 
+
+@configurable
 class ShardedStrategy(ModelParallelStrategy):
     """Weights, gradients and the optimizer's state are shared out among all processes (FSDP2).
 

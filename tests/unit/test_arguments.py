@@ -48,7 +48,7 @@ from tests.bad_configs import complaint, furnish
 # Records that a run makes in great numbers, and what only code puts together.
 NO_CONFIGURATION = {
     "CollectorStatus", "Completion", "Entry", "Environment", "Finding", "GroupSource",
-    "PackLayout", "ParsedCall", "Prompt", "Reply", "RewardFailure", "Rollout",
+    "MasterWeights", "PackLayout", "ParsedCall", "Prompt", "Reply", "RewardFailure", "Rollout",
     "RolloutFile", "RolloutPipeline", "ReplicaStatus", "RolloutStore", "SyncState",
     "TrainerState", "TurnTemplate",
     "VerifiersEnvironment",
