@@ -92,7 +92,7 @@ class TransformersEngine(Engine):
             return
         trust = self.trust_remote_code
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust)
-        with torch.random.fork_rng():  # building must not advance the run's random state
+        with torch.random.fork_rng([]):  # building must not advance the run's random state
             lm = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, self.dtype), trust_remote_code=trust
             )

@@ -1,6 +1,7 @@
 """The policy: a Hugging Face causal LM that scores packed rollouts."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -224,7 +225,9 @@ class Policy(nn.Module):
         if rank() > 0:
             return
         if state:
-            self.lm.config.save_pretrained(directory)
+            config = deepcopy(self.lm.config)
+            config.dtype = next(iter(state.values())).dtype
+            config.save_pretrained(directory)
             save_torch_state_dict(state, directory, metadata={"format": "pt"})
         else:
             self.lm.save_pretrained(directory)

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import ConfigError
@@ -158,6 +164,13 @@ def test_the_export_loads_in_plain_transformers(model, tmp_path):
     again = dict(Policy(str(tmp_path)).named_weights())
     for name, weight in policy.named_weights():
         assert torch.equal(again[name], weight), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_export_names_its_dtype(tiny_model, tmp_path, dtype):
+    Policy(str(tiny_model), lora=LoRA(rank=4)).to(dtype).save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).dtype == dtype
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == dtype
 
 
 def test_an_engine_takes_the_merged_weights(tiny_model, tmp_path):
