@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm import envs
 from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
 
 from lightning_rl import IPCTransport, MemoryTransport, NCCLTransport
@@ -194,6 +195,7 @@ def test_ipc_tells_of_handles_as_vllm_reads_them(world, weights, monkeypatch):
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-7")
     )
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    envs.disable_envs_cache()  # which an engine of another test has left
     transport = connected(IPCTransport(bucket_mb=BUCKET_MB), engine, monkeypatch)
     transport.push(weights.items(), 4)
     told = world["replicas"][0].told

@@ -105,12 +105,8 @@ def test_a_batch_size_of_zero_is_refused():
         SFTDataModule(IterablePrompts(ROWS), batch_size=0)
 
 
-def test_a_strategy_that_leaves_sharding_to_the_module_is_refused(
-    tiny_model, monkeypatch, tmp_path
-):
-    """A mesh makes it so; the module would train alone on each rank, and say nothing."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
+def test_a_strategy_that_leaves_sharding_to_the_module_is_refused(tiny_model, tmp_path):
+    """Else each rank would train alone, and say nothing."""
     for module in (SFTModule(str(tiny_model)), DPOModule(str(tiny_model))):
         trainer = Trainer(
             accelerator="cpu", strategy=ModelParallelStrategy(), logger=False,
