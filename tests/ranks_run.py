@@ -46,6 +46,7 @@ from lightning_rl.engines.base import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.lora import LoRA
+from lightning_rl.models.sharding import whole
 from lightning_rl.module import PolicyModule
 from tests.ranks_bare import bare_loop
 from tests.ranks_checks import guarded, replayed
@@ -61,6 +62,17 @@ class Seen(RLCallback):
         self.rows: list[dict[str, float]] = []
         self.monitored: list[dict[str, float]] = []
         self.rollouts: list[list[tuple[str, list[int]]]] = []
+        self.start = 0.0
+        """Of the trained weights' sizes, the sum."""
+
+    def setup(self, trainer, pl_module, stage) -> None:
+        # Just before the model is made. What is drawn at random for it, such as a LoRA, is rank 0's
+        # on all ranks.
+        torch.manual_seed(11 + int(os.environ.get("RANK", 0)))
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        trained = (p.detach() for p in pl_module.policy.parameters() if p.requires_grad)
+        self.start = sum(float(whole(weight).double().abs().sum()) for weight in trained)
 
     def on_update_start(self, trainer, pl_module, batch) -> None:
         trained = trainer.train_dataloader.current
@@ -123,8 +135,6 @@ def fit(
         "seed": 5,
     }
     settings |= data or {}
-    # What is drawn at random, such as a LoRA, is rank 0's on all ranks.
-    torch.manual_seed(11 + int(os.environ.get("RANK", 0)))
     module = PolicyModule(
         model,
         **{
@@ -152,7 +162,8 @@ def fit(
         callbacks=[WeightSync(), *extra, seen, StepTimer()],
     )
     trainer.fit(module, RLDataModule(**settings), ckpt_path=ckpt_path)
-    return {"rows": seen.rows, "monitored": seen.monitored, "rollouts": seen.rollouts}
+    kept = ("rows", "monitored", "rollouts", "start")
+    return {name: getattr(seen, name) for name in kept}
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

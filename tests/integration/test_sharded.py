@@ -58,6 +58,7 @@ def test_a_rank_never_holds_the_whole_model(results):
 def test_sharded_processes_train_as_one(results, alone, scenario, name):
     one, two = alone(name), results(scenario)
     assert len(one["rows"]) == len(two[0]["rows"]) == ITERATIONS + 1
+    assert two[0]["start"] == pytest.approx(one["start"], rel=TOLERANCE)
     for expected, row in zip(one["rows"], two[0]["rows"], strict=True):
         assert comparable(row) == pytest.approx(comparable(expected), rel=TOLERANCE, abs=TOLERANCE)
     assert one["rows"][-1]["policy/kl_old"] > 1e-4
