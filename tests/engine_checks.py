@@ -101,3 +101,12 @@ def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def train_adapters(policy, seed):
+    """Give all adapters other weights; the policy then, merged."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    return {name: weight.clone() for name, weight in policy.named_weights()}

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-import torch
 
 from lightning_rl.collect.loop import run_async
 from lightning_rl.engines import Sampling, StructuredOutputs, VLLMServer
@@ -35,6 +34,7 @@ from tests.engine_checks import (
     is_running,
     plain_model,
     scaled,
+    train_adapters,
     true_logprobs,
     wait_for,
 )
@@ -251,15 +251,6 @@ def test_a_push_replaces_all_weights_of_all_replicas(tiny_model, tmp_path, weigh
                 assert replica.version == version
                 assert gap(replica, plain) < ROUNDING
         assert gap(engine.replicas[0], plain_model(tiny_model, states[2])) > 1e-2
-
-
-def train_adapters(policy, seed):
-    """Give all adapters other weights; the policy then, merged."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in policy.named_parameters():
-        if ".lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
-    return {name: weight.clone() for name, weight in policy.named_weights()}
 
 
 @pytest.fixture

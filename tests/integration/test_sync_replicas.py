@@ -40,6 +40,7 @@ from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.group import Group
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.sources import SOURCES
+from tests.engine_checks import train_adapters
 
 pytestmark = pytest.mark.timeout(60)
 ONE = Sampling(max_tokens=1)
@@ -294,15 +295,6 @@ def test_what_each_replica_is_doing(connect, engine, weights):
 
 
 # -------------------------------------------------------------------- adapters
-
-
-def train_adapters(policy, seed):
-    """Give all adapters other weights; the policy then, merged."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in policy.named_parameters():
-        if ".lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
-    return {name: weight.clone() for name, weight in policy.named_weights()}
 
 
 @pytest.fixture
