@@ -60,5 +60,5 @@ def card_plan(
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     transports = [c.transport for c in callbacks if isinstance(c, WeightSync)]
     kept = sum(transport.keeps_on_gpu for transport in transports)
-    copy = kept * elements * (4 if engine.dtype == "float32" else 2)
+    copy = kept * engine.weight_bytes(elements)
     return CardPlan(card, memory, used, at_start, copy, sleeps=engine.sleep_level is not None)

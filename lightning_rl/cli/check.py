@@ -210,12 +210,11 @@ def _schedule(module: PolicyModule, optimizer: torch.optim.Optimizer, plan: Batc
 
 
 def _engine(engine: Engine, elements: int) -> str:
-    width = 4 if engine.dtype == "float32" else 2
     cache = f"{engine.kv_cache_gb:g} GiB" if engine.kv_cache_gb else "the engine's own choice"
     if isinstance(engine, TransformersEngine):
         cache = "as it grows"
     rounded = "" if engine.precision == engine.dtype else f", then rounded to {engine.precision}"
-    weights = f"{in_units(elements * width)} of weights in {engine.dtype}{rounded}"
+    weights = f"{in_units(engine.weight_bytes(elements))} of weights in {engine.dtype}{rounded}"
     return f"{weights}, key/value cache: {cache}"
 
 

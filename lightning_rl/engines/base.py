@@ -226,8 +226,12 @@ class Engine(ABC):
         """
         if self.serves_all_ranks:
             return 0, 0
-        weights = elements * (4 if self.dtype == "float32" else 2)
+        weights = self.weight_bytes(elements)
         return weights, weights
+
+    def weight_bytes(self, elements: int) -> int:
+        """Of so many weights in its dtype."""
+        return elements * int(getattr(torch, self.dtype).itemsize)
 
     @abstractmethod
     def start(self, model_dir: Path) -> None:

@@ -156,9 +156,8 @@ class VLLMServer(VLLMEngine, ReplicatedEngine):
         environment = SERVER_ENVIRONMENT | self.settled.environment() | {"VLLM_API_KEY": key}
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices[index]
-        if (
-            self.transfer_backend == "ipc"
-        ):  # handles of GPU memory come pickled, from who has the key
+        if self.transfer_backend == "ipc":
+            # Handles of GPU memory come pickled, from who has the key.
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
         def launch() -> tuple[str, ServerProcess]:

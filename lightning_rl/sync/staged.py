@@ -58,7 +58,7 @@ class StagedTransport(RemoteTransport):
 
     def kept_bytes(self, engine: Engine, elements: int) -> int:
         keeps = self.keep_copy and isinstance(engine, ReplicatedEngine)
-        return elements * getattr(torch, engine.dtype).itemsize if keeps else 0
+        return engine.weight_bytes(elements) if keeps else 0
 
     @property
     def _keeps(self) -> bool:
