@@ -46,7 +46,7 @@ browser: setup  ## a Chromium for the viewer's tests, into build/browser (needs 
 	install/browser.sh
 
 doctor: setup  ## versions, engine, devices, threads, and what is wrong with each
-	@$(PY) -m lightning_rl.doctor
+	@$(PY) -m lightning_rl.cli.doctor
 
 bench-floor: setup  ## step time against its floor; the last line is JSON
 	@$(PY) -m benchmarks.floor

@@ -15,13 +15,13 @@ from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_rl.cli.app import RLCLI
+from lightning_rl.cli.memory_plan import Placement, training_memory
+from lightning_rl.cli.plan import cut, largest_rollouts
+from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.loader import LazyLoader
-from lightning_rl.memory import forward_tokens
-from lightning_rl.memory_plan import Placement, training_memory
+from lightning_rl.models.memory import forward_tokens
 from lightning_rl.module import PolicyModule
-from lightning_rl.plan import cut, largest_rollouts
 
 
 class Built(RLCLI):

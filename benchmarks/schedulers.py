@@ -3,7 +3,7 @@
     python -m benchmarks.schedulers [--save] [--plot docs/images/schedulers.png]
     OMP_NUM_THREADS=1 python -m benchmarks.schedulers --real [--save]
 
-The collectors themselves run on a virtual clock (`lightning_rl.simulate`), so no GPU is needed and
+The collectors themselves run on a virtual clock (`collect/simulate.py`), so no GPU is needed and
 every run gives the same numbers. The engine decodes a batch of 256 at most, in 10 ms + 0.06 ms x
 requests per token; lengths differ between prompts and between rollouts of one prompt. Trainer and
 engine have devices of their own, but for "Sync, colocated": there both use all devices in turn, so
@@ -22,11 +22,10 @@ from random import Random
 from typing import Any
 
 from benchmarks.results import report
-from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
+from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import Collector, SyncCollector
 from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
-from lightning_rl.engines.simulated import SimulatedEngine
-from lightning_rl.simulate import Simulation, simulate
+from lightning_rl.collect.simulate import SimulatedEngine, Simulation, simulate
 
 GROUPS, GROUP_SIZE = 32, 8
 SLOTS = GROUPS * GROUP_SIZE

@@ -9,6 +9,7 @@ from lightning_rl.callbacks.batch_guards import (
     ZeroAdvantageGuard,
 )
 from lightning_rl.callbacks.checkpoint import IterationCheckpoint
+from lightning_rl.callbacks.defaults import ParameterSummary
 from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.callbacks.export import HFExport
 from lightning_rl.callbacks.guard_actions import (
@@ -37,11 +38,10 @@ from lightning_rl.callbacks.replay_recorder import ReplayRecorder
 from lightning_rl.callbacks.report import RunReport
 from lightning_rl.callbacks.reward_alarms import RewardAlarms
 from lightning_rl.callbacks.rollout_writer import RolloutWriter
-from lightning_rl.callbacks.summary import ParameterSummary
 from lightning_rl.callbacks.timer import StepTimer
+from lightning_rl.callbacks.watchdog import Watchdog
 from lightning_rl.callbacks.weight_sync import WeightSync
-from lightning_rl.hooks import RLCallback
-from lightning_rl.watchdog import Watchdog
+from lightning_rl.run.hooks import RLCallback
 
 __all__ = [
     "BatchGuard",

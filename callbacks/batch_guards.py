@@ -6,7 +6,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.arguments import configurable
 from lightning_rl.callbacks.guard_actions import (
     GuardAction,
     Warn,
@@ -14,9 +13,10 @@ from lightning_rl.callbacks.guard_actions import (
     trainer_logprobs,
 )
 from lightning_rl.callbacks.guards import BatchGuard
+from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import is_idle, token_rows
-from lightning_rl.dist import all_max, all_sum
 from lightning_rl.module import PolicyModule
+from lightning_rl.run.dist import all_max, all_sum
 
 
 @configurable

@@ -14,25 +14,28 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from tensordict import TensorDict
 
-from lightning_rl.arguments import configurable
+from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.callbacks.evaluate import Evaluate
-from lightning_rl.callbacks.monitor import Monitor
-from lightning_rl.checkpoint_async import BackgroundCheckpointIO
-from lightning_rl.checkpoint_io import VerifiedCheckpointIO, checkpoints_in, newest_good
-from lightning_rl.collect.loop import is_waiting, replace_loop_if_blocked
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import (
     CheckpointError,
     ConfigError,
     RunInterrupted,
     require_at_least,
 )
-from lightning_rl.finite import require_finite_weights
-from lightning_rl.hooks import RLCallback
-from lightning_rl.interrupts import Interrupts, seconds_of
-from lightning_rl.recording import RecordingModule
-from lightning_rl.resume import begin_only_if_new, enter_run, going_on, run_id_of
-from lightning_rl.rundir import continue_in, output_path, own_runs
-from lightning_rl.runlock import require_free
+from lightning_rl.learn.recording import RecordingModule
+from lightning_rl.models.soundness import require_finite_weights
+from lightning_rl.run.checkpoint_io import (
+    BackgroundCheckpointIO,
+    VerifiedCheckpointIO,
+    checkpoints_in,
+    newest_good,
+)
+from lightning_rl.run.hooks import RLCallback
+from lightning_rl.run.interrupts import Interrupts, seconds_of
+from lightning_rl.run.loop import is_waiting, replace_loop_if_blocked
+from lightning_rl.run.resume import begin_only_if_new, enter_run, going_on, run_id_of
+from lightning_rl.run.rundir import continue_in, output_path, own_runs, require_free
 
 
 @configurable
@@ -54,7 +57,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         every_n_iterations: how often to save.
         keep_last: how many of these to keep.
         monitor: a metric such as ``eval/accuracy``, of which the best are kept too; it is looked at
-            in iterations that recorded it; see :class:`~lightning_rl.callbacks.monitor.Monitor`.
+            in iterations that recorded it; see ``early_stopping.Monitor``.
         keep_best: how many of the best.
         mode: ``max`` or ``min``, which values of ``monitor`` are good.
         dirpath: another directory; None: in the run directory.

@@ -1,5 +1,7 @@
 """What every run of ours has, in a script as from the command line."""
 
+from typing import Any
+
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import (
     ModelSummary,
@@ -7,11 +9,34 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     TQDMProgressBar,
 )
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_rl.callbacks.early_stopping import StopEarly
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.progress import RLProgressBar
 from lightning_rl.callbacks.report import RunReport
-from lightning_rl.callbacks.summary import ParameterSummary
+
+
+class ParameterSummary(ModelSummary):
+    """Lightning's summary without its table, whose layers say nothing here and whose FLOPs are 0.
+
+    A ``fit`` puts it in the place of Lightning's own, where that stands as the Trainer made it.
+    """
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int,
+        **summarize_kwargs: Any,
+    ) -> None:
+        total, trained = map(get_human_readable_count, (total_parameters, trainable_parameters))
+        rank_zero_info(f"{total} parameters, {trained} of them trained; {model_size:.3g} MB")
+
 
 IN_PLACE_OF: dict[type[Callback], type[Callback]] = {
     TQDMProgressBar: RLProgressBar,
@@ -47,3 +72,8 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
         wanted = [LearningAlarms] if trainer.fast_dev_run else [LearningAlarms, RunReport]  # type: ignore[attr-defined]
         added += [make() for make in wanted if not any(isinstance(c, make) for c in callbacks)]
     return added
+
+
+def rl_callbacks(trainer: Trainer) -> list[Callback]:
+    """What a run of ``PolicyModule`` has besides."""
+    return [*StopEarly.where_needed(trainer), *default_callbacks(trainer)]

@@ -4,12 +4,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rl.arguments import configurable
 from lightning_rl.callbacks.weight_sync import weight_syncs
+from lightning_rl.config.arguments import configurable
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
-from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
+from lightning_rl.run.hooks import RLCallback
 
 
 @configurable

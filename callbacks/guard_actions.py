@@ -10,11 +10,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.algos.correction import Correction, TokenTIS
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import is_idle, token_rows
-from lightning_rl.dist import all_sum
 from lightning_rl.errors import GuardError
 from lightning_rl.module import PolicyModule
+from lightning_rl.run.dist import all_sum
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.arguments import configurable
 from lightning_rl.callbacks.guard_actions import (
     Finding,
     GuardAction,
     Mask,
     Warn,
 )
-from lightning_rl.dist import gather
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
+from lightning_rl.run.dist import gather
+from lightning_rl.run.hooks import RLCallback
 
 _log = logging.getLogger(__name__)
 

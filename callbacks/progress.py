@@ -9,10 +9,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from lightning_rl.arguments import configurable
-from lightning_rl.callbacks.headline import headline
-from lightning_rl.hooks import RLCallback
-from lightning_rl.recording import RecordingModule
+from lightning_rl.callbacks.report import headline
+from lightning_rl.config.arguments import configurable
+from lightning_rl.learn.recording import RecordingModule
+from lightning_rl.run.hooks import RLCallback
 
 LABELS = {
     "reward/mean": "reward",

@@ -6,15 +6,15 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 
-from lightning_rl.arguments import configurable
+from lightning_rl.collect.loader import RolloutLoader, trainable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import select
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.hooks import RLCallback
-from lightning_rl.loader import RolloutLoader, trainable
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
-from lightning_rl.rundir import RunLines
-from lightning_rl.view.pieces import TokenPieces
+from lightning_rl.run.hooks import RLCallback
+from lightning_rl.run.rundir import RunLines
+from lightning_rl.view.flags import TokenPieces
 
 COMPUTED = ("ref_logprobs", "advantages", "values", "returns")
 

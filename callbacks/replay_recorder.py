@@ -3,12 +3,12 @@
 from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 
-from lightning_rl.arguments import configurable
 from lightning_rl.callbacks.recorder import collected_rollouts
-from lightning_rl.hooks import RLCallback
+from lightning_rl.config.arguments import configurable
 from lightning_rl.module import PolicyModule
-from lightning_rl.replay.log import Outcome, ReplayLog, checksums
-from lightning_rl.rundir import run_dir
+from lightning_rl.rollouts.log import Outcome, ReplayLog, checksums
+from lightning_rl.run.hooks import RLCallback
+from lightning_rl.run.rundir import run_dir
 
 
 @configurable

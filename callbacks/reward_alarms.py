@@ -8,12 +8,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import require_at_least, require_finite
-from lightning_rl.hooks import RLCallback
-from lightning_rl.metrics import summarize
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
+from lightning_rl.run.hooks import RLCallback
+from lightning_rl.run.metrics import summarize
 
 _log = logging.getLogger(__name__)
 

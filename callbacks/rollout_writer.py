@@ -5,14 +5,14 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rl.arguments import configurable
-from lightning_rl.buffer.files import open_rollouts
+from lightning_rl.config.arguments import configurable
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
-from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
-from lightning_rl.rundir import output_path
+from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.run.hooks import RLCallback
+from lightning_rl.run.rundir import output_path
 
 
 @configurable

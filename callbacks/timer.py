@@ -5,8 +5,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rl.hooks import RLCallback
 from lightning_rl.module import PolicyModule
+from lightning_rl.run.hooks import RLCallback
 
 
 class StepTimer(RLCallback):

@@ -7,17 +7,17 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rl.arguments import configurable
-from lightning_rl.checks import check_sleep, check_sync
-from lightning_rl.collect.ranks import feeds
+from lightning_rl.collect.checks import check_sleep, check_sync
+from lightning_rl.config.arguments import configurable
+from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.dist import any_rank, every_rank, largest
+from lightning_rl.engines.base import feeds
 from lightning_rl.errors import ConfigError
-from lightning_rl.finite import require_finite_weights
-from lightning_rl.hooks import RLCallback, call_hook
-from lightning_rl.lightning_flags import compute_dtype
+from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
+from lightning_rl.run.dist import any_rank, every_rank, largest
+from lightning_rl.run.hooks import RLCallback, call_hook
 from lightning_rl.sync.base import WeightTransport, push
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule

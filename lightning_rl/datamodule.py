@@ -12,11 +12,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl import dist
-from lightning_rl.agents.base import Agent, SingleTurn
-from lightning_rl.arguments import configurable
-from lightning_rl.buffer.replay import ReplayBuffer, warn_if_uncorrected
-from lightning_rl.checks import (
+from lightning_rl.agents.base import Agent, SingleTurn, new_rollouts
+from lightning_rl.collect.ahead import WorkingAhead
+from lightning_rl.collect.batches import (
+    RolloutBatches,
+    collect_share,
+    complete_together,
+    of_all_ranks,
+)
+from lightning_rl.collect.checks import (
     check_experts,
     check_filters,
     check_group_size,
@@ -24,38 +28,35 @@ from lightning_rl.checks import (
     check_sampling,
     room_for_prompts,
 )
-from lightning_rl.collect.ahead import WorkingAhead
-from lightning_rl.collect.batches import RolloutBatches
 from lightning_rl.collect.collector import Collector, SyncCollector
+from lightning_rl.collect.experts import Experts
 from lightning_rl.collect.filters import GroupFilter
-from lightning_rl.collect.loop import run_async
+from lightning_rl.collect.loader import LazyLoader, RolloutLoader, limited_epoch
 from lightning_rl.collect.pipeline import RolloutPipeline, in_groups
-from lightning_rl.collect.ranks import collect_share, complete_together, feeds, of_all_ranks
-from lightning_rl.collect.source import GroupSource, Prompts, new_rollouts
-from lightning_rl.collect.stats import rollout_metrics
-from lightning_rl.data.prompts import PromptDataset
-from lightning_rl.data.repeated import RepeatedPrompts
-from lightning_rl.data.sources import prompts_of
+from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
+from lightning_rl.collect.source import GroupSource
+from lightning_rl.collect.stats import evaluation_metrics, own_metrics, rollout_metrics
+from lightning_rl.config.arguments import configurable
+from lightning_rl.config.lightning_flags import compute_dtype
+from lightning_rl.data.prompts import PromptDataset, Prompts
+from lightning_rl.data.sources import RepeatedPrompts, prompts_of
 from lightning_rl.engines import default_engine
-from lightning_rl.engines.base import Engine, Sampling
-from lightning_rl.engines.status import RunState
+from lightning_rl.engines.base import Engine, RunState, Sampling, feeds
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.evaluation import evaluation_metrics, own_metrics
-from lightning_rl.experts import Experts
-from lightning_rl.hooks import call_hook
-from lightning_rl.lightning_flags import compute_dtype
-from lightning_rl.loader import LazyLoader, RolloutLoader, limited_epoch
 from lightning_rl.models.policy import load_tokenizer, require_sound_model, save_skeleton
 from lightning_rl.models.pretrained import with_chat_variables
 from lightning_rl.module import PolicyModule
-from lightning_rl.resume import check_early, enter_directory, leave_directory
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rollout import Rollout
-from lightning_rl.rundir import output_path, require_writable_dirs
-from lightning_rl.seeding import run_seed
+from lightning_rl.run import dist
+from lightning_rl.run.dist import told
+from lightning_rl.run.hooks import call_hook
+from lightning_rl.run.loop import run_async
+from lightning_rl.run.resume import check_early, enter_directory, leave_directory
+from lightning_rl.run.rundir import output_path, require_writable_dirs
+from lightning_rl.run.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
-from lightning_rl.waiting import told
 
 STOP_SECONDS = 10.0
 """How long a failed run waits for what is in flight to stop."""

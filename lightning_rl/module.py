@@ -10,14 +10,13 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from lightning_rl.algos.advantages import GRPO, Advantage
-from lightning_rl.algos.aggregation import Aggregation, TokenMean
 from lightning_rl.algos.correction import Correction, add_effective_share
-from lightning_rl.algos.entropy import EntropyBonus
-from lightning_rl.algos.kl import KLPenalty
+from lightning_rl.algos.kl import EntropyBonus, KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
-from lightning_rl.algos.objective import Objective, loss_tokens
-from lightning_rl.arguments import configurable
-from lightning_rl.checks import check_parts
+from lightning_rl.algos.objective import Aggregation, Objective, TokenMean, loss_tokens
+from lightning_rl.collect.checks import check_parts
+from lightning_rl.config.arguments import configurable
+from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.data.packing import (
     host_of,
     is_idle,
@@ -26,24 +25,22 @@ from lightning_rl.data.packing import (
     token_rows,
     without_idle,
 )
-from lightning_rl.dist import every_rank
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.gradients import accumulate
-from lightning_rl.hooks import call_hook
-from lightning_rl.hparams import save_primitive_hparams
-from lightning_rl.lightning_flags import refuse_flags, warn_of_flags
-from lightning_rl.metrics import TokenMetrics
-from lightning_rl.models.given import model_of
+from lightning_rl.learn.gradients import accumulate
+from lightning_rl.learn.own_loop import OwnLoop
+from lightning_rl.learn.precision import make_optimizer, use_our_precision
+from lightning_rl.learn.recording import save_primitive_hparams
 from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.pretrained import Loading
+from lightning_rl.models.pretrained import Loading, model_of
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.sharding import read_by_rank_zero, shard, whole
-from lightning_rl.own_loop import OwnLoop
-from lightning_rl.precision import make_optimizer, use_our_precision
 from lightning_rl.rollout import Rollout
-from lightning_rl.seeding import derived_seed, run_seed
+from lightning_rl.run.dist import every_rank
+from lightning_rl.run.hooks import call_hook, named_callbacks
+from lightning_rl.run.metrics import TokenMetrics
+from lightning_rl.run.seeding import derived_seed, run_seed
 
 LEAST_VALUE_LR = 1e-5
 """A critic's learning rate unless it is given one; verl's default."""
@@ -196,16 +193,13 @@ class PolicyModule(OwnLoop):
 
         The first hook that Lightning calls.
         """
-        from lightning_rl.callbacks.defaults import default_callbacks  # they import this module
-        from lightning_rl.callbacks.early_stopping import StopEarly
-
         refuse_flags(self.trainer)
         warn_of_flags(self.trainer)
         use_our_precision(self.trainer)
         if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             # It is meant in batches, which are limited too, but counts optimizer steps.
             self.trainer.fit_loop.epoch_loop.max_steps = -1
-        return [*StopEarly.where_needed(self.trainer), *default_callbacks(self.trainer)]
+        return named_callbacks("rl_callbacks", self.trainer)
 
     def configure_model(self) -> None:
         """Load the model (once); Lightning calls this under the strategy's own context."""

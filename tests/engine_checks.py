@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lightning_rl.collect.loop import run_async
 from lightning_rl.engines.base import Completion, Sampling
+from lightning_rl.run.loop import run_async
 from tests.tolerances import rounding
 
 LONG = [3 + i % 10 for i in range(70)]  # more than two cache blocks of 32 tokens

@@ -5,7 +5,7 @@ python -m tests.lightning_table            writes them into the page
 
 from pathlib import Path
 
-from lightning_rl.lightning_flags import CALLBACKS, TRAINER, Entry
+from lightning_rl.config.lightning_flags import CALLBACKS, TRAINER, Entry
 
 PAGE = Path(__file__).parents[1] / "docs" / "lightning.md"
 SECTIONS = {"flags": TRAINER, "callbacks": CALLBACKS}

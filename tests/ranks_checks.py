@@ -12,7 +12,6 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_rl import dist
 from lightning_rl.callbacks import (
     BatchGuard,
     IterationCheckpoint,
@@ -31,7 +30,8 @@ from lightning_rl.engines.base import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import GuardError
 from lightning_rl.module import PolicyModule
-from lightning_rl.replay.log import checksums
+from lightning_rl.rollouts.log import checksums
+from lightning_rl.run import dist
 
 
 class OnRankOne(BatchGuard):

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lightning_rl.callbacks import IterationCheckpoint, RLCallback
-from lightning_rl.collect.async_collector import AsyncCollector
+from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.errors import LightningRLError
 from tests.ranks_run import SharedEngine, adamw, fit, replaying, run_all, sharded
 

@@ -19,12 +19,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
-from lightning_rl import dist
 from lightning_rl.algos.advantages import GAE
 from lightning_rl.algos.correction import TokenTIS
 from lightning_rl.algos.kl import K3Penalty
-from lightning_rl.buffer.replay import ReplayBuffer
-from lightning_rl.buffer.samplers import Uniform
 from lightning_rl.callbacks import (
     Evaluate,
     HFExport,
@@ -38,16 +35,19 @@ from lightning_rl.callbacks import (
     WeightSync,
 )
 from lightning_rl.collect.filters import GroupFilter
+from lightning_rl.collect.replay_buffer import ReplayBuffer
+from lightning_rl.collect.samplers import Uniform
 from lightning_rl.data.curriculum import PassRateCurriculum
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.dist_fabric import FabricDDP
 from lightning_rl.engines.base import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
+from lightning_rl.learn.own_loop import FabricDDP
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.sharding import whole
 from lightning_rl.module import PolicyModule
+from lightning_rl.run import dist
 from tests.ranks_bare import bare_loop
 from tests.ranks_checks import guarded, replayed
 

@@ -15,8 +15,8 @@ from lightning_rl.callbacks import HFExport, RLCallback
 from lightning_rl.models.heads import SeparateValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.reference import FrozenReference
+from lightning_rl.models.sharding import ShardedStrategy
 from lightning_rl.module import PolicyModule
-from lightning_rl.strategies import ShardedStrategy
 from tests.ranks_run import fit, run_all
 
 

@@ -22,8 +22,8 @@ from lightning_rl import (
     WeightSync,
     pack_rollouts,
 )
+from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.errors import ConfigError
-from lightning_rl.loader import LazyLoader
 
 ITERATIONS = 2
 ALWAYS = ("32-true", "bf16-mixed")

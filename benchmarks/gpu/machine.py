@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from benchmarks.gpu.bench import Bench
-from lightning_rl.machine import cpu_model, driver_gpus, memory_bytes, usable_cores
+from lightning_rl.run.machine import cpu_model, driver_gpus, memory_bytes, usable_cores
 
 PACKAGES = [
     "torch",

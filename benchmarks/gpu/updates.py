@@ -17,10 +17,10 @@ from benchmarks.gpu.clock import begin_peak, counted_waits, give_back, peak_byte
 from benchmarks.gpu.made import adamw, model_of, rollouts_of, trainer_of
 from lightning_rl import PolicyModule, RLCallback, pack_rollouts
 from lightning_rl.algos.advantages import Advantage
+from lightning_rl.cli.memory_plan import Placement, training_memory
+from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import token_rows
 from lightning_rl.errors import PackMemoryError
-from lightning_rl.loader import LazyLoader
-from lightning_rl.memory_plan import Placement, training_memory
 from lightning_rl.models import policy as policy_code
 from lightning_rl.models.attention import PackLayout
 

@@ -1,13 +1,17 @@
-"""Agents: how one rollout comes about from a prompt and an engine."""
+"""Agents: how one rollout comes about from a prompt, an engine and perhaps an environment."""
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.engines.base import Engine, Sampling
-from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.engines.base import Completion, Engine, Sampling, request_seed
+from lightning_rl.rollout import Message, Prompt, Rollout, RolloutStatus
 
 
 class Agent(ABC):
@@ -46,3 +50,140 @@ class SingleTurn(Agent):
         aborted = completion.finish_reason == "abort" or not completion.token_ids
         rollout.status = RolloutStatus.ABORTED if aborted else RolloutStatus.COMPLETED
         return rollout
+
+
+def continuation_seed(seed: int, position: int) -> int:
+    """The seed of a request that goes on after ``position`` tokens of a completion; 63 bits.
+
+    At 0 it is the rollout's own, so that a first turn is what a single turn would have been. It
+    depends on nothing else, so a rollout that was interrupted between two turns ends as if it had
+    not been.
+    """
+    if position == 0:
+        return seed
+    key = f"{seed}/{position}".encode()
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+def room(rollout: Rollout, engine: Engine, sampling: Sampling) -> int:
+    """Tokens that may still follow; ``max_tokens`` counts all after the prompt, whoever's."""
+    budget = min(sampling.max_tokens, engine.max_length - len(rollout.prompt.token_ids))
+    return budget - len(rollout.token_ids)
+
+
+async def generate_turn(
+    rollout: Rollout, engine: Engine, sampling: Sampling, max_tokens: int, begun: int = 0
+) -> Completion:
+    """Let the model go on for at most ``max_tokens`` tokens, and append them as they come.
+
+    ``begun`` is the number of tokens that this turn has already, which count for ``min_tokens``.
+    """
+    least = min(max_tokens, max(0, sampling.min_tokens - begun))
+    completion = await engine.generate(
+        rollout.prompt.token_ids + rollout.token_ids,
+        replace(sampling, max_tokens=max_tokens, min_tokens=least),
+        continuation_seed(rollout.seed, len(rollout.token_ids)),
+    )
+    rollout.token_ids += completion.token_ids
+    rollout.loss_mask += [True] * len(completion.token_ids)
+    rollout.logprobs += completion.logprobs
+    rollout.versions += completion.versions
+    return completion
+
+
+def append_given(rollout: Rollout, token_ids: Sequence[int]) -> None:
+    """Append tokens that the model reads and did not write: no loss, no logprob, no version."""
+    rollout.token_ids += token_ids
+    rollout.loss_mask += [False] * len(token_ids)
+    rollout.logprobs += [0.0] * len(token_ids)
+    rollout.versions += [-1] * len(token_ids)
+
+
+def recorded_turns(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
+    """The turns that a rollout holds: the model's tokens, and the given ones after them.
+
+    Only the last turn's second list may be empty.
+    """
+    runs = [
+        [token for token, _ in run]
+        for _, run in groupby(
+            zip(rollout.token_ids, rollout.loss_mask, strict=True), key=lambda pair: pair[1]
+        )
+    ]
+    answers = runs[1::2] + [[]] * (len(runs) % 2)
+    return list(zip(runs[0::2], answers, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An environment's answer to one turn.
+
+    Args:
+        observation: what the model reads next: text, or chat messages; for a chat prompt, text
+            becomes one user message. A reply that is ``done`` is not read by anyone, and may leave
+            it out.
+        reward: paid for this turn; a rollout's ``environment_reward`` is the sum over its turns.
+        done: the rollout ends here.
+    """
+
+    observation: str | list[Message] = ""
+    reward: float = 0.0
+    done: bool = False
+
+
+class Environment(ABC):
+    """Answers the turns of one rollout: each rollout gets an object of its own, made from its row.
+
+    Whatever it raises marks that rollout FAILED, with the error kept, and the run goes on. It must
+    be deterministic for rollouts that are interrupted and resumed: it is then made anew and asked
+    to answer the recorded turns again, and must say the same. Draw at random from
+    ``random.Random(prompt.id)``, say.
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        """``prompt.columns`` holds the row's fields; further parameters are settings for YAML."""
+
+    @abstractmethod
+    def step(self, turn: str) -> Reply | Awaitable[Reply]:
+        """Answer the model's turn (text without special tokens); plain or ``async``.
+
+        All other rollouts wait while a plain one runs, so what waits itself should be ``async``.
+        """
+
+    def close(self) -> Any:
+        """Free what the rollout used, however it ended; plain or ``async``, called once."""
+
+
+EnvironmentFactory = Callable[[Prompt], Environment]
+"""An environment's class, or any callable that makes one from a prompt."""
+
+
+async def resolve(value: Any) -> Any:
+    """What a plain or an ``async`` method returned."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def new_rollouts(
+    prompts: Sequence[Prompt],
+    group_size: int,
+    sampling: Sampling,
+    seed: int,
+    iteration: int,
+    first_place: int = 0,
+) -> list[Rollout]:
+    """Empty rollouts, group by group, each with the seed that lets it be generated again.
+
+    ``first_place`` is the number of groups that were issued for the iteration before.
+    """
+    return [
+        Rollout(
+            prompt=prompt,
+            # A prompt drawn twice in one iteration makes two groups: tell them apart by place.
+            group_id=f"{iteration}/{place}/{prompt.id}",
+            sample_index=index,
+            seed=request_seed(seed, f"{place}/{prompt.id}", index, iteration),
+            **sampling.of_rollout(),
+        )
+        for place, prompt in enumerate(prompts, first_place)
+        for index in range(group_size)
+    ]

@@ -8,11 +8,19 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.agents.base import Agent
-from lightning_rl.agents.environment import Environment, EnvironmentFactory, Reply, resolve
+from lightning_rl.agents.base import (
+    Agent,
+    Environment,
+    EnvironmentFactory,
+    Reply,
+    append_given,
+    generate_turn,
+    recorded_turns,
+    resolve,
+    room,
+)
 from lightning_rl.agents.templates import TurnTemplate
-from lightning_rl.agents.turns import append_given, generate_turn, recorded_turns, room
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Message, Rollout, RolloutStatus

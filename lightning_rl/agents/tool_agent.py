@@ -7,12 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.agents.base import Agent
-from lightning_rl.agents.parsers import HermesParser, ParsedCall, ToolParser
+from lightning_rl.agents.base import Agent, append_given, generate_turn, room
 from lightning_rl.agents.templates import TurnTemplate, tool_reply
-from lightning_rl.agents.tools import Toolbox
-from lightning_rl.agents.turns import append_given, generate_turn, room
-from lightning_rl.arguments import configurable
+from lightning_rl.agents.tools import HermesParser, ParsedCall, Toolbox, ToolParser
+from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Message, Rollout, RolloutStatus

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from lightning_rl.agents.environment import Environment, Reply
-from lightning_rl.arguments import configurable
+from lightning_rl.agents.base import Environment, Reply
+from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Prompt

@@ -8,10 +8,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import token_rows
-from lightning_rl.dist import global_mean_std
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.run.dist import global_mean_std
 
 
 def group_means(rewards: Tensor, group: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.algos.kl import ratios, row_means, row_sums
 from lightning_rl.algos.losses import Metrics
-from lightning_rl.algos.ratios import ratios, row_means, row_sums
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 
 

@@ -1,14 +1,35 @@
-"""Keeping the policy near a reference: estimators, coefficients, and both put together."""
+"""What holds the update back: ratios of probabilities, KL penalties, entropy bonuses."""
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from lightning_rl.algos.ratios import LARGEST_LOG_RATIO
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_finite
+
+LARGEST_LOG_RATIO = 20.0
+"""In nats. exp(20) is 5e8: no ratio beyond it means anything, and exp(89) is infinite."""
+
+
+def ratios(log_ratio: Tensor) -> Tensor:
+    """exp of log ratios (M,), taken within ±20, as verl does; no gradient comes from beyond it."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def row_sums(values: Tensor, row: Tensor) -> Tensor:
+    """Sum of ``values`` (M,) over the tokens of each token's own rollout, shape (M,)."""
+    rows, inverse = row.unique(return_inverse=True)
+    return values.new_zeros(len(rows)).index_add(0, inverse, values)[inverse]
+
+
+def row_means(values: Tensor, row: Tensor) -> Tensor:
+    """Mean of ``values`` (M,) over the tokens of each token's own rollout, shape (M,)."""
+    _, inverse, counts = row.unique(return_inverse=True, return_counts=True)
+    return row_sums(values, row) / counts[inverse]
+
 
 # Schulman 2020, "Approximating KL divergence"; d = log p_ref - log p, all shapes (M,).
 
@@ -133,3 +154,45 @@ class K3Penalty(KLPenalty):
 
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         return k3(logprobs, ref_logprobs)
+
+
+@configurable
+@dataclass(frozen=True)
+class EntropyBonus:
+    """Adds ``coef`` times the entropy per token (nats) to the objective; may be negative.
+
+    Raises:
+        ConfigError: if ``coef`` is not finite.
+    """
+
+    coef: float = 0.001
+
+    def __post_init__(self) -> None:
+        require_finite(**{"entropy.coef": self.coef})
+
+    def at(self, iteration: int) -> float:
+        """The coefficient in an iteration; override for another schedule."""
+        return self.coef
+
+
+@configurable
+@dataclass(frozen=True)
+class LinearEntropyBonus(EntropyBonus):
+    """From ``coef`` to ``final`` over ``iterations`` iterations, then ``final``.
+
+    Raises:
+        ConfigError: if ``iterations`` is less than 1, or ``final`` is not finite.
+    """
+
+    final: float = 0.0
+    iterations: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_finite(**{"entropy.final": self.final})
+        if self.iterations < 1:
+            raise ConfigError(f"LinearEntropyBonus(iterations={self.iterations}) must be >= 1")
+
+    def at(self, iteration: int) -> float:
+        done = min(1.0, iteration / self.iterations)
+        return self.coef + (self.final - self.coef) * done

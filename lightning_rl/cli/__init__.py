@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         return _main(list(argv))
-    from lightning_rl.cli.leaving import run_to_the_end
+    from lightning_rl.cli.process import run_to_the_end
 
     return run_to_the_end(lambda: _main(sys.argv[1:]))
 
@@ -84,7 +84,7 @@ def _run(arguments: list[str]) -> int:
         meant = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"no command {command!r}{meant} (commands: {', '.join(COMMANDS)})")
     if command == "doctor":
-        from lightning_rl.doctor import main as doctor
+        from lightning_rl.cli.doctor import main as doctor
 
         return doctor()
     if command == "rollouts":
@@ -100,11 +100,11 @@ def _run(arguments: list[str]) -> int:
 
         return view(arguments[1:])
     _search_working_directory(arguments)
-    from lightning_rl.cli.noise import quiet
+    from lightning_rl.cli.process import quiet
 
     with quiet():
         if command == "replay":
-            from lightning_rl.cli.replay import main as replay
+            from lightning_rl.cli.rerun.command import main as replay
 
             return replay(arguments[1:])
         if command == "check" or (command == "fit" and "--dry_run" in arguments):

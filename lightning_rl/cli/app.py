@@ -8,13 +8,12 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Parameter
 
-import lightning_rl
 from lightning_rl.callbacks import (
     IterationCheckpoint,
     ReplayRecorder,
@@ -23,28 +22,61 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.callbacks.weight_sync import schedules
-from lightning_rl.checkpoint_io import VerifiedCheckpointIO, require_good
-from lightning_rl.checks import check_optimizer, check_sync
-from lightning_rl.cli.config_file import KeepConfigs
-from lightning_rl.cli.errors import check_sources, innermost
-from lightning_rl.cli.sources import read_sources
 from lightning_rl.cli.trust import require_trusted, require_trusted_classes, split_options
-from lightning_rl.configuration import flatten
+from lightning_rl.collect.checks import check_optimizer, check_sync
+from lightning_rl.config import names
+from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision
+from lightning_rl.config.mistakes import check_sources, innermost
+from lightning_rl.config.sources import read_sources
+from lightning_rl.config.table import config_files, flatten
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.dpo import DPOModule
 from lightning_rl.errors import CheckpointError, ConfigError
-from lightning_rl.lightning_flags import refuse_flags, refuse_precision
+from lightning_rl.learn.recording import RecordingModule
 from lightning_rl.module import PolicyModule
-from lightning_rl.offline import OfflineDataModule
-from lightning_rl.recording import RecordingModule
-from lightning_rl.resume import configured, going_on
-from lightning_rl.rundir import require_writable_dirs
-from lightning_rl.seeding import LARGEST_SEED, drawn_seed
-from lightning_rl.sft import SFTModule
+from lightning_rl.offline.dpo import DPOModule
+from lightning_rl.offline.recorded import OfflineDataModule
+from lightning_rl.offline.sft import SFTModule
+from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO, iteration_of, require_good
+from lightning_rl.run.disk import write_whole
+from lightning_rl.run.resume import configured, going_on, going_on_from
+from lightning_rl.run.rundir import require_writable_dirs, run_dir
+from lightning_rl.run.seeding import LARGEST_SEED, drawn_seed
+
+IGNORED = ("ckpt_path", "weights_only")
+
+
+class KeepConfigs(SaveConfigCallback):
+    """``config.yaml`` of the run; ``config_<n>.yaml`` if it goes on otherwise after iteration n."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        run_dir(trainer)  # on all ranks
+        super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        directory, source = run_dir(trainer), going_on_from(trainer)
+        path = directory / self.config_filename
+        config = self.config.clone()
+        config.pop("allow_changes", None)  # of this start alone; other commands do not know it
+        text = self.parser.dump(config, skip_unset=False)
+        inside = source is not None and directory.resolve() in source.resolve().parents
+        if source is not None and inside and path.exists():
+            iteration = iteration_of(source)
+            files = config_files(directory)
+            for number in [n for n in files if n > iteration]:
+                files.pop(number).unlink()  # what it led to is taken back
+            if _table(files[max(files)].read_text(encoding="utf-8")) == _table(text):
+                return
+            path = directory / f"config_{iteration}.yaml"
+        write_whole(path, text)
+
+
+def _table(text: str) -> dict[str, object]:
+    table = flatten(yaml.safe_load(text))
+    return {key: value for key, value in table.items() if key not in IGNORED}
+
 
 # Short class names work in YAML for what has been imported: all that is public.
-for _name in lightning_rl.__all__:
-    getattr(lightning_rl, _name)
+names.load_all()
 
 HELP = """\
 usage: lightning-rl {command} --config FILE [--config FILE ...] [--key value ...]
@@ -180,8 +212,8 @@ class RLCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        names = LightningCLI.subcommands()
-        kept = {name: names[name] for name in ("fit", "validate", "test")}
+        all_of_them = LightningCLI.subcommands()
+        kept = {name: all_of_them[name] for name in ("fit", "validate", "test")}
         return kept | {"rollout": {"model", "datamodule"}}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:

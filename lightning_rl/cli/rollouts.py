@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_rl.buffer.files import open_rollouts
-from lightning_rl.buffer.store import RolloutStore
 from lightning_rl.errors import ConfigError, DataError, require_at_least
+from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.rollouts.store import RolloutStore
 
 COLUMNS = (
     "id", "group_id", "prompt_id", "iteration", "version_min", "version_max", "reward", "status",

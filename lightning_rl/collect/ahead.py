@@ -1,4 +1,4 @@
-"""What collectors share that keep groups in flight from one batch to the next."""
+"""Collectors that keep groups in flight from one batch to the next."""
 
 import asyncio
 import math
@@ -6,12 +6,14 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from lightning_rl.collect.collector import Collector, CollectorStatus
-from lightning_rl.collect.loop import innermost
+from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.source import Group, GroupSource
+from lightning_rl.config.arguments import configurable
+from lightning_rl.engines.base import CollectorStatus
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.rollout import RolloutStatus
+from lightning_rl.run.loop import innermost
 
 
 class WorkingAhead(Collector):
@@ -237,3 +239,44 @@ class WorkingAhead(Collector):
 
 def _oldest_version(group: Group, default: int) -> int:
     return min((v for rollout in group for v in rollout.versions if v >= 0), default=default)
+
+
+@configurable
+class AsyncCollector(WorkingAhead):
+    """Keeps the engine busy while the trainer trains (AReaL, Fu et al. 2025, section 5.1).
+
+    Rollouts in flight when weights are synced go on with the new ones, and say for each token which
+    version wrote it. With ``max_staleness=0`` nothing is generated ahead: that is
+    ``SyncCollector``, but for the order of groups.
+
+    Args:
+        max_staleness: versions by which a token may be older than the policy that trains on it.
+        max_groups_in_flight: groups generated at the same time; None: as many as staleness allows.
+    """
+
+    works_between_batches = True
+
+    def __init__(self, max_staleness: int = 1, max_groups_in_flight: int | None = None) -> None:
+        super().__init__(max_staleness)
+        require_at_least(1, max_groups_in_flight=max_groups_in_flight)
+        self.max_groups_in_flight = max_groups_in_flight
+
+    def _allowance(self) -> int:
+        if self.max_groups_in_flight is None:
+            return 2**62
+        return self.max_groups_in_flight + len(self._done)
+
+
+class OneStepOffCollector(AsyncCollector):
+    """Generates the next batch while the trainer trains on this one (one-step off-policy).
+
+    Weights change only when that batch is done, so every rollout is of a single version, exactly
+    one behind from the second iteration on (Noukhovitch et al. 2024, "Asynchronous RLHF").
+    """
+
+    def __init__(self) -> None:
+        super().__init__(max_staleness=1)
+
+    async def before_sync(self) -> None:
+        while self._running and self._failure is None:
+            await asyncio.wait(list(self._running))

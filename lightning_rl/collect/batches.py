@@ -1,21 +1,21 @@
-"""RolloutBatches: batch after batch of graded groups that the filters keep."""
+"""RolloutBatches: batch after batch of graded groups that the filters keep, on all ranks."""
 
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_rl import dist
 from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.filters import GroupFilter
-from lightning_rl.collect.loop import background_loop, run_async
 from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.collect.source import Group, GroupSource
-from lightning_rl.engines.status import RunState
+from lightning_rl.collect.source import GroupSource
+from lightning_rl.engines.base import RunState, Sampling, feeds
 from lightning_rl.errors import FilterError
-from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
+from lightning_rl.run import dist
+from lightning_rl.run.loop import background_loop, run_async
 
 
 @dataclass
@@ -204,3 +204,45 @@ class RolloutBatches:
             TimeoutError: if something blocks the loop for longer than ``timeout`` seconds.
         """
         run_async(self.collector.close(), timeout)
+
+
+def collect_share(batches: RolloutBatches, iteration: int) -> Collection:
+    """This rank's share of an iteration's groups; what fails on one rank fails on all."""
+    engine = batches.pipeline.engine
+    with dist.every_rank():
+        collection = batches.collect(iteration) if feeds(engine) else Collection()
+    if engine.serves_all_ranks:
+        collection.kept = dist.deal(collection.kept)
+        return collection
+    # Filters make ranks draw more or fewer prompts. A curriculum needs all to go on from one place.
+    batches.catch_up(int(dist.largest(batches.source.drawn)))
+    return collection
+
+
+def complete_together(
+    pipeline: RolloutPipeline, groups: Sequence[Group], sampling: Sampling
+) -> list[Group]:
+    """Generate and grade groups that all ranks have, sharing the work; all get all of them."""
+    engine = pipeline.engine
+    if engine.serves_all_ranks:
+        share = list(groups) if feeds(engine) else []
+    else:
+        share = dist.mine(groups)
+    with dist.every_rank():
+        if feeds(engine):
+            pipeline.complete(share, sampling)
+    return dist.interleaved(dist.gather(share))
+
+
+def of_all_ranks(groups: list[Group]) -> list[Group]:
+    """Every rank's groups in the order of their places, as statistics need them.
+
+    On several ranks without logprobs, and of prompts only the id: less to send.
+    """
+    if dist.world_size() == 1:
+        return groups
+    light = [
+        [replace(r, prompt=Prompt(r.prompt.id, "", []), logprobs=[]) for r in group]
+        for group in groups
+    ]
+    return dist.interleaved(dist.gather(light))

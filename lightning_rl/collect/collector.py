@@ -3,45 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from lightning_rl.arguments import configurable
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.source import Group, GroupSource
-from lightning_rl.engines.status import RunState
+from lightning_rl.config.arguments import configurable
+from lightning_rl.engines.base import CollectorStatus
 from lightning_rl.errors import require_at_least
 from lightning_rl.rollout import Rollout, RolloutStatus
-
-
-@dataclass(frozen=True, slots=True)
-class CollectorStatus:
-    """What a schedule of weight syncs may know of a collector, between two batches.
-
-    ``in_flight`` and ``done`` are groups, ``wanted`` how many a batch takes; ``may_issue`` tells
-    whether more may be generated with the engine's present weights; ``used_up``, that the next
-    batch may train on nothing that these write, and waits for new ones; ``closed``, that it has not
-    begun, or has ended.
-    """
-
-    in_flight: int = 0
-    done: int = 0
-    wanted: int = 0
-    may_issue: bool = False
-    used_up: bool = True
-    closed: bool = False
-
-    @property
-    def state(self) -> RunState:
-        """Running while groups are, or may be, generated; waiting if that takes new weights."""
-        if self.closed:
-            return RunState.STOPPED
-        return RunState.RUNNING if self.in_flight or self.may_issue else RunState.WAITING
-
-    @property
-    def ready(self) -> bool:
-        """New weights would come at a good moment: a batch is done, or nothing is being done."""
-        return self.done >= self.wanted or self.in_flight == 0 or not self.may_issue
 
 
 class Collector(ABC):

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
-from lightning_rl.arguments import configurable
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.source import Group, GroupSource
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Prompt, RolloutStatus
 

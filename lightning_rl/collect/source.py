@@ -4,47 +4,13 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
-from lightning_rl.dist import dealt_anew
-from lightning_rl.engines.base import Sampling, request_seed
-from lightning_rl.rollout import Group, Prompt, Rollout
-
-
-class Prompts(Protocol):
-    """Draws prompts without end; a ``PromptDataset``."""
-
-    def draw(self, count: int, /) -> list[Prompt]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Any, /) -> None: ...
-
-
-def new_rollouts(
-    prompts: Sequence[Prompt],
-    group_size: int,
-    sampling: Sampling,
-    seed: int,
-    iteration: int,
-    first_place: int = 0,
-) -> list[Rollout]:
-    """Empty rollouts, group by group, each with the seed that lets it be generated again.
-
-    ``first_place`` is the number of groups that were issued for the iteration before.
-    """
-    return [
-        Rollout(
-            prompt=prompt,
-            # A prompt drawn twice in one iteration makes two groups: tell them apart by place.
-            group_id=f"{iteration}/{place}/{prompt.id}",
-            sample_index=index,
-            seed=request_seed(seed, f"{place}/{prompt.id}", index, iteration),
-            **sampling.of_rollout(),
-        )
-        for place, prompt in enumerate(prompts, first_place)
-        for index in range(group_size)
-    ]
+from lightning_rl.agents.base import new_rollouts
+from lightning_rl.data.prompts import Prompts
+from lightning_rl.engines.base import Sampling
+from lightning_rl.rollout import Group, Prompt
+from lightning_rl.run.dist import dealt_anew
 
 
 class GroupSource:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.sources import prompts_of
 from lightning_rl.errors import ConfigError, DataError, require_finite

@@ -4,15 +4,15 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import Message, Prompt, Rollout
-from lightning_rl.seeding import derived_seed, run_seed
+from lightning_rl.run.seeding import derived_seed, run_seed
 
 Row = dict[str, Any]
 
@@ -276,3 +276,13 @@ def _digest(rows: Iterable[Row]) -> str:
         text = json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__)
         digest.update(text.encode())
     return digest.hexdigest()
+
+
+class Prompts(Protocol):
+    """Draws prompts without end; a ``PromptDataset``."""
+
+    def draw(self, count: int, /) -> list[Prompt]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any, /) -> None: ...

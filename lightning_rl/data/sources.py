@@ -1,14 +1,18 @@
-"""Where prompts come from: files, datasets folders, or Python."""
+"""Where prompts come from: files, datasets folders, or Python; also the same ones again."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.arguments import configurable
-from lightning_rl.data.prompts import PromptDataset
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.data.prompts import PromptDataset, Prompts
 from lightning_rl.errors import DataError
+from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 
 
 def _existing(path: str | Path, what: str) -> Path:
@@ -177,3 +181,80 @@ _KINDS: dict[str, type[JSONLPrompts | ParquetPrompts]] = {
     ".jsonl": JSONLPrompts,
     ".parquet": ParquetPrompts,
 }
+
+
+class RepeatedPrompts:
+    """The first ``period`` prompts that a data set draws, over and over.
+
+    With n x ``groups_per_iteration`` of them, iteration i has the prompts of iteration i mod n.
+
+    Args:
+        prompts: where they come from.
+        period: how many.
+    """
+
+    def __init__(self, prompts: Prompts, period: int) -> None:
+        self._prompts = prompts
+        self._period = period
+        self._kept: list[Prompt] = []
+        self._place = 0
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next ``count`` of them."""
+        drawn = []
+        for _ in range(count):
+            if self._place == len(self._kept) < self._period:
+                self._kept += self._prompts.draw(1)
+            drawn.append(self._kept[self._place])
+            self._place = (self._place + 1) % self._period
+        return drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        """The data set's own, with what is repeated; primitives only."""
+        kept = [asdict(prompt) for prompt in self._kept]
+        return self._prompts.state_dict() | {"repeated": kept, "repeated_place": self._place}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken; one of a run without repetition begins to repeat."""
+        self._prompts.load_state_dict(state)
+        self._kept = [Prompt(**record) for record in state.get("repeated", [])][: self._period]
+        self._place = state.get("repeated_place", 0) % self._period
+
+
+def supervised_rollout(
+    prompt: Prompt, completion_column: str, tokenizer: PreTrainedTokenizerBase
+) -> Rollout:
+    """A given completion as a rollout that the policy is to imitate.
+
+    A string is tokenised and gets the end token; a list of token ids is taken as it is.
+
+    Raises:
+        DataError: if the row has no completion.
+    """
+    given = prompt.columns.get(completion_column)
+    if isinstance(given, str):
+        token_ids = tokenizer(given, add_special_tokens=False)["input_ids"]
+        token_ids = [*token_ids, tokenizer.eos_token_id]
+    elif isinstance(given, list) and given and all(isinstance(t, int) for t in given):
+        token_ids = given
+    else:
+        raise DataError(
+            f"row {prompt.id}: {completion_column!r} must be a string or a list of token ids, got "
+            f"{given!r:.80}; name the column that holds the completion"
+        )
+    return Rollout(
+        prompt=prompt,
+        group_id=prompt.id,
+        sample_index=0,
+        seed=0,
+        temperature=1.0,
+        token_ids=token_ids,
+        loss_mask=[True] * len(token_ids),
+        logprobs=[0.0] * len(token_ids),
+        versions=[-1] * len(token_ids),
+        completion=given if isinstance(given, str) else tokenizer.decode(given),
+        status=RolloutStatus.COMPLETED,
+        finish_reason="stop",
+        reward=0.0,
+        expert=True,
+    )

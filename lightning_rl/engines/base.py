@@ -3,8 +3,9 @@
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,11 +13,69 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rl.arguments import configurable
-from lightning_rl.engines.status import ReplicaStatus, RunState
-from lightning_rl.engines.structured import StructuredOutputs
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
 from lightning_rl.rollout import SAMPLED_BY
+from lightning_rl.run import dist
+
+
+class RunState(StrEnum):
+    """What a part of a run is doing.
+
+    ``RUNNING``: its work. ``WAITING``: for another part: the trainer for rollouts or a push, the
+    collector for new weights, a replica for the end of a pause or for the weights that the others
+    hold. ``STOPPED``: nothing, and nothing is to come: not begun yet, over, or dead.
+    """
+
+    RUNNING = "running"
+    WAITING = "waiting"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One process of an engine: its name, state, the version of its weights, requests in flight."""
+
+    name: str
+    state: RunState
+    version: int
+    in_flight: int
+
+
+@configurable
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """A form that completions are held to, token by token; one of these, as vLLM names them.
+
+    Args:
+        choice: one of these texts.
+        regex: what matches this regular expression.
+        json: a JSON value that fits this JSON schema (a mapping, or its text).
+        grammar: a word of this context-free grammar, in EBNF.
+
+    Raises:
+        ConfigError: unless exactly one is given.
+    """
+
+    choice: list[str] | None = None
+    regex: str | None = None
+    json: dict[str, Any] | str | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = self.as_dict()
+        if len(given) != 1:
+            raise ConfigError(
+                f"structured_outputs has {sorted(given) or 'nothing'}; give exactly one of choice, "
+                "regex, json and grammar"
+            )
+        if self.choice == []:
+            raise ConfigError("structured_outputs.choice=[] allows nothing; list the choices")
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is given, under the names of vLLM's ``StructuredOutputsParams``."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this, with a warning."""
@@ -320,3 +379,63 @@ class Engine(ABC):
                 f"engine's {self.max_length} tokens; lower max_tokens or max_prompt_tokens, or "
                 "raise the engine's max_model_len if the model allows more"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class CollectorStatus:
+    """What a schedule of weight syncs may know of a collector, between two batches.
+
+    ``in_flight`` and ``done`` are groups, ``wanted`` how many a batch takes; ``may_issue`` tells
+    whether more may be generated with the engine's present weights; ``used_up``, that the next
+    batch may train on nothing that these write, and waits for new ones; ``closed``, that it has not
+    begun, or has ended.
+    """
+
+    in_flight: int = 0
+    done: int = 0
+    wanted: int = 0
+    may_issue: bool = False
+    used_up: bool = True
+    closed: bool = False
+
+    @property
+    def state(self) -> RunState:
+        """Running while groups are, or may be, generated; waiting if that takes new weights."""
+        if self.closed:
+            return RunState.STOPPED
+        return RunState.RUNNING if self.in_flight or self.may_issue else RunState.WAITING
+
+    @property
+    def ready(self) -> bool:
+        """New weights would come at a good moment: a batch is done, or nothing is being done."""
+        return self.done >= self.wanted or self.in_flight == 0 or not self.may_issue
+
+
+def feeds(engine: Engine) -> bool:
+    """Whether this rank gives work and weights to the engine."""
+    return dist.rank() == 0 or not engine.serves_all_ranks
+
+
+def checked(
+    weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, torch.Size]
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass weights on, one by one, if they are the engine's.
+
+    Raises:
+        IncompleteWeightsError: naming one that is unknown, of another shape, or left out.
+    """
+    seen = set()
+    for name, weight in weights:
+        if name not in expected or weight.shape != expected[name]:
+            shape = tuple(expected[name]) if name in expected else "none of that name"
+            raise IncompleteWeightsError(
+                f"the push brings {name!r} of shape {tuple(weight.shape)}, the engine's is "
+                f"{shape}; is its model the trainer's?"
+            )
+        seen.add(name)
+        yield name, weight
+    if missing := sorted(expected.keys() - seen):
+        raise IncompleteWeightsError(
+            f"the push left out {len(missing)} of the engine's weights, first {missing[0]!r}; is "
+            "its model the trainer's?"
+        )

@@ -12,9 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.arguments import configurable
-from lightning_rl.engines.ray_actor import RayActor
-from lightning_rl.engines.ray_replica import RayReplica
+from lightning_rl.config.arguments import configurable
+from lightning_rl.engines.ray_replica import RayActor, RayReplica
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.vllm_process import last_line

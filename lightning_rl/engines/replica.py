@@ -28,7 +28,7 @@ class Replica(ABC):
     """One of an engine's processes. Its methods run in the background event loop.
 
     The weight methods are vLLM's weight-transfer API, with the backend that
-    :mod:`lightning_rl.engines.vllm_worker` registers.
+    :mod:`lightning_rl.sync.vllm_worker` registers.
     """
 
     can_restart: bool

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_rl.collect.loop import run_async
-from lightning_rl.engines.base import Completion, Engine, Sampling
+from lightning_rl.config import names
+from lightning_rl.engines.base import Completion, Engine, ReplicaStatus, RunState, Sampling
 from lightning_rl.engines.replica import Replica, ReplicaLost
-from lightning_rl.engines.status import ReplicaStatus, RunState
 from lightning_rl.engines.vllm_adapter import weight_shapes
 from lightning_rl.errors import EngineError, ReplicaError, require_at_least
+from lightning_rl.run.loop import run_async
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 4
@@ -253,10 +253,9 @@ class ReplicatedEngine(Engine):
     # ---------------------------------------------------------------- weights
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        # A push through memory, for those who use an engine without a transport.
-        from lightning_rl.sync.memory import MemoryTransport
-
-        transport = MemoryTransport()
+        # A push through memory, for those who use an engine without a transport. Transports know
+        # engines, not the other way round: so by its name.
+        transport = names.public("MemoryTransport")()
         transport.connect(self)
         try:
             transport.push(weights, version)

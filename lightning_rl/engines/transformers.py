@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import (
     Completion,
     Engine,
     Sampling,
+    checked,
     fail,
 )
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.sampling import end_tokens
-from lightning_rl.sync.buckets import checked
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.arguments import configurable
-from lightning_rl.engines.base import Completion, Sampling, fail
+from lightning_rl.config.arguments import configurable
+from lightning_rl.engines.base import Completion, Sampling, checked, fail
 from lightning_rl.engines.vllm_adapter import (
     Request,
     add_request,
@@ -32,7 +32,6 @@ from lightning_rl.engines.vllm_process import (
 )
 from lightning_rl.engines.vllm_settings import EngineSettings, VLLMEngine, require_one_device
 from lightning_rl.errors import ConfigError, EngineError, StaleWeightsError
-from lightning_rl.sync.buckets import checked
 
 _LONGEST_STEP_S = 10.0
 """That closing waits for; one that hangs must not keep a run from ending."""

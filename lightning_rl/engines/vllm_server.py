@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.http_replica import HTTPReplica
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
@@ -16,7 +16,7 @@ from lightning_rl.engines.server_process import ServerProcess, free_port
 from lightning_rl.engines.vllm_settings import EngineSettings, VLLMEngine
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 
-_WORKER = "lightning_rl.engines.vllm_worker"
+_WORKER = "lightning_rl.sync.vllm_worker"
 SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
 OUR_TRANSFER = "lightning_rl"
 """The weight transfer that most transports go by; ``options`` may name one of vLLM's own."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from lightning_rl import dist
 from lightning_rl.engines.base import Engine, require_dtype
 from lightning_rl.errors import ConfigError
+from lightning_rl.run import dist
 
 _log = logging.getLogger(__name__)
 

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION, PackLayout
-from lightning_rl.models.given import model_of
-from lightning_rl.models.penalties import Penalties
-from lightning_rl.models.pretrained import PLAIN
-from lightning_rl.models.sampling import SampledBy, sampled_by, sampled_logits
-from lightning_rl.models.skeleton import skeleton, without_weights
+from lightning_rl.models.pretrained import PLAIN, model_of, skeleton, without_weights
+from lightning_rl.models.sampling import Penalties, SampledBy, sampled_by, sampled_logits
 
 # Elements of one chunk of fp32 logits: 64 MiB, whatever the vocabulary.
 CHUNK_ELEMENTS = 1 << 24

@@ -1,7 +1,7 @@
 """LoRA through peft: train small adapters, push them or merged weights, export the latter."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.models.lora_options import options_of, require_mergeable
 from lightning_rl.models.sharding import whole
 
 ADAPTER = "default"
@@ -210,3 +209,71 @@ def _adapted(lm: PreTrainedModel) -> dict[str, Any]:
     """Layers with an adapter, by the names that they had without."""
     modules = lm.named_modules()
     return {name: module for name, module in modules if hasattr(module, "get_delta_weight")}
+
+
+MERGED = (
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "modules_to_save",
+    "bias",
+    "fan_in_fan_out",
+    "init_lora_weights",
+    "lora_dropout",
+)
+_KEEP_BASE = (True, False, "gaussian", "orthogonal")
+"""Ways to initialise adapters that leave the model's own weights as they are."""
+_OUR_NAMES = {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modules"}
+_NO_SETTINGS = {
+    "task_type",
+    "peft_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+}
+"""What peft keeps in a configuration that changes nothing in training."""
+
+
+def require_mergeable(options: Mapping[str, Any]) -> None:
+    """Check options for ``peft.LoraConfig``.
+
+    Raises:
+        ConfigError: naming the first that cannot be used, and why.
+    """
+    for name, value in options.items():
+        place = f"lora.options.{name}={value!r}"
+        if name in _OUR_NAMES:
+            raise ConfigError(f"{place}: set lora.{_OUR_NAMES[name]} instead")
+        if name not in MERGED:
+            raise ConfigError(
+                f"{place} cannot be merged into the weights that engines get, or is no option of "
+                f"peft.LoraConfig; there are {', '.join(MERGED)}"
+            )
+    if options.get("lora_dropout"):
+        raise ConfigError(
+            f"lora.options.lora_dropout={options['lora_dropout']}: the trainer's logprobs would "
+            "differ at random from the engine's on the same weights; leave it out"
+        )
+    if (start := options.get("init_lora_weights", True)) not in _KEEP_BASE:
+        raise ConfigError(
+            f"lora.options.init_lora_weights={start!r} changes the model's own weights; choose "
+            "true, false, gaussian or orthogonal"
+        )
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """What a ``peft.LoraConfig`` sets beside rank, alpha and layers."""
+    options = {}
+    for f in fields(config):
+        if f.name in _OUR_NAMES or f.name in _NO_SETTINGS:
+            continue
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        if (value := getattr(config, f.name)) != default:
+            options[f.name] = value
+    return options

@@ -13,22 +13,21 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import host_of, token_rows, with_host
-from lightning_rl.dist import rank
 from lightning_rl.errors import ConfigError
-from lightning_rl.memory import each_pack
-from lightning_rl.models import compiling
-from lightning_rl.models.attention import ATTENTION, build_layout
-from lightning_rl.models.given import model_of
+from lightning_rl.models import policy as compiling
+from lightning_rl.models.attention import ATTENTION, build_layout, packed_attention
 from lightning_rl.models.heads import ValueHead, token_logprobs
 from lightning_rl.models.lora import (
     LoRA,
@@ -37,18 +36,26 @@ from lightning_rl.models.lora import (
     base_weights,
     merged_weights,
 )
+from lightning_rl.models.memory import each_pack
 from lightning_rl.models.parity import require_exact_packing
-from lightning_rl.models.penalties import penalties_of
-from lightning_rl.models.pretrained import PLAIN, Loading, has_code_of_its_own, read_tokenizer
-from lightning_rl.models.sampling import end_tokens, settings_in_use
+from lightning_rl.models.pretrained import (
+    PLAIN,
+    Loading,
+    has_code_of_its_own,
+    model_of,
+    read_tokenizer,
+    skeleton,
+    without_weights,
+)
+from lightning_rl.models.sampling import end_tokens, penalties_of, settings_in_use
 from lightning_rl.models.sharding import whole
-from lightning_rl.models.skeleton import skeleton, without_weights
 from lightning_rl.models.soundness import (
     require_complete,
     require_embedded,
     require_finite,
     require_sound,
 )
+from lightning_rl.run.dist import rank
 
 
 class Scores(NamedTuple):  # in which FSDP finds the tensors that a backward pass begins with
@@ -380,3 +387,15 @@ def _disable_dropout(lm: PreTrainedModel) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+def compile_layers(lm: PreTrainedModel) -> None:
+    """Compile each layer of ``lm`` but its attention, in place; weights keep their names.
+
+    Shapes are dynamic, so that packs of any size run what the first one compiled. Attention loops
+    over buckets whose number changes with every pack, and would be compiled anew each time.
+    """
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
+    for module in lm.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(dynamic=True)

@@ -1,17 +1,42 @@
-"""How a pretrained model's files are read: code of its own, a revision, a processor."""
+"""How a pretrained model is read: from files, or as given; with its weights, or as a skeleton."""
 
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+import torch
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import cached_file
 
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.refused import REFUSED
+
+REFUSED = {
+    "attn_implementation": "packed rollouts are computed by an attention of the library's own, "
+    "which takes a fused kernel where there is one",
+    "dtype": "master weights stay in float32; trainer.precision decides what computes",
+    "torch_dtype": "master weights stay in float32; trainer.precision decides what computes",
+    "device_map": "the Trainer's strategy decides where weights are",
+    "quantization_config": "quantised weights can neither be trained nor pushed to an engine",
+    "load_in_4bit": "quantised weights can neither be trained nor pushed to an engine",
+    "load_in_8bit": "quantised weights can neither be trained nor pushed to an engine",
+    "trust_remote_code": "it is a key of its own, beside model_kwargs",
+    "config": "name the settings of the configuration themselves, such as rope_theta",
+    "state_dict": "weights come from the model's files",
+}
+
 
 _OF_FILES = ("revision", "code_revision", "subfolder", "cache_dir", "token", "local_files_only")
 """Where files are, which tokenizers and processors want to know too."""
@@ -127,3 +152,87 @@ def with_chat_variables(
         rendered = partial(tokenizer.apply_chat_template, **chat_template_kwargs)
         tokenizer.apply_chat_template = rendered
     return tokenizer
+
+
+class GivenModel(str):
+    """The directory of a copy, which is removed with the last object that refers to it."""
+
+    directory: TemporaryDirectory[str]
+
+    def __deepcopy__(self, memo: Any) -> "GivenModel":
+        return self
+
+
+def model_of(value: Any) -> Any:
+    """A directory for a model object, or a pair of model and tokenizer; a name as it is.
+
+    Trainer, engine, reference and export each load what they need from there. The object itself is
+    not trained. Without a tokenizer the one of the model's ``name_or_path`` is taken.
+
+    Raises:
+        ConfigError: if a copy would not be the same model, or there is no tokenizer.
+    """
+    pair = isinstance(value, tuple | list) and len(value) == 2
+    lm, tokenizer = value if pair else (value, None)
+    if not isinstance(lm, nn.Module):
+        return value
+    _require_plain(lm)
+    copy = TemporaryDirectory(prefix="lightning_rl_model_")
+    cast(PreTrainedModel, lm).save_pretrained(copy.name)
+    (_tokenizer_of(lm) if tokenizer is None else tokenizer).save_pretrained(copy.name)
+    given = GivenModel(copy.name)
+    given.directory = copy
+    return given
+
+
+def _require_plain(lm: nn.Module) -> None:
+    """Refuse what ``from_pretrained`` would not give back."""
+    kind = type(lm).__name__
+    if not isinstance(lm, PreTrainedModel):
+        raise ConfigError(
+            f"model: expected a directory, a hub name or a transformers PreTrainedModel, got "
+            f"{kind}; of a peft model give merge_and_unload(), or train adapters by lora=LoRA()"
+        )
+    if getattr(lm, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"model: this {kind} carries an adapter; give the model without, and lora=LoRA() to "
+            "train one"
+        )
+    usual = AutoModelForCausalLM._model_mapping.get(type(lm.config), None)
+    if type(lm) is not usual:
+        raise ConfigError(
+            f"model: {kind} is not what AutoModelForCausalLM makes of a {type(lm.config).__name__}"
+            + (f" ({usual.__name__})" if usual else "")
+            + "; register it there, or give another model"
+        )
+
+
+def _tokenizer_of(lm: PreTrainedModel) -> Any:
+    name = lm.config.name_or_path
+    try:
+        if not name:
+            raise ValueError("it was made from a configuration")
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model: there is no tokenizer for this {type(lm).__name__} (name_or_path={name!r}: "
+            f"{str(error).strip().splitlines()[0]}); give both: model=(model, tokenizer)"
+        ) from error
+
+
+def without_weights() -> bool:
+    """Whether what is built now is to have shapes only (``with torch.device("meta"):``)."""
+    return torch.get_default_device().type == "meta"
+
+
+def skeleton(
+    config: PretrainedConfig,
+    loading: Loading,
+    attention: str,
+    kind: type[AutoModel] | type[AutoModelForCausalLM] = AutoModelForCausalLM,
+) -> PreTrainedModel:
+    """The parameters that ``from_pretrained`` would give, in float32, on the meta device."""
+    made: PreTrainedModel = kind.from_config(
+        config, attn_implementation=attention, trust_remote_code=loading.trust_remote_code
+    )
+    return made.float()

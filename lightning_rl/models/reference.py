@@ -7,11 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.given import model_of
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.pretrained import Loading
+from lightning_rl.models.pretrained import Loading, model_of
 
 
 class Reference(nn.Module, ABC):

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -18,8 +21,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_rl.dist import every_rank, rank, take_from_rank_zero
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
+from lightning_rl.run.dist import every_rank, rank, take_from_rank_zero
 
 
 def mixed_precision(precision: str) -> MixedPrecisionPolicy:
@@ -154,3 +158,50 @@ def _end_scoring(module: nn.Module, inputs: object, output: object) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor in full, gathered by all ranks together; another one as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@configurable
+class ShardedStrategy(ModelParallelStrategy):
+    """Weights, gradients and the optimizer's state are shared out among all processes (FSDP2).
+
+    What ``ModelParallelStrategy`` does with as many data-parallel processes as there are; it can be
+    used as well, but for ``cpu_offload``. With ``precision: bf16-mixed`` weights are gathered in
+    bfloat16, gradients summed and weights trained in float32.
+
+    Args:
+        cpu_offload: keep shards of weights, gradients and the optimizer's state in host memory, and
+            step there; a GPU then holds what is gathered and activations. Slow.
+        save_distributed_checkpoint: each process writes its share into a folder; False: rank 0
+            writes one file.
+        timeout: of collectives.
+    """
+
+    def __init__(
+        self,
+        cpu_offload: bool = False,
+        save_distributed_checkpoint: bool = False,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            timeout=timeout,
+        )
+        self.cpu_offload = cpu_offload
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        if self.cpu_offload and self.root_device.type == "cuda":
+            # Norms and gathered weights of what is kept on the host travel by gloo.
+            self._process_group_backend = "cpu:gloo,cuda:nccl"
+        super().setup_environment()
+
+    def model_to_device(self) -> None:
+        """All but the shards that stay on the host."""
+        if not self.cpu_offload:
+            super().model_to_device()
+            return
+        assert self.model is not None
+        for name, buffer in list(self.model.named_buffers()):
+            owner, _, leaf = name.rpartition(".")
+            setattr(self.model.get_submodule(owner), leaf, buffer.to(self.root_device))

@@ -1,4 +1,4 @@
-"""Is a model directory whole? Found out from its files, before an engine starts or memory fills."""
+"""Weights that are whole and finite: found out from files, and before they are saved or pushed."""
 
 import json
 import re
@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, NonFiniteWeightsError
+from lightning_rl.run.dist import any_rank
 
 _WEIGHTS = "*.safetensors"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "sentencepiece*", "*.tiktoken")
@@ -157,3 +159,36 @@ def _file_of(model: str, name: str | None = None) -> str:
 
 def _where(model: str, file: str) -> str:
     return str(Path(model) / file) if Path(model).is_dir() else f"the tokenizer of {model}"
+
+
+ADVICE = (
+    "an update made them so: lower the learning rate or max_grad_norm, and go on from the last "
+    "checkpoint, which is good"
+)
+
+
+def non_finite(module: nn.Module) -> str | None:
+    """The first parameter that is not finite, on this rank: of sharded ones, its own part."""
+    for name, parameter in module.named_parameters():
+        part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not is_finite(part):
+            return name
+    return None
+
+
+def require_finite_weights(module: nn.Module, doing: str) -> None:
+    """Check all weights, on every rank, in one pass over them.
+
+    Args:
+        module: whose parameters.
+        doing: what would be done with them, for the message: "saved as ...".
+
+    Raises:
+        NonFiniteWeightsError: on all ranks, if any weight of any rank is NaN or infinite.
+    """
+    found = non_finite(module)
+    if any_rank(found is not None):
+        raise NonFiniteWeightsError(
+            f"the trainer's weights are NaN or infinite ({found or 'on another rank'}), so they "
+            f"are not {doing}; {ADVICE}"
+        )

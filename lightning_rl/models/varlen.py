@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_rl.fallbacks import fell_back
+from lightning_rl.run.dist import fell_back
 
 CAUSAL = (-1, 0)  # the kernel's window: any number of tokens to the left, none to the right
 LARGEST_HEAD = 256

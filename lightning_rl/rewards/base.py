@@ -8,16 +8,18 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from lightning_rl.arguments import configurable
-from lightning_rl.collect.loop import note_progress, run_async
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import AgentError, ConfigError, RewardError, require_finite
-from lightning_rl.rewards.calling import Calls
-from lightning_rl.rewards.calling import RewardFailure as RewardFailure
-from lightning_rl.rewards.calling import RewardFunction as RewardFunction
-from lightning_rl.rewards.calling import is_async as is_async
-from lightning_rl.rewards.calling import reward_name as reward_name
+from lightning_rl.rewards.calling import (
+    Calls,
+    RewardFailure as RewardFailure,
+    RewardFunction as RewardFunction,
+    is_async as is_async,
+    reward_name as reward_name,
+)
 from lightning_rl.rewards.log import RewardLog, TrainerState, mean
 from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.run.loop import note_progress, run_async
 
 LARGEST_REWARD = 1e6
 """Batches hold rewards in float32, which beyond this no longer tells differences of 0.1."""

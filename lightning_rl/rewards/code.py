@@ -6,7 +6,7 @@ import secrets
 from types import CodeType
 from typing import Any
 
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.rewards.base import RewardFailure
 from lightning_rl.rewards.per_sample import Score
 from lightning_rl.rewards.pool import Isolated

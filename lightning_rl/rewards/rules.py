@@ -1,6 +1,6 @@
 """Ready-made rewards."""
 
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 
 
@@ -31,3 +31,22 @@ class OverlongPenalty:
     def __call__(self, completion_ids: list[list[int]]) -> list[float]:
         allowed = self.max_tokens - self.buffer
         return [-min(1.0, max(0.0, (len(ids) - allowed) / self.buffer)) for ids in completion_ids]
+
+
+class EnvironmentReward:
+    """What the environment of each rollout paid, summed over its turns.
+
+    Raises:
+        ConfigError: when called for rollouts of an agent that has no environment.
+    """
+
+    def __init__(self) -> None:
+        self.__name__ = "environment"
+
+    def __call__(self, environment_rewards: list[float | None]) -> list[float]:
+        if None in environment_rewards:
+            raise ConfigError(
+                "EnvironmentReward needs an agent with an environment, which this one has not; set "
+                "data.agent, e.g. to MultiTurn, or name another reward"
+            )
+        return [reward for reward in environment_rewards if reward is not None]

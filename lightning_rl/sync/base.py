@@ -6,11 +6,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_rl.collect.loop import run_async
-from lightning_rl.collect.ranks import feeds
-from lightning_rl.engines.base import Engine
+from lightning_rl.engines.base import Engine, feeds
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy
+from lightning_rl.run.loop import run_async
 
 
 class WeightTransport(ABC):

@@ -1,12 +1,10 @@
 """Weights in buckets: cut so that no layer which an engine fuses is split."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from lightning_rl.errors import IncompleteWeightsError
 
 _ALIGNMENT = 64
 """Elements; a tensor starts at a multiple of it."""
@@ -15,31 +13,6 @@ _ALIGNMENT = 64
 def unit_of(name: str) -> str:
     """The module within which engines fuse weights: q, k and v; gate and up; all experts."""
     return name.partition(".experts.")[0] if ".experts." in name else ".".join(name.split(".")[:-2])
-
-
-def checked(
-    weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, torch.Size]
-) -> Iterator[tuple[str, Tensor]]:
-    """Pass weights on, one by one, if they are the engine's.
-
-    Raises:
-        IncompleteWeightsError: naming one that is unknown, of another shape, or left out.
-    """
-    seen = set()
-    for name, weight in weights:
-        if name not in expected or weight.shape != expected[name]:
-            shape = tuple(expected[name]) if name in expected else "none of that name"
-            raise IncompleteWeightsError(
-                f"the push brings {name!r} of shape {tuple(weight.shape)}, the engine's is "
-                f"{shape}; is its model the trainer's?"
-            )
-        seen.add(name)
-        yield name, weight
-    if missing := sorted(expected.keys() - seen):
-        raise IncompleteWeightsError(
-            f"the push left out {len(missing)} of the engine's weights, first {missing[0]!r}; is "
-            "its model the trainer's?"
-        )
 
 
 @dataclass(frozen=True, slots=True)

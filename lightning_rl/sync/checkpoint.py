@@ -10,13 +10,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lightning_rl.arguments import configurable
-from lightning_rl.disk import sync_directory
-from lightning_rl.engines.base import Engine
+from lightning_rl.config.arguments import configurable
+from lightning_rl.engines.base import Engine, checked
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
+from lightning_rl.run.disk import sync_directory
 from lightning_rl.sync.adapters import divide
-from lightning_rl.sync.buckets import checked, unit_of
+from lightning_rl.sync.buckets import unit_of
 from lightning_rl.sync.remote import RemoteTransport
 from lightning_rl.sync.sources import Bucket, read_weights
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rl.arguments import configurable
-from lightning_rl.dist import world_size
+from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.server_process import free_port
@@ -22,6 +21,7 @@ from lightning_rl.errors import (
     WeightSyncError,
     require_at_least,
 )
+from lightning_rl.run.dist import world_size
 from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.memory import THIS_MACHINE
 from lightning_rl.sync.native_client import Fleet, Stream

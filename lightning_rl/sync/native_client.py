@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rl.engines.base import checked
 from lightning_rl.engines.replica import Replica
-from lightning_rl.sync.buckets import checked
 from lightning_rl.sync.remote import submit
 
 

@@ -11,15 +11,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_rl.collect.loop import background_loop
-from lightning_rl.collect.ranks import feeds
-from lightning_rl.dist import any_rank
-from lightning_rl.engines.base import Engine
+from lightning_rl.engines.base import Engine, feeds
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.vllm_server import OUR_TRANSFER
 from lightning_rl.errors import ConfigError, SyncTimeoutError, WeightSyncError, require_at_least
 from lightning_rl.models.policy import Policy
+from lightning_rl.run.dist import any_rank
+from lightning_rl.run.loop import background_loop
 from lightning_rl.sync.adapters import divide, merged
 from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.sources import Bucket

@@ -3,9 +3,8 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
-from lightning_rl.arguments import configurable
-from lightning_rl.collect.collector import CollectorStatus
-from lightning_rl.engines.status import ReplicaStatus, RunState
+from lightning_rl.config.arguments import configurable
+from lightning_rl.engines.base import CollectorStatus, ReplicaStatus, RunState
 from lightning_rl.errors import require_at_least
 
 

@@ -7,11 +7,11 @@ from itertools import count, cycle
 import torch
 from torch import Tensor
 
-from lightning_rl.engines.base import Engine
+from lightning_rl.engines.base import Engine, checked
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.sync.adapters import divide
-from lightning_rl.sync.buckets import checked, cut
+from lightning_rl.sync.buckets import cut
 from lightning_rl.sync.remote import RemoteTransport
 from lightning_rl.sync.sources import Bucket
 

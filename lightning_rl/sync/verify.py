@@ -14,16 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rl.agents.base import SingleTurn
-from lightning_rl.collect.loop import run_async
-from lightning_rl.collect.ranks import feeds
-from lightning_rl.collect.source import new_rollouts
+from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.data.packing import pack_rollouts, token_rows
-from lightning_rl.dist import any_rank, every_rank, from_rank_zero
-from lightning_rl.engines.base import Engine, Sampling, logprob_tolerance
+from lightning_rl.engines.base import Engine, Sampling, feeds, logprob_tolerance
 from lightning_rl.errors import StaleWeightsError
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.run.dist import any_rank, every_rank, from_rank_zero
+from lightning_rl.run.loop import run_async
 
 _log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.buffer.files import open_rollouts
 from lightning_rl.errors import DataError
-from lightning_rl.view.pieces import TokenPieces
+from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.view.flags import TokenPieces
 
 Record = dict[str, Any]
 

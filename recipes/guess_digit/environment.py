@@ -1,6 +1,6 @@
 """The environment of the guess-the-digit recipe."""
 
-from lightning_rl.agents.environment import Environment, Reply
+from lightning_rl.agents.base import Environment, Reply
 from lightning_rl.rollout import Prompt
 
 

@@ -28,8 +28,8 @@ from lightning_rl import (
     VLLMLocal,
     pack_rollouts,
 )
-from lightning_rl.dist import every_rank, global_mean_std, largest
 from lightning_rl.models.policy import save_skeleton
+from lightning_rl.run.dist import every_rank, global_mean_std, largest
 from recipes.sort_digits.reward import exact_match
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.callbacks import Evaluate, RolloutRecorder, RunReport, WeightSync
-from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
+from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
 from lightning_rl.errors import AgentError, RunInterrupted

@@ -16,8 +16,7 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_rl.agents.base import Agent
-from lightning_rl.agents.turns import append_given, generate_turn
+from lightning_rl.agents.base import Agent, append_given, generate_turn
 from lightning_rl.callbacks import (
     Evaluate,
     PreviewTable,
@@ -26,7 +25,7 @@ from lightning_rl.callbacks import (
     StepTimer,
     WeightSync,
 )
-from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
+from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.early_cut import PartialCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts

@@ -9,20 +9,20 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.callbacks import RLCallback, RunReport, WeightSync
-from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
+from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.early_cut import (
     PartialCollector,
     PartialTailCollector,
     TailBatchingCollector,
 )
-from lightning_rl.collect.loop import run_async
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
-from lightning_rl.engines.status import RunState
+from lightning_rl.engines.base import RunState
 from lightning_rl.errors import EngineError, RewardError
 from lightning_rl.module import PolicyModule
+from lightning_rl.run.loop import run_async
 from lightning_rl.sync.schedule import FixedSchedule
 
 COLLECTORS = [

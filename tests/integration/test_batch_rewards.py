@@ -4,7 +4,7 @@ import pytest
 
 from lightning_rl import batch_reward
 from lightning_rl.callbacks import Evaluate, RunReport, WeightSync
-from lightning_rl.collect.async_collector import AsyncCollector
+from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collector import SyncCollector
 from tests.small_run import data_module, grpo, share_of_sevens, trainer_of
 

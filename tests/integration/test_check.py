@@ -8,11 +8,11 @@ import yaml
 from torch.nn import Parameter
 
 from lightning_rl.cli import main
+from lightning_rl.cli.memory_plan import in_units, kept_for_backward, training_memory
+from lightning_rl.cli.plan import BatchPlan, cut, largest_rollouts
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.memory import forward_tokens
-from lightning_rl.memory_plan import in_units, kept_for_backward, training_memory
+from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
-from lightning_rl.plan import BatchPlan, cut, largest_rollouts
 from lightning_rl.rollout import Prompt
 from tests.bad_configs import CONFIG
 

@@ -26,18 +26,18 @@ from lightning_rl.callbacks import (
     StepTimer,
     WeightSync,
 )
-from lightning_rl.checkpoint_io import (
+from lightning_rl.errors import CheckpointError, ConfigError, RunInterrupted
+from lightning_rl.models.heads import SharedValueHead
+from lightning_rl.models.reference import PeriodicReference
+from lightning_rl.module import PolicyModule
+from lightning_rl.run.checkpoint_io import (
     VerifiedCheckpointIO,
     checkpoints_in,
     damage,
     newest_good,
     write_checkpoint,
 )
-from lightning_rl.errors import CheckpointError, ConfigError, RunInterrupted
-from lightning_rl.interrupts import seconds_of
-from lightning_rl.models.heads import SharedValueHead
-from lightning_rl.models.reference import PeriodicReference
-from lightning_rl.module import PolicyModule
+from lightning_rl.run.interrupts import seconds_of
 from tests.small_run import adamw, data_module, trainer_of
 
 ITERATIONS = 4  # two epochs of two

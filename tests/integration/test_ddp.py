@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from lightning_rl.cli.rerun.iterations import replay_iteration
+from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.errors import DataError
-from lightning_rl.replay.iterations import replay_iteration
-from lightning_rl.replay.run import RecordedRun
 from tests.ranks_run import (
     GROUP_SIZE,
     GROUPS,

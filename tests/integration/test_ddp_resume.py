@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_rl.collect.async_collector import AsyncCollector
+from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.errors import CheckpointError, LightningRLError
 from tests.ranks_resume import StopsWhenCollected, checkpoint_of, gone_on, saved
 from tests.ranks_run import GROUP_SIZE, GROUPS, replaying

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rl.checkpoint_io import checkpoints_in
+from lightning_rl.run.checkpoint_io import checkpoints_in
 
 
 def run(out: Path, model: Path, *rank: str) -> tuple[int, str]:

@@ -20,7 +20,7 @@ from lightning_rl.callbacks import (
     WeightSync,
 )
 from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.sft import SFTDataModule, SFTModule
+from lightning_rl.offline.sft import SFTDataModule, SFTModule
 from tests.small_run import adamw, data_module, grpo, trainer_of
 
 

@@ -7,7 +7,7 @@ from importlib import metadata
 
 def test_vllm_version_is_read_without_importing_vllm():
     command = (
-        "import sys; from lightning_rl.doctor import read_vllm_version as r;"
+        "import sys; from lightning_rl.cli.doctor import read_vllm_version as r;"
         "print(r(), 'vllm' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
@@ -24,7 +24,7 @@ def test_exit_code_is_1_only_for_serious_problems():
         "info = pathlib.Path(tempfile.mkdtemp(), 'lightning-2.6.2.dist-info'); info.mkdir()\n"
         "(info / 'METADATA').write_text('Name: lightning\\nVersion: 2.6.2\\n')\n"
         "sys.path.insert(0, str(info.parent))\n"
-        "from lightning_rl.doctor import main\n"
+        "from lightning_rl.cli.doctor import main\n"
         "sys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rl.callbacks import Evaluate, RLCallback, RunReport, WeightSync
-from lightning_rl.collect.async_collector import AsyncCollector
+from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.errors import ConfigError
-from lightning_rl.rundir import run_dir
+from lightning_rl.run.rundir import run_dir
 from lightning_rl.sync.schedule import CollectorSchedule, FixedSchedule
 from tests.small_run import adamw, data_module, grpo, trainer_of
 

@@ -22,9 +22,9 @@ from lightning_rl.callbacks import (
     Watchdog,
     WeightSync,
 )
-from lightning_rl.collect.async_collector import AsyncCollector
-from lightning_rl.collect.threads import hanging_threads
+from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.errors import RunInterrupted, StalledError
+from lightning_rl.run.threads import hanging_threads
 from tests.bad_configs import CONFIG
 from tests.small_run import data_module, grpo, share_of_sevens, trainer_of
 
@@ -34,8 +34,8 @@ GROUPS, GROUP_SIZE = 2, 4
 @pytest.fixture
 def release(monkeypatch):
     """What hangs in a test goes on when it is over; and is given up sooner than in earnest."""
-    monkeypatch.setattr("lightning_rl.collect.loop._CLEAN_UP_S", 1.0)
-    monkeypatch.setattr("lightning_rl.collect.loop.TURN_S", 1.0)
+    monkeypatch.setattr("lightning_rl.run.loop._CLEAN_UP_S", 1.0)
+    monkeypatch.setattr("lightning_rl.run.loop.TURN_S", 1.0)
     event = threading.Event()
     yield event
     event.set()

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_rl.agents.environment import Environment, Reply
+from lightning_rl.agents.base import Environment, Reply
 from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.callbacks import RunReport, WeightSync
 from lightning_rl.data.sources import IterablePrompts
@@ -15,7 +15,7 @@ from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, VLLMLocal
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.module import PolicyModule
-from lightning_rl.rewards.environment import EnvironmentReward
+from lightning_rl.rewards.rules import EnvironmentReward
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from tests.engine_checks import ROUNDING
 

@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.correction import TokenTIS
-from lightning_rl.buffer.files import open_rollouts
 from lightning_rl.callbacks import RunReport, WeightSync
 from lightning_rl.callbacks.recorder import collected_rollouts
 from lightning_rl.cli import main
@@ -22,12 +21,13 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.hooks import RLCallback
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Policy
 from lightning_rl.module import PolicyModule
-from lightning_rl.offline import OfflineDataModule
+from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.rollout import RolloutStatus
+from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.run.hooks import RLCallback
 from tests.engine_checks import ROUNDING
 
 ROOT = Path(__file__).parents[2]

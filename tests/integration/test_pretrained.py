@@ -11,15 +11,14 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from lightning_rl.agents.base import SingleTurn
-from lightning_rl.agents.environment import Reply
+from lightning_rl.agents.base import Reply, SingleTurn
 from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.callbacks import Evaluate, WeightSync
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.models.pretrained import Loading, with_chat_variables
-from lightning_rl.sft import SFTDataModule, SFTModule
+from lightning_rl.offline.sft import SFTDataModule, SFTModule
 from tests.small_run import data_module, grpo, trainer_of
 
 CODE = """

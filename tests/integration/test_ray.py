@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rl.collect.loop import run_async
 from lightning_rl.engines import RayEngine, Sampling, VLLMLocal
 from lightning_rl.engines.server_process import free_port
 from lightning_rl.errors import EngineError, IncompleteWeightsError, ReplicaError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
+from lightning_rl.run.loop import run_async
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport

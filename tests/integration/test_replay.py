@@ -8,14 +8,14 @@ import pytest
 import torch
 import yaml
 
-from lightning_rl.buffer.parquet import ParquetRollouts
 from lightning_rl.cli import main
+from lightning_rl.cli.rerun.iterations import replay_iteration
+from lightning_rl.cli.rerun.rollouts import replay_rollout
+from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.errors import DataError
 from lightning_rl.models.policy import Policy
-from lightning_rl.replay.iterations import replay_iteration
-from lightning_rl.replay.log import Outcome, ReplayLog, checksums
-from lightning_rl.replay.rollouts import replay_rollout
-from lightning_rl.replay.run import RecordedRun
+from lightning_rl.rollouts.log import Outcome, ReplayLog, checksums
+from lightning_rl.rollouts.parquet import ParquetRollouts
 from tests.engine_checks import ROUNDING
 
 MODULE = """

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from lightning_rl.cli import main
-from lightning_rl.replay.iterations import replay_iteration
-from lightning_rl.replay.rollouts import replay_rollout
-from lightning_rl.replay.run import RecordedRun
+from lightning_rl.cli.rerun.iterations import replay_iteration
+from lightning_rl.cli.rerun.rollouts import replay_rollout
+from lightning_rl.cli.rerun.run import RecordedRun
 
 pytest.importorskip("vllm")
 

@@ -8,9 +8,9 @@ import signal
 import pytest
 
 from lightning_rl.callbacks import IterationCheckpoint, RLCallback
-from lightning_rl.checkpoint_io import checkpoints_in, damage, newest_good
 from lightning_rl.errors import CheckpointError, DiskError, RewardError, RunInterrupted
-from lightning_rl.rundir import run_dir
+from lightning_rl.run.checkpoint_io import checkpoints_in, damage, newest_good
+from lightning_rl.run.rundir import run_dir
 from tests.integration.test_checkpoint import (
     ITERATIONS,
     SignalInUpdate,
@@ -18,8 +18,8 @@ from tests.integration.test_checkpoint import (
     assert_same_run,
     fit,
     version,
+    whole as whole,
 )
-from tests.integration.test_checkpoint import whole as whole
 from tests.small_run import share_of_sevens
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 import yaml
 
-from lightning_rl import runlock
 from lightning_rl.callbacks import HFExport, IterationCheckpoint, RLCallback, WeightSync
-from lightning_rl.checkpoint_io import newest_good, write_checkpoint
 from lightning_rl.cli import main
 from lightning_rl.errors import ConfigError, NonFiniteWeightsError
+from lightning_rl.run import rundir as runlock
+from lightning_rl.run.checkpoint_io import newest_good, write_checkpoint
 from lightning_rl.sync.schedule import FixedSchedule
 from tests.bad_configs import CONFIG
 from tests.small_run import adamw, data_module, grpo, trainer_of
@@ -142,7 +142,7 @@ def test_the_newest_is_of_the_highest_iteration_and_of_this_run(run):
 
 HOLDS = """
 import sys, pathlib
-from lightning_rl.runlock import hold
+from lightning_rl.run.rundir import hold
 hold(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

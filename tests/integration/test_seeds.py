@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lightning_rl.cli import main
-from lightning_rl.seeding import drawn_seed
+from lightning_rl.run.seeding import drawn_seed
 from tests.bad_configs import CONFIG, furnish
 
 

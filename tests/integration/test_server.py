@@ -11,7 +11,6 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from lightning_rl.collect.loop import run_async
 from lightning_rl.engines import Sampling, StructuredOutputs, VLLMServer
 from lightning_rl.errors import (
     DamagedWeightsError,
@@ -22,6 +21,7 @@ from lightning_rl.errors import (
 )
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
+from lightning_rl.run.loop import run_async
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport

@@ -13,14 +13,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from lightning_rl.collect.loop import run_async
 from lightning_rl.engines import http_replica, server_process
-from lightning_rl.engines.base import Completion, Sampling
+from lightning_rl.engines.base import Completion, ReplicaStatus, RunState, Sampling
 from lightning_rl.engines.http_replica import completion_of, refusal
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.server_process import ServerProcess, validation_failure
-from lightning_rl.engines.status import ReplicaStatus, RunState
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.engines.vllm_server import VLLMServer, server_command
 from lightning_rl.errors import (
@@ -34,6 +32,7 @@ from lightning_rl.errors import (
 )
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
+from lightning_rl.run.loop import run_async
 from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport

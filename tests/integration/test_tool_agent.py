@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_rl.agents.parsers import HermesParser, ParsedCall, VLLMParser
 from lightning_rl.agents.templates import TurnTemplate
 from lightning_rl.agents.tool_agent import ToolAgent
-from lightning_rl.agents.tools import tool_schema
+from lightning_rl.agents.tools import HermesParser, ParsedCall, VLLMParser, tool_schema
 from lightning_rl.engines import Sampling, VLLMLocal
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton

@@ -203,7 +203,7 @@ import sys
 from pathlib import Path
 import torch
 from lightning_rl import Sampling, VLLMLocal
-from lightning_rl.collect.loop import run_async
+from lightning_rl.run.loop import run_async
 from lightning_rl.models.policy import Policy
 
 torch.set_num_threads(1)

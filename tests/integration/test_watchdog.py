@@ -8,18 +8,18 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.callbacks import IterationCheckpoint, Watchdog, WeightSync
-from lightning_rl.collect.async_collector import AsyncCollector
+from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.collect.loop import (
+from lightning_rl.engines import TransformersEngine
+from lightning_rl.errors import ConfigError, EngineError, StalledError
+from lightning_rl.run.loop import (
     abandon_wait,
     background_loop,
     replace_loop,
     run_async,
     stalled_seconds,
 )
-from lightning_rl.engines import TransformersEngine
-from lightning_rl.errors import ConfigError, EngineError, StalledError
-from lightning_rl.stacks import where_tasks_wait
+from lightning_rl.run.threads import where_tasks_wait
 from tests.small_run import data_module, grpo, trainer_of
 
 HEALTHY = 10**9

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lightning_rl.algos.advantages import GAE, GRPO, gae, group_means, group_stds
 from lightning_rl.data.packing import pack_rollouts

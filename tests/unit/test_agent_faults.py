@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from lightning_rl.agents.base import SingleTurn
-from lightning_rl.collect.agent_faults import run_agent
 from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.pipeline import run_agent
+from lightning_rl.collect.simulate import SimulatedEngine
 from lightning_rl.engines import Sampling, TransformersEngine
-from lightning_rl.engines.simulated import SimulatedEngine
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rollout import RolloutStatus
 

@@ -41,7 +41,7 @@ from lightning_rl import (
     VLLMServer,
     WeightSync,
 )
-from lightning_rl.arguments import configurable
+from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from tests.bad_configs import complaint, furnish
 

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_rl.algos.advantages import GAE
-from lightning_rl.algos.batch_advantages import ReinforcePlusPlus, RunningBaseline
+from lightning_rl.algos.baselines import ReinforcePlusPlus, RunningBaseline
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rl.buffer.files import open_rollouts
-from lightning_rl.buffer.store import RolloutStore
 from lightning_rl.cli import main
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import RolloutStatus
+from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.rollouts.store import RolloutStore
 
 SUFFIXES = ("jsonl", "parquet", "sqlite")
 
@@ -117,7 +117,7 @@ def test_a_group_with_two_prompts_is_refused(tmp_path, make_rollout):
 
 WRITER = """
 import json, os, signal, sys
-from lightning_rl.buffer.files import open_rollouts
+from lightning_rl.rollouts.files import open_rollouts
 from lightning_rl.rollout import Rollout
 
 path, count, kill_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

@@ -9,10 +9,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rl.algos.correction import TokenTIS
-from lightning_rl.algos.ratio_losses import SFTMix
-from lightning_rl.buffer.files import open_rollouts
-from lightning_rl.buffer.replay import ReplayBuffer
-from lightning_rl.buffer.samplers import (
+from lightning_rl.algos.losses import SFTMix
+from lightning_rl.callbacks import RunReport, WeightSync
+from lightning_rl.collect.replay_buffer import ReplayBuffer
+from lightning_rl.collect.samplers import (
     FIFO,
     AdvantagePriority,
     Entry,
@@ -20,8 +20,6 @@ from lightning_rl.buffer.samplers import (
     RewardPriority,
     Uniform,
 )
-from lightning_rl.buffer.store import RolloutStore
-from lightning_rl.callbacks import RunReport, WeightSync
 from lightning_rl.data.curriculum import PassRateCurriculum
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
@@ -29,6 +27,8 @@ from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus
+from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.rollouts.store import RolloutStore
 
 
 @pytest.fixture

@@ -7,10 +7,9 @@ import pytest
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from lightning_rl import checkpoint_async, checkpoint_io
-from lightning_rl.checkpoint_async import BackgroundCheckpointIO
-from lightning_rl.checkpoint_io import VerifiedCheckpointIO, damage
-from lightning_rl.fallbacks import fell_back
+from lightning_rl.run import checkpoint_io, checkpoint_io as checkpoint_async
+from lightning_rl.run.checkpoint_io import BackgroundCheckpointIO, VerifiedCheckpointIO, damage
+from lightning_rl.run.dist import fell_back
 
 
 class Held(VerifiedCheckpointIO):

@@ -6,11 +6,10 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lightning_rl.agents.base import SingleTurn
-from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
+from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.early_cut import (
     PartialCollector,
@@ -18,13 +17,12 @@ from lightning_rl.collect.early_cut import (
     TailBatchingCollector,
 )
 from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.collect.simulate import CountedPrompts, SimulatedEngine, run_virtual, simulate
 from lightning_rl.collect.source import GroupSource
 from lightning_rl.engines.base import Sampling
-from lightning_rl.engines.simulated import SimulatedEngine
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import RolloutStatus
-from lightning_rl.simulate import CountedPrompts, run_virtual, simulate
 from lightning_rl.sync.schedule import CollectorSchedule
 
 

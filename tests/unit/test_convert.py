@@ -11,13 +11,12 @@ from lightning.pytorch import Trainer
 
 import lightning_rl
 from lightning_rl import PolicyModule, RLDataModule
-from lightning_rl.cli.convert.main import main
+from lightning_rl.cli.convert.main import as_yaml, main
 from lightning_rl.cli.convert.pages import SECTIONS, renewed
 from lightning_rl.cli.convert.trl import convert_trl
 from lightning_rl.cli.convert.trl_rows import TRL
 from lightning_rl.cli.convert.verl import convert_verl
 from lightning_rl.cli.convert.verl_rows import VERL
-from lightning_rl.cli.convert.write import as_yaml
 from lightning_rl.errors import ConfigError
 
 GRPO_CONFIG = """

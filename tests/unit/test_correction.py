@@ -19,7 +19,7 @@ from lightning_rl.algos.kl import K2Penalty
 from lightning_rl.algos.losses import PPOClip
 from lightning_rl.algos.objective import Objective
 from lightning_rl.callbacks import WeightSync
-from lightning_rl.collect.async_collector import AsyncCollector, OneStepOffCollector
+from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.early_cut import PartialCollector
 from lightning_rl.data.packing import pack_rollouts

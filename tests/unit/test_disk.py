@@ -11,10 +11,10 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_rl.disk import append, require_writable, write_whole
 from lightning_rl.errors import ConfigError, DiskError
-from lightning_rl.metrics_log import MetricsLog
-from lightning_rl.replay.log import Outcome, ReplayLog
+from lightning_rl.rollouts.log import Outcome, ReplayLog
+from lightning_rl.run.disk import append, require_writable, write_whole
+from lightning_rl.run.metrics import MetricsLog
 from tests.small_run import data_module, grpo, trainer_of
 
 

@@ -11,7 +11,7 @@ import lightning_rl
 import lightning_rl.callbacks as callbacks
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.losses import PolicyLoss
-from lightning_rl.cli.hints import class_names
+from lightning_rl.config.hints import class_names
 from lightning_rl.engines.base import Engine
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_rl.algos.entropy import EntropyBonus, LinearEntropyBonus
+from lightning_rl.algos.kl import EntropyBonus, LinearEntropyBonus
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_rl.algos.advantages import GRPO
-from lightning_rl.algos.group_advantages import OPMD, RLOO, DrGRPO, MaxRL, PassAtK
+from lightning_rl.algos.baselines import OPMD, RLOO, DrGRPO, MaxRL, PassAtK
 from lightning_rl.algos.kl import K1Penalty
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightning_rl.agents.environment import Reply
+from lightning_rl.agents.base import Reply
 from lightning_rl.rollout import Prompt
 from recipes.guess_digit.environment import GuessDigit
 from recipes.guess_digit.prepare import (

@@ -4,11 +4,9 @@ import random
 
 import pytest
 
-from lightning_rl.callbacks.curves import draw_curves, plot_curves
-from lightning_rl.callbacks.ends import Ends, Sample
-from lightning_rl.callbacks.headline import headline
-from lightning_rl.callbacks.report import RunReport
-from lightning_rl.waiting import told
+from lightning_rl.callbacks.learning_alarms import Ends, Sample
+from lightning_rl.callbacks.report import RunReport, draw_curves, headline, plot_curves
+from lightning_rl.run.dist import told
 
 
 def history(accuracies, rewards, sampled=(), **extra):

@@ -11,8 +11,7 @@ import pytest
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.base import RewardFailure, Rewards
-from lightning_rl.rewards.judge import LLMJudge
-from lightning_rl.rewards.judge_models import EngineJudge, JudgeModel, OpenAIJudge
+from lightning_rl.rewards.judge import EngineJudge, JudgeModel, LLMJudge, OpenAIJudge
 from lightning_rl.rollout import RolloutStatus
 from tests.unit.chat_tokenizers import chat_tokenizer, save_chat_model
 

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_rl.algos.advantages import GAE, GRPO
-from lightning_rl.algos.batch_advantages import ReinforcePlusPlus
+from lightning_rl.algos.baselines import ReinforcePlusPlus
 from lightning_rl.algos.kl import (
     AdaptiveCoefficient,
     K1Penalty,

@@ -12,13 +12,12 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.collect.source import GroupSource
-from lightning_rl.data.repeated import RepeatedPrompts
-from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.config.lightning_flags import CALLBACKS, TRAINER, Verdict, compute_dtype
+from lightning_rl.data.sources import IterablePrompts, RepeatedPrompts
 from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError
-from lightning_rl.lightning_flags import CALLBACKS, TRAINER, Verdict, compute_dtype
 from lightning_rl.models.policy import Policy, load_tokenizer
-from lightning_rl.sft import SFTDataModule, SFTModule
+from lightning_rl.offline.sft import SFTDataModule, SFTModule
 from tests.lightning_table import PAGE, page
 from tests.small_run import data_module, grpo, trainer_of
 

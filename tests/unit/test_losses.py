@@ -6,9 +6,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from lightning_rl.algos.aggregation import SequenceMean, TokenMean
 from lightning_rl.algos.kl import K3Penalty, k3
 from lightning_rl.algos.losses import PPOClip, ValueLoss
+from lightning_rl.algos.objective import SequenceMean, TokenMean
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 

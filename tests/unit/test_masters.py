@@ -14,8 +14,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_rl.masters import MasterWeights, unmoved_share
-from lightning_rl.precision import BFloat16Precision, make_optimizer
+from lightning_rl.learn.precision import (
+    BFloat16Precision,
+    MasterWeights,
+    make_optimizer,
+    unmoved_share,
+)
 
 
 def weights(dtype: torch.dtype) -> list[nn.Parameter]:

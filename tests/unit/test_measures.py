@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 
-from lightning_rl import stages
-from lightning_rl.collect.stats import rollout_metrics
+from lightning_rl.collect.stats import evaluation_metrics, own_metrics, pass_at_k, rollout_metrics
 from lightning_rl.errors import ConfigError
-from lightning_rl.evaluation import evaluation_metrics, own_metrics, pass_at_k
-from lightning_rl.metrics import TokenMetrics, summarize
 from lightning_rl.rollout import RolloutStatus
-from lightning_rl.stages import STAGES, StageClock
+from lightning_rl.run import hooks as stages
+from lightning_rl.run.hooks import STAGES, StageClock
+from lightning_rl.run.metrics import TokenMetrics, summarize
 
 # ---------------------------------------------------------------- token metrics
 

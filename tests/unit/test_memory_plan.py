@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_rl.cli.card import card_of
+from lightning_rl.cli.check import card_of
+from lightning_rl.cli.memory_plan import CardPlan, MemoryPlan, Placement, training_memory
+from lightning_rl.cli.plan import largest_rollouts
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.errors import ConfigError
-from lightning_rl.memory import forward_tokens
-from lightning_rl.memory_plan import CardPlan, MemoryPlan, Placement, training_memory
+from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
-from lightning_rl.plan import largest_rollouts
 from lightning_rl.rollout import Prompt
 
 GIB = 2**30

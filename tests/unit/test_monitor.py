@@ -3,9 +3,9 @@
 import pytest
 
 from lightning_rl.callbacks import IterationCheckpoint, WeightSync
-from lightning_rl.callbacks.monitor import Monitor
-from lightning_rl.checks import check_sync
-from lightning_rl.collect.async_collector import AsyncCollector
+from lightning_rl.callbacks.early_stopping import Monitor
+from lightning_rl.collect.ahead import AsyncCollector
+from lightning_rl.collect.checks import check_sync
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.errors import ConfigError
 from lightning_rl.sync.schedule import CollectorSchedule, FixedSchedule, TrainerSchedule

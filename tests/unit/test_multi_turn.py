@@ -9,19 +9,23 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from lightning_rl.agents.base import SingleTurn
-from lightning_rl.agents.environment import Environment, Reply
+from lightning_rl.agents.base import (
+    Environment,
+    Reply,
+    SingleTurn,
+    continuation_seed,
+    recorded_turns,
+)
 from lightning_rl.agents.multi_turn import MultiTurn
-from lightning_rl.agents.turns import continuation_seed, recorded_turns
 from lightning_rl.algos.advantages import GAE, GRPO
-from lightning_rl.algos.aggregation import PromptMean, SequenceMean, TokenMean, TokenSum
+from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.engines.base import Completion, Engine
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.rewards.environment import EnvironmentReward
+from lightning_rl.rewards.rules import EnvironmentReward
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from tests.tolerances import scores_rounding
 

@@ -7,13 +7,10 @@ from tensordict import TensorDict
 from torch import nn
 
 from lightning_rl.algos.advantages import GAE, GRPO
-from lightning_rl.algos.aggregation import PromptMean, SequenceMean, TokenMean, TokenSum
 from lightning_rl.algos.correction import TokenTIS
-from lightning_rl.algos.entropy import EntropyBonus
-from lightning_rl.algos.kl import K3Penalty
-from lightning_rl.algos.losses import PPOClip, ValueLoss
-from lightning_rl.algos.objective import Objective
-from lightning_rl.algos.ratio_losses import Reinforce
+from lightning_rl.algos.kl import EntropyBonus, K3Penalty
+from lightning_rl.algos.losses import PPOClip, Reinforce, ValueLoss
+from lightning_rl.algos.objective import Objective, PromptMean, SequenceMean, TokenMean, TokenSum
 from lightning_rl.data.packing import pack_rollouts, token_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead

@@ -10,8 +10,8 @@ from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.algos.losses import PPOClip
 from lightning_rl.data.packing import pack_rollouts, select
 from lightning_rl.errors import PackMemoryError
-from lightning_rl.memory import forward_tokens, is_out_of_memory, smaller_budget
 from lightning_rl.models.heads import SharedValueHead
+from lightning_rl.models.memory import forward_tokens, is_out_of_memory, smaller_budget
 from lightning_rl.models.policy import Policy
 from lightning_rl.module import PolicyModule
 from tests.tolerances import scores_rounding

@@ -9,8 +9,8 @@ from lightning_rl.engines import Sampling, StructuredOutputs
 from lightning_rl.errors import ConfigError
 from lightning_rl.models import heads
 from lightning_rl.models.heads import token_logprobs
-from lightning_rl.models.penalties import Penalties
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.sampling import Penalties
 from tests.tolerances import distance, norm_rounding, rounding, scores_rounding
 from tests.unit.test_truncated_sampling import sampled
 

@@ -10,12 +10,10 @@ from torch import Tensor
 
 import lightning_rl
 from lightning_rl.algos.advantages import Advantage
-from lightning_rl.algos.aggregation import Aggregation
 from lightning_rl.algos.correction import Correction
-from lightning_rl.algos.entropy import EntropyBonus
-from lightning_rl.algos.kl import KLPenalty
+from lightning_rl.algos.kl import EntropyBonus, KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
-from lightning_rl.algos.objective import Objective, loss_tokens
+from lightning_rl.algos.objective import Aggregation, Objective, loss_tokens
 from lightning_rl.data.packing import select, split_minibatches, without_idle
 from lightning_rl.models.policy import Scores
 from tests.pretended import DEVICE

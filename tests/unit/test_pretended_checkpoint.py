@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_rl.checkpoint_async import in_host_memory
+from lightning_rl.run.checkpoint_io import in_host_memory
 from tests.pretended import DEVICE
 
 

@@ -1,7 +1,6 @@
 """What a person is shown."""
 
-from lightning_rl.callbacks.preview import preview_table, spread
-from lightning_rl.callbacks.tables import as_markdown
+from lightning_rl.callbacks.preview import as_markdown, preview_table, spread
 from lightning_rl.rollout import RolloutStatus
 
 

@@ -6,10 +6,9 @@ from itertools import chain
 
 import pytest
 
-from lightning_rl import dist
 from lightning_rl.algos.advantages import GRPO
-from lightning_rl.checks import check_groups
 from lightning_rl.collect.batches import RolloutBatches
+from lightning_rl.collect.checks import check_groups
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.source import GroupSource
 from lightning_rl.data.packing import pack_rollouts, silent
@@ -17,6 +16,7 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.base import Sampling
 from lightning_rl.errors import ConfigError, FilterError
 from lightning_rl.models.policy import load_tokenizer
+from lightning_rl.run import dist
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_groups_must_be_shared_evenly(monkeypatch):
     check_groups(4, 4)
     with pytest.raises(ConfigError, match="minibatches=5 exceeds groups_per_iteration=4;"):
         check_groups(4, 5)
-    monkeypatch.setattr("lightning_rl.checks.world_size", lambda: 2)
+    monkeypatch.setattr("lightning_rl.collect.checks.world_size", lambda: 2)
     check_groups(4, 2)
     with pytest.raises(ConfigError, match=r"groups_per_iteration=5 cannot be shared by 2 proc"):
         check_groups(5, 1)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from lightning_rl.algos.losses import PPOClip
-from lightning_rl.algos.ratio_losses import CISPO, GSPO, SAPO, Reinforce
+from lightning_rl.algos.losses import CISPO, GSPO, SAPO, PPOClip, Reinforce
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule

@@ -9,12 +9,12 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.algos.advantages import GAE
 from lightning_rl.callbacks import RLCallback, RolloutRecorder, WeightSync
+from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.data.packing import token_rows
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError
-from lightning_rl.loader import RolloutLoader
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus

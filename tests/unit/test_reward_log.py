@@ -7,15 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from lightning_rl.callbacks.preview import preview_table
-from lightning_rl.callbacks.tables import as_markdown
-from lightning_rl.collect.loop import run_async
-from lightning_rl.collect.stats import rollout_metrics
-from lightning_rl.evaluation import evaluation_metrics
+from lightning_rl.callbacks.preview import as_markdown, preview_table
+from lightning_rl.collect.stats import evaluation_metrics, rollout_metrics
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rewards.remote import Remote
 from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.run.loop import run_async
 
 
 @pytest.fixture

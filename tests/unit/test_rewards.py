@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from lightning_rl.collect.loop import abandon_wait, is_waiting, run_async
 from lightning_rl.errors import ConfigError, RewardError, StalledError
 from lightning_rl.rewards.base import RewardFailure, Rewards
 from lightning_rl.rollout import RolloutStatus
+from lightning_rl.run.loop import abandon_wait, is_waiting, run_async
 
 
 @pytest.fixture
@@ -355,8 +355,8 @@ def test_one_that_never_ends_is_left_behind_and_does_not_hold_up_the_next(groups
 
 ENDS = """
 import os, sys, threading
-from lightning_rl.cli.leaving import run_to_the_end
-from lightning_rl.collect.threads import leave_behind
+from lightning_rl.cli.process import run_to_the_end
+from lightning_rl.run.threads import leave_behind
 
 def in_a_thread():
     def call():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rl.errors import ConfigError
-from lightning_rl.schedulers import WarmupConstant, WarmupCosine, WarmupLinear
+from lightning_rl.learn.schedulers import WarmupConstant, WarmupCosine, WarmupLinear
 
 
 def rates(make, steps: int) -> list[float]:

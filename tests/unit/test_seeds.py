@@ -5,8 +5,8 @@ import pytest
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import load_tokenizer
-from lightning_rl.offline import RecordedGroups
-from lightning_rl.seeding import derived_seed, drawn_seed, run_seed
+from lightning_rl.offline.recorded import RecordedGroups
+from lightning_rl.run.seeding import derived_seed, drawn_seed, run_seed
 from tests.small_run import grpo
 
 DATE = 20_261_122

@@ -9,12 +9,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from transformers import AutoModelForCausalLM
 
-from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.dpo import DPOModule
+from lightning_rl.data.sources import IterablePrompts, supervised_rollout
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.models.policy import load_tokenizer
+from lightning_rl.offline.dpo import DPOModule
+from lightning_rl.offline.sft import SFTDataModule, SFTModule
 from lightning_rl.rollout import Prompt
-from lightning_rl.sft import SFTDataModule, SFTModule, supervised_rollout
 from tests.tolerances import scores_rounding
 
 ROWS = [{"prompt": f"{n}=", "completion": f"{n}"[::-1]} for n in range(100, 164)]

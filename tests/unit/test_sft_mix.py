@@ -9,11 +9,9 @@ from tensordict import TensorDict
 
 from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.correction import TokenTIS
-from lightning_rl.algos.entropy import EntropyBonus
-from lightning_rl.algos.kl import K2Penalty
-from lightning_rl.algos.losses import PPOClip
+from lightning_rl.algos.kl import EntropyBonus, K2Penalty
+from lightning_rl.algos.losses import PPOClip, SFTMix
 from lightning_rl.algos.objective import Objective
-from lightning_rl.algos.ratio_losses import SFTMix
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule

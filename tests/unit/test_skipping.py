@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from lightning_rl.algos.advantages import GAE, GRPO, group_means
-from lightning_rl.algos.aggregation import PromptMean, SequenceMean, TokenMean, TokenSum
+from lightning_rl.algos.baselines import OPMD
 from lightning_rl.algos.correction import SequenceMIS, TokenTIS
-from lightning_rl.algos.entropy import EntropyBonus
-from lightning_rl.algos.group_advantages import OPMD
-from lightning_rl.algos.kl import K1Penalty, K3Penalty
-from lightning_rl.algos.losses import PolicyLoss, PPOClip
-from lightning_rl.algos.ratio_losses import CISPO, GSPO, SAPO, Reinforce, SFTMix
+from lightning_rl.algos.kl import EntropyBonus, K1Penalty, K3Penalty
+from lightning_rl.algos.losses import CISPO, GSPO, SAPO, PolicyLoss, PPOClip, Reinforce, SFTMix
+from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
 from lightning_rl.data.packing import is_idle, pack_rollouts, without_idle
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import lightning_rl
-from lightning_rl.collect.collector import CollectorStatus
 from lightning_rl.engines import TransformersEngine
+from lightning_rl.engines.base import CollectorStatus, checked
 from lightning_rl.errors import (
     ConfigError,
     DamagedWeightsError,
@@ -19,7 +19,7 @@ from lightning_rl.errors import (
 )
 from lightning_rl.models.policy import Policy
 from lightning_rl.sync.adapters import Merger, merge
-from lightning_rl.sync.buckets import checked, cut, unit_of
+from lightning_rl.sync.buckets import cut, unit_of
 from lightning_rl.sync.checkpoint import CheckpointTransport, write_safetensors
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.group import Group

@@ -8,13 +8,11 @@ import torch
 from tensordict import TensorDict
 
 from lightning_rl.algos.advantages import GAE, GRPO
-from lightning_rl.algos.aggregation import SequenceMean, TokenMean, TokenSum
-from lightning_rl.algos.batch_advantages import ReinforcePlusPlus
+from lightning_rl.algos.baselines import RLOO, ReinforcePlusPlus
 from lightning_rl.algos.correction import SequenceMIS, SequenceTIS
-from lightning_rl.algos.group_advantages import RLOO
 from lightning_rl.algos.kl import AdaptiveCoefficient, K2Penalty
-from lightning_rl.algos.losses import PPOClip, ValueLoss
-from lightning_rl.algos.ratio_losses import CISPO, GSPO, SAPO, Reinforce
+from lightning_rl.algos.losses import CISPO, GSPO, SAPO, PPOClip, Reinforce, ValueLoss
+from lightning_rl.algos.objective import SequenceMean, TokenMean, TokenSum
 from lightning_rl.data.packing import token_rows
 
 # Per token a handful of float64 operations on numbers of order 1.

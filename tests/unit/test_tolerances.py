@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.algos.advantages import GRPO
-from lightning_rl.algos.aggregation import SequenceMean
+from lightning_rl.algos.objective import SequenceMean
 from lightning_rl.data.packing import pack_rollouts, select, split_packs
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Policy

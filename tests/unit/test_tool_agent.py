@@ -9,12 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_rl.agents.base import Agent
-from lightning_rl.agents.parsers import HermesParser, ParsedCall, ToolParser
+from lightning_rl.agents.base import Agent, continuation_seed
 from lightning_rl.agents.templates import TurnTemplate
 from lightning_rl.agents.tool_agent import ToolAgent
-from lightning_rl.agents.tools import tool_schema
-from lightning_rl.agents.turns import continuation_seed
+from lightning_rl.agents.tools import HermesParser, ParsedCall, ToolParser, tool_schema
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.base import Completion, Engine, Sampling
 from lightning_rl.engines.transformers import TransformersEngine

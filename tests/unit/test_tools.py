@@ -7,8 +7,7 @@ from typing import Literal
 
 import pytest
 
-from lightning_rl.agents.parsers import HermesParser, ParsedCall
-from lightning_rl.agents.tools import Toolbox, tool_metrics, tool_schema
+from lightning_rl.agents.tools import HermesParser, ParsedCall, Toolbox, tool_metrics, tool_schema
 from lightning_rl.errors import ConfigError
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.algos.advantages import GAE, GRPO
-from lightning_rl.algos.aggregation import SequenceMean, TokenMean
 from lightning_rl.algos.kl import K3Penalty
+from lightning_rl.algos.objective import SequenceMean, TokenMean
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.schedulers import WarmupLinear
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.module import PolicyModule
-from lightning_rl.schedulers import WarmupLinear
 from tests.tolerances import distance, gradient_rounding, scores_rounding
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from lightning_rl import fallbacks
-from lightning_rl.fallbacks import fell_back
 from lightning_rl.models import varlen
 from lightning_rl.models.attention import build_layout, packed_attention
 from lightning_rl.models.varlen import attend, build_varlen, plain_varlen, varlen_dtype
+from lightning_rl.run import dist as fallbacks
+from lightning_rl.run.dist import fell_back
 
 
 def test_segments_by_hand():

@@ -15,9 +15,8 @@ from tokenizers.trainers import BpeTrainer
 from lightning_rl.cli import main
 from lightning_rl.cli.view import main as view
 from lightning_rl.errors import DataError
-from lightning_rl.view.flags import FLAGS, find_flags
+from lightning_rl.view.flags import FLAGS, TokenPieces, find_flags
 from lightning_rl.view.page import TOKEN_COLUMNS, build_page
-from lightning_rl.view.pieces import TokenPieces
 from lightning_rl.view.runs import find_runs, read_run
 from tests.planted_run import HOSTILE, PLACES, PLANTED, good_rollout, planted_rollouts, write_run
 
@@ -180,7 +179,7 @@ def test_tokens_without_text_are_decoded_with_the_runs_tokenizer(tmp_path, tiny_
 
 
 def test_a_rollout_store_is_a_rollout_file(tmp_path, make_rollout):
-    from lightning_rl.buffer.files import open_rollouts
+    from lightning_rl.rollouts.files import open_rollouts
 
     path = tmp_path / "some.sqlite"
     store = open_rollouts(path)

@@ -13,10 +13,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from lightning_rl.checks import check_sleep
-from lightning_rl.collect.async_collector import AsyncCollector
+from lightning_rl.collect.ahead import AsyncCollector
+from lightning_rl.collect.checks import check_sleep
 from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.collect.loop import run_async
 from lightning_rl.engines import (
     RayEngine,
     Sampling,
@@ -30,6 +29,7 @@ from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.engines.vllm_process import contained
 from lightning_rl.engines.vllm_settings import EngineSettings
 from lightning_rl.errors import ConfigError, EngineError
+from lightning_rl.run.loop import run_async
 from lightning_rl.sync.schedule import FixedSchedule
 
 

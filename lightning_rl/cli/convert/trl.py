@@ -12,7 +12,7 @@ from lightning_rl.cli.convert import trl_learning as learning
 from lightning_rl.cli.convert.rows import Conversion, Given, Left, instance, prompts_from
 from lightning_rl.cli.convert.trl_rows import TRL
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.refused import REFUSED
+from lightning_rl.models.pretrained import REFUSED
 from lightning_rl.rollout import SAMPLED_BY
 
 

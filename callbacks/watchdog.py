@@ -1,0 +1,100 @@
+"""Watchdog: a run that waits for rollouts that never come says where they hang, and stops."""
+
+import threading
+from pathlib import Path
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.errors import ConfigError, StalledError
+from lightning_rl.module import PolicyModule
+from lightning_rl.rewards.base import Rewards
+from lightning_rl.run.hooks import RLCallback
+from lightning_rl.run.loop import (
+    TURN_S,
+    abandon_wait,
+    background_loop,
+    loop_thread,
+    replace_loop_if_blocked,
+    stalled_seconds,
+)
+from lightning_rl.run.rundir import run_dir
+from lightning_rl.run.threads import describe, where_tasks_wait, where_thread_is
+
+
+@configurable
+class Watchdog(RLCallback):
+    """Stops a run that waits, and in which no rollout came to an end or was graded for so long.
+
+    The stacks of all threads, and what each task of the event loop awaits, go to
+    ``watchdog_<rank>.txt`` in the run directory. The run then fails like any other, in the main
+    thread: ``IterationCheckpoint`` saves what was collected so far, also if a reward hangs, or the
+    engine within a step, where it blocks the event loop. The command line adds this callback to
+    every run that generates.
+
+    Args:
+        timeout_s: more than the longest that a single rollout may take, all its turns included, or
+            the rewards of its group.
+
+    Raises:
+        ConfigError: for a timeout that is not above 0.
+        StalledError: naming where it hangs, and the file.
+    """
+
+    def __init__(self, timeout_s: float = 7200.0) -> None:
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s={timeout_s} must be > 0 seconds")
+        self.timeout_s = timeout_s
+        self._end = threading.Event()
+        self._rewards: Rewards | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        assert isinstance(pl_module, PolicyModule)
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        self._rewards = data.rewards if isinstance(data, RLDataModule) else None
+        self._end.set()  # a former run's
+        self._end = threading.Event()
+        # Here, since asking for the run directory may be something that ranks do together.
+        file = run_dir(trainer) / f"watchdog_{trainer.global_rank}.txt"
+        arguments = (pl_module, file, self._end)
+        threading.Thread(target=self._watch, args=arguments, name="watchdog", daemon=True).start()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._end.set()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._end.set()
+
+    def _watch(self, module: PolicyModule, file: Path, end: threading.Event) -> None:
+        while not end.wait(min(self.timeout_s / 4, 5.0)):
+            # A push has time limits of its own.
+            if module.clock.stage != "sync" and stalled_seconds() > self.timeout_s:
+                self._stop(module, file)
+                return
+
+    def _stop(self, module: PolicyModule, file: Path) -> None:
+        loop, thread = background_loop(), loop_thread()
+        assert thread is not None
+        blocked = replace_loop_if_blocked(min(self.timeout_s, TURN_S))
+        hanging = None if self._rewards is None else self._rewards.hanging()
+        file.write_text(describe(loop), encoding="utf-8")
+        what, advice = "generation", "If a rollout may take that long"
+        if module.clock.stage == "reward":
+            what, advice = "grading", "If a reward may take that long"
+        if hanging is not None and not blocked:
+            name, its_thread = hanging
+            where = f"reward {name} hangs at {where_thread_is(its_thread)}"
+            advice = "Isolated gives a reward a time limit; if it may take that long"
+        elif blocked:
+            where = f"{what} hangs and blocks the event loop at {where_thread_is(thread)}"
+        else:
+            where = f"{what} hangs and waits at {where_tasks_wait(loop)}"
+        abandon_wait(
+            StalledError(
+                f"no rollout came to an end for timeout_s={self.timeout_s:g} seconds: {where}; all "
+                f"stacks are in {file}. {advice}, raise timeout_s of Watchdog"
+            )
+        )

@@ -1,0 +1,280 @@
+"""The only list of public names, each from its module; read when the package is imported."""
+
+from lightning_rl.agents.base import (
+    Agent as Agent,
+    Environment as Environment,
+    Reply as Reply,
+    SingleTurn as SingleTurn,
+    append_given as append_given,
+    generate_turn as generate_turn,
+    room as room,
+)
+from lightning_rl.agents.multi_turn import MultiTurn as MultiTurn
+from lightning_rl.agents.templates import TurnTemplate as TurnTemplate
+from lightning_rl.agents.tool_agent import ToolAgent as ToolAgent
+from lightning_rl.agents.tools import (
+    HermesParser as HermesParser,
+    ParsedCall as ParsedCall,
+    ToolParser as ToolParser,
+    VLLMParser as VLLMParser,
+)
+from lightning_rl.agents.verifiers import (
+    VerifiersEnvironment as VerifiersEnvironment,
+    VerifiersPrompts as VerifiersPrompts,
+)
+from lightning_rl.algos.advantages import (
+    GAE as GAE,
+    GRPO as GRPO,
+    Advantage as Advantage,
+    group_means as group_means,
+    group_stds as group_stds,
+    spread_over_tokens as spread_over_tokens,
+    total_rewards as total_rewards,
+)
+from lightning_rl.algos.baselines import (
+    OPMD as OPMD,
+    RLOO as RLOO,
+    DrGRPO as DrGRPO,
+    GroupAdvantage as GroupAdvantage,
+    MaxRL as MaxRL,
+    PassAtK as PassAtK,
+    ReinforcePlusPlus as ReinforcePlusPlus,
+    RunningBaseline as RunningBaseline,
+)
+from lightning_rl.algos.correction import (
+    Correction as Correction,
+    GeometricMIS as GeometricMIS,
+    GeometricTIS as GeometricTIS,
+    SequenceMIS as SequenceMIS,
+    SequenceTIS as SequenceTIS,
+    TokenMIS as TokenMIS,
+    TokenTIS as TokenTIS,
+)
+from lightning_rl.algos.kl import (
+    AdaptiveCoefficient as AdaptiveCoefficient,
+    Coefficient as Coefficient,
+    EntropyBonus as EntropyBonus,
+    K1Penalty as K1Penalty,
+    K2Penalty as K2Penalty,
+    K3Penalty as K3Penalty,
+    KLPenalty as KLPenalty,
+    LinearEntropyBonus as LinearEntropyBonus,
+)
+from lightning_rl.algos.losses import (
+    CISPO as CISPO,
+    GSPO as GSPO,
+    SAPO as SAPO,
+    Metrics as Metrics,
+    PolicyLoss as PolicyLoss,
+    PPOClip as PPOClip,
+    Reinforce as Reinforce,
+    SFTMix as SFTMix,
+    ValueLoss as ValueLoss,
+    ppo_clip as ppo_clip,
+    row_means as row_means,
+)
+from lightning_rl.algos.objective import (
+    Aggregation as Aggregation,
+    PromptMean as PromptMean,
+    SequenceMean as SequenceMean,
+    TokenMean as TokenMean,
+    TokenSum as TokenSum,
+)
+from lightning_rl.callbacks import (
+    BatchGuard as BatchGuard,
+    Correct as Correct,
+    EffectiveSampleGuard as EffectiveSampleGuard,
+    EntropyGuard as EntropyGuard,
+    Evaluate as Evaluate,
+    Finding as Finding,
+    Guard as Guard,
+    GuardAction as GuardAction,
+    HFExport as HFExport,
+    IterationCheckpoint as IterationCheckpoint,
+    KLGuard as KLGuard,
+    LearningAlarms as LearningAlarms,
+    LogprobGapGuard as LogprobGapGuard,
+    LogprobSpikeGuard as LogprobSpikeGuard,
+    Mask as Mask,
+    MetricFloorGuard as MetricFloorGuard,
+    MetricGuard as MetricGuard,
+    NonFiniteGuard as NonFiniteGuard,
+    ParameterSummary as ParameterSummary,
+    PreviewTable as PreviewTable,
+    ReplayRecorder as ReplayRecorder,
+    RewardAlarmGuard as RewardAlarmGuard,
+    RewardAlarms as RewardAlarms,
+    RLCallback as RLCallback,
+    RLProgressBar as RLProgressBar,
+    RolloutRecorder as RolloutRecorder,
+    RolloutWriter as RolloutWriter,
+    RunReport as RunReport,
+    SkipUpdate as SkipUpdate,
+    StalenessGuard as StalenessGuard,
+    StepTimer as StepTimer,
+    StopRun as StopRun,
+    Warn as Warn,
+    Watchdog as Watchdog,
+    WeightSync as WeightSync,
+    ZeroAdvantageGuard as ZeroAdvantageGuard,
+)
+from lightning_rl.collect.ahead import (
+    AsyncCollector as AsyncCollector,
+    OneStepOffCollector as OneStepOffCollector,
+)
+from lightning_rl.collect.collector import Collector as Collector, SyncCollector as SyncCollector
+from lightning_rl.collect.early_cut import (
+    PartialCollector as PartialCollector,
+    PartialTailCollector as PartialTailCollector,
+    TailBatchingCollector as TailBatchingCollector,
+)
+from lightning_rl.collect.filters import GroupFilter as GroupFilter, RewardSpread as RewardSpread
+from lightning_rl.collect.pipeline import RolloutPipeline as RolloutPipeline
+from lightning_rl.collect.replay_buffer import ReplayBuffer as ReplayBuffer
+from lightning_rl.collect.samplers import (
+    FIFO as FIFO,
+    AdvantagePriority as AdvantagePriority,
+    Entry as Entry,
+    Mixed as Mixed,
+    RewardPriority as RewardPriority,
+    Sampler as Sampler,
+    Uniform as Uniform,
+)
+from lightning_rl.collect.source import GroupSource as GroupSource
+from lightning_rl.config.arguments import configurable as configurable
+from lightning_rl.data.curriculum import PassRateCurriculum as PassRateCurriculum
+from lightning_rl.data.packing import pack_rollouts as pack_rollouts, token_rows as token_rows
+from lightning_rl.data.prompts import PromptDataset as PromptDataset
+from lightning_rl.data.reasoning_gym import ReasoningGymPrompts as ReasoningGymPrompts
+from lightning_rl.data.sources import (
+    HFDatasetPrompts as HFDatasetPrompts,
+    IterablePrompts as IterablePrompts,
+    JSONLPrompts as JSONLPrompts,
+    ParquetPrompts as ParquetPrompts,
+)
+from lightning_rl.data.views import (
+    as_padded as as_padded,
+    as_steps as as_steps,
+    as_torchrl as as_torchrl,
+)
+from lightning_rl.datamodule import RLDataModule as RLDataModule
+from lightning_rl.engines import (
+    Completion as Completion,
+    Engine as Engine,
+    RayEngine as RayEngine,
+    Sampling as Sampling,
+    StructuredOutputs as StructuredOutputs,
+    TransformersEngine as TransformersEngine,
+    VLLMLocal as VLLMLocal,
+    VLLMServer as VLLMServer,
+)
+from lightning_rl.engines.base import (
+    CollectorStatus as CollectorStatus,
+    ReplicaStatus as ReplicaStatus,
+    RunState as RunState,
+    require_same_weights as require_same_weights,
+)
+from lightning_rl.errors import (
+    AgentError as AgentError,
+    CheckpointError as CheckpointError,
+    ConfigError as ConfigError,
+    DamagedWeightsError as DamagedWeightsError,
+    DataError as DataError,
+    DiskError as DiskError,
+    EngineError as EngineError,
+    FilterError as FilterError,
+    GuardError as GuardError,
+    IncompleteWeightsError as IncompleteWeightsError,
+    LightningRLError as LightningRLError,
+    NonFiniteWeightsError as NonFiniteWeightsError,
+    PackMemoryError as PackMemoryError,
+    ReplicaError as ReplicaError,
+    RewardError as RewardError,
+    RunInterrupted as RunInterrupted,
+    StaleWeightsError as StaleWeightsError,
+    StalledError as StalledError,
+    SyncTimeoutError as SyncTimeoutError,
+    WeightSyncError as WeightSyncError,
+)
+from lightning_rl.learn.own_loop import FabricDDP as FabricDDP
+from lightning_rl.learn.precision import (
+    BFloat16Precision as BFloat16Precision,
+    MasterWeights as MasterWeights,
+)
+from lightning_rl.learn.schedulers import (
+    WarmupConstant as WarmupConstant,
+    WarmupCosine as WarmupCosine,
+    WarmupLinear as WarmupLinear,
+)
+from lightning_rl.models.attention import PackLayout as PackLayout
+from lightning_rl.models.heads import (
+    SeparateValueHead as SeparateValueHead,
+    SharedValueHead as SharedValueHead,
+    ValueHead as ValueHead,
+)
+from lightning_rl.models.lora import LoRA as LoRA
+from lightning_rl.models.policy import (
+    Policy as Policy,
+    Scores as Scores,
+    load_tokenizer as load_tokenizer,
+    save_skeleton as save_skeleton,
+)
+from lightning_rl.models.reference import (
+    BaseReference as BaseReference,
+    FrozenReference as FrozenReference,
+    PeriodicReference as PeriodicReference,
+    Reference as Reference,
+)
+from lightning_rl.models.sharding import ShardedStrategy as ShardedStrategy
+from lightning_rl.module import PolicyModule as PolicyModule
+from lightning_rl.offline.dpo import (
+    DPOModule as DPOModule,
+    PairDataModule as PairDataModule,
+    RolloutPairs as RolloutPairs,
+)
+from lightning_rl.offline.recorded import OfflineDataModule as OfflineDataModule
+from lightning_rl.offline.sft import SFTDataModule as SFTDataModule, SFTModule as SFTModule
+from lightning_rl.rewards.base import (
+    RewardFailure as RewardFailure,
+    Rewards as Rewards,
+    batch_reward as batch_reward,
+)
+from lightning_rl.rewards.code import PythonTests as PythonTests
+from lightning_rl.rewards.judge import (
+    EngineJudge as EngineJudge,
+    JudgeError as JudgeError,
+    JudgeModel as JudgeModel,
+    LLMJudge as LLMJudge,
+    OpenAIJudge as OpenAIJudge,
+)
+from lightning_rl.rewards.log import TrainerState as TrainerState
+from lightning_rl.rewards.pool import Isolated as Isolated
+from lightning_rl.rewards.remote import Remote as Remote, retry as retry
+from lightning_rl.rewards.rules import (
+    EnvironmentReward as EnvironmentReward,
+    OverlongPenalty as OverlongPenalty,
+)
+from lightning_rl.rollout import (
+    Group as Group,
+    Message as Message,
+    Prompt as Prompt,
+    Rollout as Rollout,
+    RolloutStatus as RolloutStatus,
+)
+from lightning_rl.rollouts.files import RolloutFile as RolloutFile, open_rollouts as open_rollouts
+from lightning_rl.rollouts.store import RolloutStore as RolloutStore
+from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO as VerifiedCheckpointIO
+from lightning_rl.run.dist import global_mean_std as global_mean_std
+from lightning_rl.sync.base import WeightTransport as WeightTransport
+from lightning_rl.sync.checkpoint import CheckpointTransport as CheckpointTransport
+from lightning_rl.sync.collective import CollectiveTransport as CollectiveTransport
+from lightning_rl.sync.memory import MemoryTransport as MemoryTransport
+from lightning_rl.sync.native import IPCTransport as IPCTransport, NCCLTransport as NCCLTransport
+from lightning_rl.sync.schedule import (
+    CollectorSchedule as CollectorSchedule,
+    FixedSchedule as FixedSchedule,
+    SyncSchedule as SyncSchedule,
+    SyncState as SyncState,
+    TrainerSchedule as TrainerSchedule,
+)
+from lightning_rl.sync.verify import probe_gap as probe_gap

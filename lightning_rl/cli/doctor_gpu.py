@@ -1,0 +1,140 @@
+"""The doctor's look at GPUs and at what compiles for them, and at the rewards' sandbox."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_rl.run.machine import (
+    GPU,
+    c_compiler,
+    cuda_compiler,
+    python_header,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report; ``problem`` is None if all is well, else ``fix`` says what to do."""
+
+    name: str
+    value: str
+    problem: str | None = None
+    fix: str | None = None
+    serious: bool = False
+
+
+MIN_FREE = 0.5
+"""The share of a GPU's memory that is to be free: less means that others work there."""
+
+
+def judge_gpus(gpus: Sequence[GPU], torch_sees: int, torch_cuda: str | None) -> Check:
+    """Whether torch can use the GPUs that the driver has. ``torch_cuda``: its CUDA version."""
+    value = f"{'; '.join(map(str, gpus))} (torch sees {torch_sees})" if gpus else "none"
+    if len(gpus) <= torch_sees or os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        return _judge_memory(gpus, value)
+    if torch_cuda is None:
+        problem, fix = "torch is a CPU build and cannot use them", "make setup (it picks CUDA)"
+    else:
+        problem = f"torch, built for CUDA {torch_cuda}, sees {torch_sees} of {len(gpus)}"
+        fix = "update the NVIDIA driver, or install a torch built for the driver's CUDA"
+    return Check("gpu", value, problem, fix, serious=True)
+
+
+def _judge_memory(gpus: Sequence[GPU], value: str) -> Check:
+    for number, gpu in enumerate(gpus):
+        if gpu.free_mib is None or gpu.total_mib is None:
+            continue
+        if gpu.free_mib < MIN_FREE * gpu.total_mib:
+            used = gpu.total_mib - gpu.free_mib
+            problem = f"other processes hold {used} MiB of GPU {number}"
+            return Check("gpu", value, problem, "end them (nvidia-smi shows them), or take another")
+    return Check("gpu", value)
+
+
+def judge_driver(gpus: Sequence[GPU]) -> Check:
+    """The NVIDIA driver's version."""
+    return Check("driver", ", ".join(sorted({gpu.driver for gpu in gpus})) or "none")
+
+
+def judge_nvcc(version: str | None, torch_cuda: str | None) -> Check:
+    """Whether a CUDA compiler, if there is one, is of torch's own CUDA."""
+    if version is None:
+        return Check("nvcc", "none (only kernels that are compiled when first used need it)")
+    if torch_cuda is None or version.split(".")[0] == torch_cuda.split(".")[0]:
+        return Check("nvcc", f"CUDA {version}")
+    problem = f"compiles for CUDA {version}, and torch is built for {torch_cuda}"
+    return Check("nvcc", f"CUDA {version}", problem, f"set CUDA_HOME to a CUDA {torch_cuda}")
+
+
+def judge_triton(compiler: str | None, header: Path, there: bool, on_cuda: bool) -> Check:
+    """Whether there is what Triton compiles its launchers with: a C compiler and ``Python.h``.
+
+    On GPUs vLLM computes with Triton, and so does ``compile: true``; on CPUs only the latter needs
+    them, for C++.
+    """
+    value = f"{compiler or 'no C compiler'}, {header if there else 'no Python.h'}"
+    if compiler and there:
+        return Check("compiler", value)
+    if not on_cuda:
+        return Check("compiler", f"{value} (needed for compile: true)")
+    missing = " and ".join(
+        [*([] if compiler else ["a C compiler"]), *([] if there else [str(header)])]
+    )
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    fix = f"apt-get install gcc {python}-dev, or a Python that brings its headers"
+    problem = f"Triton needs {missing}: vLLM and compile: true fail without"
+    return Check("compiler", value, problem, fix, serious=True)
+
+
+def judge_sandbox(refusal: str | None) -> Check:
+    """Whether rewards with ``sandbox: true`` can run here; ``refusal``: what the machine says."""
+    if refusal is None:
+        return Check("sandbox", "works (rewards with sandbox: true)")
+    fix = (
+        "allow user namespaces (sysctl user.max_user_namespaces; in Docker a seccomp profile that "
+        "allows unshare and mount), or run trusted code only"
+    )
+    problem = f"rewards with sandbox: true cannot run here ({refusal})"
+    return Check("sandbox", "not possible", problem, fix)
+
+
+def try_sandbox() -> str | None:
+    """Run nothing in a sandbox, in a process of its own; None, or what the machine says."""
+    path = Path(__file__).parents[1] / "rewards" / "sandbox.py"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _TRY, str(path)],
+            capture_output=True, text=True, timeout=20, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "it did not end within 20 s"
+    if done.returncode == 0 and not done.stdout.strip():
+        return None
+    said = done.stdout.strip() or done.stderr.strip() or f"status {done.returncode}"
+    return said.splitlines()[-1]
+
+
+_TRY = """
+import os, runpy, sys, tempfile
+run = runpy.run_path(sys.argv[1])["run_in_sandbox"]
+place = tempfile.mkdtemp()
+try:
+    run(lambda: None, place, 1)
+except OSError as error:
+    print(error.strerror or error)
+finally:
+    os.rmdir(place)
+"""
+
+
+def gpu_checks(gpus: Sequence[GPU], torch_cuda: str | None) -> list[Check]:
+    """What stands beside the GPUs themselves."""
+    header = python_header()
+    return [
+        judge_driver(gpus),
+        judge_nvcc(cuda_compiler(), torch_cuda),
+        judge_triton(c_compiler(), header, header.exists(), bool(gpus)),
+    ]

@@ -1,0 +1,108 @@
+"""The command's process: no lines that nobody can act on, and an end with the status it earned."""
+
+import atexit
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+IGNORED_WARNINGS = (
+    # Lightning calls what torch deprecated; fixed by neither of us here.
+    r".*isinstance\(treespec, LeafSpec\)` is deprecated",
+    # During fit there is no validation loader: the Evaluate callback evaluates.
+    r"Total length of `list` across ranks is zero",
+    # We log each iteration ourselves; the Trainer's interval concerns self.log only.
+    r"The number of training batches \(\d+\) is smaller than the logging interval",
+    # We do pass sync_dist; Lightning drops it on one device, then sees vLLM's process group.
+    r"It is recommended to use `self.log\('eval/",
+    # SFT's rows are in memory: worker processes would only cost.
+    r"The '\w+_dataloader' does not have many workers",
+)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Filter warnings, tips and progress bars of the libraries; real warnings stay."""
+    # On CPUs there is no Triton, and nothing here needs it.
+    triton = logging.getLogger("torch._library.triton")
+    level = triton.level
+    triton.setLevel(logging.ERROR)
+    lightning = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    lightning.addFilter(_no_tips)
+    from transformers.utils import logging as transformers_logging
+
+    # "Loading weights" and "Writing model shards" bars, of a model that is there in a second.
+    transformers_logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        for message in IGNORED_WARNINGS:
+            warnings.filterwarnings("ignore", message)
+        try:
+            yield
+        finally:
+            triton.setLevel(level)
+            lightning.removeFilter(_no_tips)
+            transformers_logging.enable_progress_bar()
+
+
+def _no_tips(record: logging.LogRecord) -> bool:
+    """Lightning's advertisements for its own services."""
+    return "Tip: For seamless cloud" not in record.getMessage()
+
+
+def run_to_the_end(command: Callable[[], int]) -> int:
+    """Call ``command``, and return its status, for this process to end with.
+
+    Where a function that hangs was left behind, it ends here: Python would wait for what that has
+    started. ``os._exit(0)`` before the command is done ends the process too, but with status 1.
+    """
+    leave = os._exit
+    os._exit = _failing(leave)  # type: ignore[assignment]
+    try:
+        status = command()
+    except BaseException as error:
+        if _something_hangs():
+            _leave(leave, _status_of(error))
+        raise
+    finally:
+        os._exit = leave
+    if _something_hangs():
+        _leave(leave, status)
+    return status
+
+
+def _failing(leave: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
+    process = os.getpid()
+
+    def exit_unfinished(status: int) -> NoReturn:
+        if os.getpid() == process and status == 0:  # not one that was forked
+            frame = sys._getframe(1)
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            text = f"lightning-rl: os._exit(0) was called before the command was done, at {place}\n"
+            os.write(2, text.encode())
+            status = 1
+        leave(status)
+
+    return exit_unfinished
+
+
+def _something_hangs() -> bool:
+    threads = sys.modules.get("lightning_rl.run.threads")  # which not all commands need
+    return threads is not None and bool(threads.hanging_threads())
+
+
+def _status_of(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    traceback.print_exception(error)
+    return 1
+
+
+def _leave(leave: Callable[[int], NoReturn], status: int) -> NoReturn:
+    atexit._run_exitfuncs()  # but no waiting for threads
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    leave(status)

@@ -1,0 +1,129 @@
+"""An iteration trained once more, compared with what was recorded of it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_rl.cli.rerun.rebuild import Retrained, rebuilt, retrain
+from lightning_rl.cli.rerun.run import RecordedRun, Source
+from lightning_rl.errors import DataError
+from lightning_rl.rollouts.log import Outcome, first_difference
+
+SHOWN = ("policy/loss", "policy/grad_norm", "policy/entropy", "value/loss")
+
+
+@dataclass(frozen=True)
+class IterationReplay:
+    """``recorded`` and ``again`` are what iteration ``again.version - 1`` came out as.
+
+    ``diverged_at`` is the first version whose weights have other checksums than recorded, and
+    ``checkpoint_differs`` the first entry that differs from the checkpoint kept after it ("" if
+    none does, None if there is no such checkpoint).
+    """
+
+    source: Source
+    recorded: Outcome
+    again: Outcome
+    diverged_at: int | None
+    checkpoint: Source | None
+    checkpoint_differs: str | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether loss, gradient norm, every other metric of the update and all weights are."""
+        same = all(self.recorded.metrics.get(k) == v for k, v in self.again.metrics.items())
+        return same and self.diverged_at is None and not self.checkpoint_differs
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        iteration = self.recorded.version - 1
+        steps = iteration - self.source.version
+        how = f" and {steps} iterations trained again" if steps else ""
+        lines = [f"iteration {iteration}, from {self.source} (version {self.source.version}){how}"]
+        metrics = self.again.metrics
+        for name in (n for n in SHOWN if n in metrics):
+            was, now = self.recorded.metrics.get(name, float("nan")), metrics[name]
+            lines.append(
+                f"  {name:<18} recorded {was!r:<24} again {now!r:<24} {_verdict(was, now)}"
+            )
+        others = [n for n in metrics if n not in SHOWN]
+        differ = [n for n in others if self.recorded.metrics.get(n) != metrics[n]]
+        verdict = "equal" if not differ else f"{len(differ)} differ, first {differ[0]}"
+        lines.append(f"  {len(others)} more metrics    {verdict}")
+        lines.append(f"  {len(self.again.weights)} weight tensors  {self._weights()}")
+        if self.checkpoint is not None:
+            same = not self.checkpoint_differs
+            verdict = "equal" if same else f"{self.checkpoint_differs} differs"
+            lines.append(f"  {self.checkpoint}  weights and optimizer: {verdict}")
+        lines.append("equal" if self.equal else "different")
+        return lines
+
+    def _weights(self) -> str:
+        if self.diverged_at is None:
+            return "equal"
+        if self.diverged_at == self.source.version:
+            return f"differ at the start already: {self.source} changed since the run"
+        name = first_difference(self.recorded.weights, self.again.weights)
+        return f"differ since version {self.diverged_at}, now first in {name}"
+
+
+def replay_iteration(run: RecordedRun, iteration: int, since: int | None = None) -> IterationReplay:
+    """Train iteration ``iteration`` on its recorded rollouts, from the nearest weights kept before.
+
+    Args:
+        run: what to do again.
+        iteration: as recorded with its rollouts: 0 is the first.
+        since: start from the kept weights of this version; None: the nearest.
+
+    Raises:
+        ConfigError: if the run's configuration does not work here.
+        DataError: if not enough was kept.
+    """
+    recorded = run.log.outcomes()
+    if iteration + 1 not in recorded:
+        last = max(recorded, default=0) - 1
+        held = f"iterations up to {last}" if last >= 0 else "none"
+        raise DataError(
+            f"{run.path} did not record what came of iteration {iteration} (recorded: {held})"
+        )
+    source = run.nearest(iteration + 1, iteration, since)
+    with rebuilt(run, iteration) as parts:
+        made = retrain(run, parts, source, iteration + 1)
+        kept = next((s for s in run.sources if s.version == iteration + 1), None)
+        kept = kept if parts.trainer.is_global_zero else None  # it gathers what is sharded
+        return IterationReplay(
+            source,
+            recorded[iteration + 1],
+            made.outcomes[iteration + 1],
+            diverged_at(recorded, made),
+            kept,
+            None if kept is None else _compared(kept.load(), made),
+        )
+
+
+def diverged_at(recorded: dict[int, Outcome], made: Retrained) -> int | None:
+    """The first version whose checksums are others than recorded."""
+    for version, outcome in sorted(made.outcomes.items()):
+        if version in recorded and recorded[version].weights != outcome.weights:
+            return version
+    return None
+
+
+def _compared(checkpoint: dict[str, Any], made: Retrained) -> str:
+    """The first entry that is not equal, bit by bit; "" if all are."""
+    state = made.state
+    for name, weight in checkpoint["state_dict"].items():
+        if name not in state or not torch.equal(weight, state[name].cpu()):
+            return str(name)
+    for kept, optimizer in zip(checkpoint["optimizer_states"], made.optimizers, strict=True):
+        for parameter, values in kept["state"].items():
+            for name, value in values.items():
+                now = optimizer["state"][parameter][name]
+                if not torch.equal(torch.as_tensor(value), torch.as_tensor(now).cpu()):
+                    return f"{name} of the optimizer's parameter {parameter}"
+    return ""
+
+
+def _verdict(was: float, now: float) -> str:
+    return "equal" if was == now else f"differs by {abs(was - now):.2g}"

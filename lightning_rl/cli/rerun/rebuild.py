@@ -1,0 +1,213 @@
+"""A run's parts built again from its configuration, and its weights from what was kept."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from tensordict import TensorDict
+
+from lightning_rl.callbacks import WeightSync
+from lightning_rl.callbacks.replay_recorder import outcome
+from lightning_rl.cli.app import RLCLI
+from lightning_rl.cli.rerun.run import RecordedRun, Source
+from lightning_rl.collect.loader import RolloutLoader
+from lightning_rl.errors import DataError
+from lightning_rl.module import PolicyModule
+from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.log import Outcome
+from lightning_rl.run import dist
+from lightning_rl.run.hooks import RLCallback
+from lightning_rl.sync.base import WeightTransport
+from lightning_rl.sync.memory import MemoryTransport
+
+# Whatever says when a run stops, or makes it a trial run.
+_TRAINER = {
+    "logger": False,
+    "max_epochs": 1,
+    "min_epochs": None,
+    "max_steps": -1,
+    "min_steps": None,
+    "max_time": None,
+    "limit_train_batches": None,
+    "fast_dev_run": False,
+    "overfit_batches": 0.0,
+    "num_sanity_val_steps": 0,
+    "profiler": None,
+}
+
+
+class _Rebuilt(RLCLI):
+    """Builds what a run's configuration at an iteration names, and runs nothing."""
+
+    def __init__(self, run: RecordedRun, iteration: int, scratch: str) -> None:
+        self._scratch = scratch
+        _, config = run.config_of(iteration)
+        super().__init__(["fit", "--config", str(config), "--ckpt_path=null", *run.options])
+
+    def before_instantiate_classes(self) -> None:
+        for name, value in {**_TRAINER, "default_root_dir": self._scratch}.items():
+            self.config.fit.trainer[name] = value
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing."""
+
+
+@dataclass
+class Parts:
+    """Of one run: module without a model yet, data module, trainer without onlookers."""
+
+    module: PolicyModule
+    datamodule: LightningDataModule
+    trainer: Trainer
+    transport: WeightTransport
+
+
+@contextmanager
+def rebuilt(run: RecordedRun, iteration: int) -> Iterator[Parts]:
+    """The parts of a run as it was at an iteration.
+
+    Of its callbacks, only those with ``replays`` take part again.
+
+    Raises:
+        ConfigError: if the configuration does not work here (any more).
+        DataError: if the run trained no policy on rollouts.
+    """
+    with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch:
+        cli = _Rebuilt(run, iteration, scratch)
+        if not isinstance(cli.model, PolicyModule):
+            raise DataError(
+                f"{run.config} trains {type(cli.model).__name__}; only what a PolicyModule learns "
+                "from rollouts can be replayed"
+            )
+        callbacks: list[Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
+        transports = [c.transport for c in callbacks if isinstance(c, WeightSync)]
+        transport = transports[0] if transports else MemoryTransport()
+        cli.trainer.callbacks = [c for c in callbacks if getattr(c, "replays", False)]  # type: ignore[attr-defined]
+        yield Parts(cli.model, cli.datamodule, cli.trainer, transport)
+
+
+@dataclass
+class Retrained:
+    """What came of it: the module as the last version, and every version's outcome.
+
+    ``state`` and ``optimizers`` are what a checkpoint would hold, if anything was trained; on ranks
+    above 0 they may be empty.
+    """
+
+    module: PolicyModule
+    source: Source
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+
+
+def retrain(run: RecordedRun, parts: Parts, source: Source, version: int) -> Retrained:
+    """Train again from kept weights up to ``version``, on the recorded rollouts.
+
+    With as many processes as trained: all of them have to come here.
+
+    Raises:
+        DataError: if there are more or fewer of them now.
+    """
+    made = Retrained(parts.module, source)
+    if version == source.version:
+        parts.module.configure_model()
+        if source.path is not None:
+            _restore_module(parts.module, source.load())
+        made.outcomes[version] = outcome(parts.trainer, parts.module, {})
+        return made
+    _require_ranks(run, range(source.version + 1, version + 1), parts.trainer.world_size)
+    # First, so that whatever takes part sees the weights that were kept.
+    parts.trainer.callbacks.insert(0, _Restore(source))  # type: ignore[attr-defined]
+    parts.trainer.callbacks.append(_Note(made))  # type: ignore[attr-defined]
+    batches = _RecordedBatches(run, source.version, version - source.version)
+    parts.trainer.fit(parts.module, datamodule=batches)
+    return made
+
+
+def _require_ranks(run: RecordedRun, versions: range, world_size: int) -> None:
+    """Each process trains on its own share: what is added up in another order comes out other."""
+    for version, made in sorted(run.log.outcomes().items()):
+        if version in versions and made.ranks != world_size:
+            raise DataError(
+                f"{run.path}: version {version} was trained by {made.ranks} processes, and this "
+                f"replay has {world_size}; replay with as many: start it as the run was started "
+                "(trainer.devices and num_nodes of its config.yaml, torchrun)"
+            )
+
+
+def _restore_module(module: PolicyModule, checkpoint: dict[str, Any]) -> None:
+    module.load_state_dict(checkpoint["state_dict"])
+    module.on_load_checkpoint(checkpoint)
+
+
+class _Restore(Callback):
+    """What ``ckpt_path`` would, but for the place in an epoch, which is another here."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.source.path is None:
+            return
+        strategy = trainer.strategy
+        checkpoint = strategy.load_checkpoint(self.source.path, weights_only=True)
+        strategy.load_model_state_dict(checkpoint)
+        pl_module.on_load_checkpoint(checkpoint)
+        strategy.load_optimizer_state_dict(checkpoint)
+        schedules = checkpoint["lr_schedulers"]
+        for config, state in zip(trainer.lr_scheduler_configs, schedules, strict=True):
+            config.scheduler.load_state_dict(state)
+
+
+class _Note(RLCallback):
+    def __init__(self, made: Retrained) -> None:
+        self.made = made
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_iteration_end(trainer, pl_module, {})
+
+    def on_iteration_end(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
+    ) -> None:
+        found = outcome(trainer, pl_module, metrics)
+        self.made.outcomes[found.version] = found
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        self.made.state = strategy.lightning_module_state_dict()
+        self.made.optimizers = [strategy.optimizer_state(o) for o in trainer.optimizers]
+
+
+class _RecordedBatches(LightningDataModule):
+    """The recorded iterations from ``first`` on, in place of collecting."""
+
+    def __init__(self, run: RecordedRun, first: int, count: int) -> None:
+        super().__init__()
+        self.run, self.first, self.count = run, first, count
+
+    def train_dataloader(self) -> RolloutLoader:
+        assert self.trainer is not None
+        module = self.trainer.lightning_module
+        assert isinstance(module, PolicyModule)
+        return RolloutLoader(self._read, _NoState(), self.count, lambda: module.iteration)
+
+    def val_dataloader(self) -> Any:
+        return []
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return batch.to(device) if isinstance(batch, TensorDict) else batch
+
+    def _read(self, place: int) -> list[Rollout]:
+        return self.run.log.rollouts(self.first + place, dist.rank())
+
+
+class _NoState:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
+        """Nothing."""

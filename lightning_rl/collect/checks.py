@@ -1,0 +1,227 @@
+"""Which parts of an algorithm do not go together; each refusal says what to change."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_rl.algos.advantages import Advantage
+from lightning_rl.algos.kl import KLPenalty
+from lightning_rl.algos.losses import SFTMix
+from lightning_rl.algos.objective import Objective
+from lightning_rl.collect.ahead import WorkingAhead
+from lightning_rl.collect.collector import Collector
+from lightning_rl.collect.filters import GroupFilter
+from lightning_rl.engines.base import Sampling
+from lightning_rl.errors import ConfigError, require_finite
+from lightning_rl.models.reference import Reference
+from lightning_rl.run.dist import world_size
+from lightning_rl.sync.schedule import SyncSchedule
+
+
+def check_parts(
+    advantage: Advantage,
+    objective: Objective,
+    *,
+    has_critic: bool,
+    kl_reward: KLPenalty | None,
+    reference: Reference | None,
+    trust_engine_logprobs: bool,
+    max_grad_norm: float | None,
+) -> None:
+    """Check what ``PolicyModule`` was given.
+
+    Raises:
+        ConfigError: naming the keys that contradict each other.
+    """
+    if max_grad_norm is not None and max_grad_norm <= 0:
+        raise ConfigError(f"max_grad_norm={max_grad_norm} must be > 0; null for no clipping")
+    if advantage.needs_values and not has_critic:
+        raise ConfigError(
+            f"advantage={type(advantage).__name__} needs a critic; set value_head to "
+            "SharedValueHead or SeparateValueHead"
+        )
+    if kl_reward is not None and not advantage.takes_kl_reward:
+        raise ConfigError(
+            f"advantage={type(advantage).__name__} reads the reward as it was graded, which "
+            "kl_reward would take a KL off: no rollout would count as it should; set kl instead, "
+            "the same penalty in the loss"
+        )
+    if objective.value_warmup_iterations and not advantage.needs_values:
+        raise ConfigError(
+            f"value_warmup_iterations={objective.value_warmup_iterations} needs a critic to warm "
+            "up; set advantage to GAE, or leave it out"
+        )
+    if reference is not None and objective.kl is None and kl_reward is None:
+        raise ConfigError(
+            f"reference={type(reference).__name__} is compared with nothing; set kl or kl_reward, "
+            "or leave it out"
+        )
+    if trust_engine_logprobs and objective.correction is not None:
+        raise ConfigError(
+            f"correction={type(objective.correction).__name__} has nothing to correct with "
+            "trust_engine_logprobs=true, which takes the engine's logprobs for the old ones; leave "
+            "one of them out"
+        )
+
+
+def check_optimizer(make: Callable[[Any], Optimizer]) -> None:
+    """Check what an optimizer is and was given, on a parameter of no consequence.
+
+    Raises:
+        ConfigError: if it cannot step on one gradient, or has an option that is no finite number.
+    """
+    optimizer = make([Parameter(torch.zeros(1, 1))])
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer={type(optimizer).__name__} evaluates the loss again and again within a "
+            "step (its step() needs a closure), and here a step has one gradient; use AdamW, or "
+            "another that needs none"
+        )
+    for group in optimizer.param_groups:
+        options = {k: v for k, v in group.items() if isinstance(v, float | tuple)}
+        require_finite(**{f"optimizer.{name}": value for name, value in options.items()})
+
+
+def check_group_size(advantage: Advantage, group_size: int) -> None:
+    """Check that groups are large enough to be compared.
+
+    Raises:
+        ConfigError: naming size and advantage.
+    """
+    if group_size < advantage.min_group_size:
+        raise ConfigError(
+            f"group_size={group_size} must be >= {advantage.min_group_size} for "
+            f"{type(advantage).__name__}, which compares the rollouts of a group; raise it, or use "
+            "GAE"
+        )
+
+
+def check_filters(filters: Sequence[GroupFilter], group_size: int) -> None:
+    """Check that each filter can keep a group of this size.
+
+    Raises:
+        ConfigError: naming the first that cannot.
+    """
+    for group_filter in filters:
+        if group_size < group_filter.min_group_size:
+            raise ConfigError(
+                f"group_size={group_size} must be >= {group_filter.min_group_size} for "
+                f"{type(group_filter).__name__}, which would reject every group; raise it, or "
+                "remove the filter"
+            )
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Check that what is sampled for training can be scored.
+
+    Raises:
+        ConfigError: for a form that the trainer cannot know.
+    """
+    if sampling.structured_outputs is not None:
+        raise ConfigError(
+            f"sampling.structured_outputs={sampling.structured_outputs.as_dict()} changes which "
+            "tokens can be sampled, and the trainer does not know where: its ratios would not "
+            "start at 1; set it in data.eval_sampling only, or reward the form instead"
+        )
+
+
+def check_groups(groups_per_iteration: int, minibatches: int) -> None:
+    """Check that an iteration's groups can be shared by ranks and minibatches.
+
+    Raises:
+        ConfigError: naming the keys, and the number of processes.
+    """
+    ranks = world_size()
+    if groups_per_iteration % ranks:
+        raise ConfigError(
+            f"groups_per_iteration={groups_per_iteration} cannot be shared by {ranks} processes; "
+            f"make it a multiple of {ranks}"
+        )
+    if groups_per_iteration < minibatches * ranks:
+        each = f" on {ranks} processes" if ranks > 1 else ""
+        raise ConfigError(
+            f"minibatches={minibatches} exceeds groups_per_iteration={groups_per_iteration}{each}; "
+            "a group is never split over minibatches"
+        )
+
+
+def check_sync(schedules: Sequence[SyncSchedule], collector: Collector) -> None:
+    """Check that weights are pushed by one callback, and as often as the collector needs.
+
+    Args:
+        schedules: of all ``WeightSync`` callbacks of a run, of which there is at least one.
+        collector: of its data module.
+
+    Raises:
+        ConfigError: naming the callbacks, or both bounds.
+    """
+    if len(schedules) > 1:
+        raise ConfigError(
+            f"trainer.callbacks: there are {len(schedules)} WeightSync, which would push the same "
+            "weights again and pause the engine for it; leave one"
+        )
+    [schedule] = schedules
+    if not isinstance(collector, WorkingAhead):
+        return
+    # The last iteration before a push trains on weights that are so many versions behind.
+    behind = schedule.least_updates - 1
+    if behind > collector.max_staleness:
+        raise ConfigError(
+            f"schedule={schedule} of WeightSync leaves the engine up to {behind} versions behind, "
+            f"but {type(collector).__name__} may be at most max_staleness="
+            f"{collector.max_staleness}; sync every {collector.max_staleness + 1} iterations or "
+            f"more often, or raise max_staleness to {behind}"
+        )
+
+
+def check_sleep(level: int | None, schedule: SyncSchedule, collector: Collector) -> None:
+    """Check that an engine may sleep while the trainer trains.
+
+    Raises:
+        ConfigError: if it would be asked for tokens meanwhile, or for some by weights it gave up.
+    """
+    if level is None:
+        return
+    if collector.works_between_batches:
+        raise ConfigError(
+            f"engine sleep_level={level} lets the engine sleep while the trainer trains, and "
+            f"{type(collector).__name__} generates then; use SyncCollector, or leave it out"
+        )
+    if level == 2 and schedule.least_updates > 1:
+        raise ConfigError(
+            f"engine sleep_level=2 gives up the weights in every iteration, and WeightSync's "
+            f"schedule={schedule} does not push them in each; use sleep_level: 1, or FixedSchedule"
+        )
+
+
+def check_experts(advantage: Advantage, objective: Objective) -> None:
+    """Check that rows without a reward can be trained on.
+
+    Raises:
+        ConfigError: if the loss does not imitate, or the advantage does not compare groups.
+    """
+    if not isinstance(objective.loss, SFTMix) or advantage.min_group_size < 2:
+        raise ConfigError(
+            "data.expert_prompts needs model.loss=SFTMix and an advantage that compares groups "
+            f"(not {type(advantage).__name__}): expert rows have no reward"
+        )
+
+
+def room_for_prompts(max_length: int, sampling: Sampling) -> int:
+    """Tokens that a prompt may have in an engine that takes ``max_length`` with the completion.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    room = max_length - sampling.max_tokens
+    if room < 1:
+        raise ConfigError(
+            f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt within the "
+            f"engine's {max_length} tokens; lower it or raise engine.max_model_len"
+        )
+    return room

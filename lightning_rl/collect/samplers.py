@@ -1,0 +1,258 @@
+"""Samplers: which groups join the fresh ones in a batch."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError, DataError, require_at_least, require_finite
+from lightning_rl.rollout import Group
+from lightning_rl.rollouts.files import open_rollouts
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A group in the buffer, as far as samplers need to know it.
+
+    ``oldest`` is the version of its oldest token, ``reward`` the mean r̄ of its G rewards and
+    ``spread`` their mean absolute deviation, sum |r - r̄| / G: the mean |advantage| of GRPO before
+    its division by the standard deviation.
+    """
+
+    place: int
+    oldest: int
+    reward: float
+    spread: float
+
+
+@configurable
+class Sampler(ABC):
+    """Chooses groups to replay. What it remembers is in its state, so that a resumed run agrees.
+
+    Args:
+        groups: how many groups to add to the fresh ones of an iteration, at most.
+    """
+
+    def __init__(self, groups: int = 8) -> None:
+        require_at_least(0, groups=groups)
+        self.groups = groups
+
+    @property
+    def gives_experts(self) -> bool:
+        """Whether some of what :meth:`experts` returns is to be imitated (``SFTMix``)."""
+        return False
+
+    def count(self, fresh: int) -> int:
+        """How many groups to replay beside so many fresh ones."""
+        return self.groups
+
+    @abstractmethod
+    def choose(
+        self, entries: Sequence[Entry], count: int, random: np.random.Generator
+    ) -> list[Entry]:
+        """At most ``count`` different entries; given ones are older than the fresh groups."""
+
+    def experts(self, fresh: int, random: np.random.Generator) -> list[Group]:
+        """Groups from elsewhere, to be imitated."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives only."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken."""
+
+
+@configurable
+class FIFO(Sampler):
+    """Replays each group once, first in, first out: the oldest that was not replayed yet."""
+
+    def __init__(self, groups: int = 8) -> None:
+        super().__init__(groups)
+        self._last = 0
+
+    def choose(
+        self, entries: Sequence[Entry], count: int, random: np.random.Generator
+    ) -> list[Entry]:
+        chosen = [entry for entry in entries if entry.place > self._last][:count]
+        if chosen:
+            self._last = chosen[-1].place
+        return chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last = state["last"]
+
+
+class _Weighted(Sampler):
+    """Draws without replacement; the first with probability w / sum w, and so on."""
+
+    @abstractmethod
+    def log_weights(self, entries: Sequence[Entry]) -> np.ndarray:
+        """log w of each entry; -inf for those never to be drawn."""
+
+    def choose(
+        self, entries: Sequence[Entry], count: int, random: np.random.Generator
+    ) -> list[Entry]:
+        if not entries or count == 0:
+            return []
+        log_weights = self.log_weights(entries)
+        # The largest of log w + Gumbel noise are such a draw (Kool et al. 2019).
+        keys = log_weights + random.gumbel(size=len(entries))
+        drawn = np.argsort(-keys, kind="stable")[:count]
+        return [entries[i] for i in sorted(drawn) if log_weights[i] > -np.inf]
+
+
+class Uniform(_Weighted):
+    """Every group of the buffer is as likely as any other."""
+
+    def log_weights(self, entries: Sequence[Entry]) -> np.ndarray:
+        return np.zeros(len(entries))
+
+
+@configurable
+class RewardPriority(_Weighted):
+    """Prefers groups with a high mean reward r̄: w = exp(r̄ / temperature).
+
+    Args:
+        groups: as for :class:`Sampler`.
+        temperature: in units of reward; the smaller, the stronger the preference.
+    """
+
+    def __init__(self, groups: int = 8, temperature: float = 0.25) -> None:
+        super().__init__(groups)
+        require_finite(temperature=temperature)
+        if temperature <= 0:
+            raise ConfigError(f"RewardPriority(temperature={temperature}) must be > 0")
+        self.temperature = temperature
+
+    def log_weights(self, entries: Sequence[Entry]) -> np.ndarray:
+        return np.array([entry.reward for entry in entries]) / self.temperature
+
+
+@configurable
+class AdvantagePriority(_Weighted):
+    """Prefers groups with large advantages: w = spread ^ alpha (Schaul et al. 2016, with |A| as p).
+
+    ``spread`` is the mean |r - r̄| of the group. Groups without any are never drawn.
+
+    Args:
+        groups: as for :class:`Sampler`.
+        alpha: 0 draws all that have a spread alike, 1 in proportion to it.
+    """
+
+    def __init__(self, groups: int = 8, alpha: float = 1.0) -> None:
+        super().__init__(groups)
+        require_at_least(0, alpha=alpha)
+        require_finite(alpha=alpha)
+        self.alpha = alpha
+
+    def log_weights(self, entries: Sequence[Entry]) -> np.ndarray:
+        spread = np.array([entry.spread for entry in entries])
+        positive = spread > 0
+        logs = np.log(spread, where=positive, out=np.zeros_like(spread))
+        return np.where(positive, self.alpha * logs, -np.inf)
+
+
+@configurable
+class Mixed(Sampler):
+    """Fresh, replayed and expert groups in given shares of the batch.
+
+    All F fresh groups are trained on, beside F * replayed / fresh replayed and
+    F * expert / fresh expert ones, rounded, where fresh = 1 - replayed - expert.
+
+    Args:
+        replayed: share of replayed groups; ``pick`` chooses them.
+        expert: share of rollouts to imitate, each a group of its own; needs ``loss: SFTMix``.
+        expert_path: a rollout file; of its completed rollouts, those with at least
+            ``expert_reward`` are experts.
+        expert_reward: as said; None: all that were graded.
+        pick: chooses what is replayed.
+
+    Raises:
+        ConfigError: for shares that leave no place for fresh groups, or ``expert`` without a file.
+    """
+
+    def __init__(
+        self,
+        replayed: float = 0.25,
+        expert: float = 0.0,
+        expert_path: str | None = None,
+        expert_reward: float | None = None,
+        pick: Sampler | None = None,
+    ) -> None:
+        super().__init__()
+        require_finite(replayed=replayed, expert=expert, expert_reward=expert_reward)
+        if min(replayed, expert) < 0 or replayed + expert >= 1:
+            raise ConfigError(
+                f"Mixed(replayed={replayed}, expert={expert}): shares must be >= 0 and sum to "
+                "less than 1; the rest is fresh"
+            )
+        if (expert > 0) != (expert_path is not None):
+            raise ConfigError(
+                f"Mixed(expert={expert}, expert_path={expert_path!r}): give both or neither"
+            )
+        self.replayed = replayed
+        self.expert = expert
+        self.expert_path = expert_path
+        self.expert_reward = expert_reward
+        self.pick = pick or Uniform()
+        self._experts: list[Group] | None = None
+
+    @property
+    def gives_experts(self) -> bool:
+        return self.expert > 0
+
+    def count(self, fresh: int) -> int:
+        return round(fresh * self.replayed / (1 - self.replayed - self.expert))
+
+    def choose(
+        self, entries: Sequence[Entry], count: int, random: np.random.Generator
+    ) -> list[Entry]:
+        return self.pick.choose(entries, count, random)
+
+    def experts(self, fresh: int, random: np.random.Generator) -> list[Group]:
+        count = round(fresh * self.expert / (1 - self.replayed - self.expert))
+        if count == 0:
+            return []
+        known = self._load()
+        drawn = random.choice(len(known), size=min(count, len(known)), replace=False)
+        return [known[i] for i in sorted(drawn)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.pick.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pick.load_state_dict(state)
+
+    def _load(self) -> list[Group]:
+        if self._experts is None:
+            assert self.expert_path is not None
+            self._experts = _read_experts(self.expert_path, self.expert_reward)
+        return self._experts
+
+
+def _read_experts(path: str, least: float | None) -> list[Group]:
+    """Each a group of its own, so that its advantage is zero; no version of ours wrote it."""
+    experts: list[Group] = []
+    for recorded in open_rollouts(path).read():
+        rollout = recorded.rollout
+        if not rollout.completed or rollout.reward is None:
+            continue
+        if least is not None and rollout.reward < least:
+            continue
+        rollout.group_id = f"expert/{len(experts)}"
+        rollout.expert = True
+        rollout.versions = [-1] * len(rollout.versions)
+        experts.append([rollout])
+    if not experts:
+        raise DataError(
+            f"{path}: no completed rollout has a reward of at least {least}; lower expert_reward"
+        )
+    return experts

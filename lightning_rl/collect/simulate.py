@@ -1,0 +1,315 @@
+"""A simulator for collectors: the real classes, on a virtual clock, with an engine made of numbers.
+
+``simulate`` runs hours of training in seconds, always with the same result, and stops with an error
+where real time would hang.
+"""
+
+import asyncio
+import math
+import selectors
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lightning_rl.agents.base import Agent, SingleTurn
+from lightning_rl.collect.collector import Collector
+from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.collect.source import Group, GroupSource
+from lightning_rl.engines.base import Completion, Engine, Sampling
+from lightning_rl.errors import EngineError
+from lightning_rl.rewards.base import Rewards
+from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.run.loop import innermost
+from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule, SyncState
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    length: int
+    future: asyncio.Future[None]
+    written: float = 0.0
+    versions: list[int] = field(default_factory=list)
+
+
+class SimulatedEngine(Engine):
+    """Continuous batching: ``n`` running requests get a token each in ``step + n * per_request`` s.
+
+    Args:
+        length: tokens of the completion, by the prompt's number and the request's seed.
+        step: seconds that a decoding step takes, however many run.
+        per_request: seconds that each running request adds to a step.
+        max_num_seqs: requests that run together; others wait.
+    """
+
+    dtype = "float32"
+    running = True
+    max_length = 2**62
+    version = 0
+
+    def __init__(
+        self,
+        length: Callable[[int, int], int],
+        step: float = 0.02,
+        per_request: float = 0.0,
+        max_num_seqs: int = 256,
+    ) -> None:
+        self.length = length
+        self.step = step
+        self.per_request = per_request
+        self.max_num_seqs = max_num_seqs
+        self.tokens = 0.0
+        self.slot_seconds = 0.0
+        self._requests: list[_Request] = []  # the first max_num_seqs of them run
+        self._since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._paused = False
+
+    def start(self, model_dir: Path) -> None:
+        """Nothing to build."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._advance()
+        for request in self._requests:
+            self._stamp(request)
+        self.version = version
+
+    async def pause(self) -> None:
+        self._advance()
+        self._paused = True
+        self._plan()
+
+    async def resume(self) -> None:
+        self._advance()
+        self._paused = False
+        self._plan()
+
+    async def generate(self, token_ids: Any, sampling: Sampling, seed: int) -> Completion:
+        length = min(max(1, self.length(token_ids[0], seed)), sampling.max_tokens)
+        request = _Request(length, asyncio.get_running_loop().create_future())
+        self._advance()
+        self._requests.append(request)
+        self._plan()
+        try:
+            await request.future
+        finally:
+            if request in self._requests:  # it was cancelled
+                self._advance()
+                self._requests.remove(request)
+                self._plan()
+        return Completion([0] * length, [0.0] * length, "stop", request.versions)
+
+    def _advance(self) -> None:
+        """Credit what was written since the last change."""
+        now = asyncio.get_running_loop().time()
+        elapsed, self._since = now - self._since, now
+        running = self._requests[: self.max_num_seqs]
+        if self._paused or not running:
+            return
+        for request in running:
+            request.written += elapsed / self._token_seconds(len(running))
+        self.tokens += len(running) * elapsed / self._token_seconds(len(running))
+        self.slot_seconds += len(running) * elapsed
+        for request in running:
+            if request.written > request.length - 1e-6:
+                request.written = request.length
+                self._stamp(request)
+                self._requests.remove(request)
+                if not request.future.done():
+                    request.future.set_result(None)
+
+    def _plan(self) -> None:
+        """Wake up when the next request is done."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        running = self._requests[: self.max_num_seqs]
+        if running and not self._paused:
+            left = min(request.length - request.written for request in running)
+            self._timer = asyncio.get_running_loop().call_later(
+                left * self._token_seconds(len(running)), self._wake
+            )
+
+    def _wake(self) -> None:
+        self._advance()
+        self._plan()
+
+    def _stamp(self, request: _Request) -> None:
+        done = math.floor(request.written + 1e-6)
+        request.versions += [self.version] * (done - len(request.versions))
+
+    def _token_seconds(self, running: int) -> float:
+        return self.step + self.per_request * running
+
+
+T = TypeVar("T")
+
+
+class _Jump(selectors.SelectSelector):
+    """Instead of waiting for the next timer, moves the clock there."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise EngineError("the simulation hangs: everybody waits, and nothing is under way")
+        self.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on an event loop whose clock jumps from timer to timer.
+
+    Raises:
+        EngineError: when everybody waits, and no timer is set.
+    """
+    clock = _Jump()
+
+    def virtual_loop() -> asyncio.AbstractEventLoop:
+        loop = asyncio.SelectorEventLoop(clock)
+        loop.time = lambda: clock.now  # type: ignore[method-assign]
+        return loop
+
+    try:
+        with asyncio.Runner(loop_factory=virtual_loop) as runner:
+            return runner.run(coroutine)
+    except BaseExceptionGroup as group:
+        raise innermost(group) from group
+
+
+class CountedPrompts:
+    """Prompts 0, 1, 2, ... whose only token is their number."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next ones."""
+        self.drawn += count
+        return [Prompt(str(n), "", [n]) for n in range(self.drawn - count, self.drawn)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number drawn."""
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.drawn = state["drawn"]
+
+
+class _Silent(Agent):
+    """Lets another agent write, and spares the pipeline decoding."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+
+    async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
+        rollout = await self.agent.run(rollout, engine, sampling)
+        rollout.completion = "-"
+        return rollout
+
+
+@dataclass
+class Simulation:
+    """What came of it, in simulated seconds; ``tokens`` are those trained on, ``staleness`` theirs.
+
+    ``waited`` is the trainer's time without a batch, ``trained_seconds`` its time with one,
+    ``slot_seconds`` the time in which requests ran, summed over them, ``pushes`` the versions that
+    were pushed.
+    """
+
+    seconds: float = 0.0
+    tokens: int = 0
+    waited: float = 0.0
+    trained_seconds: float = 0.0
+    slot_seconds: float = 0.0
+    staleness: Counter[int] = field(default_factory=Counter)
+    batches: list[list[Group]] = field(default_factory=list)
+    dropped: list[Group] = field(default_factory=list)
+    given_back: list[str] = field(default_factory=list)
+    pushes: list[int] = field(default_factory=list)
+
+
+def simulate(
+    collector: Collector,
+    engine: SimulatedEngine,
+    iterations: int,
+    num_groups: int = 8,
+    group_size: int = 4,
+    train_seconds: Callable[[int], float] = lambda tokens: 0.0,
+    sync_seconds: float = 0.0,
+    agent: Agent = SingleTurn(),
+    prompts: CountedPrompts | None = None,
+    max_tokens: int = 2**30,
+    first: int = 0,
+    ahead: bool = False,
+    schedule: SyncSchedule = FixedSchedule(),
+) -> Simulation:
+    """Train on what a collector hands over, in iterations ``first`` to ``iterations - 1``.
+
+    Args:
+        train_seconds: that training on a batch of so many tokens takes.
+        sync_seconds: that a weight sync takes, while the engine is paused.
+        first: where a run goes on that stopped after so many iterations.
+        ahead: let the collector work ahead beyond the end, as for a longer run.
+        schedule: after which iterations weights are synced.
+
+    Raises:
+        EngineError: if the collector hangs.
+    """
+
+    async def reward(completions: list[str]) -> list[float]:  # in the loop, whose clock is virtual
+        return [0.0] * len(completions)
+
+    async def run() -> Simulation:
+        result = Simulation()
+        clock = asyncio.get_running_loop().time
+        rewards = Rewards([reward])  # type: ignore[list-item]
+        tokenizer: Any = None
+        pipeline = RolloutPipeline(engine, _Silent(agent), rewards, tokenizer)
+        sampling = Sampling(max_tokens=max_tokens)
+        source = GroupSource(
+            prompts or CountedPrompts(),
+            num_groups,
+            group_size,
+            sampling,
+            iterations=None if ahead else iterations,
+        )
+        try:
+            for iteration in range(first, iterations):
+                source.begin(iteration)
+                begin = clock()
+                groups = await collector.take(pipeline, source, num_groups)
+                result.waited += clock() - begin
+                result.batches.append(groups)
+                result.dropped += collector.dropped
+                collector.dropped.clear()
+                collector.settle(groups)
+                versions = [v for g in groups for r in g for v in r.versions]
+                result.staleness.update(iteration - v for v in versions)
+                result.tokens += len(versions)
+                result.trained_seconds += train_seconds(len(versions))
+                await asyncio.sleep(train_seconds(len(versions)))
+                status = await collector.status()
+                if not schedule.should_sync(SyncState(iteration + 1, engine.version, status)):
+                    continue
+                result.pushes.append(iteration + 1)
+                await collector.before_sync()
+                await engine.pause()
+                await asyncio.sleep(sync_seconds)
+                engine.load_weights([], iteration + 1)
+                await engine.resume()
+                await collector.after_sync()
+            result.seconds, result.slot_seconds = clock(), engine.slot_seconds
+        finally:
+            await collector.close()
+        result.given_back = [record["id"] for record in source.state_dict()["again"]]
+        return result
+
+    return run_virtual(run())

@@ -1,0 +1,160 @@
+"""Constructors take in Python what a configuration may say, and refuse the rest in its words."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, wraps
+from os import PathLike
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints, overload
+
+import torch
+
+from lightning_rl.config import names
+from lightning_rl.config.hints import branches, classes, item_hint, parse, supplied_arguments
+from lightning_rl.config.sources import name_of
+from lightning_rl.errors import ConfigError
+
+Class = TypeVar("Class", bound=type)
+Converter = Callable[[Any], Any]
+
+
+@overload
+def configurable(cls: Class, /) -> Class: ...
+@overload
+def configurable(**convert: Converter) -> Callable[[Class], Class]: ...
+def configurable(cls: Any = None, /, **convert: Converter) -> Any:
+    """Class decorator: hold what ``__init__`` is given against its annotations.
+
+    What is not of the annotated kind is read as a configuration would have it read: the name of a
+    class, ``{"class_path": ..., "init_args": ...}``, the arguments of a dataclass, the import path
+    of a function. Besides, numpy's numbers become Python's, paths become strings, a class that
+    needs no arguments becomes an instance, and one object a list of it.
+
+    Args:
+        cls: the class.
+        convert: what to do first with an argument of that name.
+
+    Raises:
+        ConfigError: when the class is called, as ``lightning-rl`` would say it.
+    """
+    if cls is None:
+        return lambda cls: configurable_class(cls, convert)
+    return configurable_class(cls, convert)
+
+
+def configurable_class(cls: Class, convert: Mapping[str, Converter]) -> Class:
+    """:func:`configurable`, with its converters by name."""
+    init = cls.__init__  # type: ignore[misc]
+    signature = inspect.signature(init)
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            _refuse_names(type(self), signature, args, kwargs)
+            raise
+        hints = _hints(init)
+        for name, value in bound.arguments.items():
+            parameter = signature.parameters[name]
+            if value is parameter.default or name not in hints:
+                continue
+            if name in convert:
+                value = convert[name](value)
+            key = f"{type(self).__name__}.{name}"
+            bound.arguments[name] = _taken(value, hints[name], parameter.default, (key,))
+        init(*bound.args, **bound.kwargs)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+@cache
+def _hints(init: Callable[..., None]) -> dict[str, Any]:
+    """Annotations of the named parameters; ``**options`` are for the base class to check."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    kinds = {name: p.kind for name, p in inspect.signature(init).parameters.items()}
+    hints = get_type_hints(init)
+    return {name: h for name, h in hints.items() if name in kinds and kinds[name] not in variable}
+
+
+def _refuse_names(
+    cls: type, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Say which names are unknown or missing; of what else is wrong with a call, Python does."""
+    from lightning_rl.config.mistakes import check_names
+
+    expected = list(signature.parameters.values())[1:]
+    given = {p.name for p in expected[: len(args)]} | kwargs.keys()
+    missing = {
+        p.name: p.annotation
+        for p in expected
+        if p.name not in given
+        and p.default is p.empty
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    check_names(cls, kwargs, missing)
+
+
+def _taken(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> Any:
+    """The value as the annotation wants it.
+
+    Raises:
+        ConfigError: if nothing can be made of it.
+    """
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy's or torch's number
+        value = value.item()
+    if _fits(value, hint):
+        return value
+    if isinstance(value, PathLike | torch.dtype) and str in branches(hint):
+        return str(value).removeprefix("torch.")
+    item = item_hint(hint)
+    if item is not None and isinstance(value, list | tuple):
+        return [_taken(v, item, None, (*key, i)) for i, v in enumerate(value)]
+    if item is not None and (classes(item) or callable(value)) and _fits(value, item):
+        return [value]
+    if value is None and default is None:
+        return None
+    if supplied_arguments(hint) and isinstance(value, tuple(classes(hint))):
+        raise ConfigError(
+            f"{name_of(key)}: expected a class or function that makes one, such as "
+            f"{type(value).__name__}, got one that is made"
+        )
+    return _made(value, hint, default, key)
+
+
+def _made(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> Any:
+    """What the parser of configurations makes of it."""
+    from lightning_rl.config.mistakes import check_value, innermost
+
+    names.load_all()  # short names mean what has been imported
+    if inspect.isclass(value) and issubclass(value, tuple(classes(hint))):
+        return value()
+    check_value(value, hint, default, key)
+    try:
+        return parse(hint, value)
+    except Exception as error:  # a constructor refused its arguments
+        raise innermost(error) from error
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether it is of the annotated kind already; what cannot be told is."""
+    return any(_fits_branch(value, branch) for branch in branches(hint))
+
+
+def _fits_branch(value: Any, branch: Any) -> bool:
+    origin, arguments = get_origin(branch), get_args(branch)
+    if origin is Literal:
+        return value in arguments
+    if origin is Callable:
+        return callable(value)
+    if inspect.isclass(origin) and issubclass(origin, Iterable):
+        if not isinstance(value, origin) or isinstance(value, str):
+            return False
+        # Only what can be gone through twice is looked into.
+        inside = value if isinstance(value, list | tuple) and len(arguments) == 1 else ()
+        return all(_fits(item, arguments[0]) for item in inside)
+    if not inspect.isclass(branch) or branch is Any or getattr(branch, "_is_protocol", False):
+        return True
+    if branch in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if branch is float else branch)

@@ -1,0 +1,280 @@
+"""Every mistake in a configuration, found before the parser sees it and said in a line or two.
+
+jsonargparse reports a wrong value as the failure of every member of every union around it, ignores
+some unknown keys, and takes ``--trainer.max_epoch`` for an abbreviation. So the sources are walked
+along the real signatures first: each key must be a parameter, each ``class_path`` a class, each
+value what the parser takes for its type hint.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_rl.config.hints import (
+    FUNCTION,
+    accepts,
+    branches,
+    class_names,
+    classes,
+    describe,
+    did_you_mean,
+    import_object,
+    is_class_name,
+    item_hint,
+    named_class,
+    parameters,
+    subclasses,
+    supplied_arguments,
+)
+from lightning_rl.config.names import MODULE_OF
+from lightning_rl.config.sources import INHERITED, SPEC, Key, Sources, name_of
+from lightning_rl.errors import ConfigError, LightningRLError
+
+_SCALARS = (bool, int, float, str)
+
+
+def check_sources(
+    sources: Sources, parser: ArgumentParser, complete: bool = True, files: bool = True
+) -> None:
+    """Walk what the user wrote along the options of a command's parser.
+
+    Args:
+        sources: files and options.
+        parser: the command's.
+        complete: a missing required argument is a mistake too.
+        files: a part of the configuration may be the name of a file that holds it.
+
+    Raises:
+        ConfigError: naming key, value, place and fix of the first mistake.
+    """
+    options = {a.dest: a for a in parser._actions if hasattr(a, "_typehint")}
+    try:
+        _Walk(complete, files).options(sources.tree, options, ())
+        required = ["model", "data", *(dest for dest, action in options.items() if action.required)]
+        for dest in required:
+            if complete and sources.tree.get(dest) is None:
+                raise _Mistake((dest,), f"is missing; give a --config file with it, or --{dest}")
+    except _Mistake as mistake:
+        place = sources.place(mistake.key)
+        raise ConfigError(
+            f"{name_of(mistake.key)}: {mistake.what}" + (f"\n  at {place}" if place else "")
+        ) from mistake.__cause__
+
+
+class _Mistake(Exception):
+    def __init__(self, key: Key, what: str) -> None:
+        super().__init__(what)
+        self.key = key
+        self.what = what
+
+
+class _Walk:
+    """One function per kind of node; each raises ``_Mistake`` at the innermost wrong key."""
+
+    def __init__(self, complete: bool, files: bool) -> None:
+        self._complete = complete
+        self._files = files
+
+    def options(self, tree: dict[str, Any], options: dict[str, Any], key: Key) -> None:
+        """Top-level keys and groups such as ``trainer``."""
+        for name, value in tree.items():
+            dest = ".".join(map(str, (*key, name)))
+            if dest in options:
+                self.value(value, options[dest]._typehint, options[dest].default, (*key, name))
+            elif any(option.startswith(f"{dest}.") for option in options):
+                if isinstance(value, dict):
+                    self.options(value, options, (*key, name))
+                elif not self._stands_for_a_part(value, (*key, name)):
+                    raise _Mistake((*key, name), f"expected keys below it, got {value!r:.60}")
+            else:
+                depth = len(key)
+                prefix = "".join(f"{part}." for part in key)
+                known = {o.split(".")[depth] for o in options if o.startswith(prefix)}
+                raise _Mistake((*key, name), _no_such_key(name, known, ".".join(map(str, key))))
+
+    def value(self, value: Any, hint: Any, default: Any, key: Key) -> None:
+        """Anything that has a type hint."""
+        if value is None:
+            if default is not None and not {type(None), Any} & set(branches(hint)):
+                raise _Mistake(key, f"expected {describe(hint)}, got null")
+            return
+        made = classes(hint)
+        other = {str, Path, Any} & set(branches(hint))
+        if (made or not other) and self._stands_for_a_part(value, key):
+            return
+        if made and isinstance(value, str) and not any(b in _SCALARS for b in branches(hint)):
+            if not is_class_name(value, made) and accepts(hint, value):
+                return  # an enum's member, say
+            value = {"class_path": value}  # engine: VLLMLocal, without arguments
+        if made and isinstance(value, dict):
+            self.instance(value, hint, default, key)
+        elif isinstance(value, dict) and "class_path" in value and FUNCTION in describe(hint):
+            self.callable(value, key)
+        elif isinstance(value, list) and (item := item_hint(hint)) is not None:
+            for index, inner in enumerate(value):
+                self.value(inner, item, None, (*key, index))
+        elif not accepts(hint, value):
+            raise _Mistake(key, _wrong_value(value, hint, made))
+
+    def _stands_for_a_part(self, value: Any, key: Key) -> bool:
+        """Whether it is a configuration of its own, which the parser reads."""
+        if not isinstance(value, str) or not Path(value).is_file():
+            return False
+        if not self._files:
+            what = f"{value!r} is a configuration of its own, which is not looked into"
+            raise _Mistake(key, f"{what}; give it with --config")
+        return True
+
+    def instance(self, spec: dict[str, Any], hint: Any, default: Any, key: Key) -> None:
+        """``{class_path, init_args}``, or the arguments of a dataclass or the default's class."""
+        bases = classes(hint)
+        name = spec.get("class_path")
+        if name is None:
+            component = _implied_class(bases, default)
+            if component is None and accepts(hint, spec):
+                return None  # a TypedDict, say
+            if component is None:
+                kinds = " or ".join(base.__name__ for base in bases)
+                names = sorted(class_names(bases))
+                ours = [name for name in names if name in MODULE_OF]
+                shown = ", ".join((ours or names)[:8])
+                raise _Mistake(key, f"needs a class_path: which {kinds}? (e.g. {shown})")
+            arguments = {k: v for k, v in spec.items() if k not in SPEC}
+            arguments |= spec.get("init_args") or {}
+            from_scratch = default is None or default is inspect.Parameter.empty
+            return self.arguments(arguments, component, hint, key, from_scratch)
+        try:
+            component = named_class(str(name), bases)
+        except ConfigError as error:
+            raise _Mistake((*key, "class_path"), str(error)) from error
+        stray = [k for k in spec if k not in (*SPEC, INHERITED)]
+        if stray:
+            known = parameters(component)
+            fix = "; move it under init_args" if stray[0] in known else did_you_mean(stray[0], SPEC)
+            raise _Mistake((*key, stray[0]), f"no such key beside class_path{fix}")
+        given = spec.get("init_args") or {}
+        if not isinstance(given, dict):
+            raise _Mistake((*key, "init_args"), f"expected arguments of {name}, got {given!r:.60}")
+        kept = {k: v for k, v in spec.get(INHERITED, {}).items() if k in parameters(component)}
+        return self.arguments(kept | given, component, hint, (*key, "init_args"), True)
+
+    def callable(self, spec: dict[str, Any], key: Key) -> None:
+        """A reward, say, that is an instance of any class."""
+        try:
+            component = import_object(str(spec["class_path"]))
+        except ConfigError as error:
+            raise _Mistake((*key, "class_path"), str(error)) from error
+        given = spec.get("init_args") or {}
+        self.arguments(given, component, Any, (*key, "init_args"), complete=True)
+
+    def arguments(
+        self, given: dict[str, Any], component: Any, hint: Any, key: Key, complete: bool
+    ) -> None:
+        """Arguments of a class or function against its signature."""
+        known = dict(list(parameters(component).items())[supplied_arguments(hint) :])
+        owner = component.__name__
+        for name, value in given.items():
+            if name not in known:
+                kin = [c for base in classes(hint) for c in subclasses(base)]
+                others = {c.__name__ for c in kin if name in parameters(c)} - {owner}
+                raise _Mistake((*key, name), _no_such_key(name, known, owner, others))
+            if known[name].annotation is not inspect.Parameter.empty:
+                self.value(value, known[name].annotation, known[name].default, (*key, name))
+        for name, parameter in known.items():
+            if self._complete and complete and name not in given and _required(parameter):
+                raise _Mistake((*key, name), _missing(owner, parameter.annotation))
+
+
+def _implied_class(bases: list[type], default: Any) -> Any | None:
+    """Whose arguments a mapping without ``class_path`` holds: the default's, or a dataclass's."""
+    if isinstance(default, dict) and "class_path" in default:
+        return import_object(default["class_path"])
+    return bases[0] if is_dataclass(bases[0]) and not inspect.isabstract(bases[0]) else None
+
+
+def _required(parameter: Any) -> bool:
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in (
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    )
+
+
+def _no_such_key(name: Any, known: Iterable[str], owner: str, others: Iterable[str] = ()) -> str:
+    known = sorted(known)
+    text = f"no such key{f' in {owner}' if owner else ''}{did_you_mean(str(name), known)}"
+    if others := sorted(others):
+        text += f"; it is a key of {', '.join(others[:3])}"
+    if not known:
+        return f"{text}, which takes none"
+    return f"{text} (allowed: {', '.join(known)})" if len(known) <= 24 else text
+
+
+def _wrong_value(value: Any, hint: Any, made: list[type]) -> str:
+    """Why nothing under the hint takes the value: a name that does not exist, or a wrong type."""
+    try:
+        if isinstance(value, str) and FUNCTION in describe(hint) and item_hint(hint) is None:
+            import_object(value)
+        elif isinstance(value, str) and made:
+            meant = did_you_mean(value, class_names(made))
+            return f"expected {describe(hint)}, got {value!r}{meant}"
+    except ConfigError as error:
+        return str(error)
+    return f"expected {describe(hint)}, got {value!r:.80}"
+
+
+def _missing(owner: str, hint: Any) -> str:
+    return f"is missing; {owner} needs it ({describe(hint)})"
+
+
+def check_value(value: Any, hint: Any, default: Any, key: Key) -> None:
+    """Hold one value against a type hint, as :func:`check_sources` does with all of them.
+
+    Raises:
+        ConfigError: naming key, value and fix.
+    """
+    try:
+        _Walk(complete=True, files=True).value(value, hint, default, key)
+    except _Mistake as mistake:
+        raise ConfigError(f"{name_of(mistake.key)}: {mistake.what}") from mistake.__cause__
+
+
+def check_names(component: Any, given: Iterable[str], missing: Mapping[str, Any]) -> None:
+    """Whether a class knows the names of what it is given, and gets all that it needs.
+
+    Args:
+        component: the class.
+        given: names of arguments.
+        missing: required ones that are not among them, with their type hints.
+
+    Raises:
+        ConfigError: naming the first that is unknown or missing.
+    """
+    owner, known = component.__name__, parameters(component)
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{owner}.{name}: {_no_such_key(name, known, owner)}")
+    for name, hint in missing.items():
+        raise ConfigError(f"{owner}.{name}: {_missing(owner, hint)}")
+
+
+def innermost(error: BaseException) -> LightningRLError:
+    """Our own error inside whatever wraps it, or else the decisive line of a parser's message."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, LightningRLError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    noise = ("Does not validate", "Subtypes:", "Errors:", "Given value")
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
+    wanted = [line for line in lines if not line.startswith(noise) and "NoneType" not in line]
+    keys = [line.split('"')[1] for line in wanted if line.startswith("Parser key")]
+    rest = [line for line in wanted if not line.startswith(("Parser key", "Problem with given"))]
+    what = (rest or lines or [repr(error)])[0].split(" Got value: Namespace")[0]
+    if not isinstance(error, ValueError | TypeError | ArgumentError | MisconfigurationException):
+        what = f"{type(error).__name__}: {what}"
+    return ConfigError(f"{'.'.join(keys)}: {what}" if keys else what)

@@ -1,0 +1,202 @@
+"""Training with weights in bfloat16: Lightning's ``bf16-true``, with float32 master weights."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.plugins.precision import HalfPrecision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_rl.collect.checks import check_optimizer
+from lightning_rl.config.arguments import configurable
+
+SAVED = "master_weight"
+"""The copy's name in a parameter's state, beside the optimizer's own."""
+
+
+class MasterWeights(Optimizer):
+    """Another optimizer, of float32 copies of the weights that have 16 bits.
+
+    bfloat16 has 8 bits of mantissa: a step of less than 1/256 of a weight rounds to nothing, as
+    often as it may be taken. The copies, or *master weights* (Micikevicius et al. 2018, "Mixed
+    precision training", section 3.1), add such steps up, and after each the weights are the copies,
+    rounded. Parameters in float32 are stepped as they are. The copies are part of the optimizer's
+    state, so of a checkpoint; they take 4 bytes per parameter, and 4 more during a step.
+
+    Args:
+        params: parameters, or groups of them, as of any optimizer.
+        optimizer: called with the copies, grouped alike: ``torch.optim.AdamW``, for example.
+    """
+
+    def __init__(self, params: Iterable[Any], optimizer: OptimizerCallable) -> None:
+        given = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        groups = [group | {"params": list(group["params"])} for group in groups]
+        copies = [group | {"params": list(map(_master, group["params"]))} for group in groups]
+        self._inner = optimizer(copies)
+        made = zip(self._inner.param_groups, groups, strict=True)
+        super().__init__(
+            [inner | {"params": group["params"]} for inner, group in made], self._inner.defaults
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the optimizer on the copies; the weights follow."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Schedules change what they see: our groups.
+        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(_settings(ours))
+        for weight, master in self._pairs():
+            if SAVED not in self.state.get(weight, {}):
+                master.copy_(weight)  # sharded strategies load weights when we are made already
+            master.grad = None if weight.grad is None else weight.grad.to(master.dtype)
+        self._inner.step()
+        for weight, master in self._pairs():
+            if master.grad is not None:
+                weight.copy_(master)
+                self._inner.state[master][SAVED] = master
+            master.grad = None
+        self._share_state()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from another's state; without copies in it, from the weights as they are."""
+        self._inner.load_state_dict(state_dict)  # ours would round the state to the weights' dtype
+        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            ours.update(_settings(inner))
+        with torch.no_grad():
+            for weight, master in self._pairs():
+                state = self._inner.state.get(master, {})
+                if SAVED in state:
+                    weight.copy_(master.copy_(state[SAVED]))
+                    state[SAVED] = master
+                else:
+                    master.copy_(weight)
+        self._share_state()
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each weight in 16 bits, and its copy."""
+        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            for weight, master in zip(ours["params"], inner["params"], strict=True):
+                if weight is not master:
+                    yield weight, master
+
+    def _share_state(self) -> None:
+        """What is saved is the optimizer's own state, under the weights that it is of."""
+        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            for weight, master in zip(ours["params"], inner["params"], strict=True):
+                if master in self._inner.state:
+                    self.state[weight] = self._inner.state[master]
+
+
+def _master(weight: Tensor) -> Tensor:
+    return weight.detach().float() if is_half(weight) else weight
+
+
+def is_half(weight: Tensor) -> bool:
+    """Whether a weight has 16 bits."""
+    return weight.dtype in (torch.bfloat16, torch.float16)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+@torch.no_grad()
+def unmoved_share(optimizer: Optimizer) -> float:
+    """The share of weights in 16 bits that a step of the learning rate's size rounds away."""
+    still = count = 0
+    for group in optimizer.param_groups:
+        for weight in filter(is_half, group["params"]):
+            moved = weight.float() + float(group["lr"])
+            still += int((moved.to(weight.dtype) == weight).sum())
+            count += weight.numel()
+    return still / count if count else 0.0
+
+
+_log = logging.getLogger(__name__)
+
+
+@configurable
+class BFloat16Precision(HalfPrecision):
+    """Weights and activations in bfloat16, everything else as it was.
+
+    ``Trainer(precision="bf16-true")`` becomes this one. Lightning's own also rounds what is not the
+    model's: the batch's logprobs and rewards, whatever a step creates, and the frequencies of
+    rotary embeddings, which are far off after a few hundred positions.
+
+    Args:
+        master_weights: let the optimizer step float32 copies (``MasterWeights``). Without them a
+            learning rate below 1/256 of a weight changes nothing, unless the optimizer rounds at
+            random.
+    """
+
+    precision: Literal["bf16-true"] = "bf16-true"
+
+    def __init__(self, master_weights: bool = True) -> None:
+        super().__init__("bf16-true")
+        self.master_weights = master_weights
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Round all parameters, and no buffer."""
+        buffers = [(part, dict(part._buffers)) for part in module.modules()]
+        module.to(torch.bfloat16)
+        for part, kept in buffers:
+            part._buffers.update(kept)
+        return module
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Weights are read in float32, and checked; :meth:`convert_module` rounds them."""
+        return nullcontext()
+
+    def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """What a step creates keeps its dtype."""
+        return nullcontext()
+
+    def convert_input(self, data: Any) -> Any:
+        """A batch keeps its dtypes."""
+        return data
+
+
+def use_our_precision(trainer: Trainer) -> None:
+    """Put :class:`BFloat16Precision` where Lightning has put its own; before the model is made."""
+    if type(trainer.precision_plugin) is HalfPrecision and trainer.precision == "bf16-true":
+        trainer.strategy.precision_plugin = BFloat16Precision()
+
+
+def make_optimizer(module: LightningModule, make: OptimizerCallable, params: Iterable[Any]) -> Any:
+    """The optimizer of a module's parameters, or groups of them; with master weights for 16 bits.
+
+    Raises:
+        ConfigError: if the optimizer does not fit.
+    """
+    check_optimizer(make)
+    groups = list(params)
+    optimizer = make(groups)
+    if not any(is_half(p) for group in optimizer.param_groups for p in group["params"]):
+        return optimizer
+    plugin = module.trainer.precision_plugin
+    if getattr(plugin, "master_weights", True):
+        return MasterWeights(groups, make)
+    _warn_of_lost_steps(optimizer)
+    return optimizer
+
+
+def _warn_of_lost_steps(optimizer: Optimizer) -> None:
+    share = unmoved_share(optimizer)
+    if share > 0.5:
+        _log.warning(
+            "a step of the learning rate, %g, rounds to nothing for %.0f %% of the weights, which "
+            "are in bfloat16; let BFloat16Precision have master_weights, or use an optimizer that "
+            "rounds at random",
+            optimizer.param_groups[0]["lr"],
+            100 * share,
+        )

@@ -1,0 +1,141 @@
+"""RecordingModule: one row of metrics per iteration, and hyper-parameters without pickles."""
+
+import inspect
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_rl.config.table import Change
+from lightning_rl.errors import LightningRLError
+from lightning_rl.learn.gradients import FiniteSteps
+from lightning_rl.models.pretrained import GivenModel
+from lightning_rl.run.hooks import StageClock, call_hook
+from lightning_rl.run.resume import check_resume, configuration_of, use_new_optimizer_settings
+from lightning_rl.run.seeding import gather_random_states, restore_random_states
+
+
+def save_primitive_hparams(module: LightningModule) -> None:
+    """``save_hyperparameters`` of the calling ``__init__``, less what ``weights_only`` refuses.
+
+    Under the CLI all values are primitives (class paths and arguments); in code, objects such as
+    an advantage are left out and have to be given to ``load_from_checkpoint`` again.
+    """
+    frame = inspect.currentframe()
+    frame = None if frame is None else frame.f_back
+    # Subclasses' arguments too. Lightning would stop at `configurable`, which stands between.
+    while frame is not None and frame.f_locals.get("self") is module:
+        if "__class__" in frame.f_locals:
+            module.save_hyperparameters(frame=frame)
+        frame = frame.f_back
+    for name in [n for n, v in module.hparams.items() if not _primitive(v)]:
+        del module.hparams[name]
+        vars(module)["_hparams_initial"].pop(name, None)
+
+
+def _primitive(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_primitive(v) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_primitive(v) for v in value)
+    # A GivenModel's directory will be gone when a checkpoint is loaded.
+    kinds = (bool, int, float, str)
+    return value is None or (isinstance(value, kinds) and not isinstance(value, GivenModel))
+
+
+class RecordingModule(FiniteSteps):
+    """A LightningModule that counts iterations, times stages and gathers metrics.
+
+    ``iteration`` is the number of iterations trained, which is also the version of the weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = StageClock()
+        self.iteration = 0
+        self._recorded: dict[str, float] = {}
+        self._written = -1  # the iteration whose row was written last
+        self._restored: dict[str, Any] | None = None
+        self.run_id = ""
+        """Of the run that checkpoints are of; a run that goes on keeps it."""
+        self.configuration: dict[str, Any] | None = None
+        """What the run was configured with, by key; None: as far as the objects tell."""
+        self.allow_changes: bool | list[str] = False
+        """Which keys may be others than in the checkpoint that a run goes on from, or all."""
+        self.changes: list[Change] | None = None
+        """What is configured otherwise than in the checkpoint, when that was compared."""
+        self.stopping: LightningRLError | None = None
+        """Raised when the iteration is over: its row is written, and all callbacks have seen it."""
+
+    @property
+    def recorded(self) -> dict[str, float]:
+        """What was recorded since the last row."""
+        return dict(self._recorded)
+
+    def record(self, metrics: dict[str, float]) -> None:
+        """Add metrics to this iteration's row; callbacks use this instead of ``self.log``.
+
+        They reach ``trainer.callback_metrics`` at once (``ModelCheckpoint(monitor=...)`` works) and
+        the loggers in one call when the iteration ends.
+        """
+        self._recorded |= metrics
+        self.trainer.callback_metrics.update(
+            {name: torch.tensor(value) for name, value in metrics.items()}
+        )
+
+    def flush_metrics(self) -> None:
+        """Write the row of recorded metrics to every logger, at step ``iteration``."""
+        if self._recorded:
+            metrics, self._recorded = self._recorded, {}
+            self._written = self.iteration
+            for logger in self.trainer.loggers:
+                logger.log_metrics(metrics, step=self.iteration)
+            call_hook(self.trainer, "on_iteration_end", metrics)
+        if self.stopping is not None:
+            error, self.stopping = self.stopping, None
+            raise error
+
+    def stateful_parts(self) -> dict[str, Any]:
+        """Parts besides the weights that change as training goes on; each has a ``state_dict``."""
+        return {}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Most checkpoints are taken before the iteration's row is written.
+        checkpoint["lightning_rl"] = {
+            "iteration": self.iteration,
+            "recorded": self._recorded,
+            "written": self._written,
+            "parts": {name: part.state_dict() for name, part in self.stateful_parts().items()},
+            "random": gather_random_states(),
+            "run": {"id": self.run_id, "configuration": configuration_of(self)},
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["lightning_rl"]
+        check_resume(self, checkpoint)
+        self.iteration, self._recorded = state["iteration"], dict(state["recorded"])
+        for name, part in self.stateful_parts().items():
+            if name in state["parts"]:  # else it is new in this configuration, and starts afresh
+                part.load_state_dict(state["parts"][name])
+        self._written = state.get("written", -1)
+        self._restored = state
+
+    # Lightning runs these after the callbacks' own, so one row holds what all of them recorded.
+    def on_train_start(self) -> None:
+        state, self._restored = self._restored, None
+        if not self.trainer.ckpt_path:  # weights of another run, perhaps, but this one is new
+            state = None
+        if state is not None:
+            use_new_optimizer_settings(self)
+        if state is not None and self._written == self.iteration:
+            # What the resumed run measured so far is in that row already, and what the checkpoint
+            # holds belongs to the next.
+            self._recorded = dict(state["recorded"])
+        else:
+            self.flush_metrics()
+        # Last of all: starting an engine has drawn on them, or reseeded them.
+        if state is not None and "random" in state:
+            restore_random_states(state["random"])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.flush_metrics()

@@ -1,0 +1,90 @@
+"""What to do about a pack that does not fit into memory."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.data.packing import select, silent, split_packs, with_host
+from lightning_rl.errors import PackMemoryError
+from lightning_rl.run.dist import largest, world_size
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def each_pack(
+    call: Callable[[TensorDict], T], batch: TensorDict, rows: Tensor, max_tokens: int
+) -> Iterator[tuple[Tensor, T]]:
+    """``call`` on packs of the rollouts ``rows`` (r,) of a batch: the rows of each, and what came.
+
+    A pack that does not fit into memory, and all after it, are cut into smaller ones.
+
+    Raises:
+        PackMemoryError: if that does not help, or other ranks cannot take part.
+    """
+    batch, rows = with_host(batch), rows.cpu()
+    packs = [rows[p] for p in split_packs(select(batch, rows), max_tokens)]
+    # Sharded weights are gathered by all ranks together, for as many packs as any has.
+    for _ in range(int(largest(len(packs))) - len(packs)):
+        call(silent(batch))
+    for place, members in enumerate(packs):
+        pack = select(batch, members)
+        try:
+            result = call(pack)
+        except RuntimeError as error:
+            max_tokens = smaller_budget(pack, error)
+            left = torch.cat(packs[place:]).sort().values
+            break  # out of here first: the error holds on to what was computed so far
+        yield members, result
+    else:
+        return
+    yield from each_pack(call, batch, left, max_tokens)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether it is torch's way to say so: a class of its own on GPUs, only a message on CPUs."""
+    texts = ("out of memory", "allocate memory", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in texts)
+
+
+def smaller_budget(pack: TensorDict, error: RuntimeError) -> int:
+    """Half the forward tokens of a pack that failed: for ``split_packs``, to try once more.
+
+    Raises:
+        RuntimeError: the same one, if it is about something else.
+        PackMemoryError: if the pack cannot be cut, for it is one rollout. With several ranks too:
+            the others are in the middle of their own packs.
+    """
+    if not is_out_of_memory(error):
+        raise error
+    tokens = forward_tokens(pack)
+    count, what = len(pack["rollouts"]), str(error).splitlines()[0]
+    if count == 1:
+        raise PackMemoryError(
+            f"a rollout of {tokens} tokens does not fit into memory by itself; lower "
+            f"data.sampling.max_tokens, or set model.gradient_checkpointing=true ({what})"
+        ) from error
+    if world_size() > 1:
+        raise PackMemoryError(
+            f"{count} rollouts of {tokens} tokens together do not fit into memory; set "
+            f"model.max_tokens_per_pack to {tokens // 2} or less ({what})"
+        ) from error
+    _log.warning(
+        "out of memory with %d tokens in a pack; it is done again in packs of at most %d. "
+        "Lower model.max_tokens_per_pack to that to save the time",
+        tokens,
+        tokens // 2,
+    )
+    return tokens // 2
+
+
+def forward_tokens(pack: TensorDict) -> int:
+    """Tokens that the model computes for a pack: a prompt that rollouts share counts once."""
+    rollouts = pack["rollouts"]
+    shared = dict(zip(rollouts["prefix"].tolist(), rollouts["prompt_length"].tolist(), strict=True))
+    return int((rollouts["length"] - rollouts["prompt_length"]).sum()) + sum(shared.values())

@@ -1,0 +1,238 @@
+"""Direct preference optimisation: pairs from a file, or from graded rollouts."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.config.lightning_flags import refuse_precision
+from lightning_rl.data.packing import pack_rollouts, token_rows
+from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.sources import prompts_of, supervised_rollout
+from lightning_rl.errors import ConfigError, require_finite
+from lightning_rl.learn.gradients import FiniteSteps
+from lightning_rl.learn.precision import make_optimizer, use_our_precision
+from lightning_rl.learn.recording import save_primitive_hparams
+from lightning_rl.models.lora import LoRA, as_lora
+from lightning_rl.models.policy import Policy, Scores
+from lightning_rl.models.pretrained import Loading, model_of
+from lightning_rl.models.reference import FrozenReference, Reference
+from lightning_rl.models.sharding import refuse_mesh
+from lightning_rl.offline.sft import SFTDataModule
+from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.run.hooks import named_callbacks
+
+
+def dpo(policy_margin: Tensor, ref_margin: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
+    """Loss per pair (P,): -log sigmoid(beta (m - m_ref)) (Rafailov et al. 2023, DPO, eq. 7).
+
+    A margin (P,) is log p(chosen) - log p(rejected), summed over tokens. ``smoothing`` is the
+    chance that a label is wrong (conservative DPO, Mitchell 2023): it weighs the two cases.
+    """
+    assert policy_margin.shape == ref_margin.shape and policy_margin.ndim == 1
+    logits = beta * (policy_margin - ref_margin)
+    return -(1 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
+
+
+@configurable(model=model_of, lora=as_lora)
+class DPOModule(FiniteSteps):
+    """Raises the chosen completion of a pair over the rejected one, relative to a reference.
+
+    Automatic optimisation: gradient clipping and accumulation are the Trainer's. The two
+    completions of a pair share their prompt's forward pass.
+
+    Args:
+        model: directory or hub name of the causal LM.
+        beta: strength of the pull to the reference.
+        smoothing: chance that a label is wrong, in [0, 0.5).
+        reference: None: a frozen copy of the model as it starts.
+        optimizer: called with the trained parameters.
+        lr_scheduler: called with the optimizer; stepped once per optimizer step.
+        lora: train adapters only; None: all weights.
+        gradient_checkpointing: recompute activations in backward.
+        trust_remote_code: run code that comes with the model.
+        model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        beta: float = 0.1,
+        smoothing: float = 0.0,
+        reference: Reference | None = None,
+        optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=5e-7, weight_decay=0.0),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        lora: LoRA | None = None,
+        gradient_checkpointing: bool = False,
+        trust_remote_code: bool = False,
+        model_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        require_finite(beta=beta)
+        if beta <= 0 or not 0 <= smoothing < 0.5:
+            raise ConfigError(
+                f"DPOModule(beta={beta}, smoothing={smoothing}): need beta > 0 and smoothing in "
+                "[0, 0.5)"
+            )
+        save_primitive_hparams(self)
+        self.model = model
+        self.beta = beta
+        self.smoothing = smoothing
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.lora = lora
+        self.gradient_checkpointing = gradient_checkpointing
+        self.trust_remote_code = trust_remote_code
+        self.loading = Loading(trust_remote_code, model_kwargs or {})
+        self.policy: Policy | None = None
+        self.reference: Reference | None = None
+        self._reference = (reference,)  # a tuple hides it from nn.Module until it is configured
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse a precision that this cannot compute in; add our display.
+
+        The first hook that Lightning calls.
+        """
+        refuse_precision(self.trainer, "16-mixed")
+        use_our_precision(self.trainer)
+        return named_callbacks("own_display", self.trainer)
+
+    def configure_model(self) -> None:
+        """Load the model and its reference, once."""
+        refuse_mesh(self)
+        if self.policy is None:
+            self.policy = Policy(
+                self.model,
+                gradient_checkpointing=self.gradient_checkpointing,
+                lora=self.lora,
+                loading=self.loading,
+            )
+            self.reference = self._reference[0] or FrozenReference()
+            self.reference.configure(self.policy)
+
+    def configure_optimizers(self) -> Any:
+        assert self.policy is not None
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        optimizer = make_optimizer(self, self.optimizer, trained)
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
+        """The mean loss of a batch of pairs: rows 2i are chosen, 2i + 1 rejected."""
+        loss, margin = self._loss(batch)
+        pairs = len(margin)
+        self.log("dpo/loss", loss, prog_bar=True, batch_size=pairs)
+        self.log("dpo/accuracy", (margin > 0).float().mean(), prog_bar=True, batch_size=pairs)
+        self.log("dpo/margin", margin.mean(), batch_size=pairs)
+        return loss
+
+    def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
+        """Loss and accuracy on held-out pairs."""
+        loss, margin = self._loss(batch)
+        metrics = {"dpo/val_loss": loss, "dpo/val_accuracy": (margin > 0).float().mean()}
+        self.log_dict(metrics, batch_size=len(margin))
+
+    def _loss(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """Mean loss, and how far (P,) the policy's margin exceeds the reference's."""
+        if self.policy is None or self.reference is None:
+            raise ConfigError("the model is not loaded yet; call configure_model() first")
+        with torch.no_grad(), self.reference.lend(self.policy) as reference:
+            ref_margin = _margins(reference(batch), batch)
+        margin = _margins(self.policy(batch), batch)
+        return dpo(margin, ref_margin, self.beta, self.smoothing).mean(), margin - ref_margin
+
+
+def _margins(scores: Scores, batch: TensorDict) -> Tensor:
+    """log p(chosen) - log p(rejected) of each pair, shape (P,)."""
+    row = token_rows(batch)[scores.live]
+    sums = scores.logprobs.new_zeros(len(batch["rollouts"])).index_add(0, row, scores.logprobs)
+    chosen, rejected = sums.view(-1, 2).unbind(1)
+    return chosen - rejected
+
+
+@configurable(train=prompts_of, val=prompts_of)
+class PairDataModule(SFTDataModule):
+    """Rows with a prompt, a chosen and a rejected completion, as packed batches of pairs.
+
+    Args:
+        train: the pairs; completions are text or token ids.
+        val: held-out pairs; None for none.
+        chosen_column: where the better completion is.
+        rejected_column: where the worse one is.
+        batch_size: pairs per step.
+        seed: of the order; None: ``seed_everything``'s.
+        chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
+    """
+
+    works_with = DPOModule
+
+    def __init__(
+        self,
+        train: PromptDataset,
+        val: PromptDataset | None = None,
+        chosen_column: str = "chosen",
+        rejected_column: str = "rejected",
+        batch_size: int = 32,
+        seed: int | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(train, val, chosen_column, batch_size, seed, chat_template_kwargs)
+        self.rejected_column = rejected_column
+
+    def rows(self, prompts: PromptDataset) -> list[Any]:
+        columns = (self.completion_column, self.rejected_column)
+        return [
+            [supervised_rollout(prompt, column, self._tokenizer) for column in columns]
+            for prompt in prompts.first()
+        ]
+
+    @staticmethod
+    def collate(rows: list[Any]) -> TensorDict:
+        return pack_rollouts([rollout for pair in rows for rollout in pair])
+
+
+@configurable
+class RolloutPairs(PromptDataset):
+    """Pairs from graded rollouts, as ``lightning-rl rollout`` writes them.
+
+    Of each group, the best against the worst; completions are the recorded tokens, so nothing is
+    tokenised again.
+
+    Args:
+        path: the file of rollouts: ``.jsonl``, ``.parquet`` or ``.sqlite``.
+        min_gap: the best reward must exceed the worst by more than this.
+    """
+
+    def __init__(self, path: str, min_gap: float = 0.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.path = path
+        self.min_gap = min_gap
+
+    def __repr__(self) -> str:
+        return f"RolloutPairs({self.path!r})"
+
+    def read(self) -> Iterable[tuple[str, Any]]:
+        for group in open_rollouts(self.path).groups():
+            graded = [r for r in group if r.reward is not None and r.token_ids]
+            best = max(graded, key=_reward, default=None)
+            worst = min(graded, key=_reward, default=None)
+            if best and worst and _reward(best) - _reward(worst) > self.min_gap:
+                pair = {"chosen": best.token_ids, "rejected": worst.token_ids}
+                where = f"{self.path}, group {best.group_id!r}"
+                yield where, {self.prompt_column: best.prompt.prompt, **pair}
+
+
+def _reward(rollout: Rollout) -> float:
+    return rollout.reward or 0.0

@@ -1,0 +1,253 @@
+"""OfflineDataModule: training from recorded rollouts alone, without an engine."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from tensordict import TensorDict
+
+from lightning_rl.collect.checks import check_groups
+from lightning_rl.collect.filters import GroupFilter
+from lightning_rl.collect.loader import RolloutLoader, limited_epoch
+from lightning_rl.collect.replay_buffer import warn_if_uncorrected
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError, DataError, require_at_least
+from lightning_rl.models.policy import load_config
+from lightning_rl.module import PolicyModule
+from lightning_rl.rollout import Group, Rollout
+from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.run import dist
+from lightning_rl.run.metrics import summarize
+from lightning_rl.run.resume import enter_directory
+from lightning_rl.run.seeding import derived_seed, run_seed
+
+
+class RecordedGroups:
+    """Groups drawn without end in a seeded order, pass after pass; a checkpoint holds the place.
+
+    Args:
+        groups: what is drawn.
+        shuffle: draw each pass in a new order, fixed by ``seed``; False keeps the given one.
+        seed: of the orders.
+    """
+
+    def __init__(self, groups: Sequence[Group], shuffle: bool, seed: int) -> None:
+        self._groups = groups
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drawn = 0
+        self._content = ""  # a checksum of it, when it is asked for
+        self._lap = -1
+        self._order: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def draw(self, count: int) -> list[Rollout]:
+        """The rollouts of the next ``count`` groups; each draw of a group has an id of its own."""
+        rollouts = []
+        for _ in range(count):
+            lap, place = divmod(self._drawn, len(self._groups))
+            if lap != self._lap:
+                self._lap, self._order = lap, self._permutation(lap)
+            group = self._groups[self._order[place]]
+            # Ids may repeat in a file of several runs, and a group in a batch that spans two laps.
+            rollouts += [replace(r, group_id=f"{self._drawn}/{r.group_id}") for r in group]
+            self._drawn += 1
+        return rollouts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives only."""
+        return {"drawn": self._drawn} | self._identity()
+
+    def _identity(self) -> dict[str, Any]:
+        if not self._content:
+            tokens = [[(r.token_ids, r.reward) for r in group] for group in self._groups]
+            self._content = blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
+        return {"groups": len(self._groups), "seed": self._seed, "content": self._content}
+
+    def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on where the state was taken; all ranks, of whatever number, draw the same.
+
+        Raises:
+            ConfigError: if the groups or their order are others now.
+        """
+        state = states[0]
+        for name, now in self._identity().items():
+            if state.get(name, now) != now:
+                raise ConfigError(
+                    f"the checkpoint's recorded rollouts had {name}={state[name]}, now it is {now};"
+                    " use the same file, filters and seed to go on where the run stopped"
+                )
+        self._drawn = state["drawn"]
+
+    def _permutation(self, lap: int) -> list[int]:
+        if not self._shuffle:
+            return list(range(len(self._groups)))
+        generator = torch.Generator().manual_seed(derived_seed(self._seed, lap))
+        return torch.randperm(len(self._groups), generator=generator).tolist()
+
+
+@configurable
+class OfflineDataModule(LightningDataModule):
+    """Batches of groups from a rollout file, for a ``PolicyModule``; no engine, no ``WeightSync``.
+
+    The rollouts are off policy, and the more so the longer one trains on them: they keep the
+    logprobs of the engine that wrote them. ``trust_engine_logprobs: true`` lets ``PPOClip`` bound
+    how far the policy moves away from it; without, a correction such as ``TokenTIS`` accounts for
+    it.
+
+    Args:
+        path: ``.jsonl``, ``.parquet`` or ``.sqlite``; read into memory.
+        groups_per_iteration: groups per batch.
+        iterations_per_epoch: batches per epoch; None: as many as whole batches are in the file.
+        filters: groups that any of them rejects are left out.
+        shuffle: a new order for each pass over the file; False: as written.
+        seed: of the orders; None: ``seed_everything``'s.
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        groups_per_iteration: int = 32,
+        iterations_per_epoch: int | None = None,
+        filters: list[GroupFilter] | None = None,
+        shuffle: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        require_at_least(
+            1, groups_per_iteration=groups_per_iteration, iterations_per_epoch=iterations_per_epoch
+        )
+        self.path = path
+        self.groups_per_iteration = groups_per_iteration
+        self.iterations_per_epoch = iterations_per_epoch
+        self.filters = filters or []
+        self.shuffle = shuffle
+        self.seed = run_seed(seed)
+        self._groups: RecordedGroups | None = None
+        self._loader: RolloutLoader | None = None
+        self._loader_state: dict[str, Any] | None = None
+
+    # ---------------------------------------------------------------- Lightning's hooks
+
+    def setup(self, stage: str) -> None:
+        """Read and check the file."""
+        module = self._module()
+        if stage != "fit":
+            raise ConfigError(
+                f"OfflineDataModule has nothing for {stage!r}, only recorded rollouts to fit; use "
+                "RLDataModule"
+            )
+        assert self.trainer is not None
+        enter_directory(self.trainer)
+        check_groups(self.groups_per_iteration, module.minibatches)
+        warn_if_uncorrected("recorded", module.objective, module.trust_engine_logprobs)
+        if self._groups is None:
+            groups = self._read(module)
+            if len(groups) < self.groups_per_iteration:
+                raise ConfigError(
+                    f"groups_per_iteration={self.groups_per_iteration} exceeds the {len(groups)} "
+                    f"groups of {self.path} that can be trained on; lower it, or record more"
+                )
+            self._length = self.iterations_per_epoch or len(groups) // self.groups_per_iteration
+            repeats = bool(self.trainer.overfit_batches)  # type: ignore[attr-defined]
+            if repeats:
+                groups = groups[: self._epoch() * self.groups_per_iteration]
+            self._groups = RecordedGroups(groups, self.shuffle and not repeats, self.seed)
+
+    def train_dataloader(self) -> RolloutLoader:
+        module, groups = self._module(), self._groups
+        assert groups is not None, "setup() comes first"
+        self._loader = RolloutLoader(
+            self.collect, groups, self._length, lambda: module.iteration, self._epoch()
+        )
+        if self._loader_state is not None:
+            self._loader.load_state_dict(self._loader_state)
+            self._loader_state = None
+        return self._loader
+
+    def _epoch(self) -> int:
+        """Batches in an epoch, within the Trainer's limits."""
+        assert self.trainer is not None
+        return limited_epoch(self.trainer, self._length)
+
+    def val_dataloader(self) -> Any:
+        return []  # for the module's validation_step, which only RLDataModule feeds
+
+    # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": None if self._loader is None else self._loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loader_state = state_dict["loader"]
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return batch.to(device) if isinstance(batch, TensorDict) else batch
+
+    # ---------------------------------------------------------------- reading
+
+    def collect(self, iteration: int) -> list[Rollout]:
+        """This rank's share of one iteration's recorded rollouts."""
+        module, groups = self._module(), self._groups
+        assert groups is not None, "setup() comes first"
+        rollouts = groups.draw(self.groups_per_iteration)
+        mean, std = summarize([r.reward for r in rollouts if r.reward is not None])
+        tokens = summarize([float(len(r.token_ids)) for r in rollouts])[0]
+        module.record({"reward/mean": mean, "reward/std": std, "rollout/tokens_mean": tokens})
+        share = set(dist.mine(list(dict.fromkeys(r.group_id for r in rollouts))))
+        return [r for r in rollouts if r.group_id in share]
+
+    def _read(self, module: PolicyModule) -> list[Group]:
+        recorded = open_rollouts(self.path).groups()
+        smallest = module.advantage.min_group_size
+        vocabulary = _vocabulary(module)
+        groups = []
+        for group in recorded:
+            usable = [r for r in group if is_trainable(r) and not r.expert]
+            _check_tokens(self.path, usable, vocabulary)
+            if len(usable) >= smallest and all(f.keep(usable) for f in self.filters):
+                groups.append(usable)
+        if not groups:
+            raise DataError(
+                f"{self.path}: none of its {len(recorded)} groups has at least {smallest} "
+                f"completed and graded rollouts, as {type(module.advantage).__name__} needs, and "
+                "passes the filters; record more, or change them"
+            )
+        return groups
+
+    def _module(self) -> PolicyModule:
+        module = None if self.trainer is None else self.trainer.lightning_module
+        if not isinstance(module, PolicyModule):
+            raise ConfigError(
+                f"OfflineDataModule works with a PolicyModule, not {type(module).__name__}"
+            )
+        return module
+
+
+def _vocabulary(module: PolicyModule) -> int:
+    return int(load_config(module.model, module.loading).get_text_config().vocab_size)
+
+
+def is_trainable(rollout: Rollout) -> bool:
+    """Whether it was completed, graded, and has tokens that a model wrote."""
+    return rollout.graded and any(rollout.loss_mask)
+
+
+def _check_tokens(path: str, rollouts: Sequence[Rollout], vocabulary: int) -> None:
+    for rollout in rollouts:
+        if not rollout.prompt.token_ids:
+            raise DataError(f"{path}: rollout {rollout.id!r} has a prompt without tokens")
+        largest = max(rollout.prompt.token_ids + rollout.token_ids)
+        if largest >= vocabulary:
+            raise DataError(
+                f"{path}: rollout {rollout.id!r} holds token {largest}, and model.model has only "
+                f"{vocabulary}; train the model that wrote the rollouts, or one with its tokenizer"
+            )

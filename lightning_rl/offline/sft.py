@@ -1,0 +1,186 @@
+"""Supervised fine-tuning: the warm start before RL, with the same model, packing and head."""
+
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from tensordict import TensorDict
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_rl.algos.objective import Aggregation, TokenMean
+from lightning_rl.config.arguments import configurable
+from lightning_rl.config.lightning_flags import refuse_precision
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.sources import prompts_of, supervised_rollout
+from lightning_rl.errors import ConfigError
+from lightning_rl.learn.gradients import FiniteSteps
+from lightning_rl.learn.precision import make_optimizer, use_our_precision
+from lightning_rl.learn.recording import save_primitive_hparams
+from lightning_rl.models.policy import Policy, load_tokenizer
+from lightning_rl.models.pretrained import Loading, model_of, with_chat_variables
+from lightning_rl.models.sharding import refuse_mesh
+from lightning_rl.rollout import Rollout
+from lightning_rl.run.hooks import named_callbacks
+from lightning_rl.run.seeding import derived_seed, run_seed
+
+
+@configurable(model=model_of)
+class SFTModule(FiniteSteps):
+    """Maximises the likelihood of given completions; automatic optimisation, plain Lightning.
+
+    Gradient clipping and accumulation are the Trainer's (``gradient_clip_val``, ...).
+
+    Args:
+        model: directory or hub name of the causal LM.
+        aggregation: how token losses are averaged.
+        optimizer: called with the parameters.
+        lr_scheduler: called with the optimizer; stepped once per optimizer step.
+        gradient_checkpointing: recompute activations in backward.
+        random_init: start from random weights instead of those in ``model``.
+        trust_remote_code: run code that comes with the model.
+        model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        aggregation: Aggregation = TokenMean(),
+        optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=0.0),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        gradient_checkpointing: bool = False,
+        random_init: bool = False,
+        trust_remote_code: bool = False,
+        model_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        save_primitive_hparams(self)
+        self.model = model
+        self.aggregation = aggregation
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.gradient_checkpointing = gradient_checkpointing
+        self.random_init = random_init
+        self.trust_remote_code = trust_remote_code
+        self.loading = Loading(trust_remote_code, model_kwargs or {})
+        self.policy: Policy | None = None
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse a precision that this cannot compute in; add our display.
+
+        The first hook that Lightning calls.
+        """
+        refuse_precision(self.trainer, "16-mixed")
+        use_our_precision(self.trainer)
+        return named_callbacks("own_display", self.trainer)
+
+    def configure_model(self) -> None:
+        """Load the model, once."""
+        refuse_mesh(self)
+        if self.policy is None:
+            self.policy = Policy(
+                self.model,
+                random_init=self.random_init,
+                gradient_checkpointing=self.gradient_checkpointing,
+                loading=self.loading,
+            )
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self, self.optimizer, self.parameters())
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
+        """Cross-entropy of the completion tokens of a packed batch."""
+        loss = self._loss(batch)
+        self.log("sft/loss", loss, prog_bar=True, batch_size=len(batch["rollouts"]))
+        return loss
+
+    def validation_step(self, batch: TensorDict, batch_idx: int) -> None:
+        """The same loss on held-out rows."""
+        self.log("sft/val_loss", self._loss(batch), batch_size=len(batch["rollouts"]))
+
+    def _loss(self, batch: TensorDict) -> Tensor:
+        if self.policy is None:
+            raise ConfigError("the model is not loaded yet; call configure_model() first")
+        scores = self.policy(batch)
+        return -(scores.logprobs * self.aggregation(batch)[scores.live]).sum()
+
+
+@configurable(train=prompts_of, val=prompts_of)
+class SFTDataModule(LightningDataModule):
+    """Rows with a prompt and a completion, as packed batches.
+
+    Args:
+        train: rows with a completion each.
+        val: held-out rows; None for none.
+        completion_column: where the completion is (a string; the end token is added).
+        batch_size: rows per step.
+        seed: of the order; None: ``seed_everything``'s.
+        chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
+    """
+
+    works_with: ClassVar[type[LightningModule]] = SFTModule
+
+    def __init__(
+        self,
+        train: PromptDataset,
+        val: PromptDataset | None = None,
+        completion_column: str = "completion",
+        batch_size: int = 32,
+        seed: int | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be >= 1")
+        self.train = train
+        self.val = val
+        self.completion_column = completion_column
+        self.batch_size = batch_size
+        self.seed = run_seed(seed)
+        self.chat_template_kwargs = chat_template_kwargs or {}
+
+    def setup(self, stage: str) -> None:
+        module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
+        if not isinstance(module, self.works_with):
+            raise ConfigError(
+                f"{type(self).__name__} works with {self.works_with.__name__}, not "
+                f"{type(module).__name__}"
+            )
+        loading: Any = module.loading
+        tokenizer = load_tokenizer(str(module.model), loading)
+        self._tokenizer = with_chat_variables(tokenizer, self.chat_template_kwargs)
+        for dataset in (self.train, self.val):
+            if dataset is not None:
+                dataset.load(self._tokenizer)
+
+    def train_dataloader(self) -> DataLoader[Rollout]:
+        order = torch.Generator().manual_seed(derived_seed(self.seed))
+        return self._loader(self.train, shuffle=True, generator=order)
+
+    def val_dataloader(self) -> Any:
+        return [] if self.val is None else self._loader(self.val)
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return batch.to(device)
+
+    def _loader(self, prompts: PromptDataset, **options: Any) -> DataLoader[Rollout]:
+        rows = self.rows(prompts)
+        return DataLoader(rows, self.batch_size, collate_fn=self.collate, **options)  # type: ignore[arg-type]
+
+    def rows(self, prompts: PromptDataset) -> list[Any]:
+        """What batches are made of: one rollout to imitate per row of ``prompts``."""
+        return [
+            supervised_rollout(prompt, self.completion_column, self._tokenizer)
+            for prompt in prompts.first()
+        ]
+
+    @staticmethod
+    def collate(rows: list[Any]) -> TensorDict:
+        """A packed batch of some :meth:`rows`."""
+        return pack_rollouts(rows)

@@ -1,1 +1,0 @@
-"""Doing a recorded rollout or iteration again, and saying where it first differs."""

@@ -1,0 +1,199 @@
+"""What a rollout file is, whatever its format: by its ending, and a rollout as a record in it."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.rollout import Group, Prompt, Rollout
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A rollout, the iteration that collected it, and where it stands (``file.jsonl:12``)."""
+
+    where: str
+    iteration: int
+    rollout: Rollout
+
+
+class RolloutFile(ABC):
+    """Rollouts on disk, written once and never changed.
+
+    Args:
+        path: the file (for Parquet a folder of files); need not exist.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @abstractmethod
+    def append(
+        self, rollouts: Sequence[Rollout], iteration: int, progress: dict[str, Any] | None = None
+    ) -> None:
+        """Add a batch: all of it, or, if the process dies meanwhile, nothing that is kept.
+
+        ``progress`` (primitives) is what :meth:`recover` gives back.
+        """
+
+    @abstractmethod
+    def recover(self) -> dict[str, Any] | None:
+        """Undo a batch that was cut off; return the last whole batch's ``progress``.
+
+        None: the file holds nothing.
+
+        Raises:
+            DataError: if the file holds rollouts that nobody can continue.
+        """
+
+    @abstractmethod
+    def read(self) -> Iterator[Recorded]:
+        """All rollouts in the order of writing, also while another process appends.
+
+        Raises:
+            DataError: naming file and line, for a file that is missing or damaged.
+        """
+
+    def groups(self) -> list[Group]:
+        """All rollouts by group, in the order of their first members.
+
+        Raises:
+            DataError: if a group's rollouts have different prompts, or as :meth:`read`.
+        """
+        groups: dict[str, Group] = {}
+        for recorded in self.read():
+            rollout = recorded.rollout
+            group = groups.setdefault(rollout.group_id, [])
+            if group and group[0].prompt.token_ids != rollout.prompt.token_ids:
+                raise DataError(
+                    f"{recorded.where}: group {rollout.group_id!r} has another prompt here than "
+                    "before; keep the rollouts of different runs in different files"
+                )
+            group.append(rollout)
+        return list(groups.values())
+
+    def close(self) -> None:
+        """Let go of the file; closing twice is fine."""
+
+    def _continuable(
+        self, progress: dict[str, Any] | None, holds_rollouts: bool
+    ) -> dict[str, Any] | None:
+        if holds_rollouts and progress is None:
+            raise DataError(
+                f"{self.path} holds rollouts, but not how far `lightning-rl rollout` came with "
+                "them, so it cannot go on; name another file"
+            )
+        return progress
+
+    def require_existing(self) -> None:
+        """Raise a DataError if there is no such file."""
+        if not self.path.exists():
+            raise DataError(
+                f"rollout file {str(self.path)!r} does not exist (working directory: "
+                f"{Path.cwd()}); write one with `lightning-rl rollout`"
+            )
+
+
+def as_record(rollout: Rollout) -> dict[str, Any]:
+    """As ``Rollout.to_dict``, but sharing its lists, which are long."""
+    record = {f.name: getattr(rollout, f.name) for f in fields(rollout)}
+    record["prompt"] = {f.name: getattr(rollout.prompt, f.name) for f in fields(Prompt)}
+    record["status"] = rollout.status.value
+    return record
+
+
+def as_rollout(where: str, record: Any) -> Rollout:
+    """Inverse of :func:`as_record`.
+
+    Raises:
+        DataError: naming the place, if the record is no rollout.
+    """
+    try:
+        rollout = Rollout.from_dict(record)
+        lengths = {
+            len(part)
+            for part in (rollout.token_ids, rollout.loss_mask, rollout.logprobs, rollout.versions)
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"{where}: expected a rollout as `lightning-rl rollout` writes it ({error!r})"
+        ) from error
+    if len(lengths) != 1:
+        raise DataError(
+            f"{where}: token_ids, loss_mask, logprobs and versions differ in length "
+            f"({sorted(lengths)}); they must have one entry per completion token"
+        )
+    return rollout
+
+
+ARRAYS = {"token_ids": "<i4", "loss_mask": "?", "logprobs": "<f8", "versions": "<i4"}
+"""Token arrays, in the width in which they are stored; logprobs are exact."""
+
+
+def as_row(rollout: Rollout, iteration: int) -> dict[str, Any]:
+    """Columns ``id`` ... ``tokens``, the arrays as lists, ``rest`` as JSON text.
+
+    ``version_min`` and ``version_max`` are over the tokens that the model wrote; None without any.
+    """
+    record = as_record(rollout)
+    arrays = {name: record.pop(name) for name in ARRAYS}
+    written = [v for v, m in zip(rollout.versions, rollout.loss_mask, strict=True) if m]
+    return {
+        "id": rollout.id,
+        "group_id": rollout.group_id,
+        "prompt_id": rollout.prompt.id,
+        "iteration": iteration,
+        "version_min": min(written, default=None),
+        "version_max": max(written, default=None),
+        "reward": rollout.reward,
+        "status": rollout.status.value,
+        "finish_reason": rollout.finish_reason,
+        "tokens": len(rollout.token_ids),
+        **arrays,
+        "rest": json.dumps(record, ensure_ascii=False, default=str),
+    }
+
+
+def from_row(where: str, row: dict[str, Any]) -> Rollout:
+    """Inverse of :func:`as_row`; other columns are left out.
+
+    Raises:
+        DataError: naming the place, if the row is no rollout.
+    """
+    try:
+        record: Any = json.loads(row["rest"]) | {name: row[name] for name in ARRAYS}
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{where}: damaged row ({error!r}); restore the file") from error
+    return as_rollout(where, record)
+
+
+# Imported when asked for: the viewer reads JSON lines without waiting for numpy.
+_KINDS = {
+    ".jsonl": ("jsonl", "JSONLRollouts"),
+    ".parquet": ("parquet", "ParquetRollouts"),
+    ".sqlite": ("store", "RolloutStore"),
+    ".db": ("store", "RolloutStore"),
+}
+
+
+def open_rollouts(path: str | Path) -> RolloutFile:
+    """The file's class by its ending: ``.jsonl``, ``.parquet``, or ``.sqlite`` and ``.db``.
+
+    Raises:
+        ConfigError: for another ending.
+    """
+    ending = Path(path).suffix
+    if ending not in _KINDS:
+        raise ConfigError(
+            f"rollout file {str(path)!r}: the ending tells the format, and must be one of "
+            f"{', '.join(_KINDS)}"
+        )
+    if Path(path).is_dir() and ending != ".parquet":
+        raise ConfigError(f"rollout file {str(path)!r} is a directory; name a file")
+    module, name = _KINDS[ending]
+    kind: type[RolloutFile] = getattr(import_module(f"lightning_rl.rollouts.{module}"), name)
+    return kind(path)

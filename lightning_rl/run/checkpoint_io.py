@@ -1,0 +1,285 @@
+"""Checkpoint files that are whole or not there, and that show when they were damaged."""
+
+import hashlib
+import os
+import re
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_rl.errors import CheckpointError
+from lightning_rl.run.disk import free_space, sync_directory
+from lightning_rl.run.dist import fell_back
+
+# torch.save writes a zip archive, and a zip archive may end with a comment: so the checksum travels
+# with the file, and torch.load reads it like any other checkpoint.
+_COMMENT = re.compile(rb"lightning_rl sha256 ([0-9a-f]{64})")
+_COMMENT_SIZE = len(b"lightning_rl sha256 ") + 64
+_BLOCK = 1 << 20
+
+
+class VerifiedCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoint files, written atomically, with a checksum that loading verifies.
+
+    A file appears under its name only when all of it is on disk, so a kill or a full disk leaves
+    what was there before. Files of others, which have no checksum, are loaded as they are; remote
+    paths (``s3://...``) are left to Lightning.
+
+    Raises:
+        CheckpointError: if a file cannot be written, or is damaged.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None or _is_remote(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            write_checkpoint(checkpoint, Path(path))
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if not _is_remote(path):
+            if Path(path).is_dir():
+                raise CheckpointError(
+                    f"{path} is a folder of shards, which only ModelParallelStrategy reads; set "
+                    "trainer.strategy to it, with data_parallel_size the number of processes (1 "
+                    "will do) and tensor_parallel_size: 1"
+                )
+            require_good(Path(path))
+        return super().load_checkpoint(path, *args, **kwargs)
+
+
+def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint with its checksum; ``path`` changes only if all of it is on disk.
+
+    Raises:
+        CheckpointError: if the disk is full, or the file cannot be written for another reason.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file, ThreadPoolExecutor(1) as hasher:
+            hashing = _HashingFile(file, hasher)
+            torch.save(checkpoint, hashing)  # type: ignore[arg-type]
+            if hashing.error is not None:
+                raise hashing.error
+            _append_comment(file, hashing.digest.hexdigest())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{path} could not be written: {error.strerror or error} ({free_space(path)}); what "
+            "was saved before is intact. Make room, or lower keep_last and keep_best, and go on "
+            "from the last checkpoint"
+        ) from error
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint file; None if nothing is, or it has no checksum.
+
+    A file without a checksum was not written here; it must at least end like a torch file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(0, size - _COMMENT_SIZE))
+        tail = file.read()
+        found = _COMMENT.fullmatch(tail)
+        if found is None:
+            # How an archive without a comment ends: with a record of 22 bytes.
+            whole = tail[-22:-18] == b"PK\x05\x06" and tail[-2:] == b"\0\0"
+            return None if whole else "it ends too early, or is no checkpoint"
+        file.seek(0)
+        digest = hashlib.sha256()
+        left = size - _COMMENT_SIZE - 2
+        while left > 0 and (block := file.read(min(_BLOCK, left))):
+            digest.update(block)
+            left -= len(block)
+        length = int.from_bytes(file.read(2), "little")
+    digest.update(b"\0\0")  # what torch wrote for the comment's length
+    if length == _COMMENT_SIZE and digest.hexdigest().encode() == found[1]:
+        return None
+    return "its content is not what was written (sha256 differs)"
+
+
+def require_good(path: Path) -> None:
+    """Check the checksum.
+
+    Raises:
+        CheckpointError: if the file is damaged; names the newest good one beside it.
+    """
+    if not path.is_file():  # a folder (a sharded checkpoint), or missing, which Lightning reports
+        return
+    what = damage(path)
+    if what is None:
+        return
+    good = next((p for p in checkpoints_in(path.parent) if damage(p) is None), None)
+    fix = f"use {good}" if good else "no good one is beside it; use another, or begin anew"
+    raise CheckpointError(f"{path} is damaged: {what}; {fix}")
+
+
+def newest_good(directory: Path, run_id: str | None = None) -> Path | None:
+    """The checkpoint of the highest iteration that is not damaged; warns of those that are.
+
+    Args:
+        directory: where checkpoints are.
+        run_id: of the run whose they must be; those without an id pass. None: anyone's.
+
+    Raises:
+        CheckpointError: if there are checkpoints, and all are damaged or of another run.
+    """
+    bad: list[str] = []
+    for path in checkpoints_in(directory):
+        what = damage(path)
+        if what is None and run_id is not None and run_of(path) not in (None, run_id):
+            bad.append(f"{path} is of another run, and left out")
+        elif what is not None:
+            bad.append(f"{path} is damaged: {what}")
+        else:
+            if bad:
+                rank_zero_warn(f"{'; '.join(bad)}. Going on from the one before: {path}")
+            return path
+    if bad:
+        raise CheckpointError(
+            f"{'; '.join(bad)}. No other is left in {directory}; begin anew (without --ckpt_path), "
+            "or name a checkpoint of another run"
+        )
+    return None
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """All checkpoint files of a folder, that of the highest iteration first; without links.
+
+    Not the one written last: copying a run gives its files other times.
+    """
+    files = [path for path in directory.glob("*.ckpt") if not path.is_symlink()]
+    return sorted(files, key=lambda p: (iteration_of(p), p.stat().st_mtime_ns), reverse=True)
+
+
+def iteration_of(path: Path) -> int:
+    """Which iteration a checkpoint was saved after, by its name or else its content; or -1."""
+    named = re.fullmatch(r"iteration_(\d+)\.ckpt", path.name)
+    return int(named[1]) if named else int(about(path).get("iteration", -1))
+
+
+def run_of(path: Path) -> str | None:
+    """The id of the run that a checkpoint is of; None if it tells of none."""
+    run = about(path).get("run")
+    return None if run is None else run["id"]
+
+
+def about(path: Path) -> dict[str, Any]:
+    """What a checkpoint of this library says of itself, its weights not read; else empty."""
+    file = path / "meta.pt" if path.is_dir() else path  # shards keep all but weights there
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        told: dict[str, Any] = checkpoint["lightning_rl"]
+    except Exception:
+        return {}
+    return told
+
+
+class _HashingFile:
+    """Passes on what is written, and hashes it meanwhile; neither holds Python's lock."""
+
+    def __init__(self, file: BinaryIO, hasher: Executor) -> None:
+        self._file = file
+        self._hasher = hasher
+        self.digest = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        # torch's writer is C++ and ends the process if this raises while it tidies up.
+        if self.error is None:
+            hashed = self._hasher.submit(self.digest.update, data)
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+            hashed.result()  # the memory of the data is the writer's again
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def _append_comment(file: BinaryIO, digest: str) -> None:
+    """Let the archive, which ends with the length 0 of its comment, have one."""
+    comment = f"lightning_rl sha256 {digest}".encode()
+    file.seek(-2, os.SEEK_END)
+    file.write(len(comment).to_bytes(2, "little") + comment)
+
+
+def _is_remote(path: Any) -> bool:
+    return "://" in str(path)
+
+
+class BackgroundCheckpointIO(AsyncCheckpointIO):
+    """Lightning's, but that a checkpoint waits in host memory, not on the device.
+
+    A copy of weights and optimizer on a GPU would need three times the weights' memory there while
+    training goes on. Training waits for the copy; serialising, checksum and writing happen in the
+    writer's thread.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        if self._error:  # of a save before this one
+            raise self._error
+        self._ensure_setup()
+        assert self._executor is not None
+        self._executor.submit(self._write, in_host_memory(checkpoint), path, storage_options)
+
+    def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
+        assert self.checkpoint_io is not None
+        try:
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+        except BaseException as error:  # raised by the next save, or when the run ends
+            self._error = error
+
+
+def in_host_memory(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A copy with its tensors on the CPU, as they are now; what is tied stays one tensor."""
+    copies: dict[Any, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        key = _place(tensor)
+        if key not in copies:
+            copies[key] = _host_copy(tensor.detach())
+        return copies[key]
+
+    copied: dict[str, Any] = apply_to_collection(checkpoint, Tensor, copy)
+    if any(device == "cuda" for device, *_ in copies):
+        torch.cuda.current_stream().synchronize()  # copies into pinned memory are not waited for
+    return copied
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors that are one memory, seen in one way."""
+    plain = type(tensor) in (Tensor, nn.Parameter)
+    storage = tensor.untyped_storage()._cdata if plain else id(tensor)
+    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    return (tensor.device.type, storage, *view)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    try:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError as error:  # the system allows no more of it
+        fell_back("pinned host memory", str(error).splitlines()[0], "a copy that is waited for")
+        return tensor.cpu()
+    return host.copy_(tensor, non_blocking=True)

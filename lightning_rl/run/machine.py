@@ -1,0 +1,140 @@
+"""Facts about this machine that Python does not tell as they are: the share of cores and memory
+that a container leaves us, the processor's name, the GPUs that the driver has."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+
+def cgroup_limit(*paths: str) -> list[int]:
+    """Numbers in the first of these files of /sys/fs/cgroup that exists; empty without a limit."""
+    for path in paths:
+        file = Path("/sys/fs/cgroup", path)
+        if file.exists():
+            words = file.read_text().split()
+            return [] if "max" in words or "-1" in words else [int(word) for word in words]
+    return []
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, or less where the container has a CPU quota."""
+    cores = len(os.sched_getaffinity(0))
+    limit = cgroup_limit("cpu.max")
+    if not limit:
+        quota = cgroup_limit("cpu/cpu.cfs_quota_us")
+        limit = quota and quota + cgroup_limit("cpu/cpu.cfs_period_us")
+    return min(cores, max(1, limit[0] // limit[1])) if len(limit) == 2 else cores
+
+
+def memory_bytes() -> int:
+    """RAM of the machine, or the container's limit where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([total, *cgroup_limit("memory.max", "memory/memory.limit_in_bytes")])
+
+
+def cpu_model() -> str:
+    """The processor's own name where Linux tells it, else its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What the NVIDIA driver says of one; ``free_mib`` and ``total_mib`` None where it does not."""
+
+    name: str
+    free_mib: int | None = None
+    total_mib: int | None = None
+    capability: str = "unknown"
+    driver: str = "unknown"
+
+    def __str__(self) -> str:
+        if self.total_mib is None:
+            return self.name
+        memory = f"{self.free_mib} of {self.total_mib} MiB free"
+        return f"{self.name}, compute capability {self.capability}, {memory}"
+
+
+def driver_gpus() -> list[GPU]:
+    """GPUs by the NVIDIA driver, whatever torch thinks; empty without a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    fields = "name,memory.free,memory.total,compute_cap,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    answer = _answer(command)
+    if answer is None:
+        return [GPU("an NVIDIA driver that did not answer within 20 s")]
+    return [_gpu_of(line) for line in answer.splitlines()]
+
+
+def _gpu_of(line: str) -> GPU:
+    name, *rest = [word.strip() for word in line.split(",")]
+    if len(rest) != 4 or not (rest[0].isdigit() and rest[1].isdigit()):  # "[N/A]"
+        return GPU(name)
+    return GPU(name, int(rest[0]), int(rest[1]), rest[2], rest[3])
+
+
+def cuda_compiler() -> str | None:
+    """The CUDA version of nvcc; None without one."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+    said = _answer([nvcc, "--version"]) if nvcc else None
+    release = re.search(r"release (\d+\.\d+)", said or "")
+    return release[1] if release else None
+
+
+def c_compiler() -> str | None:
+    """Where the C compiler is that Triton calls; None without one."""
+    return os.environ.get("CC") or next(
+        filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None
+    )
+
+
+def python_header() -> Path:
+    """Where ``Python.h`` has to be, for what is compiled against this Python."""
+    return Path(sysconfig.get_paths()["include"], "Python.h")
+
+
+def _answer(command: list[str]) -> str | None:
+    """What a program prints, "" if it fails; None if it does not come to an end."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+IN_PROCESS = SpecifierSet(">=0.28,<0.33")
+"""With which ``VLLMLocal`` works."""
+
+
+_LACKING = (
+    (
+        SpecifierSet("<0.32"),
+        "VLLMServer needs 0.32: older servers do not say which weights wrote a token",
+    ),
+)
+
+
+def is_supported(version: str) -> bool:
+    """Whether the adapter is made for a version of vLLM, build tags such as ``+cpu`` aside."""
+    return IN_PROCESS.contains(_release(version), prereleases=True)
+
+
+def lacking(version: str) -> list[str]:
+    """What of this library does not work with a supported version; empty with the newest."""
+    release = _release(version)
+    return [why for older, why in _LACKING if older.contains(release, prereleases=True)]
+
+
+def _release(version: str) -> str:
+    return version.split("+")[0]

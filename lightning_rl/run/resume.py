@@ -1,0 +1,318 @@
+"""Going on with a run: in its directory alone, with what it was configured with, or as one says."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_rl.config.table import Change, Table, described, differences
+from lightning_rl.errors import ConfigError
+from lightning_rl.run import dist
+from lightning_rl.run.checkpoint_io import about, checkpoints_in
+from lightning_rl.run.disk import write_whole
+from lightning_rl.run.rundir import hold, release, run_dir
+
+# What the weights or the optimizer's state are made for.
+FIXED = ("model.lora", "model.value_head", "model.reference")
+FIXED_CLASSES = ("model", "data", "model.optimizer")
+PENALTIES = ("model.kl", "model.kl_reward")
+# What else decides what is learned, of keys of which the others do not.
+ALTERING = (
+    "trainer.precision",
+    "trainer.overfit_batches",
+    "trainer.limit_train_batches",
+    "trainer.callbacks.WeightSync.schedule",
+    "data.engine.dtype",
+    "data.engine.max_model_len",
+    "data.engine.options",
+)
+HARMLESS = (
+    "trainer",
+    "model.model",  # the weights are the checkpoint's
+    "model.gradient_checkpointing",
+    "model.compile",
+    "model.max_tokens_per_pack",
+    "data.engine",
+    "data.eval_prompts",
+    "data.eval_sampling",
+    "data.eval_samples",
+    "data.eval_limit",
+    "data.success_reward",
+    "data.max_failed_share",
+    "data.max_rounds",
+    "data.train_prompts.path",  # what is in the file counts
+    "data.path",
+)
+OPTIMIZER = ("model.optimizer", "model.lr_scheduler", "model.value_lr")
+
+_going_on: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
+_configured: WeakKeyDictionary[Trainer, Table] = WeakKeyDictionary()
+
+
+def configured(trainer: Trainer, table: Table) -> None:
+    """Tell, before ``fit``, what a run was configured with."""
+    _configured[trainer] = table
+
+
+def going_on(trainer: Trainer, checkpoint: Path) -> None:
+    """Tell, before ``fit``, from which checkpoint: what cannot go on is refused the earlier."""
+    _going_on[trainer] = checkpoint
+
+
+def going_on_from(trainer: Trainer) -> Path | None:
+    """The checkpoint, if that was told."""
+    return _going_on.get(trainer)
+
+
+# ---------------------------------------------------------------- the directory
+
+
+def enter_directory(trainer: Trainer) -> Path:
+    """The run directory, held by this run until it ends. Call it on every rank.
+
+    Raises:
+        ConfigError: if another process runs in it.
+    """
+    directory = run_dir(trainer)
+    if trainer.state.fn == "fit":
+        with dist.every_rank():
+            if dist.rank() == 0:
+                hold(directory)
+        if hasattr(trainer.lightning_module, "configuration"):  # else it will be refused
+            configuration_of(trainer.lightning_module)  # before anything changes
+    return directory
+
+
+def leave_directory(trainer: Trainer) -> None:
+    """Let others have it."""
+    release(run_dir(trainer))
+
+
+def run_id_of(checkpoints: Path) -> str | None:
+    """The id of the run whose checkpoints a folder is for."""
+    return _identity(checkpoints).get("id")
+
+
+def enter_run(trainer: Trainer, module: Any, checkpoints: Path) -> str:
+    """The run's id, kept beside its checkpoints; one that goes on there keeps its own."""
+    if not trainer.is_global_zero:
+        return ""
+    source = None if trainer.ckpt_path is None else Path(str(trainer.ckpt_path)).resolve()
+    goes_on = source is not None and source.parent == checkpoints.resolve()
+    known = _identity(checkpoints) if goes_on else {}
+    name = (module.run_id if goes_on else "") or known.get("id") or uuid4().hex
+    start = {
+        "iteration": module.iteration,
+        "from": None if source is None else str(source),
+        "changed": {change.key: [change.then, change.now] for change in _changes_of(module)},
+    }
+    path = _identity_file(checkpoints)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    identity = {"id": name, "starts": [*known.get("starts", []), start]}
+    write_whole(path, json.dumps(identity, indent=1, default=str) + "\n")
+    return str(name)
+
+
+def _identity_file(checkpoints: Path) -> Path:
+    own = checkpoints.name == "checkpoints"  # of a run directory; else a folder of the user's
+    return (checkpoints.parent if own else checkpoints) / "run.json"
+
+
+def _identity(checkpoints: Path) -> dict[str, Any]:
+    path = _identity_file(checkpoints)
+    try:
+        known = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        warnings.warn(f"{path} is damaged ({error}); any checkpoint is taken", stacklevel=2)
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def begin_only_if_new(trainer: Trainer, checkpoints: Path) -> None:
+    """``ckpt_path="last"`` found nothing: begin a run, but not one that there is elsewhere.
+
+    Raises:
+        ConfigError: if a run of the same configuration lies beside it, under another name.
+    """
+    now = _configured.get(trainer)
+    for path in _neighbours(trainer, checkpoints) if now is not None else ():
+        then = about(path).get("run", {}).get("configuration") or {}
+        if then and all(
+            kind_of(c, then, now or {}) == "harmless" for c in differences(then, now or {})
+        ):
+            raise ConfigError(
+                f"ckpt_path: 'last' found no checkpoint in {checkpoints}, but {path} is of a run "
+                "of the same configuration under another name; set trainer.logger back to go on "
+                "with that, or leave --ckpt_path out to begin another"
+            )
+    rank_zero_info(f"there is no checkpoint in {checkpoints} to go on from: a new run begins")
+
+
+def _neighbours(trainer: Trainer, checkpoints: Path) -> list[Path]:
+    """The newest checkpoint of each run that has the same parent folder, or grandparent."""
+    if not trainer.loggers or trainer.loggers[0].save_dir is None:
+        return []
+    root = Path(trainer.loggers[0].save_dir)
+    folders = [f for pattern in ("", "*/", "*/*/") for f in root.glob(f"{pattern}checkpoints")]
+    return [c[0] for f in folders if f != checkpoints and (c := checkpoints_in(f))]
+
+
+# ---------------------------------------------------------------- the configuration
+
+
+def configuration_of(module: Any) -> Table:
+    """What a run is configured with, and a fingerprint of its prompts."""
+    trainer = module._trainer
+    if trainer is None:
+        return dict(module.configuration or {})
+    data = getattr(trainer, "datamodule", None)
+    if module.configuration is None:
+        told = _configured.get(trainer)
+        module.configuration = described(module, data, trainer) if told is None else told
+    prompts = getattr(data, "train_prompts", None)
+    content = getattr(prompts, "fingerprint", None)
+    return module.configuration | (
+        {} if content is None else {"data.train_prompts.content": content}
+    )
+
+
+def kind_of(change: Change, then: Table, now: Table) -> str:
+    """``refused``: cannot go on; ``alters`` what is learned; or ``harmless``."""
+    key = change.key
+    if key in FIXED_CLASSES or _below(key, FIXED):
+        return "refused"
+    if key in PENALTIES and _penalised(then) != _penalised(now):
+        return "refused"
+    guards = key.startswith("trainer.callbacks.") and "Guard" in key
+    if guards or _below(key, ALTERING):
+        return "alters"
+    if _below(key, HARMLESS) or not key.startswith(("model", "data", "seed_everything")):
+        return "harmless"
+    return "alters"
+
+
+def check_early(trainer: Trainer) -> None:
+    """Refuse before an engine starts, if it is known what the run goes on from."""
+    path = _going_on.get(trainer)
+    if trainer.state.fn == "fit" and path is not None:
+        _check(trainer.lightning_module, about(path), path)
+
+
+def check_resume(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Compare the run that a checkpoint is of with the one that goes on from it, and say it.
+
+    Raises:
+        ConfigError: naming what cannot go on, or would alter the run and was not allowed to.
+    """
+    trainer = module._trainer
+    if trainer is None:  # load_from_checkpoint
+        return
+    if trainer.state.fn == "fit":
+        _check(module, checkpoint["lightning_rl"], Path(str(trainer.ckpt_path)))
+        module.run_id = checkpoint["lightning_rl"].get("run", {}).get("id", "")
+    _require_fitting(module, checkpoint.get("state_dict") or {}, str(trainer.ckpt_path))
+
+
+def _check(module: Any, told: dict[str, Any], path: Path) -> None:
+    then = (told.get("run") or {}).get("configuration")
+    if not then or module.changes is not None:
+        return
+    now = configuration_of(module)
+    changes = differences(then, now)
+    kinds = [(change, kind_of(change, then, now)) for change in changes]
+    _refuse([change for change, kind in kinds if kind == "refused"], path, _NO_WAY)
+    allowed = module.allow_changes
+    altering = [change for change, kind in kinds if kind == "alters"]
+    if allowed is not True:
+        listed = tuple(allowed or ())
+        _refuse([c for c in altering if not _below(c.key, listed)], path, _ON_DEMAND)
+    module.changes = changes
+    lines = [
+        f"  {change}{' (as --allow_changes allows)' if kind == 'alters' else ''}"
+        for change, kind in kinds
+        if change.key not in ("ckpt_path", "allow_changes", "weights_only")
+    ]
+    if lines:
+        rank_zero_info(
+            f"going on after iteration {told['iteration']} of {path} with another configuration; "
+            "what holds is now's:\n" + "\n".join(lines)
+        )
+
+
+_NO_WAY = (
+    "the checkpoint's weights and optimizer state are made for what it was; set it back, or begin "
+    "a new run without --ckpt_path"
+)
+_ON_DEMAND = (
+    "that alters the run; set it back, or go on with the new values from here: --allow_changes "
+    "true (or a list of these keys; in Python module.allow_changes)"
+)
+
+
+def _refuse(changes: list[Change], path: Path, why: str) -> None:
+    if changes:
+        more = f" and {len(changes) - 6} more" if len(changes) > 6 else ""
+        shown = "; ".join(map(str, changes[:6]))
+        raise ConfigError(
+            f"{path} cannot be gone on with as it is configured now: {shown}{more}: {why}"
+        )
+
+
+def _require_fitting(module: Any, theirs: dict[str, Any], path: str) -> None:
+    """One message instead of a page of keys."""
+    ours = module.state_dict()
+    if not theirs or not ours:
+        return
+    shapes = [
+        k
+        for k, v in theirs.items()
+        if k in ours and hasattr(v, "shape") and v.shape != ours[k].shape
+    ]
+    for names, what in (
+        ([k for k in ours if k not in theirs], "the checkpoint lacks"),
+        ([k for k in theirs if k not in ours], "only the checkpoint has"),
+        (shapes, "have another shape in the checkpoint:"),
+    ):
+        if names:
+            raise ConfigError(
+                f"{path} is of another model: {what} {len(names)} weights, such as {names[0]}; "
+                "configure the same model, LoRA, value_head, kl and reference as then"
+            )
+
+
+def use_new_optimizer_settings(module: Any) -> None:
+    """Of an optimizer or schedule that may change, only the state is the checkpoint's."""
+    if not any(_below(change.key, OPTIMIZER) for change in _changes_of(module)):
+        return
+    made = module.configure_optimizers()
+    scheduler = made["lr_scheduler"] if isinstance(made, dict) else None
+    optimizer = made["optimizer"] if isinstance(made, dict) else made
+    configs = module.trainer.lr_scheduler_configs
+    if scheduler is not None and configs:
+        with warnings.catch_warnings():  # that the optimizer, which is none, has not stepped
+            warnings.simplefilter("ignore")
+            for _ in range(configs[0].scheduler.last_epoch):
+                scheduler.step()
+        configs[0].scheduler.load_state_dict(scheduler.state_dict())
+    [live] = module.trainer.optimizers
+    for group, fresh in zip(live.param_groups, optimizer.param_groups, strict=True):
+        group.update({name: value for name, value in fresh.items() if name != "params"})
+
+
+def _changes_of(module: Any) -> list[Change]:
+    return module.changes or []
+
+
+def _penalised(table: Table) -> bool:
+    return any(table.get(key) is not None for key in PENALTIES)
+
+
+def _below(key: str, keys: tuple[str, ...]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in keys)

@@ -1,0 +1,245 @@
+"""Where a run leaves its files: its directory, of one process at a time."""
+
+import contextlib
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_rl.errors import ConfigError
+from lightning_rl.run import dist
+from lightning_rl.run.disk import append, refused, require_writable
+
+OWN_RUNS = "lightning_rl_runs"
+"""Where in ``default_root_dir`` runs are that no logger has a directory for."""
+
+_known: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
+_own: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
+_scratch: WeakKeyDictionary[Trainer, tempfile.TemporaryDirectory[str]] = WeakKeyDictionary()
+
+
+def run_dir(trainer: Trainer) -> Path:
+    """Where a run's results go; created.
+
+    That is the directory of the first logger, if it is a ``TensorBoardLogger`` or ``CSVLogger``,
+    which begin a new one for every run. Otherwise it is ``lightning_rl_runs/version_<n>`` in
+    ``default_root_dir``. Of a fast dev run it is a scratch directory, which is deleted at the end.
+
+    On several ranks it is rank 0's. They all have to make the first call, since it asks rank 0
+    (the data modules do, first thing in ``setup``); later calls may be made by any.
+    """
+    directory = _known.get(trainer)
+    if directory is None:
+        directory = _choose(trainer)
+        if dist.world_size() == trainer.world_size:  # else the ranks cannot talk yet
+            directory = _known[trainer] = Path(trainer.strategy.broadcast(str(directory)))
+            directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def require_writable_dirs(trainer: Trainer) -> None:
+    """Check the directories that a run will write to, before a logger fails with a bare error.
+
+    Raises:
+        ConfigError: naming the first that cannot be written.
+    """
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    for logger in trainer.loggers:
+        if logger.save_dir is not None and "://" not in str(logger.save_dir):
+            require_writable(Path(logger.save_dir), "trainer.logger.save_dir")
+    if "://" not in str(trainer.default_root_dir):
+        require_writable(Path(trainer.default_root_dir), "trainer.default_root_dir")
+
+
+def output_path(trainer: Trainer, given: str | Path | None, name: str) -> Path:
+    """``given``, where a user chose a place of his own; else ``name`` in the run directory.
+
+    A fast dev run leaves the user's own files alone, and takes the run directory for them too.
+    """
+    if given is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return Path(given)
+    return run_dir(trainer) / name
+
+
+def own_runs(trainer: Trainer) -> Path | None:
+    """The folder of the runs that no logger has a directory for; None where one has."""
+    if isinstance(trainer.logger, TensorBoardLogger | CSVLogger):
+        return None
+    return Path(trainer.default_root_dir) / OWN_RUNS
+
+
+def continue_in(trainer: Trainer, directory: Path) -> None:
+    """Let a run go on in the directory of an earlier one, which is among ``own_runs``."""
+    _own[trainer] = directory
+
+
+def _choose(trainer: Trainer) -> Path:
+    """This rank's own idea of where the run directory is; rank 0 creates it."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return _scratch_directory(trainer)
+    runs = own_runs(trainer)
+    if runs is None:
+        directory = Path(trainer.logger.log_dir)  # type: ignore[union-attr, arg-type]
+    elif trainer in _own:
+        directory = _own[trainer]
+    else:
+        directory = _next_version(runs)
+        while trainer.is_global_zero:  # another run may take the same one right now
+            try:
+                directory.mkdir(parents=True)
+                break
+            except FileExistsError:
+                directory = _next_version(runs)
+        _own[trainer] = directory
+    if trainer.is_global_zero:
+        directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _next_version(runs: Path) -> Path:
+    taken = [int(path.name[8:]) for path in runs.glob("version_*") if path.name[8:].isdigit()]
+    return runs / f"version_{max(taken, default=-1) + 1}"
+
+
+def _scratch_directory(trainer: Trainer) -> Path:
+    if trainer not in _scratch:
+        _scratch[trainer] = tempfile.TemporaryDirectory(prefix="lightning_rl_fast_dev_run_")
+        rank_zero_info(
+            "fast_dev_run keeps nothing: checkpoints, reports, exports and rollouts go to "
+            f"{_scratch[trainer].name}, which is deleted at the end"
+        )
+    return Path(_scratch[trainer].name)
+
+
+class RunLines:
+    """A file of JSON lines in the run directory, as long as the run has got.
+
+    What a killed run had written behind the checkpoint it is resumed from is taken back, for it is
+    going to be written again.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._bytes = 0
+        self._resumed = False
+
+    def begin(self, trainer: Trainer) -> None:
+        """Call it in ``setup``, on every rank: a run that begins anew adds to what is there."""
+        file = run_dir(trainer) / self._name
+        self._bytes = file.stat().st_size if file.exists() else 0
+        self._resumed = False
+
+    def append(self, trainer: Trainer, records: Iterable[dict[str, Any]]) -> None:
+        """Write records; values that JSON does not know become text.
+
+        Raises:
+            DiskError: if they cannot be written; then none of them is.
+        """
+        lines = (json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in records)
+        file = run_dir(trainer) / self._name
+        # In another directory than the checkpoint's run there is nothing to take back.
+        if self._resumed and file.exists() and file.stat().st_size > self._bytes:
+            os.truncate(file, self._bytes)
+        self._resumed = False
+        self._bytes = append(file, "".join(lines))
+
+    def state_dict(self) -> dict[str, Any]:
+        """How long the file is, as primitives."""
+        return {"bytes": self._bytes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken."""
+        self._bytes, self._resumed = state["bytes"], True
+
+
+NAME = ".lock"
+_held: dict[Path, int] = {}  # descriptors of this process
+
+
+def hold(directory: Path) -> None:
+    """Hold a run directory's lock until :func:`release`, or the end of this process.
+
+    Holding it twice in one process is holding it. The lock is the kernel's (``lockf``), so what a
+    killed process leaves behind is a file that locks nothing.
+
+    Raises:
+        ConfigError: if another process holds it; names that.
+        DiskError: if the directory cannot be written.
+    """
+    path = directory.resolve() / NAME
+    if path in _held:
+        return
+    descriptor = _open(path)
+    try:
+        os.lockf(descriptor, os.F_TLOCK, 0)
+    except (BlockingIOError, PermissionError):
+        who = _holder(descriptor)
+        os.close(descriptor)
+        raise _in_use(directory, who) from None
+    except OSError as error:  # a network file system without locks
+        os.close(descriptor)
+        rank_zero_warn(
+            f"{directory} is on a file system without locks ({error.strerror}): nothing keeps a "
+            "second process from going on with this run at the same time; see to it yourself"
+        )
+        return
+    os.ftruncate(descriptor, 0)
+    text = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T %Z')}"
+    with contextlib.suppress(OSError):  # a full disk: the lock itself holds
+        os.pwrite(descriptor, text.encode(), 0)
+    _held[path] = descriptor
+
+
+def require_free(directory: Path) -> None:
+    """Look whether another process holds the lock, without taking it.
+
+    Raises:
+        ConfigError: if one does.
+    """
+    path = directory.resolve() / NAME
+    if path in _held or not path.exists():
+        return
+    descriptor = _open(path)
+    try:
+        os.lockf(descriptor, os.F_TEST, 0)
+    except (BlockingIOError, PermissionError):
+        raise _in_use(directory, _holder(descriptor)) from None
+    except OSError:
+        return  # hold() will warn
+    finally:
+        os.close(descriptor)
+
+
+def release(directory: Path) -> None:
+    """Give the lock back."""
+    descriptor = _held.pop(directory.resolve() / NAME, None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise refused(path, error) from error
+
+
+def _holder(descriptor: int) -> str:
+    return os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+
+
+def _in_use(directory: Path, who: str) -> ConfigError:
+    return ConfigError(
+        f"{directory} is in use by {who}: two runs in one directory would mix their files; wait "
+        "for it, end it, or begin a run elsewhere (another trainer.logger, no --ckpt_path)"
+    )
