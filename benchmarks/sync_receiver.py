@@ -119,7 +119,7 @@ class ProcessReplica(Replica):
         self._connection.send((step, arguments))
         return self._connection.recv()
 
-    async def stamp(self, version: int, timeout_s: float) -> None:
+    async def set_version(self, version: int, timeout_s: float) -> None:
         pass
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ from lightning_rl.callbacks.guard_actions import (
 )
 from lightning_rl.callbacks.guards import BatchGuard
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import is_idle, token_rows
+from lightning_rl.data.packing import has_zero_advantage, token_rows
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.dist import all_max, all_sum
 
@@ -129,7 +129,7 @@ class ZeroAdvantageGuard(BatchGuard):
         super().__init__(bound, action, patience)
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
-        idle = is_idle(batch).double()
+        idle = has_zero_advantage(batch).double()
         total, count = all_sum(torch.stack([idle.sum(), torch.ones_like(idle).sum()])).tolist()
         return total / count
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_rl.algos.correction import Correction, TokenTIS
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import is_idle, token_rows
+from lightning_rl.data.packing import has_zero_advantage, token_rows
 from lightning_rl.errors import GuardError
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.dist import all_sum
@@ -117,8 +117,8 @@ def trained_tokens(module: PolicyModule, batch: TensorDict) -> Tensor:
     left_out = batch["rollouts", "expert"]
     if module.mask_truncated:
         left_out = left_out | batch["rollouts", "truncated"]
-    if module.skips_idle:
-        left_out = left_out | is_idle(batch)
+    if module.skips_zero_advantage:
+        left_out = left_out | has_zero_advantage(batch)
     return batch["tokens", "loss_mask"] & ~left_out[row]
 
 
@@ -131,7 +131,11 @@ def trainer_logprobs(module: PolicyModule, batch: TensorDict) -> Tensor:
     if "old_logprobs" in tokens and not module.trust_engine_logprobs:
         return tokens["old_logprobs"]
     if "guard_logprobs" not in tokens:
-        rows = (~is_idle(batch)).nonzero().squeeze(1) if module.skips_idle else None
+        rows = (
+            (~has_zero_advantage(batch)).nonzero().squeeze(1)
+            if module.skips_zero_advantage
+            else None
+        )
         assert module.policy is not None
         with module.clock("logprob"):
             module.policy.score(batch, "guard_logprobs", module.max_tokens_per_pack, rows)

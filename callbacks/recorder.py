@@ -120,7 +120,7 @@ def token_columns(
     assert module.policy is not None
     batch, chosen = batch.copy(), torch.tensor(rows, dtype=torch.long)
     # The engine's where it is trusted, and zero where a rollout is left out of the update.
-    partial = module.trust_engine_logprobs or module.skips_idle
+    partial = module.trust_engine_logprobs or module.skips_zero_advantage
     if "old_logprobs" in batch["tokens"] and not partial:
         batch["tokens"]["trainer_logprobs"] = batch["tokens", "old_logprobs"]
     else:

@@ -11,12 +11,12 @@ from lightning_rl.collect.checks import check_sleep, check_sync
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.engines.base import feeds
+from lightning_rl.engines.base import feeds_engine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
-from lightning_rl.run.dist import any_rank, every_rank, largest
+from lightning_rl.run.dist import all_reduce_max, any_rank, every_rank
 from lightning_rl.run.hooks import RLCallback, call_hook
 from lightning_rl.sync.base import WeightTransport, push
 from lightning_rl.sync.memory import MemoryTransport
@@ -112,7 +112,7 @@ class WeightSync(RLCallback):
         datamodule = _datamodule(trainer)
         wanted = self.schedule.should_sync(datamodule.sync_state(pl_module.iteration))
         # All ranks push together: as soon as one engine needs new weights.
-        if any_rank(wanted and feeds(datamodule.engine)):
+        if any_rank(wanted and feeds_engine(datamodule.engine)):
             self.sync(trainer, pl_module)
 
     def catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -152,7 +152,10 @@ class WeightSync(RLCallback):
         with trainer.precision_plugin.forward_context():
             gap = probe_gap(engine, module.policy, self._prompts, temperature, tokens)
             module.record(
-                {"sync/probe_gap": largest(gap.value), "sync/probe_gap_mean": largest(gap.mean)}
+                {
+                    "sync/probe_gap": all_reduce_max(gap.value),
+                    "sync/probe_gap_mean": all_reduce_max(gap.mean),
+                }
             )
             require_agreement(
                 gap,

@@ -41,7 +41,7 @@ from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.prompts import PromptDataset, Prompts
 from lightning_rl.data.sources import RepeatedPrompts, prompts_of
 from lightning_rl.engines import default_engine
-from lightning_rl.engines.base import Engine, RunState, Sampling, feeds
+from lightning_rl.engines.base import Engine, RunState, Sampling, feeds_engine
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.models.policy import load_tokenizer, require_sound_model, save_skeleton
 from lightning_rl.models.pretrained import with_chat_variables
@@ -50,7 +50,7 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rollout import Rollout
 from lightning_rl.run import dist
-from lightning_rl.run.dist import told
+from lightning_rl.run.dist import announced
 from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.loop import run_async
 from lightning_rl.run.resume import check_early, enter_directory, leave_directory
@@ -213,7 +213,7 @@ class RLDataModule(LightningDataModule):
             rank=rank,
             ranks=ranks,
         )
-        works = stage == "fit" and feeds(self.engine)
+        works = stage == "fit" and feeds_engine(self.engine)
         collector = self.collector if works else SyncCollector()
         self._batches = RolloutBatches(
             self._pipeline, collector, source, self.filters, self.max_rounds
@@ -221,13 +221,13 @@ class RLDataModule(LightningDataModule):
 
     def _start_engine(self, module: PolicyModule) -> int:
         """Returns the longest prompt plus completion; 0 without an engine."""
-        if not feeds(self.engine):
+        if not feeds_engine(self.engine):
             return 0
         if not self.engine.running:
             self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")
             save_skeleton(module.model, self._model_dir.name, module.loading)
             self.engine.trust_remote_code = module.trust_remote_code
-            with told(self.engine.starting):
+            with announced(self.engine.starting):
                 self.engine.start(Path(self._model_dir.name))
         return self.engine.max_length
 
@@ -366,9 +366,9 @@ class RLDataModule(LightningDataModule):
         rollouts = collection.rollouts
         groups = of_all_ranks(in_groups(collection.generated, self.group_size))
         generated = [rollout for group in groups for rollout in group]
-        seconds = dist.largest(collection.seconds)
+        seconds = dist.all_reduce_max(collection.seconds)
         module.record(rollout_metrics(generated, seconds, module.iteration))
-        module.record(dist.total(collection.metrics()))
+        module.record(dist.all_reduce_sum(collection.metrics()))
         if self.train_prompts.dropped:
             module.record({"data/prompts_dropped": float(self.train_prompts.dropped)})
         self.train_prompts.observe(groups)
@@ -380,7 +380,7 @@ class RLDataModule(LightningDataModule):
             module.record(self.buffer.metrics)
         if self.experts is not None:
             rollouts += self.experts.draw(iteration)
-        batches.settle()
+        batches.ack()
         return rollouts
 
     def _reward_state(self, iteration: int) -> TrainerState:

@@ -18,12 +18,12 @@ from lightning_rl.collect.checks import check_parts
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.data.packing import (
+    has_zero_advantage,
     host_of,
-    is_idle,
     select,
     split_minibatches,
     token_rows,
-    without_idle,
+    without_zero_advantage,
 )
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.gradients import accumulate
@@ -35,7 +35,7 @@ from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading, model_of
 from lightning_rl.models.reference import FrozenReference, Reference
-from lightning_rl.models.sharding import read_by_rank_zero, shard, whole
+from lightning_rl.models.sharding import full_tensor, read_by_rank_zero, shard
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.dist import every_rank
 from lightning_rl.run.hooks import call_hook, named_callbacks
@@ -52,8 +52,9 @@ class PolicyModule(OwnLoop):
 
     ``training_step`` runs the named steps below on one packed batch; each can be called by itself.
     Optimizer steps with a NaN or infinite gradient are left out (``policy/nonfinite_skipped``).
-    Rollouts that cannot move the policy (``skips_idle``) are left out of them: the gradient is the
-    same, and ``policy/*`` and ``rollout/logprob_gap_*`` are over the tokens that were trained on.
+    Rollouts that cannot move the policy (``skips_zero_advantage``) are left out of them: the
+    gradient is the same, and ``policy/*`` and ``rollout/logprob_gap_*`` are over the tokens that
+    were trained on.
 
     Args:
         model: directory or hub name of the causal LM to train; in Python also a transformers model
@@ -161,7 +162,7 @@ class PolicyModule(OwnLoop):
         self.aggregation = aggregation
         self.objective = objective
         self.skip_update = False
-        self.skips_idle = objective.advantage_moves_alone and kl_reward is None
+        self.skips_zero_advantage = objective.advantage_moves_alone and kl_reward is None
         self.kl = kl
         self.kl_reward = kl_reward
         self.lora = lora
@@ -245,8 +246,8 @@ class PolicyModule(OwnLoop):
         Rollouts that are known to be left out of the update get zeros.
         """
         if self.advantage.needs_values or not self.trust_engine_logprobs:
-            known = self.skips_idle and "advantages" in batch["tokens"]
-            rows = (~is_idle(batch)).nonzero().squeeze(1) if known else None
+            known = self.skips_zero_advantage and "advantages" in batch["tokens"]
+            rows = (~has_zero_advantage(batch)).nonzero().squeeze(1) if known else None
             with self.clock("logprob"):
                 batch = self._policy().score(batch, "old_logprobs", self.max_tokens_per_pack, rows)
         if self.trust_engine_logprobs:
@@ -257,7 +258,7 @@ class PolicyModule(OwnLoop):
         """Add ``ref_logprobs`` (T,) of the frozen reference; needs ``kl``."""
         if self.reference is None:
             raise ConfigError("compute_ref_logprobs needs a reference: set kl, e.g. K3Penalty()")
-        with self.clock("logprob"), self.reference.lend(self._policy()) as reference:
+        with self.clock("logprob"), self.reference.scoring(self._policy()) as reference:
             return reference.score(batch, "ref_logprobs", self.max_tokens_per_pack)
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
@@ -294,7 +295,9 @@ class PolicyModule(OwnLoop):
 
     def compute_all(self, batch: TensorDict) -> TensorDict:
         """Add all that an update needs: advantages, and the logprobs and values that count."""
-        if self.skips_idle:  # then advantages depend on rewards alone, and tell what to score
+        if (
+            self.skips_zero_advantage
+        ):  # then advantages depend on rewards alone, and tell what to score
             batch = self.compute_advantages(batch)
         # With one update per batch the current policy is the old one: nothing to recompute.
         if self.ppo_epochs * self.minibatches > 1 or self.trust_engine_logprobs or self.kl_reward:
@@ -303,7 +306,7 @@ class PolicyModule(OwnLoop):
             batch = self.compute_values(batch)
         if self.reference is not None:
             batch = self.compute_ref_logprobs(batch)
-        if not self.skips_idle:
+        if not self.skips_zero_advantage:
             batch = self.compute_advantages(batch)
         return batch
 
@@ -353,16 +356,16 @@ class PolicyModule(OwnLoop):
             truncated_T = minibatch["rollouts", "truncated"][token_rows(minibatch)]
             minibatch["tokens", "loss_mask"] = minibatch["tokens", "loss_mask"] & ~truncated_T
         minibatch["tokens", "loss_weights"] = self.aggregation(minibatch)
-        if self.skips_idle:  # only now: they count where the loss is averaged
-            metrics.add({"policy/skipped_share": is_idle(minibatch)})
-            minibatch = without_idle(minibatch)
+        if self.skips_zero_advantage:  # only now: they count where the loss is averaged
+            metrics.add({"policy/skipped_share": has_zero_advantage(minibatch)})
+            minibatch = without_zero_advantage(minibatch)
         for pack_metrics in accumulate(
             self, self._policy(), minibatch, self.max_tokens_per_pack, self._pack_loss
         ):
             metrics.add(pack_metrics)
         parameters = [p for p in self._policy().parameters() if p.grad is not None]
         norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or float("inf"))
-        norm = whole(norm).reshape(1)
+        norm = full_tensor(norm).reshape(1)
         lr = norm.new_full((1,), optimizer.param_groups[0]["lr"])
         metrics.add({"policy/grad_norm": norm, "policy/lr": lr})
         if self._trainer is None:  # with Fabric; a Trainer calls this hook within the step

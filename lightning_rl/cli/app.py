@@ -25,9 +25,9 @@ from lightning_rl.callbacks.weight_sync import schedules
 from lightning_rl.cli.trust import require_trusted, require_trusted_classes, split_options
 from lightning_rl.collect.checks import check_optimizer, check_sync
 from lightning_rl.config import names
+from lightning_rl.config.layers import read_sources
 from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision
 from lightning_rl.config.mistakes import check_sources, innermost
-from lightning_rl.config.sources import read_sources
 from lightning_rl.config.table import config_files, flatten
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import CheckpointError, ConfigError

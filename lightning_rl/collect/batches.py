@@ -11,7 +11,7 @@ from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.source import GroupSource
-from lightning_rl.engines.base import RunState, Sampling, feeds
+from lightning_rl.engines.base import RunState, Sampling, feeds_engine
 from lightning_rl.errors import FilterError
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
 from lightning_rl.run import dist
@@ -84,10 +84,10 @@ class RolloutBatches:
         self.filters = filters
         self.max_rounds = max_rounds
         self._taken: list[Group] = []
-        self._settled: float | None = None
+        self._acked: float | None = None
 
     def collect(self, iteration: int) -> Collection:
-        """``source.num_groups`` groups that all filters keep; in the state until ``settle``.
+        """``source.num_groups`` groups that all filters keep; in the state until ``ack``.
 
         Raises:
             EngineError: if the engine is not ready, or fails.
@@ -116,16 +116,16 @@ class RolloutBatches:
 
         run_async(in_loop())
 
-    def settle(self) -> None:
+    def ack(self) -> None:
         """What ``collect`` returned is in safe hands; begin to work on the next batch."""
         # Nobody waits: the loop may be in the middle of an engine's step.
-        background_loop().call_soon_threadsafe(self.collector.settle, self._taken)
-        self._settled = time.perf_counter()
+        background_loop().call_soon_threadsafe(self.collector.ack, self._taken)
+        self._acked = time.perf_counter()
 
     def _take(self, iteration: int, count: int, collection: Collection) -> list[Group]:
-        begin, since = time.perf_counter(), self._settled
+        begin, since = time.perf_counter(), self._acked
         if self.collector.works_between_batches and since is not None:
-            begin, self._settled = since, None
+            begin, self._acked = since, None
         with self.pipeline.clock("generate"):
             groups = run_async(self._in_loop(iteration, count, collection))
         collection.seconds += time.perf_counter() - begin
@@ -188,7 +188,7 @@ class RolloutBatches:
         rank, ranks = self.source.rank, self.source.ranks
         self.collector.load_state_dict(
             {
-                name: dist.dealt_anew([c[name] for c in collectors], rank, ranks)
+                name: dist.reshard([c[name] for c in collectors], rank, ranks)
                 for name in collectors[0]
             }
         )
@@ -210,12 +210,12 @@ def collect_share(batches: RolloutBatches, iteration: int) -> Collection:
     """This rank's share of an iteration's groups; what fails on one rank fails on all."""
     engine = batches.pipeline.engine
     with dist.every_rank():
-        collection = batches.collect(iteration) if feeds(engine) else Collection()
+        collection = batches.collect(iteration) if feeds_engine(engine) else Collection()
     if engine.serves_all_ranks:
-        collection.kept = dist.deal(collection.kept)
+        collection.kept = dist.scatter(collection.kept)
         return collection
     # Filters make ranks draw more or fewer prompts. A curriculum needs all to go on from one place.
-    batches.catch_up(int(dist.largest(batches.source.drawn)))
+    batches.catch_up(int(dist.all_reduce_max(batches.source.drawn)))
     return collection
 
 
@@ -225,11 +225,11 @@ def complete_together(
     """Generate and grade groups that all ranks have, sharing the work; all get all of them."""
     engine = pipeline.engine
     if engine.serves_all_ranks:
-        share = list(groups) if feeds(engine) else []
+        share = list(groups) if feeds_engine(engine) else []
     else:
-        share = dist.mine(groups)
+        share = dist.shard(groups)
     with dist.every_rank():
-        if feeds(engine):
+        if feeds_engine(engine):
             pipeline.complete(share, sampling)
     return dist.interleaved(dist.gather(share))
 

@@ -16,7 +16,7 @@ from lightning_rl.rollout import Rollout, RolloutStatus
 class Collector(ABC):
     """Turns groups from a source into batches.
 
-    It remembers every group that was issued until ``settle`` says that it became part of a batch:
+    It remembers every group that was issued until ``ack`` says that it became part of a batch:
     what a checkpoint holds, so that no prompt is lost or trained on twice.
     """
 
@@ -39,7 +39,7 @@ class Collector(ABC):
             EngineError: if the engine fails.
         """
 
-    def settle(self, groups: list[Group]) -> None:
+    def ack(self, groups: list[Group]) -> None:
         """These groups, that ``take`` returned, are in a batch (or rejected by a filter)."""
         for group in groups:
             del self._issued[group[0].group_id]

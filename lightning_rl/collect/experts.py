@@ -30,7 +30,7 @@ class Experts:
 
     def draw(self, iteration: int) -> list[Rollout]:
         """This rank's share of the next ones, each a group of its own: its advantage is zero."""
-        prompts = dist.mine(self.prompts.draw(self.per_iteration))
+        prompts = dist.shard(self.prompts.draw(self.per_iteration))
         rollouts = [supervised_rollout(p, "completion", self._tokenizer) for p in prompts]
         for place, rollout in enumerate(rollouts):
             number = place * dist.world_size() + dist.rank()

@@ -13,7 +13,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.run import dist
 
 
-class Source(Protocol):
+class Resumable(Protocol):
     """What a checkpoint can hold, and any number of ranks go on from."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -39,7 +39,7 @@ class RolloutLoader:
     def __init__(
         self,
         collect: Callable[[int], list[Rollout]],
-        source: Source,
+        source: Resumable,
         length: int,
         trained: Callable[[], int],
         epoch: int | None = None,
@@ -99,7 +99,7 @@ class RolloutLoader:
         # These are the same on all ranks.
         self.first, self._collected = shares[0]["first"], shares[0]["collected"]
         self._place = shares[0]["place"]
-        groups = dist.dealt_anew(
+        groups = dist.reshard(
             [_in_groups(share["pending"]) for share in shares], dist.rank(), dist.world_size()
         )
         self._restored = [Rollout.from_dict(record) for group in groups for record in group]

@@ -98,7 +98,7 @@ class ReplayBuffer:
         with dist.every_rank():
             added = self._store_and_draw(everyone, version) if dist.rank() == 0 else []
         self.metrics = dist.from_rank_zero(self.metrics)
-        return [*fresh, *dist.deal(added)]
+        return [*fresh, *dist.scatter(added)]
 
     def _store_and_draw(self, fresh: Sequence[Group], version: int) -> list[Group]:
         """Groups to train on beside all ranks' fresh ones."""

@@ -290,7 +290,7 @@ def simulate(
                 result.batches.append(groups)
                 result.dropped += collector.dropped
                 collector.dropped.clear()
-                collector.settle(groups)
+                collector.ack(groups)
                 versions = [v for g in groups for r in g for v in r.versions]
                 result.staleness.update(iteration - v for v in versions)
                 result.tokens += len(versions)

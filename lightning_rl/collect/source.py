@@ -10,7 +10,7 @@ from lightning_rl.agents.base import new_rollouts
 from lightning_rl.data.prompts import Prompts
 from lightning_rl.engines.base import Sampling
 from lightning_rl.rollout import Group, Prompt
-from lightning_rl.run.dist import dealt_anew
+from lightning_rl.run.dist import reshard
 
 
 class GroupSource:
@@ -112,7 +112,7 @@ class GroupSource:
             one.load_state_dict(state)
             one.catch_up(furthest)  # afterwards the prompts stand where all of them do
             again.append(one._again)
-        self._again = deque(dealt_anew(list(map(list, again)), self.rank, self.ranks))
+        self._again = deque(reshard(list(map(list, again)), self.rank, self.ranks))
         self.drawn = furthest
         # Places that no rank has used: those of an iteration tell its groups apart.
         used = max(state["place"] for state in states) * len(states)

@@ -10,7 +10,7 @@ import torch
 
 from lightning_rl.config import names
 from lightning_rl.config.hints import branches, classes, item_hint, parse, supplied_arguments
-from lightning_rl.config.sources import name_of
+from lightning_rl.config.layers import name_of
 from lightning_rl.errors import ConfigError
 
 Class = TypeVar("Class", bound=type)

@@ -31,8 +31,8 @@ from lightning_rl.config.hints import (
     subclasses,
     supplied_arguments,
 )
+from lightning_rl.config.layers import INHERITED, SPEC, Key, Sources, name_of
 from lightning_rl.config.names import MODULE_OF
-from lightning_rl.config.sources import INHERITED, SPEC, Key, Sources, name_of
 from lightning_rl.errors import ConfigError, LightningRLError
 
 _SCALARS = (bool, int, float, str)

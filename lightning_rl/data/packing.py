@@ -213,7 +213,7 @@ def select(batch: TensorDict, rows: Tensor) -> TensorDict:
     return TensorDict(chosen, batch_size=[])
 
 
-def is_idle(batch: TensorDict) -> Tensor:
+def has_zero_advantage(batch: TensorDict) -> Tensor:
     """Which rollouts, (R,), are sampled and have no advantage on any of their loss tokens."""
     tokens = batch["tokens"]
     idle = ~batch["rollouts", "expert"]
@@ -221,16 +221,16 @@ def is_idle(batch: TensorDict) -> Tensor:
     return idle
 
 
-def without_idle(batch: TensorDict) -> TensorDict:
+def without_zero_advantage(batch: TensorDict) -> TensorDict:
     """The rollouts that are not idle; if all are, the first one, without loss tokens.
 
     Its gradient is zero, and not missing: the optimizer steps as ever, together with other ranks.
     """
-    idle = is_idle(batch)
-    return silent(batch) if idle.all() else select(batch, (~idle).nonzero().squeeze(1))
+    idle = has_zero_advantage(batch)
+    return empty_like(batch) if idle.all() else select(batch, (~idle).nonzero().squeeze(1))
 
 
-def silent(batch: TensorDict) -> TensorDict:
+def empty_like(batch: TensorDict) -> TensorDict:
     """The first rollout without loss tokens, as a pack for a rank that has none left."""
     first = select(batch, torch.zeros(1, dtype=torch.long, device="cpu")).copy()
     for part in (first, first["host"]) if "host" in first else (first,):

@@ -411,7 +411,7 @@ class CollectorStatus:
         return self.done >= self.wanted or self.in_flight == 0 or not self.may_issue
 
 
-def feeds(engine: Engine) -> bool:
+def feeds_engine(engine: Engine) -> bool:
     """Whether this rank gives work and weights to the engine."""
     return dist.rank() == 0 or not engine.serves_all_ranks
 

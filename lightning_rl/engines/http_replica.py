@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from lightning_rl.engines.base import Completion, Sampling
-from lightning_rl.engines.replica import Replica, ReplicaLost, told_by_worker
+from lightning_rl.engines.replica import Replica, ReplicaLost, worker_error
 from lightning_rl.engines.server_process import ServerProcess
 from lightning_rl.errors import (
     EngineError,
@@ -202,7 +202,7 @@ class HTTPReplica(Replica):
     async def transfer(self, step: str, timeout_s: float, **arguments: Any) -> Mapping[str, Any]:
         return await self._call("POST", f"/{step}", arguments, timeout_s=timeout_s)
 
-    async def stamp(self, version: int, timeout_s: float) -> None:
+    async def set_version(self, version: int, timeout_s: float) -> None:
         await self.transfer("finish_weight_update", timeout_s, weight_version=str(version))
         reset = await self._call("POST", "/reset_prefix_cache", reset_running_requests="true")
         if not reset["success"]:
@@ -292,6 +292,6 @@ def completion_of(choice: Mapping[str, Any]) -> Completion:
 
 def refusal(name: str, path: str, status: int, text: str) -> EngineError:
     """The error that a worker raised, of its own class if it is one of ours."""
-    if (error := told_by_worker(name, text)) is not None:
+    if (error := worker_error(name, text)) is not None:
         return error
     return ServerRefusal(f"{name}{path} answered {status}: {text[:300]}", status)

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from lightning_rl.engines.base import Completion, Sampling
-from lightning_rl.engines.replica import Replica, ReplicaLost, told_by_worker
+from lightning_rl.engines.replica import Replica, ReplicaLost, worker_error
 from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import EngineError, ReplicaError, StaleWeightsError, SyncTimeoutError
@@ -40,7 +40,7 @@ class _HostedVLLM(VLLMLocal):
                 self._leave_version()
             self._llm.collective_rpc(step, kwargs=dict(arguments))
 
-    def stamp(self, version: int) -> int:
+    def set_version(self, version: int) -> int:
         """End a push; returns the version that is held now."""
         with self._exclusive:
             self._llm.collective_rpc("finish_weight_update")
@@ -110,9 +110,9 @@ class RayActor:
         """One step of a push."""
         await asyncio.to_thread(self._engine.transfer, step, arguments)
 
-    async def stamp(self, version: int) -> int:
+    async def set_version(self, version: int) -> int:
         """End a push."""
-        return await asyncio.to_thread(self._engine.stamp, version)
+        return await asyncio.to_thread(self._engine.set_version, version)
 
 
 async def _in_background(coroutine: Any) -> Any:
@@ -219,8 +219,8 @@ class RayReplica(Replica):
         await self._call("transfer", timeout_s, step, arguments)
         return {}
 
-    async def stamp(self, version: int, timeout_s: float) -> None:
-        said = await self._call("stamp", timeout_s, version)
+    async def set_version(self, version: int, timeout_s: float) -> None:
+        said = await self._call("set_version", timeout_s, version)
         if said != version:
             raise StaleWeightsError(
                 f"{self.name} says that it holds version {said} after a push of {version}"
@@ -255,7 +255,7 @@ class RayReplica(Replica):
 
     def _refusal(self, cause: BaseException) -> EngineError:
         """What the actor raised, of its own class if that is one of ours."""
-        if (error := told_by_worker(self.name, str(cause))) is not None:
+        if (error := worker_error(self.name, str(cause))) is not None:
             return error
         kind = type(cause) if isinstance(cause, EngineError) else EngineError
         return kind(f"{self.name}: {last_line(cause)}")

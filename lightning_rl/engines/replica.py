@@ -119,7 +119,7 @@ class Replica(ABC):
             _log.info("%s: the push before was broken off (%s)", self.name, expected)
 
     @abstractmethod
-    async def stamp(self, version: int, timeout_s: float) -> None:
+    async def set_version(self, version: int, timeout_s: float) -> None:
         """End a push: forget what old weights cached, and make sure it says ``version``.
 
         Raises:
@@ -131,7 +131,7 @@ class Replica(ABC):
         """Free everything; a process of ours is ended."""
 
 
-def told_by_worker(name: str, text: str) -> WeightSyncError | None:
+def worker_error(name: str, text: str) -> WeightSyncError | None:
     """The error that a worker raised in a push, from its text; of its own class."""
     for kind in (
         IncompleteWeightsError,

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from lightning_rl.data.packing import select, silent, split_packs, with_host
+from lightning_rl.data.packing import empty_like, select, split_packs, with_host
 from lightning_rl.models.memory import smaller_budget
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.sharding import whole
-from lightning_rl.run.dist import any_rank, largest, rank
+from lightning_rl.models.sharding import full_tensor
+from lightning_rl.run.dist import all_reduce_max, any_rank, rank
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class FiniteSteps(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = whole(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        norm = full_tensor(get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if not any_rank(not math.isfinite(float(norm))):
             return
         optimizer.zero_grad(set_to_none=True)  # an optimizer leaves such parameters alone
@@ -74,10 +74,10 @@ def accumulate(
     policy.zero_grad()  # also of what a backward pass left that ran out of memory
     minibatch = with_host(minibatch)
     packs = split_packs(minibatch, max_tokens)
-    count = int(largest(len(packs)))  # sharded weights are gathered by all ranks together
+    count = int(all_reduce_max(len(packs)))  # sharded weights are gathered by all ranks together
     measured = []
     for place in range(count):
-        pack = select(minibatch, packs[place]) if place < len(packs) else silent(minibatch)
+        pack = select(minibatch, packs[place]) if place < len(packs) else empty_like(minibatch)
         try:
             measured.append(_add_gradient(module, pack, pack_loss, last=place == count - 1))
         except RuntimeError as error:

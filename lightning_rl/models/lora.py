@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.models.sharding import whole
+from lightning_rl.models.sharding import full_tensor
 
 ADAPTER = "default"
 
@@ -166,7 +166,7 @@ def adapter_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, module in _adapted(lm).items():
         embeds = ADAPTER in module.lora_embedding_A
         kind, leaf = ("lora_embedding_", "") if embeds else ("lora_", ".weight")
-        a, b = (whole(state[f"{name}.{kind}{x}.{ADAPTER}{leaf}"].detach()) for x in "AB")
+        a, b = (full_tensor(state[f"{name}.{kind}{x}.{ADAPTER}{leaf}"].detach()) for x in "AB")
         b = b * module.scaling[ADAPTER]
         transposed = embeds or module.fan_in_fan_out
         yield f"{name}.lora_A", b.T if transposed else a

@@ -8,9 +8,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.data.packing import select, silent, split_packs, with_host
+from lightning_rl.data.packing import empty_like, select, split_packs, with_host
 from lightning_rl.errors import PackMemoryError
-from lightning_rl.run.dist import largest, world_size
+from lightning_rl.run.dist import all_reduce_max, world_size
 
 _log = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ def each_pack(
     batch, rows = with_host(batch), rows.cpu()
     packs = [rows[p] for p in split_packs(select(batch, rows), max_tokens)]
     # Sharded weights are gathered by all ranks together, for as many packs as any has.
-    for _ in range(int(largest(len(packs))) - len(packs)):
-        call(silent(batch))
+    for _ in range(int(all_reduce_max(len(packs))) - len(packs)):
+        call(empty_like(batch))
     for place, members in enumerate(packs):
         pack = select(batch, members)
         try:

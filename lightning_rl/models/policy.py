@@ -48,7 +48,7 @@ from lightning_rl.models.pretrained import (
     without_weights,
 )
 from lightning_rl.models.sampling import end_tokens, penalties_of, settings_in_use
-from lightning_rl.models.sharding import whole
+from lightning_rl.models.sharding import full_tensor
 from lightning_rl.models.soundness import (
     require_complete,
     require_embedded,
@@ -194,7 +194,7 @@ class Policy(nn.Module):
         """
         weights = self.lm.state_dict().items() if self.lora is None else merged_weights(self.lm)
         for name, weight in weights:
-            yield name, whole(weight.detach())
+            yield name, full_tensor(weight.detach())
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The LoRA by itself: ``X.lora_A`` and ``X.lora_B`` of each weight ``X.weight``.
@@ -215,7 +215,7 @@ class Policy(nn.Module):
     def named_base_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The LM's weights without the LoRA, which never change, under their Hugging Face names."""
         for name, weight in base_weights(self.lm):
-            yield name, whole(weight)
+            yield name, full_tensor(weight)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write a directory that transformers and vLLM load; a LoRA is merged into it.

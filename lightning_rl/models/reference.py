@@ -21,7 +21,7 @@ class Reference(nn.Module, ABC):
         """Prepare, given the policy as it starts."""
 
     @abstractmethod
-    def lend(self, policy: Policy) -> AbstractContextManager[Policy]:
+    def scoring(self, policy: Policy) -> AbstractContextManager[Policy]:
         """A context that yields the reference policy."""
 
     def on_iteration_end(self, policy: Policy, iteration: int) -> None:
@@ -55,7 +55,7 @@ class FrozenReference(Reference):
         self.policy.requires_grad_(False)
 
     @contextmanager
-    def lend(self, policy: Policy) -> Iterator[Policy]:
+    def scoring(self, policy: Policy) -> Iterator[Policy]:
         yield self.policy
 
 
@@ -93,7 +93,7 @@ class BaseReference(Reference):
         policy.lora.require_frozen_base()
 
     @contextmanager
-    def lend(self, policy: Policy) -> Iterator[Policy]:
+    def scoring(self, policy: Policy) -> Iterator[Policy]:
         # Without its critic: the base's values must not replace the policy's own.
         value_head, policy.value_head = policy.value_head, None
         policy.lm.disable_adapters()

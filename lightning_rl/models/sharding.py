@@ -155,7 +155,7 @@ def _end_scoring(module: nn.Module, inputs: object, output: object) -> None:
         module.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A sharded tensor in full, gathered by all ranks together; another one as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

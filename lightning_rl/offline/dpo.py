@@ -148,7 +148,7 @@ class DPOModule(FiniteSteps):
         """Mean loss, and how far (P,) the policy's margin exceeds the reference's."""
         if self.policy is None or self.reference is None:
             raise ConfigError("the model is not loaded yet; call configure_model() first")
-        with torch.no_grad(), self.reference.lend(self.policy) as reference:
+        with torch.no_grad(), self.reference.scoring(self.policy) as reference:
             ref_margin = _margins(reference(batch), batch)
         margin = _margins(self.policy(batch), batch)
         return dpo(margin, ref_margin, self.beta, self.smoothing).mean(), margin - ref_margin

@@ -202,7 +202,7 @@ class OfflineDataModule(LightningDataModule):
         mean, std = summarize([r.reward for r in rollouts if r.reward is not None])
         tokens = summarize([float(len(r.token_ids)) for r in rollouts])[0]
         module.record({"reward/mean": mean, "reward/std": std, "rollout/tokens_mean": tokens})
-        share = set(dist.mine(list(dict.fromkeys(r.group_id for r in rollouts))))
+        share = set(dist.shard(list(dict.fromkeys(r.group_id for r in rollouts))))
         return [r for r in rollouts if r.group_id in share]
 
     def _read(self, module: PolicyModule) -> list[Group]:

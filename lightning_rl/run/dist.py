@@ -119,14 +119,14 @@ def _is_there(group: Any) -> bool:
 # ---------------------------------------------------------------- anything else
 
 
-def largest(value: float) -> float:
+def all_reduce_max(value: float) -> float:
     """The largest of all ranks' numbers."""
     return value if world_size() == 1 else float(all_max(torch.tensor(value, dtype=torch.double)))
 
 
 def any_rank(flag: bool) -> bool:
     """Whether it is so on any rank."""
-    return bool(largest(float(flag)))
+    return bool(all_reduce_max(float(flag)))
 
 
 def gather(value: T) -> list[T]:
@@ -147,7 +147,7 @@ def from_rank_zero(value: T) -> T:
     return values[0]
 
 
-def deal(items: Sequence[T]) -> list[T]:
+def scatter(items: Sequence[T]) -> list[T]:
     """Rank 0's list (it is pickled), dealt out in turn; what others pass is not looked at."""
     if world_size() == 1:
         return list(items)
@@ -157,7 +157,7 @@ def deal(items: Sequence[T]) -> list[T]:
     return list(share[0])
 
 
-def mine(items: Sequence[T]) -> list[T]:
+def shard(items: Sequence[T]) -> list[T]:
     """This rank's share of a list that all ranks have: every n-th, in order."""
     return list(items[rank() :: world_size()])
 
@@ -168,7 +168,7 @@ def interleaved(shares: Sequence[Sequence[T]]) -> list[T]:
     return [item for item in chain.from_iterable(rounds) if item is not _NOTHING]
 
 
-def dealt_anew(shares: Sequence[Sequence[T]], rank: int, ranks: int) -> list[T]:
+def reshard(shares: Sequence[Sequence[T]], rank: int, ranks: int) -> list[T]:
     """What a rank gets of other ranks' shares, now that there are ``ranks``; of as many, its own.
 
     The k-th of each rank comes before the (k + 1)-th of any, so that a list that was dealt to some
@@ -180,7 +180,7 @@ def dealt_anew(shares: Sequence[Sequence[T]], rank: int, ranks: int) -> list[T]:
 _NOTHING: Any = object()
 
 
-def total(metrics: dict[str, float]) -> dict[str, float]:
+def all_reduce_sum(metrics: dict[str, float]) -> dict[str, float]:
     """Sums over the ranks that have a metric of that name."""
     sums: dict[str, float] = {}
     for ours in gather(metrics):
@@ -239,7 +239,7 @@ def fell_back(fast: str, reason: str, instead: str) -> None:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def announced(what: str) -> Iterator[None]:
     """Say what happens in the block, and in the end how long it took; on rank 0, if it is said.
 
     On stderr, as Lightning's own messages. Two lines, since others may print between them.

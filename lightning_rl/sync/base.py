@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_rl.engines.base import Engine, feeds
+from lightning_rl.engines.base import Engine, feeds_engine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
@@ -67,7 +67,7 @@ def push(transport: WeightTransport, engine: Engine, policy: Policy, version: in
     """
     weights = iter(transport.weights_of(policy))
     try:
-        if not feeds(engine):
+        if not feeds_engine(engine):
             return
         run_async(engine.pause())
         try:

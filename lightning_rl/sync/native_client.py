@@ -80,7 +80,7 @@ class Fleet:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End it: caches are dropped, and each says the version."""
-        self._all(replica.stamp(self.version, self.timeout_s) for replica in self.replicas)
+        self._all(replica.set_version(self.version, self.timeout_s) for replica in self.replicas)
 
     def _all(self, calls: Iterable[Coroutine[Any, Any, Any]]) -> None:
         for answer in [submit(call) for call in calls]:

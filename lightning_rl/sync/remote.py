@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_rl.engines.base import Engine, feeds
+from lightning_rl.engines.base import Engine, feeds_engine
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.vllm_server import OUR_TRANSFER
@@ -80,7 +80,7 @@ class RemoteTransport(WeightTransport):
     def _base_of(self, policy: Policy) -> Iterator[tuple[str, Tensor]]:
         """Nothing, if a push before has brought it."""
         # Sharded weights are gathered by all ranks, also those whose transport pushes nothing.
-        if any_rank(self._engine is not None and feeds(self._engine) and not self._has_base):
+        if any_rank(self._engine is not None and feeds_engine(self._engine) and not self._has_base):
             yield from policy.named_base_weights()
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -198,7 +198,7 @@ class RemoteTransport(WeightTransport):
                         self._transmit(bucket, replica)
             live.settle(loading)
             live.settle(self._update(live, None, everything))
-            live.settle({r: submit(r.stamp(version, self.timeout_s)) for r in live.replicas})
+            live.settle({r: submit(r.set_version(version, self.timeout_s)) for r in live.replicas})
         except BaseException:
             for replica in self._joined:  # who knows in which state the connections are
                 self._leave(replica)

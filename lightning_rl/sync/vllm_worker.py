@@ -95,7 +95,7 @@ class TransferEngine(WeightTransferEngine[SourceInfo, UpdateInfo]):
                 require_all_loaded(self.model, self._loaded)
         except Exception as error:  # each kind of layer has its own way to fail
             self._source.fail()
-            raise _tellable(error) from error
+            raise _raisable(error) from error
 
     def _own_what_waits(self) -> None:
         """Copy what vLLM keeps for later: the buffer is about to be written again.
@@ -121,7 +121,7 @@ class TransferEngine(WeightTransferEngine[SourceInfo, UpdateInfo]):
             self._source = None
 
 
-def _tellable(error: Exception) -> Exception:
+def _raisable(error: Exception) -> Exception:
     """Only an error's text reaches the trainer, so it names the class."""
     ours = isinstance(error, WeightSyncError)
     kind = type(error).__name__ if ours else WeightSyncError.__name__

@@ -29,7 +29,7 @@ from lightning_rl import (
     pack_rollouts,
 )
 from lightning_rl.models.policy import save_skeleton
-from lightning_rl.run.dist import every_rank, global_mean_std, largest
+from lightning_rl.run.dist import all_reduce_max, every_rank, global_mean_std
 from recipes.sort_digits.reward import exact_match
 
 
@@ -81,7 +81,7 @@ def train(model: str, prompts_path: str, iterations: int, devices: int = 1) -> l
         mean_rewards.append(float(rewards))
         fabric.print(
             f"iteration {iteration + 1}: reward {mean_rewards[-1]:.3f}, entropy "
-            f"{metrics.get('policy/entropy', 0.0):.3f}, engine-trainer gap {largest(gap):.1e}",
+            f"{metrics.get('policy/entropy', 0.0):.3f}, engine-trainer gap {all_reduce_max(gap):.1e}",
             flush=True,
         )
     engine.close()

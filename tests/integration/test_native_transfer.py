@@ -86,8 +86,8 @@ class Recorder(Replica):
             device="cpu",
         )
 
-    async def stamp(self, version, timeout_s):
-        self.told.append(("stamp", version))
+    async def set_version(self, version, timeout_s):
+        self.told.append(("set_version", version))
 
 
 @pytest.fixture
@@ -130,14 +130,14 @@ def test_nccl_sends_all_weights_to_all_servers(world, weights, monkeypatch):
             assert replica.held.keys() == state.keys()
             assert all(torch.equal(replica.held[n], w.bfloat16()) for n, w in state.items())
             assert replica.version == version
-            assert replica.told[-1] == ("stamp", version)
+            assert replica.told[-1] == ("set_version", version)
         assert world["engine"].version == version
     # Trainer and three workers in one group; it was made once.
     assert (world["info"].world_size, world["info"].packed) == (4, True)
     inits = [[args for step, args in r.told if step.startswith("init")] for r in world["replicas"]]
     assert [[args["init_info"]["rank_offset"] for args in each] for each in inits] == [[1], [2]]
     steps = [step for step, _ in world["replicas"][0].told]
-    assert steps[1:] == ["start_weight_update", "update_weights", "stamp"] * 2
+    assert steps[1:] == ["start_weight_update", "update_weights", "set_version"] * 2
     wire = world["wire"]
     world["replicas"][0].life = 2  # started anew: all meet again
     transport.push(weights.items(), 5)
@@ -201,7 +201,7 @@ def test_ipc_tells_of_handles_as_vllm_reads_them(world, weights, monkeypatch):
     told = world["replicas"][0].told
     assert told[0] == ("init_weight_transfer_engine", {"init_info": {"packed": True}})
     assert told[1] == ("start_weight_update", {})
-    assert told[-1] == ("stamp", 4)
+    assert told[-1] == ("set_version", 4)
     updates = [args["update_info"] for step, args in told if step == "update_weights"]
     read = [ipc_engine.IPCWeightTransferUpdateInfo(**info) for info in updates]
     assert [info.names for info in read] == [[name] for name in weights]

@@ -12,7 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.cli import main
 from lightning_rl.cli.app import RLCLI
-from lightning_rl.config.sources import load_yaml
+from lightning_rl.config.layers import load_yaml
 from lightning_rl.module import PolicyModule
 
 ROOT = Path(__file__).parents[2]

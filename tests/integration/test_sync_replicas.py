@@ -107,7 +107,7 @@ class ThreadReplica(Replica):
         self.buckets.append(sorted(weights))
         self.held |= weights
 
-    async def stamp(self, version, timeout_s):
+    async def set_version(self, version, timeout_s):
         self.said = str(version)
 
     async def close(self):

@@ -346,7 +346,7 @@ def test_what_is_in_flight_and_what_waits():
         taken = await collector.take(pipeline, source, 2)
         assert [group[0].prompt.id for group in taken] == ["0", "2"]
         assert collector.metrics() == {"collect/in_flight": 2, "collect/waiting": 0}
-        collector.settle(taken)
+        collector.ack(taken)
         engine.load_weights([], version=1)
         await collector.after_sync()  # now 4 and 5 may begin, after 10 of 1's and 3's 20 s
         await asyncio.sleep(15)
@@ -386,7 +386,7 @@ def test_the_first_failure_in_the_background_is_the_one_told():
         engine = Dies(lengths(2), step=1.0)
         collector = AsyncCollector(max_staleness=3)
         pipeline, source = ready_to_take(collector, engine, 1)
-        collector.settle(await collector.take(pipeline, source, 1))
+        collector.ack(await collector.take(pipeline, source, 1))
         await asyncio.sleep(30)
         with pytest.raises(EngineError, match="prompt 1 broke it"):
             await collector.take(pipeline, source, 1)

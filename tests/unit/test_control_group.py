@@ -44,10 +44,10 @@ def talk(rank):
     """Something of each kind; what this rank heard."""
     heard = [
         dist.any_rank(rank == 1),
-        dist.largest(float(rank)),
+        dist.all_reduce_max(float(rank)),
         dist.gather({"rank": rank}),
         dist.from_rank_zero(["from", rank]),
-        dist.deal([5, 6, 7]),
+        dist.scatter([5, 6, 7]),
         dist.all_sum(torch.tensor([1.0 + rank])).tolist(),
         dist.global_mean_std(torch.tensor([float(rank)]))[0].item(),
     ]

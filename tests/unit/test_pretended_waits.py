@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from lightning_rl import K3Penalty, TokenTIS
-from lightning_rl.data.packing import host_of, select, silent, split_packs, with_host
+from lightning_rl.data.packing import empty_like, host_of, select, split_packs, with_host
 from tests.pretended import DEVICE, moving_in_place, on_the_device, waits
 from tests.small_run import grpo
 
@@ -59,6 +59,6 @@ def test_the_host_has_what_decides_a_layout(random_batch):
             assert torch.equal(column, expected[kind, name])
         for name, column in cut[kind].items():
             assert torch.equal(column.cpu(), expected[kind, name])
-    nothing = silent(hosted)
+    nothing = empty_like(hosted)
     assert not nothing["tokens", "loss_mask"].any()
     assert not nothing["host", "tokens", "loss_mask"].any()

@@ -11,7 +11,7 @@ from lightning_rl.collect.batches import RolloutBatches
 from lightning_rl.collect.checks import check_groups
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.source import GroupSource
-from lightning_rl.data.packing import pack_rollouts, silent
+from lightning_rl.data.packing import empty_like, pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.base import Sampling
 from lightning_rl.errors import ConfigError, FilterError
@@ -80,10 +80,10 @@ def test_shares_are_put_together_in_the_order_of_places():
 
 def test_shares_of_other_ranks_are_dealt_as_if_they_had_been_to_these():
     two = [[0, 2, 4], [1, 3]]
-    assert dist.dealt_anew(two, 0, 1) == [0, 1, 2, 3, 4]
-    assert [dist.dealt_anew(two, rank, 3) for rank in range(3)] == [[0, 3], [1, 4], [2]]
+    assert dist.reshard(two, 0, 1) == [0, 1, 2, 3, 4]
+    assert [dist.reshard(two, rank, 3) for rank in range(3)] == [[0, 3], [1, 4], [2]]
     uneven = [[0, 2, 4, 6], [1]]
-    assert [dist.dealt_anew(uneven, rank, 2) for rank in range(2)] == uneven  # as many: as it was
+    assert [dist.reshard(uneven, rank, 2) for rank in range(2)] == uneven  # as many: as it was
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2), (1, 3)])
@@ -184,15 +184,19 @@ def test_groups_must_be_shared_evenly(monkeypatch):
 
 def test_a_silent_pack_leaves_the_batch_as_it_is(make_rollout):
     batch = GRPO()(pack_rollouts([make_rollout([3], [4, 1])]))
-    assert silent(batch)["tokens", "loss_mask"].tolist() == [False, False, False]
+    assert empty_like(batch)["tokens", "loss_mask"].tolist() == [False, False, False]
     assert batch["tokens", "loss_mask"].tolist() == [False, True, True]
 
 
 def test_one_process_talks_to_nobody():
     assert (dist.world_size(), dist.rank()) == (1, 0)
     assert dist.gather("a") == ["a"]
-    assert dist.mine([1, 2, 3]) == dist.deal([1, 2, 3]) == [1, 2, 3]
-    assert dist.total({"a": 2.0}) == {"a": 2.0}
-    assert (dist.any_rank(True), dist.any_rank(False), dist.largest(2.5)) == (True, False, 2.5)
+    assert dist.shard([1, 2, 3]) == dist.scatter([1, 2, 3]) == [1, 2, 3]
+    assert dist.all_reduce_sum({"a": 2.0}) == {"a": 2.0}
+    assert (dist.any_rank(True), dist.any_rank(False), dist.all_reduce_max(2.5)) == (
+        True,
+        False,
+        2.5,
+    )
     with pytest.raises(FilterError, match=r"^none passed$"), dist.every_rank():
         raise FilterError("none passed")

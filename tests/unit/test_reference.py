@@ -138,7 +138,7 @@ def test_lending_switches_the_adapters_on_again_also_after_an_error(tiny_model, 
     base = ref_logprobs(module, random_batch(9))
     assert not torch.allclose(base, before, atol=1e-2)
     assert torch.equal(logprobs(module.policy, random_batch(9)), before)
-    with pytest.raises(ZeroDivisionError), module.reference.lend(module.policy):
+    with pytest.raises(ZeroDivisionError), module.reference.scoring(module.policy):
         raise ZeroDivisionError
     assert torch.equal(logprobs(module.policy, random_batch(9)), before)
 

@@ -9,7 +9,7 @@ from lightning_rl.algos.correction import SequenceMIS, TokenTIS
 from lightning_rl.algos.kl import EntropyBonus, K1Penalty, K3Penalty
 from lightning_rl.algos.losses import CISPO, GSPO, SAPO, PolicyLoss, PPOClip, Reinforce, SFTMix
 from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
-from lightning_rl.data.packing import is_idle, pack_rollouts, without_idle
+from lightning_rl.data.packing import has_zero_advantage, pack_rollouts, without_zero_advantage
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from tests.tolerances import distance, gradient_rounding, scores_rounding
@@ -37,8 +37,8 @@ def adamw(parameters):
 def weights_after(tiny_model, train_on, batches, skip, **options):
     """Weights after training with or without skipping, and the metrics of the last iteration."""
     module = PolicyModule(str(tiny_model), optimizer=adamw, **options)
-    assert module.skips_idle
-    module.skips_idle = skip
+    assert module.skips_zero_advantage
+    module.skips_zero_advantage = skip
     trainer = train_on(module, batches())
     state = torch.cat([p.detach().flatten() for p in module.policy.parameters()])
     return state, {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -128,8 +128,8 @@ class Anchored(PolicyLoss):
     ids=["kl", "kl_reward", "entropy", "critic", "loss", "mixed loss"],
 )
 def test_nothing_is_skipped_where_more_than_advantages_moves_the_policy(options):
-    assert PolicyModule("model").skips_idle
-    assert not PolicyModule("model", **options).skips_idle
+    assert PolicyModule("model").skips_zero_advantage
+    assert not PolicyModule("model", **options).skips_zero_advantage
 
 
 def test_is_idle_by_hand(make_rollout):
@@ -145,8 +145,8 @@ def test_is_idle_by_hand(make_rollout):
     advantages = [*(0, 0, 1), *(0, 9, 0), *(0, 0), *(0, 0, 0, 0)]
     batch["tokens", "advantages"] = torch.tensor(advantages, dtype=torch.float32)
     batch["rollouts", "expert"][2] = True
-    assert is_idle(batch).tolist() == [False, True, False, True]
-    assert without_idle(batch)["tokens", "input_ids"].tolist() == [3, 4, 1, 3, 6]
+    assert has_zero_advantage(batch).tolist() == [False, True, False, True]
+    assert without_zero_advantage(batch)["tokens", "input_ids"].tolist() == [3, 4, 1, 3, 6]
 
 
 def test_equal_rewards_have_no_advantage_at_all(make_rollout):
