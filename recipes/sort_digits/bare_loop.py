@@ -81,7 +81,8 @@ def train(model: str, prompts_path: str, iterations: int, devices: int = 1) -> l
         mean_rewards.append(float(rewards))
         fabric.print(
             f"iteration {iteration + 1}: reward {mean_rewards[-1]:.3f}, entropy "
-            f"{metrics.get('policy/entropy', 0.0):.3f}, engine-trainer gap {all_reduce_max(gap):.1e}",
+            f"{metrics.get('policy/entropy', 0.0):.3f}, engine-trainer gap "
+            f"{all_reduce_max(gap):.1e}",
             flush=True,
         )
     engine.close()
