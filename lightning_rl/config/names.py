@@ -1,8 +1,14 @@
 """The library's public names: which there are, and where each is; none is loaded before its use."""
 
 import ast
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 _STUB = Path(__file__).parents[1] / "__init__.pyi"
@@ -25,3 +31,32 @@ def load_all() -> None:
     """Import all of them; a configuration may then name subclasses by their short names."""
     for name in MODULE_OF:
         public(name)
+
+
+MOVED = {"lightning_rl.engines.vllm_worker": "lightning_rl.sync.vllm_worker"}
+"""Where modules were, and where they are now."""
+
+STILL_IMPORTED = ("lightning_rl.engines.vllm_worker",)
+"""Of these, the old name stands in commands that start servers elsewhere, and is the new module."""
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    """Says of an old module name what the new one is; last in line, so a file of ours goes first.
+
+    Raises:
+        ModuleNotFoundError: naming where the module is now, unless its old name still works.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return spec_from_loader(fullname, self) if fullname in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        old = module.__name__
+        if old not in STILL_IMPORTED:
+            raise ModuleNotFoundError(f"{old} is {MOVED[old]} now; import that", name=old)
+        sys.modules[old] = import_module(MOVED[old])
+
+
+sys.meta_path.append(_MovedModules())
