@@ -1,0 +1,1 @@
+"""The mathematics: advantages, losses, corrections, KL. Pure functions, thin classes on top."""

@@ -1,0 +1,1 @@
+"""Collecting: which group is generated when, and batch after batch of those worth training on."""

@@ -1,4 +1,4 @@
-"""Generation engines."""
+"""Generation engines: token ids in, token ids with their logprobs and weight versions out."""
 
 from importlib.util import find_spec
 

@@ -1,0 +1,1 @@
+"""What learning needs besides mathematics: gradients, precision, schedules, a row of metrics."""

@@ -1,0 +1,1 @@
+"""Training without an engine: supervised, from preferences, or from recorded rollouts."""

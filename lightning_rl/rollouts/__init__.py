@@ -1,0 +1,1 @@
+"""Rollouts on disk: one record form in three file formats."""

@@ -1,0 +1,1 @@
+"""What any run needs, whatever it learns: ranks, threads, seeds, files that are whole, resuming."""

@@ -1,0 +1,1 @@
+"""Another library's configuration as ours."""

@@ -1,0 +1,1 @@
+"""Doing a recorded rollout or iteration again, and saying where it first differs."""

@@ -1,0 +1,85 @@
+"""The floor plan: who may import whom, and a picture of it that is the code's."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.house import (
+    FLOORS,
+    ORDER,
+    ROOT,
+    Arrow,
+    arrows,
+    back_up,
+    both_ways,
+    captions,
+    circles,
+    modules_of,
+)
+from benchmarks.house_picture import draw
+
+
+@pytest.fixture(scope="module")
+def library():
+    return arrows(modules_of(ROOT, "lightning_rl", "callbacks"))
+
+
+def write(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / "lightning_rl" / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_no_import_runs_back_up(library):
+    assert [str(arrow) for arrow in back_up(library)] == []
+
+
+def test_no_folders_import_each_other_and_no_files_in_a_circle(library):
+    assert both_ways(library) == []
+    assert circles(library) == []
+
+
+def test_at_the_root_are_the_words_and_the_faces():
+    files = {path.name for path in (ROOT / "lightning_rl").glob("*.py")}
+    faces = {"errors.py", "rollout.py", "module.py", "datamodule.py"}
+    assert files == {"__init__.py", "__main__.py", *faces}
+    folders = {path.parent.name for path in (ROOT / "lightning_rl").glob("*/__init__.py")}
+    assert {name.removesuffix(".py") for name in files | folders} - {"__init__"} == set(ORDER)
+
+
+def test_the_picture_is_of_this_code():
+    picture = (ROOT / "docs/images/house.svg").read_text("utf-8")
+    assert picture == draw(FLOORS, captions(ROOT)), (
+        "python -m benchmarks.house --picture docs/images/house.svg"
+    )
+    assert all(captions(ROOT).values())
+
+
+def test_imports_are_found_wherever_they_stand(tmp_path):
+    root = write(
+        tmp_path,
+        models__policy="from lightning_rl.run import dist\n",
+        run__dist="def f():\n    from lightning_rl.models.policy import Policy\n",
+        run__loop="if TYPE_CHECKING:\n    import lightning_rl.data.packing\n",
+        data__packing="",
+    )
+    found = arrows(modules_of(root, "lightning_rl"))
+    assert [str(arrow) for arrow in back_up(found)] == [
+        "lightning_rl.run.dist imports lightning_rl.models.policy",
+        "lightning_rl.run.loop imports lightning_rl.data.packing",
+    ]
+    assert both_ways(found) == [("models", "run")]
+    assert circles(found) == [["lightning_rl.models.policy", "lightning_rl.run.dist"]]
+
+
+def test_circles_are_told_apart():
+    names = {"a": "b", "b": "c", "c": "a", "d": "e", "e": "d", "f": "a"}
+    assert circles(Arrow(a, b) for a, b in names.items()) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_a_new_room_needs_a_place():
+    arrow = Arrow("lightning_rl.garage.car", "lightning_rl.run.dist")
+    with pytest.raises(ValueError, match="garage has no place in ORDER"):
+        back_up([arrow])
