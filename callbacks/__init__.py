@@ -1,5 +1,7 @@
 """Callbacks: everything around learning. Each is one class that a YAML line selects."""
 
+from typing import Any
+
 from lightning_rl.callbacks.batch_guards import (
     EffectiveSampleGuard,
     LogprobGapGuard,
@@ -34,13 +36,14 @@ from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.preview import PreviewTable
 from lightning_rl.callbacks.progress import RLProgressBar
 from lightning_rl.callbacks.recorder import RolloutRecorder
-from lightning_rl.callbacks.replay_recorder import ReplayRecorder
 from lightning_rl.callbacks.report import RunReport
+from lightning_rl.callbacks.rerun_recorder import RerunRecorder
 from lightning_rl.callbacks.reward_alarms import RewardAlarms
 from lightning_rl.callbacks.rollout_writer import RolloutWriter
 from lightning_rl.callbacks.timer import StepTimer
 from lightning_rl.callbacks.watchdog import Watchdog
 from lightning_rl.callbacks.weight_sync import WeightSync
+from lightning_rl.config.names import refuse_renamed
 from lightning_rl.run.hooks import RLCallback
 
 __all__ = [
@@ -65,7 +68,7 @@ __all__ = [
     "PreviewTable",
     "RLCallback",
     "RLProgressBar",
-    "ReplayRecorder",
+    "RerunRecorder",
     "RewardAlarmGuard",
     "RewardAlarms",
     "RolloutRecorder",
@@ -80,3 +83,8 @@ __all__ = [
     "WeightSync",
     "ZeroAdvantageGuard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    refuse_renamed(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

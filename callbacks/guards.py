@@ -42,7 +42,7 @@ class Guard(RLCallback, ABC):
         GuardError: when ``StopRun`` has ended the run.
     """
 
-    replays = True
+    reruns = True
     name: str
     what: ClassVar[str]
     """The number, in words."""

@@ -101,7 +101,7 @@ from lightning_rl.callbacks import (
     NonFiniteGuard as NonFiniteGuard,
     ParameterSummary as ParameterSummary,
     PreviewTable as PreviewTable,
-    ReplayRecorder as ReplayRecorder,
+    RerunRecorder as RerunRecorder,
     RewardAlarmGuard as RewardAlarmGuard,
     RewardAlarms as RewardAlarms,
     RLCallback as RLCallback,

@@ -1,4 +1,4 @@
-"""Scenarios of tests/ranks_run.py: guards that trip on one rank alone, and a replay by two."""
+"""Scenarios of tests/ranks_run.py: guards that trip on one rank alone, and a rerun by two."""
 
 import contextlib
 import io
@@ -93,7 +93,7 @@ def guarded(model: str, where: Path, rows: Any, reward: Any) -> dict[str, Any]:
     raise AssertionError("the guard did not stop the run")
 
 
-def replayed(model: str, where: Path, prompts: list[dict[str, str]]) -> dict[str, Any]:
+def rerun(model: str, where: Path, prompts: list[dict[str, str]]) -> dict[str, Any]:
     """A run of the command line, and an iteration of it done again by as many."""
     where.mkdir(exist_ok=True)
     rank = os.environ["RANK"]
@@ -103,7 +103,7 @@ def replayed(model: str, where: Path, prompts: list[dict[str, str]]) -> dict[str
     config.write_text(yaml.safe_dump(_config(model, where, file)))
     run = str(where / "lightning_logs" / "version_0")
     made = {"fit": _command("fit", "--config", str(config))}
-    made["iteration"] = _command("replay", run, "--iteration", "3", "--since", "0")
+    made["iteration"] = _command("rerun", run, "--iteration", "3", "--since", "0")
     return made
 
 

@@ -49,7 +49,7 @@ from lightning_rl.models.sharding import whole
 from lightning_rl.module import PolicyModule
 from lightning_rl.run import dist
 from tests.ranks_bare import bare_loop
-from tests.ranks_checks import guarded, replayed
+from tests.ranks_checks import guarded, rerun
 
 GROUPS, GROUP_SIZE = 4, 3
 ITERATIONS = 3
@@ -280,7 +280,7 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         "tensor_parallel": lambda: fails("tensor_parallel", ModelParallelStrategy(1, 2)),
         "bare_loop": lambda: bare_loop(model, rows(), share_of_even_digits, FabricDDP()),
         "guards": lambda: guarded(model, where / "guards", rows, share_of_even_digits),
-        "again": lambda: replayed(model, where / "again", rows()),
+        "again": lambda: rerun(model, where / "again", rows()),
         "replay": lambda: run("replay", DDPStrategy(), **replaying(where / "replay")),
     }  # fmt: skip
 

@@ -15,7 +15,7 @@ COMMANDS = (
     "rollout",
     "rollouts",
     "view",
-    "replay",
+    "rerun",
     "check",
     "convert",
     "doctor",
@@ -30,7 +30,7 @@ usage: lightning-rl <command> [options]
   rollout    write graded rollouts to a file, without training
   rollouts   show what such a file, or a replay buffer, holds
   view       show runs in a browser: curves, step times, rollouts by token
-  replay     do a recorded rollout or iteration again, and say where it first differs
+  rerun      do a recorded rollout or iteration again, and say where it first differs
   check      what a configuration amounts to, and a first rollout; writes nothing
   convert    read a configuration of TRL or verl and write ours, saying what it could not carry
   doctor     versions, engine, devices, threads, and what is wrong with each
@@ -79,6 +79,11 @@ def _main(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     command = arguments[0]
+    if command == "replay":
+        raise ConfigError(
+            "lightning-rl replay is now called lightning-rl rerun (to replay is what a "
+            "ReplayBuffer does); write that instead"
+        )
     if command not in COMMANDS:
         close = get_close_matches(command, COMMANDS, n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
@@ -103,10 +108,10 @@ def _run(arguments: list[str]) -> int:
     from lightning_rl.cli.process import quiet
 
     with quiet():
-        if command == "replay":
-            from lightning_rl.cli.rerun.command import main as replay
+        if command == "rerun":
+            from lightning_rl.cli.rerun.command import main as rerun
 
-            return replay(arguments[1:])
+            return rerun(arguments[1:])
         if command == "check" or (command == "fit" and "--dry_run" in arguments):
             from lightning_rl.cli.check import main as check
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from lightning_rl.callbacks import (
     IterationCheckpoint,
-    ReplayRecorder,
+    RerunRecorder,
     RolloutWriter,
     Watchdog,
 )
@@ -248,7 +248,7 @@ class RLCLI(LightningCLI):
             require_trusted_classes(self.config.as_dict(), self.trusted)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Add what lets a run be gone on with, be replayed, and end if it hangs; unless given."""
+        """Add what lets a run be gone on with, be rerun, and end if it hangs; unless given."""
         plugins = _as_list(config["plugins"])
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             config["plugins"] = [*plugins, VerifiedCheckpointIO()]
@@ -265,9 +265,9 @@ class RLCLI(LightningCLI):
             callbacks = [*callbacks, Watchdog()]
         collects = generates or isinstance(self.datamodule, OfflineDataModule)
         unlogged = config["logger"] is False or config["fast_dev_run"]
-        own = any(isinstance(callback, ReplayRecorder) for callback in given)
+        own = any(isinstance(callback, RerunRecorder) for callback in given)
         if collects and not own and not unlogged:
-            callbacks = [*callbacks, ReplayRecorder()]
+            callbacks = [*callbacks, RerunRecorder()]
         return super()._instantiate_trainer(config, callbacks)
 
     def _parse_ckpt_path(self) -> None:

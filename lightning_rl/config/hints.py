@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from jsonargparse import ArgumentParser
 from jsonargparse._parameter_resolvers import ParamData, get_signature_parameters
 
+from lightning_rl.config.names import refuse_renamed
 from lightning_rl.errors import ConfigError
 
 FUNCTION = "a function (in YAML by its import path)"
@@ -138,6 +139,7 @@ def named_class(name: str, bases: list[type]) -> Any:
         known = class_names(bases)
         if name in known:
             return known[name]
+        refuse_renamed(name)
         own = [n for n, c in known.items() if c.__module__.startswith("lightning_rl")]
         shown = ", ".join(sorted(own or known)[:15])
         raise ConfigError(
@@ -165,6 +167,7 @@ def import_object(path: str) -> Any:
     Raises:
         ConfigError: saying whether the module or the name in it is missing, and where we looked.
     """
+    refuse_renamed(path)
     first, *rest = path.split(".")
     if not rest or not all(part.isidentifier() for part in (first, *rest)):
         raise ConfigError(f"{path!r} is no import path; write module.name, e.g. my_rewards.exact")

@@ -1,6 +1,7 @@
 """The library's public names: which there are, and where each is; none is loaded before its use."""
 
 import ast
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lightning_rl.errors import ConfigError
+
 _STUB = Path(__file__).parents[1] / "__init__.pyi"
 
 MODULE_OF = {
@@ -20,6 +23,27 @@ MODULE_OF = {
     for alias in statement.names
 }
 """Public name: the module that it is in."""
+
+RENAMED = {"ReplayRecorder": "RerunRecorder"}
+"""Public name of earlier releases: what it is called now."""
+
+
+def refuse_renamed(name: str) -> None:
+    """Refuse a public name of an earlier release, short or with the modules it was in.
+
+    Raises:
+        ConfigError: naming the new one.
+    """
+    path, _, short = name.rpartition(".")
+    if short in RENAMED and path.split(".")[0] in ("", "lightning_rl"):
+        raise ConfigError(f"{short} is now called {RENAMED[short]}; write that instead")
+
+
+def with_new_names(text: str) -> str:
+    """The text of a configuration that an earlier release wrote, with the names of this one."""
+    for old, new in RENAMED.items():
+        text = re.sub(rf"(?<![\w.])(lightning_rl\.(\w+\.)*)?{old}\b", new, text)
+    return text
 
 
 def public(name: str) -> Any:

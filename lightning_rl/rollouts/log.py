@@ -1,4 +1,4 @@
-"""The replay log: every rollout that a run was trained on, and what came of each iteration."""
+"""The rerun log: every rollout that a run was trained on, and what came of each iteration."""
 
 import json
 import os
@@ -34,8 +34,8 @@ class Outcome:
     ranks: int = 1
 
 
-class ReplayLog:
-    """The folder ``replay`` of a run directory.
+class RerunLog:
+    """The folder ``rerun`` of a run directory; ``replay`` in those of earlier releases.
 
     ``000012-000.parquet`` holds the rollouts that iteration 12 was trained on, by rank and in their
     order (a rollout file, as ``lightning-rl rollouts`` reads it); ``versions.jsonl`` an
@@ -43,7 +43,8 @@ class ReplayLog:
     """
 
     def __init__(self, run: Path) -> None:
-        self.path = run / "replay"
+        earlier = run / "replay"
+        self.path = earlier if earlier.is_dir() else run / "rerun"
         self._versions = self.path / "versions.jsonl"
 
     def write_rollouts(self, iteration: int, rank: int, rollouts: list[Rollout]) -> None:
@@ -87,7 +88,7 @@ class ReplayLog:
             raise DataError(
                 f"{self.path} holds no rollouts{whose} of iteration {iteration}, but of "
                 f"{self.span()}; "
-                "ReplayRecorder keeps those that are trained on"
+                "RerunRecorder keeps those that are trained on"
             )
         return [recorded.rollout for recorded in ParquetRollouts(file).read()]
 

@@ -18,11 +18,11 @@ class RLCallback(Callback):
 
     ``self.log`` is not available in these hooks; use ``pl_module.record({...})``.
 
-    ``replays`` is True for a callback that has a say in what is learned: ``lightning-rl replay``
+    ``reruns`` is True for a callback that has a say in what is learned: ``lightning-rl rerun``
     lets it take part again, and no other.
     """
 
-    replays = False
+    reruns = False
 
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before an iteration's rollouts are generated."""

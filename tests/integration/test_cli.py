@@ -10,7 +10,7 @@ import pytest
 import yaml
 from lightning.pytorch import Callback
 
-from lightning_rl.callbacks import IterationCheckpoint, ReplayRecorder, Watchdog
+from lightning_rl.callbacks import IterationCheckpoint, RerunRecorder, Watchdog
 from lightning_rl.cli import main
 from lightning_rl.cli.app import RLCLI
 
@@ -518,12 +518,12 @@ def test_fit_adds_what_saves_records_and_watches(config, workplace):
     (workplace / "defaults.yaml").write_text(yaml.safe_dump(config))
 
     def callbacks(*options: str) -> list[Callback]:
-        added = (IterationCheckpoint, ReplayRecorder, Watchdog)
+        added = (IterationCheckpoint, RerunRecorder, Watchdog)
         built = Built(["fit", "--config", "defaults.yaml", *options])
         return [c for c in built.trainer.callbacks if isinstance(c, added)]
 
     by_default = {type(c) for c in callbacks()}
-    assert by_default == {IterationCheckpoint, ReplayRecorder, Watchdog}
+    assert by_default == {IterationCheckpoint, RerunRecorder, Watchdog}
     own = callbacks("--trainer.callbacks+=Watchdog", "--trainer.callbacks.timeout_s", "60")
     assert [c.timeout_s for c in own if isinstance(c, Watchdog)] == [60.0]
     none = callbacks("--trainer.enable_checkpointing", "false", "--trainer.logger", "false")

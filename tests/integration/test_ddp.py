@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from lightning_rl.cli.rerun.iterations import replay_iteration
+from lightning_rl.cli.rerun.iterations import rerun_iteration
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.errors import DataError
 from tests.ranks_run import (
@@ -182,7 +182,7 @@ def test_impossible_settings_are_refused(results, scenario, message):
         assert rank["message"].startswith(message)
 
 
-# -------------------------------------------------------------------- guards and replay
+# -------------------------------------------------------------------- guards and reruns
 
 
 def test_a_guard_that_trips_on_one_rank_acts_on_all(results):
@@ -199,7 +199,7 @@ def test_a_guard_that_trips_on_one_rank_acts_on_all(results):
         assert acted == [f"guard/{name}_acted"]
 
 
-def test_two_processes_replay_what_two_trained(results):
+def test_two_processes_rerun_what_two_trained(results):
     first, second = results("again")
     assert (first["fit"][0], first["iteration"][0], second["iteration"][0]) == (0, 0, 0)
     said = first["iteration"][1].splitlines()
@@ -209,14 +209,14 @@ def test_two_processes_replay_what_two_trained(results):
     assert second["iteration"][1] == ""  # the other has only helped
 
 
-def test_one_process_says_what_it_needs_to_replay_two(results, folder, tmp_path):
+def test_one_process_says_what_it_needs_to_rerun_two(results, folder, tmp_path):
     results("again")
     run = shutil.copytree(folder / "again" / "lightning_logs" / "version_0", tmp_path / "run")
     text = (run / "config.yaml").read_text()
     text = text.replace("devices: 2", "devices: 1").replace("strategy: ddp", "strategy: auto")
     (run / "config.yaml").write_text(text)
-    with pytest.raises(DataError, match=r"version 3 was trained by 2 processes, and this replay "
-                       r"has 1; replay with as many: start it as the run was started"):  # fmt: skip
-        replay_iteration(RecordedRun(run), 2)
+    with pytest.raises(DataError, match=r"version 3 was trained by 2 processes, and this rerun "
+                       r"has 1; rerun with as many: start it as the run was started"):  # fmt: skip
+        rerun_iteration(RecordedRun(run), 2)
     with pytest.raises(DataError, match="holds no rollouts of rank 2 of iteration 0, but of iter"):
         RecordedRun(run).log.rollouts(0, rank=2)

@@ -13,7 +13,7 @@ OWN_PLACES = [
     "RunReport",
     "PreviewTable",
     "RolloutRecorder",
-    "ReplayRecorder",
+    "RerunRecorder",
     {"class_path": "HFExport", "init_args": {"directory": "model"}},
     {"class_path": "IterationCheckpoint", "init_args": {"dirpath": "kept"}},
 ]

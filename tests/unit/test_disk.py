@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.errors import ConfigError, DiskError
-from lightning_rl.rollouts.log import Outcome, ReplayLog
+from lightning_rl.rollouts.log import Outcome, RerunLog
 from lightning_rl.run.disk import append, require_writable, write_whole
 from lightning_rl.run.metrics import MetricsLog
 from tests.small_run import data_module, grpo, trainer_of
@@ -134,10 +134,10 @@ def test_checkpoints_that_hold_the_rows_are_still_read(tmp_path):
     assert log.rows == lines(directory) == [row(0), row(1), row(2)]
 
 
-def test_a_damaged_line_of_the_replay_log_is_named_and_left_out(tmp_path):
-    log = ReplayLog(tmp_path)
+def test_a_damaged_line_of_the_rerun_log_is_named_and_left_out(tmp_path):
+    log = RerunLog(tmp_path)
     log.write_outcome(Outcome(1, {"w": "1"}))
-    with (tmp_path / "replay" / "versions.jsonl").open("ab") as file:
+    with (tmp_path / "rerun" / "versions.jsonl").open("ab") as file:
         file.write(b'\xff\x00 rubbish\n[1]\n{"version": 2, "nothing": 1}\n')
     log.write_outcome(Outcome(2, {"w": "2"}))
     with pytest.warns(UserWarning, match=r"versions\.jsonl:[234] is damaged, and left out"):

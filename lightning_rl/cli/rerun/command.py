@@ -1,4 +1,4 @@
-"""``lightning-rl replay``: a recorded rollout or iteration done again."""
+"""``lightning-rl rerun``: a recorded rollout or iteration done again."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from lightning_rl.errors import ConfigError, require_at_least
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see lightning-rl replay --help)")
+        raise ConfigError(f"{message} (see lightning-rl rerun --help)")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -20,7 +20,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         ConfigError: for what it cannot mean.
     """
     parser = _Parser(
-        prog="lightning-rl replay",
+        prog="lightning-rl rerun",
         description="Do a recorded rollout or iteration again, and say where it first differs.",
         epilog="Exit status: 0 if it is equal, 1 if it is not.",
         allow_abbrev=False,
@@ -65,18 +65,18 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
     from lightning.pytorch.utilities import rank_zero_only
 
-    from lightning_rl.cli.rerun.iterations import replay_iteration
-    from lightning_rl.cli.rerun.rollouts import replay_rollout
+    from lightning_rl.cli.rerun.iterations import rerun_iteration
+    from lightning_rl.cli.rerun.rollouts import rerun_rollout
     from lightning_rl.cli.rerun.run import RecordedRun
 
     trust = [f"--trust={module}" for module in options.trust]
     run = RecordedRun(options.run, ["--trusted_only"] * options.trusted_only + trust)
     if options.iteration is not None:
-        iteration = replay_iteration(run, options.iteration, options.since)
+        iteration = rerun_iteration(run, options.iteration, options.since)
         rank_zero_only(print)("\n".join(iteration.lines()))  # the others only help to train
         return 0 if iteration.equal else 1
     equal = True
-    for rollout in replay_rollout(run, options.rollout, options.version):
+    for rollout in rerun_rollout(run, options.rollout, options.version):
         print("\n".join(rollout.lines()), flush=True)
         equal = equal and rollout.equal
     return 0 if equal else 1

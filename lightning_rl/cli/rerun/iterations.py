@@ -14,7 +14,7 @@ SHOWN = ("policy/loss", "policy/grad_norm", "policy/entropy", "value/loss")
 
 
 @dataclass(frozen=True)
-class IterationReplay:
+class IterationRerun:
     """``recorded`` and ``again`` are what iteration ``again.version - 1`` came out as.
 
     ``diverged_at`` is the first version whose weights have other checksums than recorded, and
@@ -68,7 +68,7 @@ class IterationReplay:
         return f"differ since version {self.diverged_at}, now first in {name}"
 
 
-def replay_iteration(run: RecordedRun, iteration: int, since: int | None = None) -> IterationReplay:
+def rerun_iteration(run: RecordedRun, iteration: int, since: int | None = None) -> IterationRerun:
     """Train iteration ``iteration`` on its recorded rollouts, from the nearest weights kept before.
 
     Args:
@@ -92,7 +92,7 @@ def replay_iteration(run: RecordedRun, iteration: int, since: int | None = None)
         made = retrain(run, parts, source, iteration + 1)
         kept = next((s for s in run.sources if s.version == iteration + 1), None)
         kept = kept if parts.trainer.is_global_zero else None  # it gathers what is sharded
-        return IterationReplay(
+        return IterationRerun(
             source,
             recorded[iteration + 1],
             made.outcomes[iteration + 1],

@@ -4,17 +4,19 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from tensordict import TensorDict
 
 from lightning_rl.callbacks import WeightSync
-from lightning_rl.callbacks.replay_recorder import outcome
+from lightning_rl.callbacks.rerun_recorder import outcome
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.rerun.run import RecordedRun, Source
 from lightning_rl.collect.loader import RolloutLoader
-from lightning_rl.errors import DataError
+from lightning_rl.config.names import with_new_names
+from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.log import Outcome
@@ -44,7 +46,7 @@ class _Rebuilt(RLCLI):
 
     def __init__(self, run: RecordedRun, iteration: int, scratch: str) -> None:
         self._scratch = scratch
-        _, config = run.config_of(iteration)
+        config = _readable(run.config_of(iteration)[1], Path(scratch))
         super().__init__(["fit", "--config", str(config), "--ckpt_path=null", *run.options])
 
     def before_instantiate_classes(self) -> None:
@@ -53,6 +55,29 @@ class _Rebuilt(RLCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Nothing."""
+
+
+def callbacks_that_rerun(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Those that take part again: they say so by ``reruns``.
+
+    Raises:
+        ConfigError: for one that says so by the word of an earlier release.
+    """
+    for callback in callbacks:
+        if hasattr(callback, "replays"):
+            name = type(callback).__name__
+            raise ConfigError(f"{name}.replays is now called reruns; write that instead")
+    return [callback for callback in callbacks if getattr(callback, "reruns", False)]
+
+
+def _readable(config: Path, scratch: Path) -> Path:
+    """The configuration; a copy of one that holds names of an earlier release."""
+    text = config.read_text(encoding="utf-8")
+    if with_new_names(text) == text:
+        return config
+    copy = scratch / config.name
+    copy.write_text(with_new_names(text), encoding="utf-8")
+    return copy
 
 
 @dataclass
@@ -69,7 +94,7 @@ class Parts:
 def rebuilt(run: RecordedRun, iteration: int) -> Iterator[Parts]:
     """The parts of a run as it was at an iteration.
 
-    Of its callbacks, only those with ``replays`` take part again.
+    Of its callbacks, only those with ``reruns`` take part again.
 
     Raises:
         ConfigError: if the configuration does not work here (any more).
@@ -80,12 +105,12 @@ def rebuilt(run: RecordedRun, iteration: int) -> Iterator[Parts]:
         if not isinstance(cli.model, PolicyModule):
             raise DataError(
                 f"{run.config} trains {type(cli.model).__name__}; only what a PolicyModule learns "
-                "from rollouts can be replayed"
+                "from rollouts can be rerun"
             )
         callbacks: list[Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
         transports = [c.transport for c in callbacks if isinstance(c, WeightSync)]
         transport = transports[0] if transports else MemoryTransport()
-        cli.trainer.callbacks = [c for c in callbacks if getattr(c, "replays", False)]  # type: ignore[attr-defined]
+        cli.trainer.callbacks = callbacks_that_rerun(callbacks)  # type: ignore[attr-defined]
         yield Parts(cli.model, cli.datamodule, cli.trainer, transport)
 
 
@@ -134,7 +159,7 @@ def _require_ranks(run: RecordedRun, versions: range, world_size: int) -> None:
         if version in versions and made.ranks != world_size:
             raise DataError(
                 f"{run.path}: version {version} was trained by {made.ranks} processes, and this "
-                f"replay has {world_size}; replay with as many: start it as the run was started "
+                f"rerun has {world_size}; rerun with as many: start it as the run was started "
                 "(trainer.devices and num_nodes of its config.yaml, torchrun)"
             )
 

@@ -20,7 +20,7 @@ from lightning_rl.run.loop import run_async
 
 
 @dataclass(frozen=True)
-class RolloutReplay:
+class RolloutRerun:
     """A recorded rollout, and what the weights of ``version`` make of it.
 
     ``again`` has its own tokens (``generated``), or the recorded ones with the trainer's logprobs.
@@ -105,9 +105,9 @@ def _total(rollout: Rollout) -> float:
     return fsum(p for p, mine in zip(rollout.logprobs, rollout.loss_mask, strict=True) if mine)
 
 
-def replay_rollout(
+def rerun_rollout(
     run: RecordedRun, rollout_id: str, version: int | None = None
-) -> Iterator[RolloutReplay]:
+) -> Iterator[RolloutRerun]:
     """Generate a rollout again with the weights that wrote it.
 
     One that several versions wrote, while it was in flight, is scored instead: once with the
@@ -127,7 +127,7 @@ def replay_rollout(
     marked = zip(recorded.versions, recorded.loss_mask, strict=True)
     wrote = sorted({v for v, mine in marked if mine})
     if recorded.expert or not wrote:
-        raise DataError(f"rollout {rollout_id!r} was written by no engine: nothing to replay")
+        raise DataError(f"rollout {rollout_id!r} was written by no engine: nothing to rerun")
     for used in wrote if version is None else [version]:
         source = run.nearest(used, used)
         with rebuilt(run, used) as parts:
@@ -137,7 +137,7 @@ def replay_rollout(
             generated = version is None and len(wrote) == 1
             again = (_generate if generated else _score)(parts, recorded)
             differ = diverged_at(run.log.outcomes(), made) is not None
-            yield RolloutReplay(
+            yield RolloutRerun(
                 recorded, again, used, source, differ, generated, _decoder(parts.module)
             )  # fmt: skip
 

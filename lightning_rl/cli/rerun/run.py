@@ -1,4 +1,4 @@
-"""A run directory as replay sees it: configuration, replay log, checkpoints, rollouts."""
+"""A run directory as a rerun sees it: configuration, rerun log, checkpoints, rollouts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from lightning_rl.config.table import config_files
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.jsonl import JSONLRollouts
-from lightning_rl.rollouts.log import ReplayLog
+from lightning_rl.rollouts.log import RerunLog
 from lightning_rl.run.checkpoint_io import require_good
 
 OTHER_FILES = ("recorded.jsonl", "rollouts.jsonl")
-"""Where RolloutRecorder and PreviewTable leave some rollouts, if there is no replay log."""
+"""Where RolloutRecorder and PreviewTable leave some rollouts, if there is no rerun log."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RecordedRun:
         self.path = path
         self.options = options
         self.config = path / "config.yaml"
-        self.log = ReplayLog(path)
+        self.log = RerunLog(path)
         if (path / "config.json").is_file():
             raise DataError(
                 f"{path} is an exported model: weights alone, without the optimizer's state, "
@@ -112,7 +112,7 @@ class RecordedRun:
         raise DataError(
             f"{self.path}: the weights of version {version} cannot be made again{begin}: kept are "
             f"versions {kept}, and the rollouts of {self.log.span()}; checkpoints keep versions "
-            "(IterationCheckpoint), ReplayRecorder the rollouts that lead from one to the next"
+            "(IterationCheckpoint), RerunRecorder the rollouts that lead from one to the next"
             f"{hf}"
         )
 

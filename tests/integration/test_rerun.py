@@ -1,4 +1,4 @@
-"""Replay: recorded rollouts and iterations done again, and every difference found."""
+"""Reruns: recorded rollouts and iterations done again, and every difference found."""
 
 import json
 import shutil
@@ -9,12 +9,12 @@ import torch
 import yaml
 
 from lightning_rl.cli import main
-from lightning_rl.cli.rerun.iterations import replay_iteration
-from lightning_rl.cli.rerun.rollouts import replay_rollout
+from lightning_rl.cli.rerun.iterations import rerun_iteration
+from lightning_rl.cli.rerun.rollouts import rerun_rollout
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.errors import DataError
 from lightning_rl.models.policy import Policy
-from lightning_rl.rollouts.log import Outcome, ReplayLog, checksums
+from lightning_rl.rollouts.log import Outcome, RerunLog, checksums
 from lightning_rl.rollouts.parquet import ParquetRollouts
 from tests.engine_checks import ROUNDING
 
@@ -26,10 +26,10 @@ def sevens(completions, completion_ids, **columns):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    here = tmp_path_factory.mktemp("replay")
+    here = tmp_path_factory.mktemp("rerun")
     rows = [json.dumps({"prompt": f"{n}="}) + "\n" for n in range(30, 42)]
     (here / "train.jsonl").write_text("".join(rows))
-    (here / "replay_rewards.py").write_text(MODULE)
+    (here / "rerun_rewards.py").write_text(MODULE)
     return here
 
 
@@ -57,7 +57,7 @@ def finished(place, tiny_model) -> Path:
                     "class_path": "JSONLPrompts",
                     "init_args": {"path": "train.jsonl"},
                 },
-                "rewards": ["replay_rewards.sevens"],
+                "rewards": ["rerun_rewards.sevens"],
                 "engine": {"class_path": "TransformersEngine", "init_args": {"device": "cpu"}},
                 "sampling": {"max_tokens": 5},
                 "group_size": 4,
@@ -106,12 +106,12 @@ def test_every_iteration_is_trained_again_bit_by_bit(finished):
     run = RecordedRun(finished)
     assert [source.version for source in run.sources] == [0, 2, 4]
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    whole = replay_iteration(run, 3, since=0)  # all four; every version's checksums are compared
-    nearest = replay_iteration(run, 2)
-    for replay, source in ((whole, 0), (nearest, 2)):
-        assert replay.source.version == source
-        assert replay.equal, replay.lines()
-        assert {"policy/loss", "policy/grad_norm", "policy/kl_ref"} <= replay.again.metrics.keys()
+    whole = rerun_iteration(run, 3, since=0)  # all four; every version's checksums are compared
+    nearest = rerun_iteration(run, 2)
+    for rerun, source in ((whole, 0), (nearest, 2)):
+        assert rerun.source.version == source
+        assert rerun.equal, rerun.lines()
+        assert {"policy/loss", "policy/grad_norm", "policy/kl_ref"} <= rerun.again.metrics.keys()
     assert (whole.checkpoint.version, nearest.checkpoint) == (4, None)
     # Nothing is written into the run.
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
@@ -122,11 +122,11 @@ def test_a_changed_reward_or_weight_is_found(run):
     rollouts = [recorded.rollout for recorded in ParquetRollouts(file).read()]
     rollouts[0].reward += 1e-3
     run.log.write_rollouts(2, 0, rollouts)
-    replay = replay_iteration(run, 3)
-    assert replay.diverged_at == 3  # the weights that iteration 2 makes
-    assert not replay.equal
-    assert replay.checkpoint_differs == "policy.lm.model.embed_tokens.weight"
-    lines = replay.lines()
+    rerun = rerun_iteration(run, 3)
+    assert rerun.diverged_at == 3  # the weights that iteration 2 makes
+    assert not rerun.equal
+    assert rerun.checkpoint_differs == "policy.lm.model.embed_tokens.weight"
+    lines = rerun.lines()
     assert "weight tensors  differ since version 3, now first in lm.model" in lines[-3]
     assert lines[-1] == "different"
 
@@ -134,14 +134,14 @@ def test_a_changed_reward_or_weight_is_found(run):
 def test_a_rollout_is_generated_again(finished, capsys):
     run = RecordedRun(finished)
     recorded = run.log.rollouts(3)[5]  # by version 3, made again from version 2
-    [replay] = replay_rollout(run, recorded.id)
-    assert (replay.version, replay.generated) == (3, True)
-    assert replay.again.token_ids == recorded.token_ids
-    assert replay.again.versions == recorded.versions
-    assert replay.equal
-    assert not replay.weights_differ
-    assert replay.gap < ROUNDING
-    said = replay.lines()
+    [rerun] = rerun_rollout(run, recorded.id)
+    assert (rerun.version, rerun.generated) == (3, True)
+    assert rerun.again.token_ids == recorded.token_ids
+    assert rerun.again.versions == recorded.versions
+    assert rerun.equal
+    assert not rerun.weights_differ
+    assert rerun.gap < ROUNDING
+    said = rerun.lines()
     assert said[1] == (
         "weights of version 3: checkpoint iteration_2.ckpt (version 2) and 1 iterations trained "
         "again"
@@ -156,7 +156,7 @@ def test_the_first_other_token_is_named(run, capsys):
     was = chosen.token_ids[2]
     chosen.token_ids[2] = 3 if was != 3 else 4  # the digit 0, or 1
     run.log.write_rollouts(0, 0, rollouts)
-    assert main(["replay", str(run.path), "--rollout", chosen.id]) == 1
+    assert main(["rerun", str(run.path), "--rollout", chosen.id]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"different from token 2 on: recorded {chosen.token_ids[2]} ")
     assert f"again {was} " in last
@@ -166,11 +166,11 @@ def test_a_rollout_of_two_versions_is_scored_with_each(run):
     """Its first token by version 1, the others by version 3: each scored by the right weights."""
     rollouts = run.log.rollouts(3)
     chosen = next(r for r in rollouts if len(r.token_ids) >= 3)
-    earlier = next(replay_rollout(run, chosen.id, version=1)).again.logprobs
+    earlier = next(rerun_rollout(run, chosen.id, version=1)).again.logprobs
     assert abs(earlier[0] - chosen.logprobs[0]) > 1e-3  # else nothing would be tested
     chosen.versions[0], chosen.logprobs[0] = 1, earlier[0]
     run.log.write_rollouts(3, 0, rollouts)
-    first, second = replay_rollout(run, chosen.id)
+    first, second = rerun_rollout(run, chosen.id)
     assert (first.version, second.version) == (1, 3)
     assert not first.generated
     assert first.gap < ROUNDING
@@ -180,17 +180,17 @@ def test_a_rollout_of_two_versions_is_scored_with_each(run):
 
 def test_what_was_not_kept_is_said(run, capsys):
     with pytest.raises(DataError, match=r"no rollout '9/9/9/9', but others, such as '3/2/"):
-        next(replay_rollout(run, "9/9/9/9"))
+        next(rerun_rollout(run, "9/9/9/9"))
     with pytest.raises(DataError, match=r"iteration 4 \(recorded: iterations up to 3\)"):
-        replay_iteration(run, 4)
+        rerun_iteration(run, 4)
     (run.log.path / "000002-000.parquet").unlink()
-    assert main(["replay", str(run.path), "--iteration", "3"]) == 2
+    assert main(["rerun", str(run.path), "--iteration", "3"]) == 2
     said = capsys.readouterr().err
     assert "weights of version 4 cannot be made again: kept are versions 0, 2, 4" in said
     with pytest.raises(DataError, match="holds no rollouts of iteration 2"):
         run.log.rollouts(2)
     (run.path / "config.yaml").unlink()
-    assert main(["replay", str(run.path), "--iteration", "0"]) == 2
+    assert main(["rerun", str(run.path), "--iteration", "0"]) == 2
     assert "holds no config.yaml" in capsys.readouterr().err
 
 
@@ -199,14 +199,14 @@ def test_exported_models_are_told_from_runs(run, tiny_model, tmp_path, capsys):
     policy = Policy(str(tiny_model))
     next(policy.parameters()).data.add_(0.01)
     policy.save_pretrained(run.path / "hf")
-    assert main(["replay", str(run.path / "hf"), "--iteration", "0"]) == 2
+    assert main(["rerun", str(run.path / "hf"), "--iteration", "0"]) == 2
     assert "is an exported model: weights alone, without the optimizer" in capsys.readouterr().err
     for file in (run.path / "checkpoints").glob("*.ckpt"):
         file.unlink()
     (run.log.path / "000000-000.parquet").unlink()
     again = RecordedRun(run.path)
     with pytest.raises(DataError, match="to the next; what HFExport wrote has no optimizer state"):
-        replay_iteration(again, 3)
+        rerun_iteration(again, 3)
 
 
 def test_a_model_that_changed_since_is_found(run, tiny_model, tmp_path):
@@ -215,11 +215,11 @@ def test_a_model_that_changed_since_is_found(run, tiny_model, tmp_path):
     policy.save_pretrained(tmp_path / "model")
     text = run.config.read_text()
     run.config.write_text(text.replace(f"model: {tiny_model}", f"model: {tmp_path / 'model'}"))
-    replay = replay_iteration(run, 0)
-    assert replay.diverged_at == 0
-    assert not replay.equal
+    rerun = rerun_iteration(run, 0)
+    assert rerun.diverged_at == 0
+    assert not rerun.equal
     said = "differ at the start already: the initial weights changed since the run"
-    assert any(line.endswith(said) for line in replay.lines())
+    assert any(line.endswith(said) for line in rerun.lines())
 
 
 def test_options_that_do_not_go_together(capsys):
@@ -229,7 +229,7 @@ def test_options_that_do_not_go_together(capsys):
         (["--iteration", "-1"], "iteration=-1 must be >= 0"),
         ([], "one of the arguments --rollout --iteration is required"),
     ):
-        assert main(["replay", "somewhere", *options]) == 2
+        assert main(["rerun", "somewhere", *options]) == 2
         assert words in capsys.readouterr().err
 
 
@@ -263,7 +263,7 @@ def test_a_checksum_sees_every_bit_and_place():
 
 
 def test_a_run_that_goes_on_forgets_what_lay_ahead(tmp_path, make_rollout):
-    log = ReplayLog(tmp_path)
+    log = RerunLog(tmp_path)
     for iteration in range(3):
         log.write_rollouts(iteration, 0, [make_rollout([3], [4, 1], group_id=f"{iteration}/0/p")])
         log.write_outcome(Outcome(iteration + 1, {"w": "aa"}, {"policy/loss": 0.5}))
@@ -280,7 +280,7 @@ def test_a_run_that_goes_on_forgets_what_lay_ahead(tmp_path, make_rollout):
 
 
 def test_rollouts_come_back_as_they_were(finished):
-    log = ReplayLog(finished)
+    log = RerunLog(finished)
     assert log.iterations() == {0, 1, 2, 3}
     assert [len(log.rollouts(i)) for i in range(4)] == [12] * 4
     assert sorted(log.outcomes()) == [0, 1, 2, 3, 4]

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from lightning_rl.cli import main
-from lightning_rl.cli.rerun.iterations import replay_iteration
-from lightning_rl.cli.rerun.rollouts import replay_rollout
+from lightning_rl.cli.rerun.iterations import rerun_iteration
+from lightning_rl.cli.rerun.rollouts import rerun_rollout
 from lightning_rl.cli.rerun.run import RecordedRun
 
 pytest.importorskip("vllm")
@@ -30,7 +30,7 @@ def sevens(completions, completion_ids, **columns):
 
 ECHOING = {
     "class_path": "MultiTurn",
-    "init_args": {"environment": "replayed.Again", "max_turns": 4, "max_turn_tokens": 2},
+    "init_args": {"environment": "done_again.Again", "max_turns": 4, "max_turn_tokens": 2},
 }
 
 
@@ -49,7 +49,7 @@ def config(model: str, agent: dict) -> dict:
             "class_path": "RLDataModule",
             "init_args": {
                 "train_prompts": prompts,
-                "rewards": ["replayed.sevens"],
+                "rewards": ["done_again.sevens"],
                 "engine": {"class_path": "VLLMLocal", "init_args": {"max_model_len": 64}},
                 "agent": agent,
                 "sampling": {"max_tokens": 12},
@@ -73,26 +73,26 @@ def config(model: str, agent: dict) -> dict:
 def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "replayed", raising=False)  # of the other case
+    monkeypatch.delitem(sys.modules, "done_again", raising=False)  # of the other case
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
         monkeypatch.setenv(name, "0")
     rows = [json.dumps({"prompt": f"{n}="}) + "\n" for n in range(30, 42)]
     (tmp_path / "train.jsonl").write_text("".join(rows))
-    (tmp_path / "replayed.py").write_text(CODE)
+    (tmp_path / "done_again.py").write_text(CODE)
     agent = ECHOING if turns == "multi" else {"class_path": "SingleTurn"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config(str(tiny_model), agent)))
     assert main(["fit", "--config", "config.yaml"]) == 0
 
     run = RecordedRun(tmp_path / "runs" / "version_0")
     # Nothing but the last version was kept, so both begin with the initial weights.
-    iteration = replay_iteration(run, 2)
+    iteration = rerun_iteration(run, 2)
     assert iteration.source.version == 0
     assert iteration.checkpoint is not None
     assert iteration.equal, iteration.lines()
     recorded = max(run.log.rollouts(2), key=lambda r: len(r.token_ids))
     assert all(recorded.loss_mask) == (turns == "single")
-    [replay] = replay_rollout(run, recorded.id)
-    assert replay.generated
-    assert replay.equal, replay.lines()
-    assert replay.again.loss_mask == recorded.loss_mask
-    assert replay.gap < 1e-4
+    [rerun] = rerun_rollout(run, recorded.id)
+    assert rerun.generated
+    assert rerun.equal, rerun.lines()
+    assert rerun.again.loss_mask == recorded.loss_mask
+    assert rerun.gap < 1e-4

@@ -1,4 +1,4 @@
-"""ReplayRecorder: what `lightning-rl replay` needs to do a run's rollouts and iterations again."""
+"""RerunRecorder: what `lightning-rl rerun` needs to do a run's rollouts and iterations again."""
 
 from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
@@ -6,16 +6,16 @@ from tensordict import TensorDict
 from lightning_rl.callbacks.recorder import collected_rollouts
 from lightning_rl.config.arguments import configurable
 from lightning_rl.module import PolicyModule
-from lightning_rl.rollouts.log import Outcome, ReplayLog, checksums
+from lightning_rl.rollouts.log import Outcome, RerunLog, checksums
 from lightning_rl.run.hooks import RLCallback
 from lightning_rl.run.rundir import run_dir
 
 
 @configurable
-class ReplayRecorder(RLCallback):
+class RerunRecorder(RLCallback):
     """Keeps all rollouts that are trained on, and a checksum of each version's weights.
 
-    They go to ``replay`` in the run directory, in about nine bytes per token. The command line
+    They go to ``rerun`` in the run directory, in about nine bytes per token. The command line
     adds this callback to every ``fit`` that has a logger, and so a run directory.
 
     Args:
@@ -29,7 +29,7 @@ class ReplayRecorder(RLCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, PolicyModule)
         if trainer.is_global_zero:  # also of a former run in this directory
-            ReplayLog(run_dir(trainer)).forget_after(pl_module.iteration)
+            RerunLog(run_dir(trainer)).forget_after(pl_module.iteration)
         trainer.strategy.barrier()
         self._write_outcome(trainer, pl_module, {})
 
@@ -38,7 +38,7 @@ class ReplayRecorder(RLCallback):
     ) -> None:
         assert isinstance(pl_module, PolicyModule)
         if self.rollouts:
-            log, rollouts = ReplayLog(run_dir(trainer)), collected_rollouts(trainer)
+            log, rollouts = RerunLog(run_dir(trainer)), collected_rollouts(trainer)
             log.write_rollouts(pl_module.iteration, trainer.global_rank, rollouts)
 
     def on_iteration_end(
@@ -51,7 +51,7 @@ class ReplayRecorder(RLCallback):
     ) -> None:
         made = outcome(trainer, module, metrics)  # on every rank: sharded weights are gathered
         if trainer.is_global_zero:
-            ReplayLog(run_dir(trainer)).write_outcome(made)
+            RerunLog(run_dir(trainer)).write_outcome(made)
 
 
 def outcome(trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> Outcome:
