@@ -24,7 +24,7 @@ from tensordict import TensorDict
 
 from benchmarks.results import report
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.models import buckets
+from lightning_rl.models import attention_batches
 from lightning_rl.models.attention import build_layout
 from lightning_rl.rollout import Prompt, Rollout
 
@@ -50,17 +50,17 @@ def make_pack(count: int, tokens: int) -> TensorDict:
 
 def masked(pack: TensorDict) -> int:
     """Everything, with a mask for each completion."""
-    bound, buckets.MAX_MASK = buckets.MAX_MASK, 1 << 62
+    bound, attention_batches.MAX_MASK = attention_batches.MAX_MASK, 1 << 62
     try:
         assert build_layout(pack).varlen
         return masks_of(pack)
     finally:
-        buckets.MAX_MASK = bound
+        attention_batches.MAX_MASK = bound
 
 
 def masks_of(pack: TensorDict) -> int:
     """Bytes of the masks for SDPA."""
-    parts = build_layout(pack).buckets.parts
+    parts = build_layout(pack).batches.parts
     return sum(0 if part.mask is None else part.mask.nbytes for part in parts)
 
 

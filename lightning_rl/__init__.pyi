@@ -169,7 +169,6 @@ from lightning_rl.engines import (
     VLLMServer as VLLMServer,
 )
 from lightning_rl.engines.base import (
-    CollectorStatus as CollectorStatus,
     ReplicaStatus as ReplicaStatus,
     RunState as RunState,
     require_same_weights as require_same_weights,
@@ -234,12 +233,11 @@ from lightning_rl.offline.dpo import (
 )
 from lightning_rl.offline.recorded import OfflineDataModule as OfflineDataModule
 from lightning_rl.offline.sft import SFTDataModule as SFTDataModule, SFTModule as SFTModule
-from lightning_rl.rewards.base import (
+from lightning_rl.rewards.base import Rewards as Rewards
+from lightning_rl.rewards.calling import (
     RewardFailure as RewardFailure,
-    Rewards as Rewards,
     batch_reward as batch_reward,
 )
-from lightning_rl.rewards.code import PythonTests as PythonTests
 from lightning_rl.rewards.judge import (
     EngineJudge as EngineJudge,
     JudgeError as JudgeError,
@@ -253,6 +251,7 @@ from lightning_rl.rewards.remote import Remote as Remote, retry as retry
 from lightning_rl.rewards.rules import (
     EnvironmentReward as EnvironmentReward,
     OverlongPenalty as OverlongPenalty,
+    PythonTests as PythonTests,
 )
 from lightning_rl.rollout import (
     Group as Group,
@@ -272,6 +271,7 @@ from lightning_rl.sync.memory import MemoryTransport as MemoryTransport
 from lightning_rl.sync.native import IPCTransport as IPCTransport, NCCLTransport as NCCLTransport
 from lightning_rl.sync.schedule import (
     CollectorSchedule as CollectorSchedule,
+    CollectorStatus as CollectorStatus,
     FixedSchedule as FixedSchedule,
     SyncSchedule as SyncSchedule,
     SyncState as SyncState,

@@ -41,7 +41,8 @@ from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.prompts import PromptDataset, Prompts
 from lightning_rl.data.sources import RepeatedPrompts, prompts_of
 from lightning_rl.engines import default_engine
-from lightning_rl.engines.base import Engine, RunState, Sampling, feeds_engine
+from lightning_rl.engines.base import Engine, RunState, feeds_engine
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.models.policy import load_tokenizer, require_sound_model, save_skeleton
 from lightning_rl.models.pretrained import with_chat_variables

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lightning_rl.engines.base import Completion, Sampling
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.run.loop import run_async
 from tests.tolerances import rounding
 

@@ -26,7 +26,7 @@ from lightning_rl.cli import main
 from lightning_rl.data.packing import token_rows
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.engines.base import Sampling
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import GuardError
 from lightning_rl.module import PolicyModule

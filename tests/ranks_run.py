@@ -40,7 +40,7 @@ from lightning_rl.collect.samplers import Uniform
 from lightning_rl.data.curriculum import PassRateCurriculum
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.engines.base import Sampling
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.learn.own_loop import FabricDDP
 from lightning_rl.models.heads import SharedValueHead

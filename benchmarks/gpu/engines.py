@@ -17,7 +17,8 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.clock import settle, used_bytes
 from benchmarks.gpu.made import model_of, prompts_of, quantiles, warm_model
 from lightning_rl import MemoryTransport, Prompt, Rollout, RolloutStatus, VLLMLocal, pack_rollouts
-from lightning_rl.engines.base import Completion, Sampling, logprob_tolerance
+from lightning_rl.engines.base import logprob_tolerance
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.rollout import SAMPLED_BY
 from lightning_rl.run.loop import run_async

@@ -157,7 +157,7 @@ class Stages(RLCallback):
             self.lap("other")
             layout = build(pack)
             # Worked out when the first layer asks for it.
-            _ = layout.varlen if self.bench.device == "cuda" else layout.buckets
+            _ = layout.varlen if self.bench.device == "cuda" else layout.batches
             self.lap("layout")
             self.packs += 1
             return layout

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.engines.base import Completion, Engine, Sampling, request_seed
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Completion, Sampling, request_seed
 from lightning_rl.rollout import Message, Prompt, Rollout, RolloutStatus
 
 

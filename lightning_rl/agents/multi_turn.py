@@ -21,7 +21,8 @@ from lightning_rl.agents.base import (
 )
 from lightning_rl.agents.templates import TurnTemplate
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import Engine, Sampling
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Message, Rollout, RolloutStatus
 

@@ -11,7 +11,8 @@ from lightning_rl.agents.base import Agent, append_given, generate_turn, room
 from lightning_rl.agents.templates import TurnTemplate, tool_reply
 from lightning_rl.agents.tools import HermesParser, ParsedCall, Toolbox, ToolParser
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import Engine, Sampling
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Message, Rollout, RolloutStatus
 

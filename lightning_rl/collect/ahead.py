@@ -10,10 +10,10 @@ from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.source import Group, GroupSource
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import CollectorStatus
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.run.loop import innermost
+from lightning_rl.sync.schedule import CollectorStatus
 
 
 class WorkingAhead(Collector):

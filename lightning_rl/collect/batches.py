@@ -11,7 +11,8 @@ from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.filters import GroupFilter
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.source import GroupSource
-from lightning_rl.engines.base import RunState, Sampling, feeds_engine
+from lightning_rl.engines.base import RunState, feeds_engine
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import FilterError
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
 from lightning_rl.run import dist

@@ -15,7 +15,7 @@ from lightning_rl.algos.objective import Objective
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.filters import GroupFilter
-from lightning_rl.engines.base import Sampling
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.models.reference import Reference
 from lightning_rl.run.dist import world_size

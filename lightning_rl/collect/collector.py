@@ -8,9 +8,9 @@ from typing import Any
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.source import Group, GroupSource
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import CollectorStatus
 from lightning_rl.errors import require_at_least
 from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.sync.schedule import CollectorStatus
 
 
 class Collector(ABC):

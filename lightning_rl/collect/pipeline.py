@@ -8,7 +8,8 @@ from traceback import walk_tb
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent, new_rollouts
-from lightning_rl.engines.base import Engine, Sampling
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError, RunInterrupted
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus

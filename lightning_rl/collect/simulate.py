@@ -19,7 +19,8 @@ from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.source import Group, GroupSource
-from lightning_rl.engines.base import Completion, Engine, Sampling
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import EngineError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Prompt, Rollout

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_rl.agents.base import new_rollouts
 from lightning_rl.data.prompts import Prompts
-from lightning_rl.engines.base import Sampling
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.rollout import Group, Prompt
 from lightning_rl.run.dist import reshard
 

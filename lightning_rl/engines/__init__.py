@@ -2,8 +2,9 @@
 
 from importlib.util import find_spec
 
-from lightning_rl.engines.base import Completion, Engine, Sampling, StructuredOutputs, request_seed
+from lightning_rl.engines.base import Engine
 from lightning_rl.engines.ray_engine import RayEngine
+from lightning_rl.engines.sampling import Completion, Sampling, StructuredOutputs, request_seed
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.engines.vllm_server import VLLMServer

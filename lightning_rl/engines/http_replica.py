@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from lightning_rl.engines.base import Completion, Sampling
 from lightning_rl.engines.replica import Replica, ReplicaLost, worker_error
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.server_process import ServerProcess
 from lightning_rl.errors import (
     EngineError,

@@ -7,8 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightning_rl.engines.base import Completion, Sampling
 from lightning_rl.engines.replica import Replica, ReplicaLost, worker_error
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import EngineError, ReplicaError, StaleWeightsError, SyncTimeoutError

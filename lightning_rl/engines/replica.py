@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_rl.engines.base import Completion, Sampling
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import (
     DamagedWeightsError,
     EngineError,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_rl.config import names
-from lightning_rl.engines.base import Completion, Engine, ReplicaStatus, RunState, Sampling
+from lightning_rl.engines.base import Engine, ReplicaStatus, RunState
 from lightning_rl.engines.replica import Replica, ReplicaLost
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_adapter import weight_shapes
 from lightning_rl.errors import EngineError, ReplicaError, require_at_least
 from lightning_rl.run.loop import run_async

@@ -12,13 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import (
-    Completion,
-    Engine,
-    Sampling,
-    checked,
-    fail,
-)
+from lightning_rl.engines.base import Engine, checked, fail
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.sampling import end_tokens
 

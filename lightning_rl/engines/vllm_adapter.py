@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_rl.engines.base import Completion, Sampling
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import IncompleteWeightsError, LightningRLError, WeightSyncError
 

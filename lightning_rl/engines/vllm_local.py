@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import Completion, Sampling, checked, fail
+from lightning_rl.engines.base import checked, fail
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_adapter import (
     Request,
     add_request,

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from lightning_rl.data.packing import host_of, token_rows
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.buckets import Buckets, Segments, build_buckets
+from lightning_rl.models.attention_batches import AttentionBatches, Segments, batch_segments
 from lightning_rl.models.varlen import Varlen, attend, build_varlen, fused_kernel, varlen_dtype
 
 ATTENTION = "lightning_rl_packed"
@@ -33,7 +33,7 @@ class PackLayout:
     indices into the pack's T tokens, ``rows`` (M,) the rollouts that they belong to, ``predictors``
     (M,) the positions in S that predict them.
     ``segments`` say which tokens see which, and ``longest`` how many tokens a rollout has at most,
-    less its last. How that is computed, ``buckets`` or ``varlen``, is worked out once it is asked
+    less its last. How that is computed, ``batches`` or ``varlen``, is worked out once it is asked
     for: a pack needs one of them.
     """
 
@@ -46,9 +46,9 @@ class PackLayout:
     longest: int
 
     @cached_property
-    def buckets(self) -> Buckets:
+    def batches(self) -> AttentionBatches:
         """For calls of SDPA."""
-        return build_buckets(self.segments).to(self.input_ids.device)
+        return batch_segments(self.segments).to(self.input_ids.device)
 
     @cached_property
     def varlen(self) -> Varlen:
@@ -139,18 +139,18 @@ def packed_attention(
         return out[None], None
     repeats = query.shape[1] // key.shape[1]
     outputs = []
-    for bucket in layout.buckets.parts:
+    for batch in layout.batches.parts:
         out = F.scaled_dot_product_attention(
-            _gather(q, bucket.query),
-            _gather(k, bucket.key).repeat_interleave(repeats, 1),
-            _gather(v, bucket.key).repeat_interleave(repeats, 1),
-            attn_mask=bucket.mask,
-            is_causal=bucket.mask is None,
+            _gather(q, batch.query),
+            _gather(k, batch.key).repeat_interleave(repeats, 1),
+            _gather(v, batch.key).repeat_interleave(repeats, 1),
+            attn_mask=batch.mask,
+            is_causal=batch.mask is None,
             dropout_p=dropout,
             scale=scaling,
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[layout.buckets.restore][None], None
+    return torch.cat(outputs)[layout.batches.restore][None], None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

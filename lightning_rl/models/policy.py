@@ -37,7 +37,6 @@ from lightning_rl.models.lora import (
     merged_weights,
 )
 from lightning_rl.models.memory import each_pack
-from lightning_rl.models.parity import require_exact_packing
 from lightning_rl.models.pretrained import (
     PLAIN,
     Loading,
@@ -52,6 +51,7 @@ from lightning_rl.models.sharding import full_tensor
 from lightning_rl.models.soundness import (
     require_complete,
     require_embedded,
+    require_exact_packing,
     require_finite,
     require_sound,
 )
@@ -393,7 +393,7 @@ def compile_layers(lm: PreTrainedModel) -> None:
     """Compile each layer of ``lm`` but its attention, in place; weights keep their names.
 
     Shapes are dynamic, so that packs of any size run what the first one compiled. Attention loops
-    over buckets whose number changes with every pack, and would be compiled anew each time.
+    over batches whose number changes with every pack, and would be compiled anew each time.
     """
     AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
     for module in lm.modules():

@@ -6,16 +6,17 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import AgentError, ConfigError, RewardError, require_finite
 from lightning_rl.rewards.calling import (
     Calls,
-    RewardFailure as RewardFailure,
-    RewardFunction as RewardFunction,
-    is_async as is_async,
-    reward_name as reward_name,
+    RewardFailure,
+    RewardFunction,
+    is_async,
+    is_batch_reward,
+    reward_name,
 )
 from lightning_rl.rewards.log import RewardLog, TrainerState, mean
 from lightning_rl.rollout import Rollout, RolloutStatus
@@ -202,25 +203,6 @@ class Rewards:
             return available
         names = {p.name for p in parameters}
         return {name: value for name, value in available.items() if name in names}
-
-
-F = TypeVar("F", bound=RewardFunction)
-
-
-def batch_reward(function: F) -> F:
-    """Mark a reward function, or a class of such: it is called once with the whole batch.
-
-    So it can compare completions of different prompts. The batch is what is graded together: the
-    groups of an iteration, on each process its own; with filters those of each round; and in an
-    evaluation all. Collectors that work ahead let it wait until the batch is complete.
-    """
-    function.per_batch = True  # type: ignore[attr-defined]
-    return function
-
-
-def is_batch_reward(function: RewardFunction) -> bool:
-    """Whether :func:`batch_reward` has marked it."""
-    return bool(getattr(function, "per_batch", False))
 
 
 def _whole(scores: list[Any], log: RewardLog, count: int) -> list[Any] | RewardFailure:

@@ -6,12 +6,13 @@ import inspect
 import os
 import signal
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.log import RewardLog
@@ -98,6 +99,25 @@ def is_async(function: RewardFunction) -> bool:
 def reward_name(function: RewardFunction) -> str:
     """The name under which a function's scores are logged."""
     return getattr(function, "__name__", type(function).__name__)
+
+
+F = TypeVar("F", bound=RewardFunction)
+
+
+def batch_reward(function: F) -> F:
+    """Mark a reward function, or a class of such: it is called once with the whole batch.
+
+    So it can compare completions of different prompts. The batch is what is graded together: the
+    groups of an iteration, on each process its own; with filters those of each round; and in an
+    evaluation all. Collectors that work ahead let it wait until the batch is complete.
+    """
+    function.per_batch = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_batch_reward(function: RewardFunction) -> bool:
+    """Whether :func:`batch_reward` has marked it."""
+    return bool(getattr(function, "per_batch", False))
 
 
 class Calls:
@@ -193,3 +213,59 @@ def _failure(error: BaseException) -> RewardFailure:
     if isinstance(error, EndsProcess):
         return RewardFailure(f"called {error}, which would have ended the run as if it were done")
     return RewardFailure(f"{type(error).__name__}: {error}")
+
+
+SHARED = ("trainer_state", "log_extra", "log_metric")
+"""Arguments that are no lists with a value per completion."""
+
+Score = float | None | RewardFailure
+
+
+class PerSample(ABC):
+    """Wraps a reward function, and calls it with lists of one element, all at the same time.
+
+    It keeps the function's name, by which scores are logged, and its parameters, by which it is
+    given columns.
+    """
+
+    def __init__(self, function: RewardFunction) -> None:
+        if is_batch_reward(function):
+            raise ConfigError(
+                f"reward {reward_name(function)} is a batch_reward, but {type(self).__name__} "
+                "grades one completion at a time; use one without the other"
+            )
+        self.function = function
+        self.__name__ = reward_name(function)
+        self.__signature__ = inspect.signature(function)
+
+    async def __call__(self, **arguments: Any) -> list[Score]:
+        columns = {n: v for n, v in arguments.items() if n not in SHARED}
+        shared = {n: v for n, v in arguments.items() if n in SHARED}
+        count = len(next(iter(columns.values())))
+        logs = [RewardLog(1) for _ in range(count)]
+        samples = [
+            {name: [v[i]] for name, v in columns.items()}
+            | {name: logs[i].arguments().get(name, v) for name, v in shared.items()}
+            for i in range(count)
+        ]
+        scores = await asyncio.gather(*(self.grade_one(sample) for sample in samples))
+        log = RewardLog.of(arguments)
+        if log is not None:
+            log.join(logs)
+        return list(scores)
+
+    @abstractmethod
+    async def grade_one(self, sample: dict[str, Any]) -> Score:
+        """The score of one completion; lists of ``sample`` have one element, see ``SHARED``."""
+
+
+def only_score(scores: Any) -> Any:
+    """The one element of what a function returned for one completion.
+
+    Raises:
+        ValueError: if there is not exactly one.
+    """
+    scores = list(scores)
+    if len(scores) != 1:
+        raise ValueError(f"returned {len(scores)} scores for 1 completion")
+    return scores[0]

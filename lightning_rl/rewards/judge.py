@@ -10,12 +10,12 @@ from string import Formatter
 from typing import Any
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import Engine, Sampling, request_seed
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Sampling, request_seed
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import ConfigError, RewardError, require_finite
 from lightning_rl.models.pretrained import model_of
-from lightning_rl.rewards.base import RewardFailure
-from lightning_rl.rewards.per_sample import SHARED, Score
+from lightning_rl.rewards.calling import SHARED, RewardFailure, Score
 from lightning_rl.rewards.remote import Remote
 from lightning_rl.rollout import Message
 

@@ -15,9 +15,15 @@ from typing import Any
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.rewards.base import RewardFailure, RewardFunction, is_async, reward_name
+from lightning_rl.rewards.calling import (
+    PerSample,
+    RewardFailure,
+    RewardFunction,
+    Score,
+    is_async,
+    reward_name,
+)
 from lightning_rl.rewards.log import RewardLog
-from lightning_rl.rewards.per_sample import PerSample, Score
 from lightning_rl.rewards.pool_worker import Limits
 from lightning_rl.run.machine import usable_cores
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightning_rl.rewards.base import RewardFailure
+from lightning_rl.rewards.calling import RewardFailure, only_score
 from lightning_rl.rewards.log import RewardLog
-from lightning_rl.rewards.per_sample import only_score
 from lightning_rl.rewards.sandbox import adopt_orphans, die_with_parent, run_in_sandbox
 
 FILES_MB = 64

@@ -8,9 +8,15 @@ from weakref import WeakKeyDictionary
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.rewards.base import RewardFailure, RewardFunction, is_async
+from lightning_rl.rewards.calling import (
+    PerSample,
+    RewardFailure,
+    RewardFunction,
+    Score,
+    is_async,
+    only_score,
+)
 from lightning_rl.rewards.log import RewardLog
-from lightning_rl.rewards.per_sample import PerSample, Score, only_score
 
 T = TypeVar("T")
 

@@ -1,7 +1,19 @@
-"""Ready-made rewards."""
+"""Ready-made rewards: length, an environment's pay, tests of the program that a model wrote."""
+
+import os
+import re
+import secrets
+from types import CodeType
+from typing import Any
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
+from lightning_rl.rewards.calling import RewardFailure, Score
+from lightning_rl.rewards.pool import Isolated
+from lightning_rl.rewards.sandbox import keep_others_out
+from lightning_rl.rollout import Message
+
+_FENCE = re.compile(r"^```(?:python|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @configurable
@@ -50,3 +62,97 @@ class EnvironmentReward:
                 "data.agent, e.g. to MultiTurn, or name another reward"
             )
         return [reward for reward in environment_rewards if reward is not None]
+
+
+@configurable
+class PythonTests(Isolated):
+    """1.0 for a completion whose Python program passes all tests of its row, else 0.0.
+
+    The program is the completion's last fenced block (marked python or not at all), or all of the
+    completion. It runs with the tests after it, such as ``assert add(1, 2) == 3``, in a sandbox;
+    see :class:`Isolated` for the limits, and docs/rewards.md for what a sandbox does not prevent.
+
+    Args:
+        column: the data set's column of tests: a text, or a list of texts to run one after another.
+        workers: programs that run at the same time; None: one per usable core.
+        timeout_s: wall-clock seconds per program; one that takes longer scores 0.0.
+        memory_mb: MiB per program; one that needs more scores 0.0.
+        sandbox: without network, other processes in sight, or files to write but its own.
+
+    Raises:
+        ConfigError: if values are out of range, or the machine does not allow a sandbox.
+    """
+
+    def __init__(
+        self,
+        column: str = "tests",
+        workers: int | None = None,
+        timeout_s: float = 5.0,
+        memory_mb: int = 512,
+        sandbox: bool = True,
+    ) -> None:
+        super().__init__(RunTests(column), workers, timeout_s, memory_mb, sandbox, fault_score=0.0)
+
+    async def grade_one(self, sample: dict[str, list[Any]]) -> Score:
+        score = await super().grade_one(sample)
+        if isinstance(score, float) and not 0.0 <= score <= 1.0:
+            return RewardFailure(f"its process returned {score!r}, which is no result of tests")
+        return score
+
+
+class RunTests:
+    """Runs program and tests in a child of this process, which may be lost too, and judges it.
+
+    The child gets nothing to write a score to. It passes by a random word that it says when the
+    last test is done, so that to exit, to crash or to write to all files is to fail.
+    """
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+        self.__name__ = "python_tests"
+
+    def __call__(self, completions: list[str | list[Message]], **columns: Any) -> list[float]:
+        if self.column not in columns:
+            raise KeyError(f"the data has no column {self.column!r}; it has {sorted(columns)}")
+        return [
+            float(_passes(program_in(completion), tests))
+            for completion, tests in zip(completions, columns[self.column], strict=True)
+        ]
+
+
+def program_in(completion: str | list[Message]) -> str:
+    """The last fenced block of a completion, or all of it."""
+    text = completion if isinstance(completion, str) else str(completion[-1]["content"])
+    blocks = _FENCE.findall(text)
+    return blocks[-1] if blocks else text
+
+
+def _passes(program: str, tests: str | list[str]) -> bool:
+    # Before the program, and outside of try: broken tests are no fault of the model's.
+    texts = [tests] if isinstance(tests, str) else tests
+    compiled = [compile(text, "<tests>", "exec") for text in texts]
+    word = secrets.token_bytes(16)
+    keep_others_out()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(writer, 3)
+            os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+            _run(program, compiled)
+            os.write(3, word)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    os.set_blocking(reader, False)  # what it has started may hold the other end
+    with os.fdopen(reader, "rb", buffering=0) as answer:
+        return answer.read(2 * len(word)) == word
+
+
+def _run(program: str, tests: list[CodeType]) -> None:
+    """Raises unless all pass."""
+    names: dict[str, Any] = {"__name__": "program"}
+    exec(compile(program, "<program>", "exec"), names)
+    for test in tests:
+        exec(test, names)

@@ -4,8 +4,38 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import CollectorStatus, ReplicaStatus, RunState
+from lightning_rl.engines.base import ReplicaStatus, RunState
 from lightning_rl.errors import require_at_least
+
+
+@dataclass(frozen=True, slots=True)
+class CollectorStatus:
+    """What a schedule may know of a collector, between two batches.
+
+    ``in_flight`` and ``done`` are groups, ``wanted`` how many a batch takes; ``may_issue`` tells
+    whether more may be generated with the engine's present weights; ``used_up``, that the next
+    batch may train on nothing that these write, and waits for new ones; ``closed``, that it has not
+    begun, or has ended.
+    """
+
+    in_flight: int = 0
+    done: int = 0
+    wanted: int = 0
+    may_issue: bool = False
+    used_up: bool = True
+    closed: bool = False
+
+    @property
+    def state(self) -> RunState:
+        """Running while groups are, or may be, generated; waiting if that takes new weights."""
+        if self.closed:
+            return RunState.STOPPED
+        return RunState.RUNNING if self.in_flight or self.may_issue else RunState.WAITING
+
+    @property
+    def ready(self) -> bool:
+        """New weights would come at a good moment: a batch is done, or nothing is being done."""
+        return self.done >= self.wanted or self.in_flight == 0 or not self.may_issue
 
 
 @dataclass(frozen=True, slots=True)

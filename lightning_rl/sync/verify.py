@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.data.packing import pack_rollouts, token_rows
-from lightning_rl.engines.base import Engine, Sampling, feeds_engine, logprob_tolerance
+from lightning_rl.engines.base import Engine, feeds_engine, logprob_tolerance
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import StaleWeightsError
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout

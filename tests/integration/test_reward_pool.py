@@ -12,10 +12,11 @@ import pytest
 
 from benchmarks.faulty_rewards import FAULTS, SANDBOX_ONLY, faulty
 from lightning_rl.errors import ConfigError
-from lightning_rl.rewards.base import RewardFailure, Rewards
-from lightning_rl.rewards.code import PythonTests, program_in
+from lightning_rl.rewards.base import Rewards
+from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rewards.pool import Isolated
+from lightning_rl.rewards.rules import PythonTests, program_in
 
 HELPERS = """
 import os

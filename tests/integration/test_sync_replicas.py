@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from lightning_rl.engines import http_replica, server_process
-from lightning_rl.engines.base import Completion, ReplicaStatus, RunState, Sampling
+from lightning_rl.engines.base import ReplicaStatus, RunState
 from lightning_rl.engines.http_replica import completion_of, refusal
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.server_process import ServerProcess, validation_failure
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.engines.vllm_server import VLLMServer, server_command

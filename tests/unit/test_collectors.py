@@ -19,7 +19,7 @@ from lightning_rl.collect.early_cut import (
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.simulate import CountedPrompts, SimulatedEngine, run_virtual, simulate
 from lightning_rl.collect.source import GroupSource
-from lightning_rl.engines.base import Sampling
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import RolloutStatus

@@ -11,7 +11,8 @@ from lightning_rl.collect.filters import GroupFilter, RewardSpread
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.source import GroupSource
 from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.engines.base import Completion, Engine, Sampling
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import FilterError, LightningRLError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.rewards.base import Rewards

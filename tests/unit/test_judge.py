@@ -10,7 +10,8 @@ import pytest
 
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError
-from lightning_rl.rewards.base import RewardFailure, Rewards
+from lightning_rl.rewards.base import Rewards
+from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.judge import EngineJudge, JudgeModel, LLMJudge, OpenAIJudge
 from lightning_rl.rollout import RolloutStatus
 from tests.unit.chat_tokenizers import chat_tokenizer, save_chat_model

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.models import buckets
+from lightning_rl.models import attention_batches
 from lightning_rl.models.attention import build_layout, packed_attention
 from lightning_rl.models.varlen import attend, plain_varlen
 
@@ -33,7 +33,7 @@ def cost_of(pack, *used: str) -> tuple[int, int]:
     return cost.operations, cost.bytes
 
 
-@pytest.mark.parametrize("used", [(), ("varlen",), ("buckets",)])
+@pytest.mark.parametrize("used", [(), ("varlen",), ("batches",)])
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_layout_is_linear_in_the_tokens(make_rollout, used, group_size):
     """Of one long rollout, and of two that share a prompt; a mask alone had L (P + L) bytes."""
@@ -48,17 +48,17 @@ def test_a_layout_is_linear_in_the_tokens(make_rollout, used, group_size):
     assert twice <= 450 * group_size * 8192  # its mask would take 8192 * 6144 = 6000 a token
 
 
-@pytest.mark.parametrize("used", ["varlen", "buckets"])
+@pytest.mark.parametrize("used", ["varlen", "batches"])
 def test_what_is_not_used_is_not_built(random_batch, used):
     layout = build_layout(random_batch(1))
-    assert not {"varlen", "buckets"} & set(vars(layout))
-    if used == "buckets":
+    assert not {"varlen", "batches"} & set(vars(layout))
+    if used == "batches":
         q, k = torch.zeros(1, 4, len(layout.input_ids), 8), torch.zeros(1, 2, 1, 8)
         k = k.expand(1, 2, q.shape[2], 8)
         packed_attention(torch.nn.Identity(), q, k, k, None, layout=layout)
     else:
         assert layout.varlen.longest_key
-    assert {"varlen", "buckets"} & set(vars(layout)) == {used}
+    assert {"varlen", "batches"} & set(vars(layout)) == {used}
 
 
 def attention(layout, fused: bool) -> list[torch.Tensor]:
@@ -80,12 +80,12 @@ def attention(layout, fused: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("most", [0, 20, 60])
 @pytest.mark.parametrize("seed", range(3))
 def test_whole_rollouts_are_attended_as_masked_ones(monkeypatch, random_batch, seed, most):
-    monkeypatch.setattr(buckets, "MAX_MASK", most)
+    monkeypatch.setattr(attention_batches, "MAX_MASK", most)
     layout = build_layout(random_batch(seed, groups=5))
-    masked = sum(bucket.mask is not None for bucket in layout.buckets.parts)
-    slots = torch.cat([bucket.query.flatten() for bucket in layout.buckets.parts])
-    monkeypatch.setattr(buckets, "MAX_MASK", 10**9)
-    plain = buckets.build_buckets(layout.segments)
+    masked = sum(bucket.mask is not None for bucket in layout.batches.parts)
+    slots = torch.cat([bucket.query.flatten() for bucket in layout.batches.parts])
+    monkeypatch.setattr(attention_batches, "MAX_MASK", 10**9)
+    plain = attention_batches.batch_segments(layout.segments)
     before = torch.cat([bucket.query.flatten() for bucket in plain.parts])
     assert len(slots) != len(before)  # some do run whole
     assert masked <= sum(bucket.mask is not None for bucket in plain.parts)
@@ -94,7 +94,7 @@ def test_whole_rollouts_are_attended_as_masked_ones(monkeypatch, random_batch, s
 
 
 def test_which_rollouts_run_whole_by_hand(monkeypatch, make_rollout):
-    monkeypatch.setattr(buckets, "MAX_MASK", 14)
+    monkeypatch.setattr(attention_batches, "MAX_MASK", 14)
     rollouts = [
         make_rollout([3, 4], [5, 6, 7, 1]),  # 3 on 2: a mask of 3 x 5 = 15
         make_rollout([3, 4], [8, 9, 1]),  # of 2 x 4: short enough
@@ -108,7 +108,7 @@ def test_which_rollouts_run_whole_by_hand(monkeypatch, make_rollout):
     # Row: prompts 0-1, 2-6, 7-12, 13-18, then completions 19-21, 22-23, 24-26, 27-28, 29-30, ...
     causal = [
         row[row >= 0].tolist()
-        for bucket in buckets.build_buckets(layout.segments).parts
+        for bucket in attention_batches.batch_segments(layout.segments).parts
         for row in bucket.key
         if bucket.mask is None
     ]
@@ -123,6 +123,6 @@ def test_a_default_device_is_not_where_a_layout_is_worked_out(random_batch):
     plain = build_layout(batch)
     with torch.device("meta"):
         layout = build_layout(batch)
-        assert torch.equal(layout.buckets.restore, plain.buckets.restore)
+        assert torch.equal(layout.batches.restore, plain.batches.restore)
         assert torch.equal(layout.varlen.keys, plain.varlen.keys)
     assert torch.equal(layout.predictors, plain.predictors)

@@ -8,7 +8,7 @@ import pytest
 from lightning_rl.collect.loader import RolloutLoader, trainable
 from lightning_rl.collect.source import GroupSource
 from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.engines.base import Sampling
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import RewardError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.rollout import RolloutStatus

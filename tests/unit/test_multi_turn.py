@@ -21,7 +21,8 @@ from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling, TransformersEngine
-from lightning_rl.engines.base import Completion, Engine
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.rewards.base import Rewards

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_rl.data.packing import pack_rollouts, select, split_packs
 from lightning_rl.errors import ConfigError
-from lightning_rl.models import attention, buckets
+from lightning_rl.models import attention, attention_batches
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from tests.tolerances import distance, gradient_rounding, scores_rounding
@@ -115,10 +115,10 @@ def test_scores_do_not_depend_on_how_segments_are_bucketed(monkeypatch, policy, 
     batch = random_batch(9, groups=6)
     with torch.no_grad():
         few = policy(batch).logprobs
-        count = len(attention.build_layout(batch).buckets.parts)
-        monkeypatch.setattr(buckets, "MAX_SCORES", 40)
+        count = len(attention.build_layout(batch).batches.parts)
+        monkeypatch.setattr(attention_batches, "MAX_SCORES", 40)
         many = policy(batch).logprobs
-        assert len(attention.build_layout(batch).buckets.parts) > count
+        assert len(attention.build_layout(batch).batches.parts) > count
     bound = scores_rounding(policy.lm.config, many)
     torch.testing.assert_close(few, many, rtol=0, atol=bound)
 

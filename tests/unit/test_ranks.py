@@ -13,7 +13,7 @@ from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.source import GroupSource
 from lightning_rl.data.packing import empty_like, pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.engines.base import Sampling
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, FilterError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.run import dist

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from lightning_rl.errors import ConfigError
-from lightning_rl.rewards.base import RewardFailure
+from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.remote import Remote, retry
 
 

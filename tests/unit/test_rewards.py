@@ -12,7 +12,8 @@ import time
 import pytest
 
 from lightning_rl.errors import ConfigError, RewardError, StalledError
-from lightning_rl.rewards.base import RewardFailure, Rewards
+from lightning_rl.rewards.base import Rewards
+from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.run.loop import abandon_wait, is_waiting, run_async
 

@@ -16,7 +16,7 @@ from lightning_rl.callbacks import WeightSync
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import TransformersEngine
-from lightning_rl.engines.base import Sampling
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Scores

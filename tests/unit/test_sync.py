@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import lightning_rl
 from lightning_rl.engines import TransformersEngine
-from lightning_rl.engines.base import CollectorStatus, checked
+from lightning_rl.engines.base import checked
 from lightning_rl.errors import (
     ConfigError,
     DamagedWeightsError,
@@ -26,6 +26,7 @@ from lightning_rl.sync.group import Group
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.schedule import (
     CollectorSchedule,
+    CollectorStatus,
     FixedSchedule,
     SyncState,
     TrainerSchedule,

@@ -14,7 +14,8 @@ from lightning_rl.agents.templates import TurnTemplate
 from lightning_rl.agents.tool_agent import ToolAgent
 from lightning_rl.agents.tools import HermesParser, ParsedCall, ToolParser, tool_schema
 from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.engines.base import Completion, Engine, Sampling
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton

@@ -11,7 +11,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.agents.verifiers import VerifiersEnvironment, VerifiersPrompts
-from lightning_rl.engines.base import Completion, Engine, Sampling
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 

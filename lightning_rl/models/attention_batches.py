@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Segments of like length share one SDPA call; more padding than this share opens a new bucket.
+# Segments of like length share one SDPA call; more padding than this share opens a new batch.
 MAX_PADDING = 0.3
-# Bound on the elements of one bucket's scores (N x Lq x Lk), and so on its mask's memory.
+# Bound on the elements of one batch's scores (N x Lq x Lk), and so on its mask's memory.
 MAX_SCORES = 1 << 24
 # Elements of one completion's mask above which the causal flag takes its place.
 MAX_MASK = 1 << 20
@@ -42,7 +42,7 @@ class Segments:
 
 
 @dataclass(slots=True)
-class Bucket:
+class AttentionBatch:
     """Segments attended in one SDPA call: N segments, padded to Lq queries and Lk keys.
 
     ``query`` (N, Lq) and ``key`` (N, Lk) index the pack's S tokens, -1 where padded. ``mask``
@@ -54,27 +54,27 @@ class Bucket:
     key: Tensor
     mask: Tensor | None
 
-    def to(self, device: torch.device) -> "Bucket":
+    def to(self, device: torch.device) -> "AttentionBatch":
         """On another device, with padding pointing at token 0 (its outputs are never read)."""
         mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
         query, key = (x.clamp(min=0).to(device, non_blocking=True) for x in (self.query, self.key))
-        return Bucket(query, key, mask)
+        return AttentionBatch(query, key, mask)
 
 
 @dataclass(slots=True)
-class Buckets:
+class AttentionBatches:
     """All of a pack; ``restore`` (S,) picks each token's output from theirs, concatenated."""
 
-    parts: list[Bucket]
+    parts: list[AttentionBatch]
     restore: Tensor
 
-    def to(self, device: torch.device) -> "Buckets":
+    def to(self, device: torch.device) -> "AttentionBatches":
         """On another device."""
         parts = [part.to(device) for part in self.parts]
-        return Buckets(parts, self.restore.to(device, non_blocking=True))
+        return AttentionBatches(parts, self.restore.to(device, non_blocking=True))
 
 
-def build_buckets(segments: Segments) -> Buckets:
+def batch_segments(segments: Segments) -> AttentionBatches:
     """Cut a pack's attention into SDPA calls, on the CPU.
 
     Its work and memory are in proportion to tokens and padding, but for masks of at most
@@ -91,24 +91,24 @@ def build_buckets(segments: Segments) -> Buckets:
     nothing = torch.zeros(len(segments.start), dtype=torch.long, device="cpu")
     parts = [
         *(
-            _causal_bucket(segments.start[part], segments.length[part])
+            _causal_batch(segments.start[part], segments.length[part])
             for part in _parts(alone, segments.length[:count], nothing[:count])
         ),
         *(
-            _suffix_bucket(start[part], length[part], prefix_start[part], prefix_length[part])
+            _suffix_batch(start[part], length[part], prefix_start[part], prefix_length[part])
             for part in _parts(~whole, length, prefix_length)
         ),
         *(
-            _whole_bucket(
+            _whole_batch(
                 start[part], length[part], prefix_start[part], prefix_length[part], provider[part]
             )
             for part in _parts(whole, prefix_length + length, nothing[count:])
         ),
     ]
-    slots = torch.cat([bucket.query.flatten() for bucket in parts])
+    slots = torch.cat([batch.query.flatten() for batch in parts])
     restore = torch.empty(size, dtype=torch.long, device="cpu")
     restore[slots[slots >= 0]] = (slots >= 0).nonzero().squeeze(1)
-    return Buckets(parts, restore)
+    return AttentionBatches(parts, restore)
 
 
 def _whole(segments: Segments) -> Tensor:
@@ -168,29 +168,31 @@ def _index(start: Tensor, length: Tensor) -> Tensor:
     return torch.where(steps < length[:, None], start[:, None] + steps, -1)
 
 
-def _causal_bucket(start: Tensor, length: Tensor) -> Bucket:
+def _causal_batch(start: Tensor, length: Tensor) -> AttentionBatch:
     index = _index(start, length)
-    return Bucket(index, index, None)
+    return AttentionBatch(index, index, None)
 
 
-def _suffix_bucket(
+def _suffix_batch(
     start: Tensor, length: Tensor, prefix_start: Tensor, prefix_length: Tensor
-) -> Bucket:
+) -> AttentionBatch:
     """Completions on their prompts, each padded by itself: a mask says what is seen."""
     query = _index(start, length)
     prefix = _index(prefix_start, prefix_length)
     steps = _steps(length)
     causal = (steps[:, None] >= steps).expand(len(start), -1, -1)
     seen = (prefix >= 0)[:, None].expand(-1, query.shape[1], -1)
-    return Bucket(query, torch.cat([prefix, query], 1), torch.cat([seen, causal], 2)[:, None])
+    return AttentionBatch(
+        query, torch.cat([prefix, query], 1), torch.cat([seen, causal], 2)[:, None]
+    )
 
 
-def _whole_bucket(
+def _whole_batch(
     start: Tensor, length: Tensor, prefix_start: Tensor, prefix_length: Tensor, provider: Tensor
-) -> Bucket:
+) -> AttentionBatch:
     """Prompt and completion without a gap; the prompt's outputs are taken of ``provider`` only."""
     steps = _steps(prefix_length + length)
     in_prompt = steps < prefix_length[:, None]
     place = steps + torch.where(in_prompt, prefix_start[:, None], (start - prefix_length)[:, None])
     key = place.where(steps < (prefix_length + length)[:, None], -1)
-    return Bucket(key.masked_fill(in_prompt & ~provider[:, None], -1), key, None)
+    return AttentionBatch(key.masked_fill(in_prompt & ~provider[:, None], -1), key, None)

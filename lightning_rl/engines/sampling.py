@@ -1,0 +1,143 @@
+"""What is asked of an engine, and its answer: sampling settings, seeds and completions."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError
+from lightning_rl.rollout import SAMPLED_BY
+
+
+@configurable
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """A form that completions are held to, token by token; one of these, as vLLM names them.
+
+    Args:
+        choice: one of these texts.
+        regex: what matches this regular expression.
+        json: a JSON value that fits this JSON schema (a mapping, or its text).
+        grammar: a word of this context-free grammar, in EBNF.
+
+    Raises:
+        ConfigError: unless exactly one is given.
+    """
+
+    choice: list[str] | None = None
+    regex: str | None = None
+    json: dict[str, Any] | str | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = self.as_dict()
+        if len(given) != 1:
+            raise ConfigError(
+                f"structured_outputs has {sorted(given) or 'nothing'}; give exactly one of choice, "
+                "regex, json and grammar"
+            )
+        if self.choice == []:
+            raise ConfigError("structured_outputs.choice=[] allows nothing; list the choices")
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is given, under the names of vLLM's ``StructuredOutputsParams``."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this, with a warning."""
+
+
+@configurable
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are sampled.
+
+    Args:
+        max_tokens: new tokens at most.
+        temperature: 0 is greedy; else at least 0.01.
+        top_p: nucleus mass, in (0, 1].
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        min_p: drop tokens less likely than this share of the likeliest one's probability.
+        repetition_penalty: > 1 makes tokens less likely that are in the prompt or were written;
+            1 leaves them.
+        presence_penalty: subtracted from the logits of tokens that were written.
+        frequency_penalty: the same, for each time that they were.
+        structured_outputs: the form that completions are held to, for evaluations; None: any.
+        min_tokens: no end token before this many.
+        stop: strings that end a completion (kept in its tokens).
+        priority: of requests that wait, those with the lowest go first, where the engine can.
+
+    Raises:
+        ConfigError: for a value out of range.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    structured_outputs: StructuredOutputs | None = None
+    min_tokens: int = 0
+    stop: list[str] = field(default_factory=list)
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        for name, ok, bound in (
+            ("max_tokens", self.max_tokens >= 1, ">= 1"),
+            (
+                "temperature",
+                self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf,
+                "0 (greedy), or finite and >= 0.01: vLLM samples at no less, and rollouts would be "
+                "scored at another temperature than they were sampled at",
+            ),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            (
+                "repetition_penalty",
+                0 < self.repetition_penalty < math.inf,
+                "> 0 (1 changes nothing)",
+            ),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "in [0, max_tokens]"),
+        ):
+            if not ok:
+                raise ConfigError(f"sampling.{name}={getattr(self, name)} must be {bound}")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether what was written makes tokens more or less likely."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    def of_rollout(self) -> dict[str, Any]:
+        """The fields of a :class:`Rollout` that say how its tokens were sampled."""
+        return {name: getattr(self, name) for name in SAMPLED_BY} | {
+            "structured": self.structured_outputs is not None
+        }
+
+
+@dataclass(slots=True)
+class Completion:
+    """One engine output. ``token_ids`` include the end token if the model wrote it.
+
+    ``logprobs`` are of the distribution that was sampled from (after penalties, temperature, min-p,
+    top-k, top-p); ``finish_reason`` is ``stop``, ``length`` or ``abort``; ``versions`` holds, per
+    token, the weight version that wrote it.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    versions: list[int]
+
+
+def request_seed(run_seed: int, prompt_id: str, sample_index: int, iteration: int) -> int:
+    """A 63-bit seed of its own for every rollout, so that any one can be generated again."""
+    key = f"{run_seed}/{prompt_id}/{sample_index}/{iteration}".encode()
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
