@@ -13,10 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.errors import DiskError, RewardError, RunInterrupted
 from lightning_rl.module import PolicyModule
-from lightning_rl.run.disk import write_whole
 from lightning_rl.run.hooks import STAGES, RLCallback
 from lightning_rl.run.metrics import MetricsLog
-from lightning_rl.run.rundir import run_dir
+from lightning_rl.run.rundir import run_dir, write_whole
 
 LABELS = {
     "eval/accuracy": "accuracy",

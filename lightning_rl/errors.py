@@ -100,7 +100,7 @@ class IncompleteWeightsError(WeightSyncError):
 
 
 class DamagedWeightsError(WeightSyncError):
-    """What arrived is not what was sent: a file cut short, or of another version."""
+    """The weights that arrived are not those sent: a file cut short, or of another version."""
 
 
 class StaleWeightsError(WeightSyncError):

@@ -1,8 +1,7 @@
 """LightningCLI for RL: the Trainer with ``rollout``, and messages that name key, value and fix."""
 
-from argparse import SUPPRESS
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -22,13 +21,13 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.callbacks.weight_sync import schedules
+from lightning_rl.cli.parser import RLArgumentParser, trainer_help
 from lightning_rl.cli.trust import require_trusted, require_trusted_classes, split_options
 from lightning_rl.collect.checks import check_optimizer, check_sync
 from lightning_rl.config import names
-from lightning_rl.config.layers import read_sources
+from lightning_rl.config.layers import config_files, flatten, read_sources
 from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision
 from lightning_rl.config.mistakes import check_sources, innermost
-from lightning_rl.config.table import config_files, flatten
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import CheckpointError, ConfigError
 from lightning_rl.learn.recording import RecordingModule
@@ -37,9 +36,8 @@ from lightning_rl.offline.dpo import DPOModule
 from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.offline.sft import SFTModule
 from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO, iteration_of, require_good
-from lightning_rl.run.disk import write_whole
 from lightning_rl.run.resume import configured, going_on, going_on_from
-from lightning_rl.run.rundir import require_writable_dirs, run_dir
+from lightning_rl.run.rundir import require_writable_dirs, run_dir, write_whole
 from lightning_rl.run.seeding import LARGEST_SEED, drawn_seed
 
 IGNORED = ("ckpt_path", "weights_only")
@@ -77,35 +75,6 @@ def _table(text: str) -> dict[str, object]:
 
 # Short class names work in YAML for what has been imported: all that is public.
 names.load_all()
-
-HELP = """\
-usage: lightning-rl {command} --config FILE [--config FILE ...] [--key value ...]
-
-{description}
-
-  -c, --config FILE    YAML; later files and options win over earlier ones
-  --model CLASS        PolicyModule, or SFTModule for supervised training; --model.KEY its arguments
-  --data CLASS         RLDataModule or SFTDataModule; --data.KEY its arguments
-  --trainer.KEY        arguments of Lightning's Trainer
-{own}
-  --print_config       print the whole configuration, defaults included, and stop
-  --trusted_only       name no code but the library's own; --trust MODULE allows another
-
-Any key may be set on the command line: --data.group_size 16, --trainer.callbacks+=StepTimer.
-List the options of a class:  lightning-rl {command} --model.help PolicyModule
-                              lightning-rl {command} --data.help RLDataModule
-                              lightning-rl {command} --trainer.callbacks.help Evaluate
-                              lightning-rl {command} --trainer.help
-"""
-
-# Lightning's own texts for these run over half a page.
-OWN_HELP = {
-    "seed_everything": "seed of all random generators; true draws one (default: 0)",
-    "ckpt_path": "checkpoint to go on from, or to use",
-    "weights_only": "false also loads pickled objects, from a file that you trust",
-    "allow_changes": "with ckpt_path: true, or keys that may alter the run from there on",
-    "verbose": "print the metrics at the end (default: true)",
-}
 
 
 class RLTrainer(Trainer):
@@ -157,39 +126,6 @@ class RLTrainer(Trainer):
         )
         holds = f"{writer.done()} iterations"
         print(f"{writer.written} rollouts written to {writer.file.path}, which holds {holds}")
-
-
-class RLArgumentParser(LightningArgumentParser):
-    """Raises what is wrong instead of printing usage; prints a help that fits a screen."""
-
-    command = ""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:  # a parser inside the parser, that tries one member of a union
-            super().error(message, ex)
-        raise innermost(ex or ValueError(message)) from ex
-
-    def format_help(self, *args: Any, **kwargs: Any) -> str:
-        if not self.command:
-            return super().format_help(*args, **kwargs)
-        groups = ("model", "data", "trainer")
-        own = [
-            f"  --{action.dest:<18} {OWN_HELP.get(action.dest) or action.help}"
-            for action in self._actions
-            if hasattr(action, "_typehint") and action.dest.split(".")[0] not in groups
-        ]
-        return HELP.format(
-            command=self.command,
-            description=self.description,
-            own="\n".join(own),
-        )
-
-
-def trainer_help() -> str:
-    """The Trainer's options alone."""
-    parser = LightningArgumentParser(description="", usage=SUPPRESS, add_help=False)
-    parser.add_class_arguments(Trainer, "trainer")
-    return str(parser.format_help())
 
 
 class RLCLI(LightningCLI):
@@ -331,7 +267,7 @@ class RLCLI(LightningCLI):
             check_evaluations(self.trainer)
 
     def _note_configuration(self) -> None:
-        """So that a checkpoint can tell it, and a run that goes on compare."""
+        """Note it, for a checkpoint to tell, and for a run that goes on to compare."""
         require_writable_dirs(self.trainer)
         config = self.config.fit
         tree = yaml.safe_load(self._parser("fit").dump(config, skip_unset=False))

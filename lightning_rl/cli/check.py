@@ -55,14 +55,14 @@ def card_of(arguments: Sequence[str]) -> tuple[float | None, list[str]]:
 
 
 def planned_device(trainer: Trainer, card_gb: float | None) -> torch.device:
-    """What will compute: a GPU if one was given, else what the Trainer found."""
+    """The device that will compute: a GPU if one was given, else what the Trainer found."""
     return trainer.strategy.root_device if card_gb is None else torch.device("cuda")
 
 
 def card_plan(
     module: PolicyModule, data: RLDataModule, memory: MemoryPlan, card_gb: float | None
 ) -> CardPlan | None:
-    """For the GPU of rank 0, which has the most to hold; None without a GPU."""
+    """The plan of rank 0's GPU, which has the most to hold; None without a GPU."""
     trainer, engine = module.trainer, data.engine
     device = planned_device(trainer, card_gb)
     if device.type != "cuda":
@@ -183,7 +183,7 @@ def _prompts(prompts: Sequence[Prompt], data: RLDataModule) -> str:
 def _require_monitored(
     callbacks: Sequence[Callback], data: RLDataModule, prompts: Sequence[Prompt]
 ) -> None:
-    """What evaluations record is known; the rest is, when an iteration has been trained."""
+    """Look for monitors in what evaluations record; the rest is known after an iteration."""
     # Metrics of one's own say their names when they have seen rollouts.
     if data.eval_metrics or not any(isinstance(callback, Evaluate) for callback in callbacks):
         return

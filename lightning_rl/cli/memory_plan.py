@@ -19,7 +19,7 @@ from lightning_rl.models.policy import Policy
 
 @dataclass(frozen=True)
 class Placement:
-    """How a Trainer computes, and where it keeps what it trains.
+    """The way a Trainer computes, and the place where it keeps what it trains.
 
     Weights are shared by ``shards`` processes (FSDP2), 1: each has them whole; with ``cpu_offload``
     what each has of them is in host memory. ``device`` is what computes, in Lightning's
@@ -49,7 +49,7 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
+        """Yield lines for a person."""
         for name, size in self.parts.items():
             yield f"{name:<30}{in_units(size):>11}"
         yield f"{'together':<30}{in_units(self.total):>11}"
@@ -69,7 +69,7 @@ def training_memory(
     pack: TensorDict,
     placement: Placement | None = None,
 ) -> MemoryPlan:
-    """What an update keeps in memory, with ``pack`` the largest that it computes.
+    """Estimate what an update keeps in memory, with ``pack`` the largest that it computes.
 
     - weights: the bytes of all parameters; ``others`` are further models, such as a reference.
     - gradients: as many bytes as the trained parameters.
@@ -150,7 +150,7 @@ def kept_for_backward(
 
 
 def _recomputed(policy: Policy, pack: TensorDict, bf16_mixed: bool) -> int:
-    """With gradient checkpointing, what one layer keeps when its turn in backward comes."""
+    """Bytes that one layer keeps in its turn of backward, with gradient checkpointing."""
     layers = _layers(policy)
     if not any(layer.gradient_checkpointing for layer in layers):
         return 0
@@ -194,7 +194,7 @@ def _elements(parameters: Iterable[nn.Parameter], trained_only: bool = False) ->
 
 
 def _state_size(optimizer: torch.optim.Optimizer, trained: Sequence[nn.Parameter]) -> int:
-    """Of one step's state, scaled from the optimizer's own single parameter."""
+    """Bytes of one step's state, scaled from the optimizer's own single parameter."""
     [parameter] = optimizer.param_groups[0]["params"]
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -209,7 +209,7 @@ def _state_size(optimizer: torch.optim.Optimizer, trained: Sequence[nn.Parameter
 
 @dataclass(frozen=True)
 class CardPlan:
-    """Whether one GPU holds a training process and what works beside it; all in bytes.
+    """A training process and what works beside it, on one GPU; all in bytes.
 
     ``engine`` is what the engine takes of this GPU, and ``at_start`` what has to be free when it
     starts, beside weights and other models; ``kept_copy``, what rank 0 keeps of what it sent. One
@@ -235,7 +235,7 @@ class CardPlan:
         return max(needed, stays + self.at_start) - self.card
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
+        """Yield lines for a person."""
         parts = {
             "training": self.training.total,
             "engine": self.engine,

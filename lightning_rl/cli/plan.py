@@ -1,4 +1,4 @@
-"""What a configuration amounts to: the algebra of its batches."""
+"""The algebra of a configuration's batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class BatchPlan:
         return None if self.epochs is None else self.epochs * self.iterations_per_epoch * self.steps
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
+        """Yield lines for a person."""
         yield (
             f"{self.groups} prompts x group_size {self.group_size} = {self.rollouts} rollouts "
             f"per iteration, at most {self.tokens:,} tokens"
@@ -79,7 +79,7 @@ def _count(number: int, what: str) -> str:
 def largest_rollouts(
     prompts: Sequence[Prompt], groups: int, group_size: int, max_tokens: int
 ) -> list[Rollout]:
-    """Those of the ``groups`` longest prompts, with completions of ``max_tokens`` tokens."""
+    """Rollouts of the ``groups`` longest prompts, with completions of ``max_tokens`` tokens."""
     longest = sorted(prompts, key=lambda p: len(p.token_ids), reverse=True)
     return [
         Rollout(

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,66 +14,10 @@ from lightning_rl.config.hints import import_object
 from lightning_rl.config.layers import Key, name_of
 from lightning_rl.errors import ConfigError
 
-ENVIRONMENT = frozenset(
-    [
-        "CUDA_VISIBLE_DEVICES",
-        "OMP_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "TOKENIZERS_PARALLELISM",
-        "HF_HUB_OFFLINE",
-        "NCCL_DEBUG",
-        "NCCL_SOCKET_IFNAME",
-        "GLOO_SOCKET_IFNAME",
-        "VLLM_LOGGING_LEVEL",
-        "VLLM_CPU_KVCACHE_SPACE",
-        "VLLM_CPU_OMP_THREADS_BIND",
-    ]
+_HARMLESS: dict[str, list[str]] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
 )
-"""Variables that name no code: unlike LD_PRELOAD or PYTHONPATH."""
-ENGINE_OPTIONS = frozenset(
-    [
-        "block_size",
-        "cpu_offload_gb",
-        "data_parallel_size",
-        "disable_cascade_attn",
-        "disable_log_stats",
-        "enable_chunked_prefill",
-        "enable_expert_parallel",
-        "enforce_eager",
-        "kv_cache_dtype",
-        "long_prefill_token_threshold",
-        "max_long_partial_prefills",
-        "max_logprobs",
-        "max_num_batched_tokens",
-        "max_num_partial_prefills",
-        "max_num_seqs",
-        "pipeline_parallel_size",
-        "seed",
-        "swap_space",
-        "tensor_parallel_size",
-    ]
-)
-"""Arguments of vLLM that are numbers and switches: many others name classes, plugins or files."""
-RAY_OPTIONS = frozenset(
-    [
-        "include_dashboard",
-        "log_to_driver",
-        "namespace",
-        "num_cpus",
-        "num_gpus",
-        "object_store_memory",
-    ]
-)
-MODEL_OPTIONS = frozenset(["dtype", "torch_dtype", "low_cpu_mem_usage", "revision"])
-
-_MAPPINGS: dict[str, Collection[str]] = {
-    "environment": ENVIRONMENT,
-    "options": ENGINE_OPTIONS,
-    "ray_options": RAY_OPTIONS,
-    "model_kwargs": MODEL_OPTIONS,
-    "tokenizer_kwargs": MODEL_OPTIONS,
-    "processor_kwargs": MODEL_OPTIONS,
-}
+"""By the name of a mapping, the keys in it that run no code whatever they are set to."""
 _HERE = {"auto", "local", "127.0.0.1", "localhost", "[::1]"}
 
 
@@ -88,7 +32,7 @@ def require_harmless(tree: Any, trusted: Sequence[str], place: str = "") -> None
         if reason:
             raise ConfigError(f"{place}{name_of(key)}: {reason}; leave it out")
     for key, value, owner in _nodes(tree, (), ""):
-        known = _MAPPINGS.get(str(key[-1])) if key else None
+        known = _HARMLESS.get(str(key[-1])) if key else None
         if known is None or not isinstance(value, dict):
             continue
         if "class_path" in value or owner == "OpenAIJudge":  # whose options are sent, and no more
@@ -101,7 +45,7 @@ def require_harmless(tree: Any, trusted: Sequence[str], place: str = "") -> None
 
 
 def as_parsed(value: Any) -> Any:
-    """What the parser makes of a value: texts may hold lists, mappings and switches as YAML."""
+    """Make of a value what the parser does: texts may hold lists, mappings and switches as YAML."""
     if not isinstance(value, str):
         return value
     try:
@@ -111,7 +55,7 @@ def as_parsed(value: Any) -> Any:
 
 
 def _reason(name: Any, value: Any, owner: str, trusted: Sequence[str]) -> str | None:
-    """Why a value may not stand there, if so."""
+    """The reason why a value may not stand there, if there is one."""
     if name == "trust_remote_code" and value:
         return f"{value!r} runs code that comes with a model"
     if name == "weights_only" and value is False:
@@ -131,14 +75,17 @@ def _nodes(node: Any, key: Key, owner: str) -> Iterator[tuple[Key, Any, str]]:
     """All nodes, with the last part of the nearest class_path around them."""
     node = as_parsed(node)
     yield key, node, owner
-    if isinstance(node, dict):
-        if "class_path" in node:
-            owner = str(node["class_path"]).rpartition(".")[2]
-        for name, inner in node.items():
-            yield from _nodes(inner, (*key, name), owner)
-    elif isinstance(node, list | tuple):
-        for index, inner in enumerate(node):
-            yield from _nodes(inner, (*key, index), owner)
+    if isinstance(node, dict) and "class_path" in node:
+        owner = str(node["class_path"]).rpartition(".")[2]
+    for place, inner in _children(node, key):
+        yield from _nodes(inner, place, owner)
+
+
+def _children(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
+    """Parts of a mapping or list, each with its key."""
+    parts = node.items() if isinstance(node, dict) else ()
+    parts = enumerate(node) if isinstance(node, list | tuple) else parts
+    return (((*key, name), inner) for name, inner in parts)
 
 
 TRUSTED = ("lightning_rl", "lightning.pytorch", "torch.optim")
@@ -202,7 +149,7 @@ def require_trusted(tree: Any, trusted: Sequence[str], place: str = "") -> None:
 
 
 def require_trusted_classes(config: Any, trusted: Sequence[str]) -> None:
-    """The same of classes that short names turned out to mean: of any module imported so far.
+    """Refuse classes that short names turned out to mean: of any module imported so far.
 
     Raises:
         ConfigError: naming the key, the class, and how to trust it.
@@ -227,17 +174,12 @@ def _refusal(where: str, value: str, trusted: Sequence[str]) -> ConfigError:
 
 def _texts(node: Any, key: Key) -> Iterator[tuple[Key, str]]:
     """All texts, also inside of texts that the parser would read as YAML."""
-    if isinstance(node, dict):
-        for name, inner in node.items():
-            yield from _texts(inner, (*key, name))
-    elif isinstance(node, list | tuple):
-        for index, inner in enumerate(node):
-            yield from _texts(inner, (*key, index))
-    elif isinstance(node, str):
+    for place, inner in _children(node, key):
+        yield from _texts(inner, place)
+    if isinstance(node, str):
         yield key, node
-        inner = as_parsed(node)
-        if inner != node:
-            yield from _texts(inner, key)
+        if (parsed := as_parsed(node)) != node:
+            yield from _texts(parsed, key)
 
 
 def _is_import_path(text: str) -> bool:
@@ -254,7 +196,7 @@ def _is_import_path(text: str) -> bool:
 
 
 def _is_trusted(path: str, trusted: Sequence[str]) -> bool:
-    """Whether it names something that a trusted module defines, and not what it has imported."""
+    """Tell whether it names what a trusted module defines, and not what it has imported."""
     module = next((module for module in trusted if _within(path, module)), None)
     if module is None or not _stays_inside(path):
         return False
@@ -271,7 +213,7 @@ def _is_trusted(path: str, trusted: Sequence[str]) -> bool:
 
 
 def _stays_inside(path: str) -> bool:
-    """Whether no step on the way leads into another module, as ``pool.os`` does."""
+    """Tell whether no step on the way leads into another module, as ``pool.os`` does."""
     parts = path.split(".")
     for end in range(1, len(parts)):
         place = ".".join(parts[:end])

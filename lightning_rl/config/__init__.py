@@ -1,1 +1,1 @@
-"""What a user may say: constructors and configurations read alike, every mistake is named."""
+"""Configurations: constructors and files read alike, and every mistake is named."""

@@ -123,7 +123,7 @@ def _taken(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> A
 
 
 def _made(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> Any:
-    """What the parser of configurations makes of it."""
+    """Make of it what the parser of configurations does."""
     from lightning_rl.config.mistakes import check_value, innermost
 
     names.load_all()  # short names mean what has been imported
@@ -137,7 +137,7 @@ def _made(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> An
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether it is of the annotated kind already; what cannot be told is."""
+    """Tell whether it is of the annotated kind already; what cannot be told is."""
     return any(_fits_branch(value, branch) for branch in branches(hint))
 
 

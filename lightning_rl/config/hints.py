@@ -1,4 +1,4 @@
-"""What a type hint lets a configuration say, and what an import path names."""
+"""Type hints: what they let a configuration say; and import paths: what they name."""
 
 import inspect
 import types
@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
+
+# The one debt here: what a class takes, base classes included, jsonargparse says only by private
+# names: these two, and ``_actions`` and ``_typehint`` of a command's parser (mistakes.py,
+# cli/app.py). So setup.cfg allows one minor version; tests/bad_configs.py shows if the next works.
 from jsonargparse._parameter_resolvers import ParamData, get_signature_parameters
 
 from lightning_rl.config.names import refuse_renamed
@@ -54,7 +58,7 @@ def classes(hint: Any) -> list[type]:
 
 
 def supplied_arguments(hint: Any) -> int:
-    """How many leading arguments the caller supplies, e.g. 1 for an OptimizerCallable."""
+    """Count the leading arguments that the caller supplies, e.g. 1 for an OptimizerCallable."""
     for branch in branches(hint):
         if get_origin(branch) is Callable and classes(branch):
             given = get_args(branch)[0]
@@ -72,10 +76,9 @@ def item_hint(hint: Any) -> Any | None:
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Whether the parser that reads the configuration takes this value."""
-    parser = ArgumentParser(exit_on_error=False)
+    """Tell whether the parser that reads the configuration takes this value."""
     try:
-        parser.add_argument("--value", type=hint)
+        parser = _parser_of(hint)
     except ValueError:
         return True  # a hint that jsonargparse does not check
     try:
@@ -86,10 +89,15 @@ def accepts(hint: Any, value: Any) -> bool:
 
 
 def parse(hint: Any, value: Any) -> Any:
-    """What the parser makes of a value under a hint."""
+    """Make of a value what the parser makes of it under a hint."""
+    parser = _parser_of(hint)
+    return parser.instantiate_classes(parser.parse_object({"value": value})).value
+
+
+def _parser_of(hint: Any) -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
-    return parser.instantiate_classes(parser.parse_object({"value": value})).value
+    return parser
 
 
 def describe(hint: Any) -> str:
@@ -153,7 +161,7 @@ def named_class(name: str, bases: list[type]) -> Any:
 
 
 def is_class_name(name: str, bases: list[type]) -> bool:
-    """Whether :func:`named_class` finds something."""
+    """Tell whether :func:`named_class` finds something."""
     try:
         named_class(name, bases)
     except ConfigError:
@@ -162,7 +170,7 @@ def is_class_name(name: str, bases: list[type]) -> bool:
 
 
 def import_object(path: str) -> Any:
-    """What a dotted import path names.
+    """The object that a dotted import path names.
 
     Raises:
         ConfigError: saying whether the module or the name in it is missing, and where we looked.
@@ -194,6 +202,8 @@ def _import(module: str) -> types.ModuleType | None:
     """The module, or None if there is none of this name."""
     try:
         return import_module(module)
+    except ConfigError:  # it has another name now
+        raise
     except ModuleNotFoundError as error:
         if error.name == module or "is not a package" in str(error):
             return None

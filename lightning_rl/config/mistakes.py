@@ -122,7 +122,7 @@ class _Walk:
             raise _Mistake(key, _wrong_value(value, hint, made))
 
     def _stands_for_a_part(self, value: Any, key: Key) -> bool:
-        """Whether it is a configuration of its own, which the parser reads."""
+        """Tell whether it is a configuration of its own, which the parser reads."""
         if not isinstance(value, str) or not Path(value).is_file():
             return False
         if not self._files:
@@ -215,7 +215,7 @@ def _no_such_key(name: Any, known: Iterable[str], owner: str, others: Iterable[s
 
 
 def _wrong_value(value: Any, hint: Any, made: list[type]) -> str:
-    """Why nothing under the hint takes the value: a name that does not exist, or a wrong type."""
+    """Say why nothing under the hint takes it: a name that does not exist, or a wrong type."""
     try:
         if isinstance(value, str) and FUNCTION in describe(hint) and item_hint(hint) is None:
             import_object(value)
@@ -244,7 +244,7 @@ def check_value(value: Any, hint: Any, default: Any, key: Key) -> None:
 
 
 def check_names(component: Any, given: Iterable[str], missing: Mapping[str, Any]) -> None:
-    """Whether a class knows the names of what it is given, and gets all that it needs.
+    """Check that a class knows the names of what it is given, and gets all that it needs.
 
     Args:
         component: the class.

@@ -1,16 +1,19 @@
-"""The library's public names: which there are, and where each is; none is loaded before its use."""
+"""The library's names: the public ones, none loaded before its use, and modules that have moved."""
 
 import ast
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
+
+from lightning_rl.errors import ConfigError
 
 from lightning_rl.errors import ConfigError
 
@@ -47,7 +50,7 @@ def with_new_names(text: str) -> str:
 
 
 def public(name: str) -> Any:
-    """What ``lightning_rl.<name>`` is."""
+    """Import ``lightning_rl.<name>``."""
     return getattr(import_module(MODULE_OF[name]), name)
 
 
@@ -57,30 +60,60 @@ def load_all() -> None:
         public(name)
 
 
-MOVED = {"lightning_rl.engines.vllm_worker": "lightning_rl.sync.vllm_worker"}
+def _read_moved() -> dict[str, str]:
+    """Read the table of moves: a line for each module, with those that it took the place of."""
+    lines = Path(__file__).with_name("moved.txt").read_text(encoding="utf-8").splitlines()
+    moves = (line.split(" <- ") for line in lines)
+    return {
+        f"lightning_rl.{old}": f"lightning_rl.{new}" for new, olds in moves for old in olds.split()
+    }
+
+
+MOVED = _read_moved()
 """Where modules were, and where they are now."""
 
 STILL_IMPORTED = ("lightning_rl.engines.vllm_worker",)
 """Of these, the old name stands in commands that start servers elsewhere, and is the new module."""
 
+GONE_PACKAGES = {old for old in MOVED if any(other.startswith(f"{old}.") for other in MOVED)}
+
+
+class MovedError(ModuleNotFoundError, ConfigError):
+    """A module has another name now; for a script's import, and for a configuration's."""
+
+    def __init__(self, old: str) -> None:
+        super().__init__(f"{old} is {MOVED[old]} now; import that", name=old)
+
 
 class _MovedModules(MetaPathFinder, Loader):
-    """Says of an old module name what the new one is; last in line, so a file of ours goes first.
+    """Refuses an old module name with the new one; last in line, so a file of ours goes first.
 
     Raises:
-        ModuleNotFoundError: naming where the module is now, unless its old name still works.
+        MovedError: naming where the module is now, unless its old name still works.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return spec_from_loader(fullname, self) if fullname in MOVED else None
+        if fullname not in MOVED:
+            return None
+        return spec_from_loader(fullname, self, is_package=fullname in GONE_PACKAGES)
 
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__
-        if old not in STILL_IMPORTED:
-            raise ModuleNotFoundError(f"{old} is {MOVED[old]} now; import that", name=old)
-        sys.modules[old] = import_module(MOVED[old])
+        if old in STILL_IMPORTED:
+            sys.modules[old] = import_module(MOVED[old])
+        elif old in GONE_PACKAGES:  # which is imported on the way to a module that was in it
+            module.__getattr__ = partial(_refuse_attribute, old)  # type: ignore[method-assign]
+        else:
+            raise MovedError(old)
+
+
+def _refuse_attribute(package: str, name: str) -> NoReturn:
+    if name.startswith("__"):  # what the import itself asks for
+        raise AttributeError(name)
+    inside = f"{package}.{name}"
+    raise MovedError(inside if inside in MOVED else package)
 
 
 sys.meta_path.append(_MovedModules())

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_rl.config.table import Change
+from lightning_rl.config.layers import Change
 from lightning_rl.errors import LightningRLError
 from lightning_rl.learn.gradients import FiniteSteps
 from lightning_rl.models.pretrained import GivenModel

@@ -25,7 +25,7 @@ from lightning_rl.rewards.calling import (
 )
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.pool_worker import Limits
-from lightning_rl.run.machine import usable_cores
+from lightning_rl.run.machine import ALLOW_SANDBOX, usable_cores
 
 START_S = 120.0
 """Seconds that a worker may take to start and to import the function's module."""
@@ -125,9 +125,8 @@ class Isolated(PerSample):
         worker.kill()
         if refusal.startswith("no sandbox"):
             raise ConfigError(
-                f"sandbox=True is not possible on this machine ({refusal}): allow user namespaces "
-                "(sysctl user.max_user_namespaces; in Docker a seccomp profile that allows unshare "
-                "and mount), or set sandbox=False if you trust what is run"
+                f"sandbox=True is not possible on this machine ({refusal}): {ALLOW_SANDBOX}, or "
+                "set sandbox=False if you trust what is run"
             )
         raise ConfigError(f"a worker could not load reward {self.__name__}: {refusal}")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.parquet import ParquetRollouts
-from lightning_rl.run.disk import append, write_whole
+from lightning_rl.run.rundir import append, write_whole
 
 # Words of one chunk, which 64-bit products are made of: 8 MiB.
 CHUNK = 1 << 20

@@ -15,8 +15,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_rl.errors import CheckpointError
-from lightning_rl.run.disk import free_space, sync_directory
 from lightning_rl.run.dist import fell_back
+from lightning_rl.run.rundir import free_space, sync_directory
 
 # torch.save writes a zip archive, and a zip archive may end with a comment: so the checksum travels
 # with the file, and torch.load reads it like any other checkpoint.
@@ -85,7 +85,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint file; None if nothing is, or it has no checksum.
+    """Say what is wrong with a checkpoint file; None if nothing is, or it has no checksum.
 
     A file without a checksum was not written here; it must at least end like a torch file.
     """
@@ -166,7 +166,7 @@ def checkpoints_in(directory: Path) -> list[Path]:
 
 
 def iteration_of(path: Path) -> int:
-    """Which iteration a checkpoint was saved after, by its name or else its content; or -1."""
+    """The iteration that a checkpoint was saved after, by its name or else its content; or -1."""
     named = re.fullmatch(r"iteration_(\d+)\.ckpt", path.name)
     return int(named[1]) if named else int(about(path).get("iteration", -1))
 
@@ -178,7 +178,7 @@ def run_of(path: Path) -> str | None:
 
 
 def about(path: Path) -> dict[str, Any]:
-    """What a checkpoint of this library says of itself, its weights not read; else empty."""
+    """Read what a checkpoint of this library says of itself, without its weights; else empty."""
     file = path / "meta.pt" if path.is_dir() else path  # shards keep all but weights there
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -189,7 +189,7 @@ def about(path: Path) -> dict[str, Any]:
 
 
 class _HashingFile:
-    """Passes on what is written, and hashes it meanwhile; neither holds Python's lock."""
+    """A file that hashes what is written to it meanwhile; neither holds Python's lock."""
 
     def __init__(self, file: BinaryIO, hasher: Executor) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""What ranks tell each other. On one process all of this is an exact no-op."""
+"""Messages between ranks. On one process all of this is an exact no-op."""
 
 import logging
 import sys
@@ -109,7 +109,7 @@ def _trains_over_nccl() -> bool:
 
 
 def _is_there(group: Any) -> bool:
-    """Whether it belongs to the present default group, and not to one that was destroyed."""
+    """Tell whether it belongs to the present default group, not to one that was destroyed."""
     try:
         return group is not None and bool(dist.get_backend(group))
     except ValueError:
@@ -125,7 +125,7 @@ def all_reduce_max(value: float) -> float:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether it is so on any rank."""
+    """Tell whether it is so on any rank."""
     return bool(all_reduce_max(float(flag)))
 
 
@@ -158,7 +158,7 @@ def scatter(items: Sequence[T]) -> list[T]:
 
 
 def shard(items: Sequence[T]) -> list[T]:
-    """This rank's share of a list that all ranks have: every n-th, in order."""
+    """Take this rank's share of a list that all ranks have: every n-th, in order."""
     return list(items[rank() :: world_size()])
 
 
@@ -169,7 +169,7 @@ def interleaved(shares: Sequence[Sequence[T]]) -> list[T]:
 
 
 def reshard(shares: Sequence[Sequence[T]], rank: int, ranks: int) -> list[T]:
-    """What a rank gets of other ranks' shares, now that there are ``ranks``; of as many, its own.
+    """Deal other ranks' shares anew, now that there are ``ranks``; of as many, each its own.
 
     The k-th of each rank comes before the (k + 1)-th of any, so that a list that was dealt to some
     is shared by others as if it had been dealt to them.
@@ -191,7 +191,7 @@ def all_reduce_sum(metrics: dict[str, float]) -> dict[str, float]:
 
 @contextmanager
 def every_rank() -> Iterator[None]:
-    """What fails on one rank fails on all, with the same error; none waits for one that is gone.
+    """Fail on all ranks, with the same error, if one fails; none waits for one that is gone.
 
     All ranks must come here. In the block there may be no collective (but for blocks of this kind),
     because a rank that fails does not reach it.

@@ -1,5 +1,8 @@
-"""Facts about this machine that Python does not tell as they are: the share of cores and memory
-that a container leaves us, the processor's name, the GPUs that the driver has."""
+"""Facts about this machine that Python does not tell as they are.
+
+The share of cores and memory that a container leaves us, the processor's name, the GPUs that the
+driver has, and with which versions of vLLM the engines work.
+"""
 
 import os
 import platform
@@ -49,7 +52,7 @@ def cpu_model() -> str:
 
 @dataclass(frozen=True)
 class GPU:
-    """What the NVIDIA driver says of one; ``free_mib`` and ``total_mib`` None where it does not."""
+    """One GPU as its driver tells; ``free_mib`` and ``total_mib`` None where it does not."""
 
     name: str
     free_mib: int | None = None
@@ -93,19 +96,19 @@ def cuda_compiler() -> str | None:
 
 
 def c_compiler() -> str | None:
-    """Where the C compiler is that Triton calls; None without one."""
+    """The path of the C compiler that Triton calls; None without one."""
     return os.environ.get("CC") or next(
         filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None
     )
 
 
 def python_header() -> Path:
-    """Where ``Python.h`` has to be, for what is compiled against this Python."""
+    """The place of ``Python.h``, for what is compiled against this Python."""
     return Path(sysconfig.get_paths()["include"], "Python.h")
 
 
 def _answer(command: list[str]) -> str | None:
-    """What a program prints, "" if it fails; None if it does not come to an end."""
+    """Run a program; what it prints, "" if it fails, None if it does not come to an end."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:
@@ -113,9 +116,14 @@ def _answer(command: list[str]) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+ALLOW_SANDBOX = (
+    "allow user namespaces (sysctl user.max_user_namespaces; in Docker a seccomp profile that "
+    "allows unshare and mount)"
+)
+"""Advice where rewards with ``sandbox: true`` are refused."""
+
 IN_PROCESS = SpecifierSet(">=0.28,<0.33")
 """With which ``VLLMLocal`` works."""
-
 
 _LACKING = (
     (
@@ -126,12 +134,12 @@ _LACKING = (
 
 
 def is_supported(version: str) -> bool:
-    """Whether the adapter is made for a version of vLLM, build tags such as ``+cpu`` aside."""
+    """Tell whether the adapter is made for a version of vLLM, build tags (``+cpu``) aside."""
     return IN_PROCESS.contains(_release(version), prereleases=True)
 
 
 def lacking(version: str) -> list[str]:
-    """What of this library does not work with a supported version; empty with the newest."""
+    """List what of this library does not work with a supported version of vLLM."""
     release = _release(version)
     return [why for older, why in _LACKING if older.contains(release, prereleases=True)]
 

@@ -16,13 +16,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_rl.run.disk import append, write_whole
 from lightning_rl.run.dist import all_max, all_sum
-from lightning_rl.run.rundir import run_dir
+from lightning_rl.run.rundir import append, run_dir, write_whole
 
 
 class TokenMetrics:
-    """Accumulates per-token tensors; means do not depend on how tokens were cut into packs.
+    """Sums of per-token tensors; means do not depend on how tokens were cut into packs.
 
     A name that ends in ``_max`` is the maximum instead. What no rank has a value of is left out.
     """
@@ -92,13 +91,13 @@ class MetricsLog:
         self._state: dict[str, Any] | None = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Call it in ``setup``, on every rank."""
+        """Begin a run's rows. Call it in ``setup``, on every rank."""
         self._file = run_dir(trainer) / self.NAME
         self._begin = self._end = self._file.stat().st_size if self._file.exists() else 0
         self._checksum = 0
 
     def go_on(self, trainer: Trainer) -> None:
-        """Call it in ``on_train_start``: rows behind the checkpoint, if there is one, go."""
+        """Drop rows behind the checkpoint, if there is one. Call it in ``on_train_start``."""
         state, self._state = self._state, None
         if state is None or not trainer.is_global_zero:
             return

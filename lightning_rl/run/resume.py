@@ -10,12 +10,11 @@ from weakref import WeakKeyDictionary
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_rl.config.table import Change, Table, described, differences
+from lightning_rl.config.layers import Change, Table, described, differences
 from lightning_rl.errors import ConfigError
 from lightning_rl.run import dist
 from lightning_rl.run.checkpoint_io import about, checkpoints_in
-from lightning_rl.run.disk import write_whole
-from lightning_rl.run.rundir import hold, release, run_dir
+from lightning_rl.run.rundir import hold, release, run_dir, write_whole
 
 # What the weights or the optimizer's state are made for.
 FIXED = ("model.lora", "model.value_head", "model.reference")
@@ -168,7 +167,7 @@ def _neighbours(trainer: Trainer, checkpoints: Path) -> list[Path]:
 
 
 def configuration_of(module: Any) -> Table:
-    """What a run is configured with, and a fingerprint of its prompts."""
+    """The table of a run's configuration, with a fingerprint of its prompts."""
     trainer = module._trainer
     if trainer is None:
         return dict(module.configuration or {})
@@ -288,7 +287,7 @@ def _require_fitting(module: Any, theirs: dict[str, Any], path: str) -> None:
 
 
 def use_new_optimizer_settings(module: Any) -> None:
-    """Of an optimizer or schedule that may change, only the state is the checkpoint's."""
+    """Take only the state of an optimizer or schedule that may change from the checkpoint."""
     if not any(_below(change.key, OPTIMIZER) for change in _changes_of(module)):
         return
     made = module.configure_optimizers()

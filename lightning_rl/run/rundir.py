@@ -1,8 +1,12 @@
-"""Where a run leaves its files: its directory, of one process at a time."""
+"""The directory of a run, of one process at a time, and the files in it.
+
+Files are whole or as they were, also when the disk is full or the power fails.
+"""
 
 import contextlib
 import json
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -15,9 +19,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, DiskError
 from lightning_rl.run import dist
-from lightning_rl.run.disk import append, refused, require_writable
 
 OWN_RUNS = "lightning_rl_runs"
 """Where in ``default_root_dir`` runs are that no logger has a directory for."""
@@ -28,7 +31,7 @@ _scratch: WeakKeyDictionary[Trainer, tempfile.TemporaryDirectory[str]] = WeakKey
 
 
 def run_dir(trainer: Trainer) -> Path:
-    """Where a run's results go; created.
+    """The directory of a run's results; created.
 
     That is the directory of the first logger, if it is a ``TensorBoardLogger`` or ``CSVLogger``,
     which begin a new one for every run. Otherwise it is ``lightning_rl_runs/version_<n>`` in
@@ -84,7 +87,7 @@ def continue_in(trainer: Trainer, directory: Path) -> None:
 
 
 def _choose(trainer: Trainer) -> Path:
-    """This rank's own idea of where the run directory is; rank 0 creates it."""
+    """Choose the run directory, as this rank sees it; rank 0 creates it."""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return _scratch_directory(trainer)
     runs = own_runs(trainer)
@@ -134,7 +137,7 @@ class RunLines:
         self._resumed = False
 
     def begin(self, trainer: Trainer) -> None:
-        """Call it in ``setup``, on every rank: a run that begins anew adds to what is there."""
+        """Begin in ``setup``, on every rank: a run that begins anew adds to what is there."""
         file = run_dir(trainer) / self._name
         self._bytes = file.stat().st_size if file.exists() else 0
         self._resumed = False
@@ -154,7 +157,7 @@ class RunLines:
         self._bytes = append(file, "".join(lines))
 
     def state_dict(self) -> dict[str, Any]:
-        """How long the file is, as primitives."""
+        """The length of the file, as primitives."""
         return {"bytes": self._bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -243,3 +246,97 @@ def _in_use(directory: Path, who: str) -> ConfigError:
         f"{directory} is in use by {who}: two runs in one directory would mix their files; wait "
         "for it, end it, or begin a run elsewhere (another trainer.logger, no --ckpt_path)"
     )
+
+
+# ---------------------------------------------------------------- files
+
+
+def sync_directory(directory: Path) -> None:
+    """Put the names in a directory on the disk: a file's new name is safe only with its directory.
+
+    Raises:
+        OSError: if the disk refuses.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def append(path: Path, text: str) -> int:
+    """Append all of ``text``, or nothing; returns the file's length in bytes.
+
+    Raises:
+        DiskError: if it cannot be written; the file is as it was.
+    """
+    # JSON's own escape for half a character, which UTF-8 cannot hold.
+    left = memoryview(text.encode("utf-8", "backslashreplace"))
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            before = length = os.fstat(descriptor).st_size
+            try:
+                while left:
+                    left = left[os.write(descriptor, left) :]
+                length = os.fstat(descriptor).st_size
+            except OSError:
+                if os.fstat(descriptor).st_size > before:  # a part of it was written
+                    os.ftruncate(descriptor, before)
+                raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise refused(path, error) from error
+    return length
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file's content; what was there stays until all of the new one is on the disk.
+
+    Raises:
+        DiskError: if it cannot be written; the file is as it was.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise refused(path, error) from error
+
+
+def require_writable(directory: Path, key: str) -> None:
+    """Check that a directory can be written, or made, before anything is begun.
+
+    Raises:
+        ConfigError: naming the key, and what stands in the way.
+    """
+    there = directory.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        raise ConfigError(f"{key}: {there} is a file, where a directory should be; name another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{key}: {there} cannot be written (read-only, or of another user); name another "
+            "directory, or change its rights"
+        )
+
+
+def refused(path: Path, error: OSError) -> DiskError:
+    """The error of a write: what the operating system said, and how much room there is."""
+    return DiskError(
+        f"{path} could not be written: {error.strerror or error} ({free_space(path)}); what was "
+        "there before is intact. Make room, or write elsewhere (trainer.logger, "
+        "trainer.default_root_dir), and go on from the last checkpoint"
+    )
+
+
+def free_space(path: Path) -> str:
+    """The room on the disk that a file is on, or would be."""
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    return f"{shutil.disk_usage(existing).free / 2**20:.0f} MiB free"

@@ -22,12 +22,12 @@ def leave_behind(thread: threading.Thread) -> None:
 
 
 def hanging_threads() -> list[threading.Thread]:
-    """Those that were left behind, and still run."""
+    """List those that were left behind, and still run."""
     return [thread for thread in _left_behind if thread.is_alive()]
 
 
 class CallingThread:
-    """Calls one function after another in a daemon thread, which is replaced if one never ends.
+    """A daemon thread for one call after another, which is replaced if one never ends.
 
     A hop there and back takes some 30 µs. The thread starts with the first call.
 
@@ -43,7 +43,7 @@ class CallingThread:
         self._current: Future[Any] | None = None
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """What the call will return; raises as :func:`in_daemon_thread` does.
+        """Queue a call, for its result; raises as :func:`in_daemon_thread` does.
 
         It can be cancelled at any time, also while the call runs, which goes on unheard.
         """
@@ -103,7 +103,7 @@ class CallingThread:
 
 
 def _cuda_device() -> int | None:
-    """That of the current thread; a new one would begin with device 0."""
+    """The device of the current thread; a new one would begin with device 0."""
     torch = sys.modules.get("torch")  # which worker processes do without
     return torch.cuda.current_device() if torch and torch.cuda.is_initialized() else None
 
@@ -139,7 +139,7 @@ async def in_daemon_thread(function: Callable[..., Any], arguments: dict[str, An
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What a call returns, or an error that ends neither a thread nor a coroutine."""
+    """Call, and return the result, or an error that ends neither a thread nor a coroutine."""
     try:
         return call(), None
     except Exception as error:
@@ -197,7 +197,7 @@ def _is_standard(place: Place) -> bool:
 
 
 def chains(loop: asyncio.AbstractEventLoop) -> list[tuple[Place, ...]]:
-    """For each task, from its own coroutine to the innermost that it awaits."""
+    """List, for each task, the places from its own coroutine to the innermost that it awaits."""
     return [_chain(task.get_coro()) for task in asyncio.all_tasks(loop)]
 
 

@@ -14,7 +14,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, checked
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
-from lightning_rl.run.disk import sync_directory
+from lightning_rl.run.rundir import sync_directory
 from lightning_rl.sync.adapters import divide
 from lightning_rl.sync.buckets import unit_of
 from lightning_rl.sync.remote import RemoteTransport

@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from tests.unit.test_packaging import ROOT, modules_on_disk
+from tests.unit.test_packaging import ROOT, data_on_disk, modules_on_disk
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_wheel_holds_every_module_once(built: tuple[list[str], list[str]]):
     in_wheel, _ = built
     modules = [name for name in in_wheel if name.endswith(".py")]
     assert sorted(modules) == sorted(modules_on_disk())
-    assert "lightning_rl/py.typed" in in_wheel
+    assert set(in_wheel) >= data_on_disk() >= {"lightning_rl/py.typed", "lightning_rl/__init__.pyi"}
     assets = {path.name for path in (ROOT / "lightning_rl" / "view").iterdir() if path.is_file()}
     assert {name.split("/")[-1] for name in in_wheel if "/view/" in name} >= assets
     assert "lightning_rl-0.1.0.dist-info/licenses/LICENSE" in in_wheel

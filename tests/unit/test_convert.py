@@ -12,12 +12,10 @@ from lightning.pytorch import Trainer
 import lightning_rl
 from lightning_rl import PolicyModule, RLDataModule
 from lightning_rl.cli.convert.main import as_yaml, main
-from lightning_rl.cli.convert.pages import SECTIONS, renewed
-from lightning_rl.cli.convert.trl import convert_trl
-from lightning_rl.cli.convert.trl_rows import TRL
-from lightning_rl.cli.convert.verl import convert_verl
-from lightning_rl.cli.convert.verl_rows import VERL
+from lightning_rl.cli.convert.trl import TRL, convert_trl
+from lightning_rl.cli.convert.verl import VERL, convert_verl
 from lightning_rl.errors import ConfigError
+from tests import counterpart_tables
 
 GRPO_CONFIG = """
 learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout
@@ -70,11 +68,11 @@ def test_every_field_of_grpo_config_has_a_row():
     assert [name for name in GRPO_CONFIG.split() if name not in TRL] == []
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", counterpart_tables.LIBRARIES)
 def test_the_pages_show_the_tables(name):
-    page = (Path(__file__).parents[2] / "docs" / name).read_text()
-    # If not: python -m lightning_rl.cli.convert.pages docs/trl.md docs/verl.md
-    assert renewed(page, SECTIONS[name]) == page
+    page = (Path(__file__).parents[2] / "docs" / f"{name}.md").read_text()
+    # If not: python -m tests.counterpart_tables
+    assert counterpart_tables.page(page, name) == page
 
 
 # One that differs from the default where doubling it or turning it around does not do.

@@ -13,8 +13,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.errors import ConfigError, DiskError
 from lightning_rl.rollouts.log import Outcome, RerunLog
-from lightning_rl.run.disk import append, require_writable, write_whole
 from lightning_rl.run.metrics import MetricsLog
+from lightning_rl.run.rundir import append, require_writable, write_whole
 from tests.small_run import data_module, grpo, trainer_of
 
 

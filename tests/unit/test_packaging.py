@@ -38,6 +38,22 @@ def test_package_list_names_every_folder_with_python_files(config: configparser.
     assert listed == {str(Path(m).parent).replace("/", ".") for m in modules_on_disk()}
 
 
+def data_on_disk() -> set[str]:
+    """Every file beside the modules, as a wheel must hold it."""
+    left_out = (".py", ".pyc")
+    files = (path for path in (ROOT / "lightning_rl").rglob("*") if path.is_file())
+    return {path.relative_to(ROOT).as_posix() for path in files if path.suffix not in left_out}
+
+
+def test_package_data_names_every_other_file(config: configparser.ConfigParser):
+    packaged = set()
+    for package, patterns in config["options.package_data"].items():
+        folder = ROOT / package.replace(".", "/")
+        for pattern in patterns.split(","):
+            packaged |= {p.relative_to(ROOT).as_posix() for p in folder.glob(pattern.strip())}
+    assert data_on_disk() == packaged
+
+
 def test_every_package_has_an_init():
     modules = modules_on_disk()
     assert {str(Path(m).parent / "__init__.py") for m in modules} <= modules

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
 
-from lightning_rl.cli.convert.rows import Conversion
+from lightning_rl.cli.convert.conversion import Conversion
 from lightning_rl.cli.convert.trl import convert_trl
 from lightning_rl.cli.convert.verl import convert_verl, flat
 from lightning_rl.errors import ConfigError, require_at_least
@@ -19,7 +19,7 @@ _ORDER = ("seed_everything", "model", "data", "trainer")
 
 
 def as_yaml(conversion: Conversion, source: str) -> str:
-    """What ``lightning-rl fit --config`` reads; ``source`` is named in the first line."""
+    """Write what ``lightning-rl fit --config`` reads; ``source`` is named in the first line."""
     lines = [f"Converted from {_one_line(source)} by lightning-rl convert.", *notes(conversion)]
     comments = "\n".join(f"# {line}".rstrip() for line in lines)
     ordered = {name: conversion.config[name] for name in _ORDER if name in conversion.config}
@@ -28,7 +28,7 @@ def as_yaml(conversion: Conversion, source: str) -> str:
 
 
 def notes(conversion: Conversion) -> list[str]:
-    """What to fill in, what was left behind, and what carries over as something else."""
+    """List what to fill in, what was left behind, and what carries over as something else."""
     left = (
         f"{item.key}={_one_line(json.dumps(item.value, default=str))}: {item.reason}"
         for item in conversion.left
@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """What the command line says.
+    """Parse the command line.
 
     Raises:
         ConfigError: for what it cannot mean.
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def convert(values: Any, options: argparse.Namespace) -> Conversion:
-    """What was read, with what the command line adds."""
+    """Convert what was read, with what the command line adds."""
     if isinstance(values, list) or options.library == "verl" or "actor_rollout_ref" in values:
         return _from_verl(values, options)
     named = {

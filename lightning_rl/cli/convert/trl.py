@@ -8,12 +8,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.cli.convert import trl_learning as learning
-from lightning_rl.cli.convert.rows import Conversion, Given, Left, instance, prompts_from
-from lightning_rl.cli.convert.trl_rows import TRL
+from lightning_rl.cli.convert import learning
+from lightning_rl.cli.convert.conversion import (
+    Conversion,
+    Given,
+    Left,
+    as_list,
+    instance,
+    prompts_from,
+    table,
+)
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.pretrained import REFUSED
 from lightning_rl.rollout import SAMPLED_BY
+
+TRL = table("trl")
 
 
 def convert_trl(
@@ -38,11 +47,7 @@ def convert_trl(
     _engine(given, result)
     steps = _batches(given, result, devices)
     total = _length(given, result, steps)
-    learning.loss(given, result)
-    learning.advantage(given, result)
-    learning.correction(given, result)
-    learning.reference(given, result, steps)
-    learning.optimizer(given, result, total)
+    learning.trl(given, result, steps, total)
     _trainer(given, result, devices)
     _callbacks(given, result, steps, eval_prompts)
     result.left += given.left()
@@ -51,7 +56,7 @@ def convert_trl(
 
 @cache
 def _defaults_of_bases() -> dict[str, Any]:
-    """Of transformers' TrainingArguments, so that a full dump tells what was set from what is."""
+    """Defaults of transformers' TrainingArguments: a full dump sets only what differs."""
     from transformers import TrainingArguments
 
     return {
@@ -61,18 +66,16 @@ def _defaults_of_bases() -> dict[str, Any]:
 
 
 def _model(given: Given, result: Conversion) -> None:
-    if given["model_name_or_path"] is None:
-        result.missing.append("model.model: directory or hub name of the model")
-        result.put("model.model", "MODEL")
-    else:
-        result.put("model.model", given["model_name_or_path"])
-    if given["gradient_checkpointing"]:
-        result.put("model.gradient_checkpointing", True)
-    if given["torch_compile"]:
-        result.put("model.compile", True)
-    for name in ("trust_remote_code", "cast_lm_head_to_fp32"):
-        if given[name]:
-            result.put(f"model.{name}", True)
+    result.put_model(given["model_name_or_path"])
+    result.carry(
+        given,
+        {
+            "gradient_checkpointing": "model.gradient_checkpointing",
+            "torch_compile": "model.compile",
+            "trust_remote_code": "model.trust_remote_code",
+            "cast_lm_head_to_fp32": "model.cast_lm_head_to_fp32",
+        },
+    )
     _model_kwargs(given, result)
     if given["use_peft"]:
         _lora(given, result)
@@ -91,15 +94,12 @@ def _model_kwargs(given: Given, result: Conversion) -> None:
 
 def _lora(given: Given, result: Conversion) -> None:
     targets = given["lora_target_modules"] or "all-linear"
-    lora = {
-        "rank": given["lora_r"],
-        "alpha": float(given["lora_alpha"]),
-        "target_modules": [targets] if isinstance(targets, str) else list(targets),
-    }
+    result.put_lora(given["lora_r"], given["lora_alpha"], targets)
     options: dict[str, Any] = {name: True for name in ("use_rslora", "use_dora") if given[name]}
     if given["lora_modules_to_save"]:
         options["modules_to_save"] = list(given["lora_modules_to_save"])
-    result.put("model.lora", lora | ({"options": options} if options else {}))
+    if options:
+        result.put("model.lora.options", options)
     if given["lora_dropout"]:  # on by default
         result.leave(given, "lora_dropout", TRL["lora_dropout"].note)
 
@@ -124,8 +124,7 @@ def _data(given: Given, result: Conversion) -> None:
 
 
 def _rewards(given: Given, result: Conversion) -> None:
-    names = given["reward_funcs"]
-    names = [] if names is None else [names] if isinstance(names, str) else list(names)
+    names = as_list(given["reward_funcs"])
     weights = given["reward_weights"] or [None] * len(names)
     both = [(_reward(name), weight) for name, weight in zip(names, weights, strict=False)]
     carried = [(reward, weight) for reward, weight in both if reward is not None]
@@ -226,7 +225,7 @@ def _engine(given: Given, result: Conversion) -> None:
 
 
 def _batches(given: Given, result: Conversion, devices: int) -> int:
-    """Returns the optimizer steps of an iteration."""
+    """Put the sizes of batches; return the optimizer steps of an iteration."""
     completions = given["per_device_train_batch_size"] * devices
     accumulated, group_size = given["gradient_accumulation_steps"], given["num_generations"]
     size, steps = given["generation_batch_size"], given["steps_per_generation"]
@@ -261,7 +260,7 @@ def _batches(given: Given, result: Conversion, devices: int) -> int:
 
 
 def _length(given: Given, result: Conversion, steps: int) -> int | None:
-    """Returns the optimizer steps of the whole run, where the file tells."""
+    """Put the length of the run; return its optimizer steps, where the file tells."""
     if given["max_steps"] > 0:
         given.cover("num_train_epochs")  # of no effect beside it
         iterations = math.ceil(given["max_steps"] / steps)
@@ -286,21 +285,17 @@ def _trainer(given: Given, result: Conversion, devices: int) -> None:
         result.leave(given, "fp16", "float16 needs a loss scaler; bf16-mixed is written")
     if bf16 or given["fp16"]:
         result.put("trainer.precision", "bf16-mixed")
-    loggers = given["report_to"]
-    loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
-    classes = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow": "MLFlowLogger"}
-    chosen = [_logger(classes[name], given, result) for name in loggers if name in classes]
-    if chosen:
-        result.put("trainer.logger", chosen)
-    if set(loggers) - classes.keys() - {"none", "all"}:
-        result.leave(given, "report_to", "write one of Lightning's loggers")
-
-
-def _logger(name: str, given: Given, result: Conversion) -> dict[str, Any]:
-    named = {} if given["run_name"] is None else {"name": given["run_name"]}
-    if name == "MLFlowLogger":
-        return instance(name, **({"experiment_name": named["name"]} if named else {}))
-    return instance(name, save_dir=str(given.look("output_dir") or "."), **named)
+    place = {"save_dir": str(given.look("output_dir") or ".")}
+    run_name = given.look("run_name")
+    named = {} if run_name is None else {"name": run_name}
+    loggers = {
+        "tensorboard": instance("TensorBoardLogger", **place, **named),
+        "wandb": instance("WandbLogger", **place, **named),
+        "mlflow": instance("MLFlowLogger", **({"experiment_name": run_name} if named else {})),
+    }
+    result.put_loggers(given, "report_to", loggers, {"none", "all"})
+    if "logger" in result.config["trainer"]:
+        given.cover("run_name")
 
 
 def _callbacks(given: Given, result: Conversion, steps: int, heldout: str | None) -> None:

@@ -5,12 +5,20 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from lightning_rl.cli.convert import verl_learning as learning
-from lightning_rl.cli.convert.rows import Conversion, Given, instance, prompts_from
-from lightning_rl.cli.convert.verl_rows import VERL
+from lightning_rl.cli.convert import learning
+from lightning_rl.cli.convert.conversion import (
+    Conversion,
+    Given,
+    as_list,
+    instance,
+    prompts_from,
+    table,
+)
 from lightning_rl.errors import ConfigError
 
-_ROLLOUT, _MODEL = "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+VERL = table("verl")
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_MODEL = "actor_rollout_ref.model."
 
 
 def convert_verl(overrides: Sequence[str], rewards: Sequence[str] | None = None) -> Conversion:
@@ -30,13 +38,9 @@ def convert_verl(overrides: Sequence[str], rewards: Sequence[str] | None = None)
     _data(given, result, rewards)
     _sampling(given, result)
     _engine(given, result)
-    steps = learning.batches(given, result)
+    steps = _batches(given, result)
     total = _length(given, result)
-    learning.loss(given, result)
-    learning.advantage(given, result)
-    learning.correction(given, result)
-    learning.penalties(given, result)
-    learning.optimizer(given, result, None if total is None else total * steps)
+    learning.verl(given, result, None if total is None else total * steps)
     _trainer(given, result)
     _callbacks(given, result)
     result.left += given.left()
@@ -69,22 +73,15 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _model(given: Given, result: Conversion) -> None:
-    path = given[_MODEL + "path"]
-    if path is None:
-        result.missing.append("model.model: directory or hub name of the model")
-    result.put("model.model", path or "MODEL")
-    if given[_MODEL + "enable_gradient_checkpointing"]:
-        result.put("model.gradient_checkpointing", True)
-    if given[_MODEL + "trust_remote_code"] or given["data.trust_remote_code"]:
-        result.put("model.trust_remote_code", True)
-    if given[_MODEL + "lora_rank"]:
-        targets = given[_MODEL + "target_modules"]
-        lora = {
-            "rank": given[_MODEL + "lora_rank"],
-            "alpha": float(given[_MODEL + "lora_alpha"]),
-            "target_modules": [targets] if isinstance(targets, str) else list(targets),
-        }
-        result.put("model.lora", lora)
+    result.put_model(given[_MODEL + "path"])
+    names = {
+        _MODEL + "enable_gradient_checkpointing": "model.gradient_checkpointing",
+        _MODEL + "trust_remote_code": "model.trust_remote_code",
+        "data.trust_remote_code": "model.trust_remote_code",
+    }
+    result.carry(given, names)
+    if rank := given[_MODEL + "lora_rank"]:
+        result.put_lora(rank, given[_MODEL + "lora_alpha"], given[_MODEL + "target_modules"])
 
 
 def _data(given: Given, result: Conversion, rewards: Sequence[str] | None) -> None:
@@ -101,8 +98,7 @@ def _data(given: Given, result: Conversion, rewards: Sequence[str] | None) -> No
         ("data.train_files", "data.train_prompts", train),
         ("data.val_files", "data.eval_prompts", options),
     ):
-        files = given[theirs]
-        files = [files] if isinstance(files, str) else list(files or [])
+        files = as_list(given[theirs])
         if len(files) > 1:
             result.leave(given, theirs, "the first is written; put several into one file")
         if not files and ours == "data.eval_prompts":
@@ -123,23 +119,18 @@ def _data(given: Given, result: Conversion, rewards: Sequence[str] | None) -> No
 
 
 def _sampling(given: Given, result: Conversion) -> None:
-    tokens = given["data.max_response_length"]
-    training = {
-        "max_tokens": tokens,
-        "temperature": given[_ROLLOUT + "temperature"],
-        "top_p": float(given[_ROLLOUT + "top_p"]),
-        "top_k": max(0, given[_ROLLOUT + "top_k"]),
-    }
-    sampled = given[_ROLLOUT + "val_kwargs.do_sample"]
-    evaluation = {
-        "max_tokens": tokens,
-        "temperature": given[_ROLLOUT + "val_kwargs.temperature"] if sampled else 0.0,
-        "top_p": float(given[_ROLLOUT + "val_kwargs.top_p"]),
-        "top_k": max(0, given[_ROLLOUT + "val_kwargs.top_k"]),
-    }
-    result.put("data.sampling", training)
-    result.put("data.eval_sampling", evaluation)
-    result.put("data.eval_samples", given[_ROLLOUT + "val_kwargs.n"])
+    held_out = _ROLLOUT + "val_kwargs."
+    sampled = given[held_out + "do_sample"]
+    for ours, place in (("data.sampling", _ROLLOUT), ("data.eval_sampling", held_out)):
+        drawn = place == _ROLLOUT or sampled
+        settings = {
+            "max_tokens": given["data.max_response_length"],
+            "temperature": given[place + "temperature"] if drawn else 0.0,
+            "top_p": float(given[place + "top_p"]),
+            "top_k": max(0, given[place + "top_k"]),
+        }
+        result.put(ours, settings)
+    result.put("data.eval_samples", given[held_out + "n"])
 
 
 def _engine(given: Given, result: Conversion) -> None:
@@ -149,31 +140,43 @@ def _engine(given: Given, result: Conversion) -> None:
         return
     if name != "vllm":
         result.leave(given, _ROLLOUT + "name", "VLLMLocal is written")
-    arguments: dict[str, Any] = {
-        "dtype": str(given[_ROLLOUT + "dtype"]),
-        "gpu_memory_utilization": given[_ROLLOUT + "gpu_memory_utilization"],
-        "max_num_seqs": given[_ROLLOUT + "max_num_seqs"],
-        "enable_prefix_caching": given[_ROLLOUT + "enable_prefix_caching"],
-    }
+    arguments: dict[str, Any] = {"dtype": str(given[_ROLLOUT + "dtype"])}
+    for same in ("gpu_memory_utilization", "max_num_seqs", "enable_prefix_caching"):
+        arguments[same] = given[_ROLLOUT + same]
     if given[_ROLLOUT + "max_model_len"]:
         arguments["max_model_len"] = given[_ROLLOUT + "max_model_len"]
     if given.says(_ROLLOUT + "free_cache_engine"):
         arguments["sleep_level"] = 2 if given[_ROLLOUT + "free_cache_engine"] else None
-    options: dict[str, Any] = {}
-    for theirs, ours in (
-        ("enforce_eager", "enforce_eager"),
-        ("max_num_batched_tokens", "max_num_batched_tokens"),
-    ):
-        # What is not said is left to the engine.
-        if given.says(_ROLLOUT + theirs):
-            options[ours] = given[_ROLLOUT + theirs]
-    if options:
+    # What is not said is left to the engine.
+    said = [n for n in ("enforce_eager", "max_num_batched_tokens") if given.says(_ROLLOUT + n)]
+    if options := {name: given[_ROLLOUT + name] for name in said}:
         arguments["options"] = options
     result.put_class("data.engine", "VLLMLocal", **arguments)
 
 
+def _batches(given: Given, result: Conversion) -> int:
+    """Sizes in prompts, as both count them; returns the optimizer steps of an iteration.
+
+    Raises:
+        ConfigError: if a batch is no whole number of minibatches.
+    """
+    prompts, size = given["data.train_batch_size"], given[_ACTOR + "ppo_mini_batch_size"]
+    size = min(size, prompts)
+    if prompts % size:
+        raise ConfigError(
+            f"data.train_batch_size={prompts} is no multiple of ppo_mini_batch_size={size}"
+        )
+    result.put("data.group_size", given["actor_rollout_ref.rollout.n"])
+    result.put("data.groups_per_iteration", prompts)
+    result.put("model.minibatches", prompts // size)
+    result.put("model.ppo_epochs", given[_ACTOR + "ppo_epochs"])
+    if given[_ACTOR + "use_dynamic_bsz"] or given.says(_ACTOR + "ppo_max_token_len_per_gpu"):
+        result.put("model.max_tokens_per_pack", given[_ACTOR + "ppo_max_token_len_per_gpu"])
+    return int(prompts // size * given[_ACTOR + "ppo_epochs"])
+
+
 def _length(given: Given, result: Conversion) -> int | None:
-    """Returns the iterations of the run, where the configuration tells."""
+    """Put the length of the run; return its iterations, where the configuration tells."""
     epochs, steps = given["trainer.total_epochs"], given["trainer.total_training_steps"]
     if steps is not None:
         result.put("data.iterations_per_epoch", steps)
@@ -198,19 +201,14 @@ def _trainer(given: Given, result: Conversion) -> None:
     result.remarks.append("verl's actor computes in bfloat16 (mixed) unless its strategy says else")
     if given["trainer.default_local_dir"] is not None:
         result.put("trainer.default_root_dir", given["trainer.default_local_dir"])
-    loggers = given["trainer.logger"] if given.says("trainer.logger") else []
-    loggers = [loggers] if isinstance(loggers, str) else list(loggers)
     project, name = given["trainer.project_name"], given["trainer.experiment_name"]
-    classes = {
+    loggers = {
         "wandb": instance("WandbLogger", project=project, name=name),
         "tensorboard": instance("TensorBoardLogger", save_dir=project, name=name),
         "mlflow": instance("MLFlowLogger", experiment_name=project, run_name=name),
     }
-    chosen = [classes[logger] for logger in loggers if logger in classes]
-    if chosen:
-        result.put("trainer.logger", chosen)
-    if set(loggers) - classes.keys() - {"console"}:
-        result.leave(given, "trainer.logger", "write one of Lightning's loggers")
+    if given.says("trainer.logger"):
+        result.put_loggers(given, "trainer.logger", loggers, {"console"})
 
 
 def _callbacks(given: Given, result: Conversion) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from lightning_rl.config.table import config_files
+from lightning_rl.config.layers import config_files
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.jsonl import JSONLRollouts

@@ -1,10 +1,12 @@
-"""What a table of counterparts is made of, and what reading a configuration by it leaves."""
+"""Tables of counterparts, and the engine that reads another library's configuration by them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml  # type: ignore[import-untyped]
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,23 @@ class Row:
     """
 
     theirs: str
-    default: Any
+    default: Any = None
     ours: str = ""
     note: str = ""
+
+
+def sections(library: str) -> dict[str, list[Row]]:
+    """Read the table of ``trl`` or ``verl``: the rows by their heading."""
+    text = Path(__file__).with_name(f"{library}.yaml").read_text(encoding="utf-8")
+    return {
+        title: [Row(theirs, **(columns or {})) for theirs, columns in rows.items()]
+        for title, rows in yaml.safe_load(text).items()
+    }
+
+
+def table(library: str) -> dict[str, Row]:
+    """Read all rows of ``trl`` or ``verl``, by its own names."""
+    return {row.theirs: row for rows in sections(library).values() for row in rows}
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,7 @@ class Left:
 
 @dataclass
 class Conversion:
-    """Our configuration, and what is to be said about it."""
+    """Our configuration as it comes together, and what is to be said about it."""
 
     config: dict[str, Any] = field(
         default_factory=lambda: {
@@ -65,6 +81,33 @@ class Conversion:
         """Set a class with its arguments."""
         self.put(path, instance(name, **arguments))
 
+    def carry(self, given: "Given", names: Mapping[str, str]) -> None:
+        """Set ours, the values of ``names``, to theirs, the keys, where those are on or set."""
+        for theirs, ours in names.items():
+            if given[theirs]:
+                self.put(ours, given[theirs])
+
+    def put_model(self, path: str | None) -> None:
+        """Set the model, or ask for it."""
+        if path is None:
+            self.missing.append("model.model: directory or hub name of the model")
+        self.put("model.model", path or "MODEL")
+
+    def put_lora(self, rank: int, alpha: float, targets: str | Iterable[str]) -> None:
+        """Set adapters of these layers."""
+        names = [targets] if isinstance(targets, str) else list(targets)
+        self.put("model.lora", {"rank": rank, "alpha": float(alpha), "target_modules": names})
+
+    def put_loggers(
+        self, given: "Given", key: str, loggers: Mapping[str, Any], ignored: set[str]
+    ) -> None:
+        """Set those of ``loggers`` that the value names; of any other but ``ignored``, say so."""
+        names = as_list(given[key])
+        if chosen := [loggers[name] for name in names if name in loggers]:
+            self.put("trainer.logger", chosen)
+        if set(names) - loggers.keys() - ignored:
+            self.leave(given, key, "write one of Lightning's loggers")
+
     def leave(self, given: "Given", key: str, reason: str) -> None:
         """Note that a value is not carried over, or not as it is."""
         self.left.append(Left(key, given[key], reason))
@@ -73,6 +116,11 @@ class Conversion:
 def instance(name: str, /, **arguments: Any) -> dict[str, Any]:
     """A class and its arguments, as our YAML has them."""
     return {"class_path": name, **({"init_args": arguments} if arguments else {})}
+
+
+def as_list(value: str | Iterable[str] | None) -> list[str]:
+    """A name alone, or names, or none, as a list."""
+    return [value] if isinstance(value, str) else list(value or [])
 
 
 def prompts_from(path: str, split: str | None, **options: Any) -> dict[str, Any]:
@@ -113,7 +161,7 @@ class Given:
         return self._values[name]
 
     def says(self, name: str) -> bool:
-        """Whether the file says something of it."""
+        """Tell whether the file says something of it."""
         return name in self._given
 
     def cover(self, *names: str) -> None:
@@ -121,7 +169,7 @@ class Given:
         self._taken.update(names)
 
     def left(self) -> list[Left]:
-        """What was given, says something else than the default, and was not taken over."""
+        """List what was given, says something else than the default, and was not taken over."""
         return [
             Left(name, value, self._reason(name))
             for name, value in self._given.items()
@@ -142,7 +190,7 @@ def _number(value: Any) -> Any:
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Whether nothing else was said than what holds anyway; dumps hide tokens as ``<NAME>``."""
+    """Tell whether it is what holds anyway; dumps hide tokens as ``<NAME>``."""
     if value is None or (isinstance(value, str) and re.fullmatch(r"<[A-Z_]+_TOKEN>", value)):
         return True
     return value == default or (not value and not default and value != 0)

@@ -1,0 +1,71 @@
+"""Parsers of the commands' options: what is wrong is raised, and a help fits a screen."""
+
+from argparse import SUPPRESS
+from typing import Any, NoReturn
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_rl.config.mistakes import innermost
+
+HELP = """\
+usage: lightning-rl {command} --config FILE [--config FILE ...] [--key value ...]
+
+{description}
+
+  -c, --config FILE    YAML; later files and options win over earlier ones
+  --model CLASS        PolicyModule, or SFTModule for supervised training; --model.KEY its arguments
+  --data CLASS         RLDataModule or SFTDataModule; --data.KEY its arguments
+  --trainer.KEY        arguments of Lightning's Trainer
+{own}
+  --print_config       print the whole configuration, defaults included, and stop
+  --trusted_only       name no code but the library's own; --trust MODULE allows another
+
+Any key may be set on the command line: --data.group_size 16, --trainer.callbacks+=StepTimer.
+List the options of a class:  lightning-rl {command} --model.help PolicyModule
+                              lightning-rl {command} --data.help RLDataModule
+                              lightning-rl {command} --trainer.callbacks.help Evaluate
+                              lightning-rl {command} --trainer.help
+"""
+
+# Lightning's own texts for these run over half a page.
+OWN_HELP = {
+    "seed_everything": "seed of all random generators; true draws one (default: 0)",
+    "ckpt_path": "checkpoint to go on from, or to use",
+    "weights_only": "false also loads pickled objects, from a file that you trust",
+    "allow_changes": "with ckpt_path: true, or keys that may alter the run from there on",
+    "verbose": "print the metrics at the end (default: true)",
+}
+
+
+class RLArgumentParser(LightningArgumentParser):
+    """A parser that raises what is wrong instead of printing usage; its help fits a screen."""
+
+    command = ""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:  # a parser inside the parser, that tries one member of a union
+            super().error(message, ex)
+        raise innermost(ex or ValueError(message)) from ex
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        if not self.command:
+            return super().format_help(*args, **kwargs)
+        groups = ("model", "data", "trainer")
+        own = [
+            f"  --{action.dest:<18} {OWN_HELP.get(action.dest) or action.help}"
+            for action in self._actions
+            if hasattr(action, "_typehint") and action.dest.split(".")[0] not in groups
+        ]
+        return HELP.format(
+            command=self.command,
+            description=self.description,
+            own="\n".join(own),
+        )
+
+
+def trainer_help() -> str:
+    """The Trainer's options alone."""
+    parser = LightningArgumentParser(description="", usage=SUPPRESS, add_help=False)
+    parser.add_class_arguments(Trainer, "trainer")
+    return str(parser.format_help())
