@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,11 @@ def _nodes(node: Any, key: Key, owner: str) -> Iterator[tuple[Key, Any, str]]:
 
 def _children(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
     """Parts of a mapping or list, each with its key."""
-    parts = node.items() if isinstance(node, dict) else ()
-    parts = enumerate(node) if isinstance(node, list | tuple) else parts
+    parts: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(node, dict):
+        parts = node.items()
+    elif isinstance(node, list | tuple):
+        parts = enumerate(node)
     return (((*key, name), inner) for name, inner in parts)
 
 

@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 
 from lightning_rl.errors import ConfigError
 
-from lightning_rl.errors import ConfigError
-
 _STUB = Path(__file__).parents[1] / "__init__.pyi"
 
 MODULE_OF = {
