@@ -45,7 +45,7 @@ from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.learn.own_loop import FabricDDP
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.lora import LoRA
-from lightning_rl.models.sharding import whole
+from lightning_rl.models.sharding import full_tensor
 from lightning_rl.module import PolicyModule
 from lightning_rl.run import dist
 from tests.ranks_bare import bare_loop
@@ -72,7 +72,7 @@ class Seen(RLCallback):
 
     def on_train_start(self, trainer, pl_module) -> None:
         trained = (p.detach() for p in pl_module.policy.parameters() if p.requires_grad)
-        self.start = sum(float(whole(weight).double().abs().sum()) for weight in trained)
+        self.start = sum(float(full_tensor(weight).double().abs().sum()) for weight in trained)
 
     def on_update_start(self, trainer, pl_module, batch) -> None:
         trained = trainer.train_dataloader.current
