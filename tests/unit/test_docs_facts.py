@@ -1,7 +1,9 @@
 """Facts that pages state, and that change with the code: names, counts, sizes."""
 
+import ast
 import inspect
 import re
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import lightning_rl.callbacks as callbacks
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.losses import PolicyLoss
 from lightning_rl.config.hints import class_names
+from lightning_rl.config.names import MOVED
 from lightning_rl.engines.base import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -80,3 +83,57 @@ def test_every_command_is_on_its_page():
     text = page("docs/cli.md")
     assert [c for c in COMMANDS if f"**{c}**" not in text and f"lightning-rl {c}" not in text] == []
     assert [c for c in COMMANDS if f"\n  {c} " not in USAGE] == []
+
+
+# ---------------------------------------------------------------- names of modules and files
+
+NAME = re.compile(r"(?<![\w./-])lightning_rl(?:\.(?!_)\w+)+")
+PATH = re.compile(r"(?<![\w./-])(?:lightning_rl|benchmarks|tests|recipes|docs)(?:/[\w-]+)+\.\w+")
+INVENTED = {
+    "lightning_rl.progress",  # a key in Parquet files
+    "recipes/reasoning_gym/my_task.yaml",
+}
+
+
+def texts() -> list[Path]:
+    """All files in which a reader meets names of modules and files; tests also invent some."""
+    folders = ("docs", "recipes", "benchmarks", "install", "lightning_rl")
+    kinds = (".md", ".py", ".pyi", ".yaml", ".toml", ".sh")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    found = [path for path in found if path.suffix in kinds]
+    return [*found, *(ROOT / name for name in ("README.md", "Makefile", "mkdocs.yml"))]
+
+
+@cache
+def bound_in(module: Path) -> set[str]:
+    """All names that a module's text binds, wherever it does."""
+    nodes = list(ast.walk(ast.parse(module.read_text(encoding="utf-8"))))
+    aliases = {(n.asname or n.name).split(".")[0] for n in nodes if isinstance(n, ast.alias)}
+    return aliases | {getattr(n, key) for n in nodes for key in ("name", "id") if hasattr(n, key)}
+
+
+def exists(name: str) -> bool:
+    """Of a dotted name: the module, and the first name after it."""
+    place = ROOT / "lightning_rl"
+    for part in name.split(".")[1:]:
+        if (place / part).is_dir():
+            place /= part
+        elif (module := place / f"{part}.py").exists():
+            place = module
+        elif place.is_dir():
+            public_names = lightning_rl.__all__ if place.name == "lightning_rl" else []
+            return part in public_names or part in bound_in(place / "__init__.py")
+        else:
+            return part in bound_in(place)
+    return True
+
+
+def test_no_text_names_a_module_or_file_that_is_gone():
+    gone = set()
+    for path in texts():
+        text = path.read_text(encoding="utf-8")
+        modules, files = set(NAME.findall(text)) - {*MOVED, *INVENTED}, set(PATH.findall(text))
+        wrong = [name for name in modules if not exists(name)]
+        wrong += [name for name in files - INVENTED if not (ROOT / name).exists()]
+        gone |= {f"{path.relative_to(ROOT)}: {name}" for name in wrong}
+    assert not gone, "\n".join(sorted(gone))
