@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rl.run.hooks import RLCallback
+from lightning_rl import RLCallback
 from recipes.sort_digits.prepare import prepare
 
 ITERATIONS, PER_EPOCH, GROUPS, GROUP_SIZE = 6, 3, 4, 4

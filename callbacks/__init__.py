@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.batch_guards import (
     EffectiveSampleGuard,
     LogprobGapGuard,
@@ -44,7 +45,6 @@ from lightning_rl.callbacks.timer import StepTimer
 from lightning_rl.callbacks.watchdog import Watchdog
 from lightning_rl.callbacks.weight_sync import WeightSync
 from lightning_rl.config.names import refuse_renamed
-from lightning_rl.run.hooks import RLCallback
 
 __all__ = [
     "BatchGuard",

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from tensordict import TensorDict
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.config.arguments import configurable
@@ -23,15 +24,15 @@ from lightning_rl.errors import (
     RunInterrupted,
     require_at_least,
 )
-from lightning_rl.learn.recording import RecordingModule
 from lightning_rl.models.soundness import require_finite_weights
+from lightning_rl.module import PolicyModule
 from lightning_rl.run.checkpoint_io import (
     BackgroundCheckpointIO,
     VerifiedCheckpointIO,
     checkpoints_in,
     newest_good,
 )
-from lightning_rl.run.hooks import RLCallback
+from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.loop import Interrupts, is_waiting, replace_loop_if_blocked, seconds_of
 from lightning_rl.run.resume import begin_only_if_new, enter_run, going_on, run_id_of
 from lightning_rl.run.rundir import continue_in, output_path, own_runs, require_free
@@ -115,7 +116,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self._directory = output_path(trainer, self._given, "checkpoints")
         if stage != "fit":
             return
-        if not isinstance(pl_module, RecordingModule):
+        if not isinstance(pl_module, PolicyModule):
             raise ConfigError(
                 f"IterationCheckpoint counts RL iterations, which {type(pl_module).__name__} has "
                 "none of; use ModelCheckpoint"
@@ -135,21 +136,18 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer, pl_module)
 
-    def _begin(self, trainer: Trainer, module: LightningModule) -> None:
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen to signals from now on, unless it does."""
         if self._training:
             return
-        assert isinstance(module, RecordingModule)
-        recording, alone = module, trainer.world_size == 1
+        module, alone = self.module_of(pl_module), trainer.world_size == 1
         self._training = self._fresh = True
         self._updating = None
-        recording.run_id = enter_run(trainer, recording, self._directory)
+        module.run_id = enter_run(trainer, module, self._directory)
 
         def safe() -> bool:
             # While the main thread waits, nothing but the collector's state grows.
-            return (
-                alone and self._training and is_waiting() and self._updating != recording.iteration
-            )
+            return alone and self._training and is_waiting() and self._updating != module.iteration
 
         self._interrupts.install(safe)
 
@@ -159,32 +157,29 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
-        assert isinstance(pl_module, RecordingModule)
-        self._updating, self._fresh = pl_module.iteration, False
+        self._updating, self._fresh = self.module_of(pl_module).iteration, False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, RecordingModule)
-        is_best = self._rank(pl_module)
-        if pl_module.iteration % self.every_n_iterations == 0 or is_best:
-            self._save(trainer, pl_module)
+        module = self.module_of(pl_module)
+        is_best = self._rank(module)
+        if module.iteration % self.every_n_iterations == 0 or is_best:
+            self._save(trainer, module)
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
         if self._monitor is not None:
-            callbacks = trainer.callbacks  # type: ignore[attr-defined]
-            self._monitor.look(metrics, any(isinstance(c, Evaluate) for c in callbacks))
+            self._monitor.look(metrics, bool(find_callbacks(trainer, Evaluate)))
         interruption = self._interrupts.requested()
         # Any rank's signal stops all of them, in the same iteration.
         if trainer.strategy.reduce_boolean_decision(interruption is not None, all=False):
             raise interruption or RunInterrupted("a signal to another process", 143)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, RecordingModule)
         if not self._fresh:
-            self._save(trainer, pl_module)
+            self._save(trainer, self.module_of(pl_module))
         self._finish(trainer)
 
     def on_exception(
@@ -192,12 +187,11 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     ) -> None:
         if not self._training or trainer.state.fn != "fit":
             return
-        assert isinstance(pl_module, RecordingModule)
-        self._training = False
+        module, self._training = self.module_of(pl_module), False
         try:
-            if self._may_save(trainer, pl_module, exception):
+            if self._may_save(trainer, module, exception):
                 replace_loop_if_blocked()  # else saving what is in flight would wait for ever
-                self._save(trainer, pl_module)
+                self._save(trainer, module)
             self._finish(trainer)
         except CheckpointError as error:  # what stopped the run comes first
             rank_zero_warn(str(error))
@@ -208,9 +202,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
 
     # ---------------------------------------------------------------- saving
 
-    def _may_save(
-        self, trainer: Trainer, module: RecordingModule, exception: BaseException
-    ) -> bool:
+    def _may_save(self, trainer: Trainer, module: PolicyModule, exception: BaseException) -> bool:
         if self._fresh or isinstance(exception, CheckpointError | KeyboardInterrupt):
             return False
         if self._updating == module.iteration:  # the optimizer may have stepped or not
@@ -222,7 +214,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         # An error is one process's own; the others would wait for it in vain.
         return trainer.world_size == 1 or isinstance(exception, RunInterrupted)
 
-    def _save(self, trainer: Trainer, module: RecordingModule) -> None:
+    def _save(self, trainer: Trainer, module: PolicyModule) -> None:
         before, name = self.saved, f"iteration_{module.iteration}.ckpt"
         require_finite_weights(module, f"saved as {self._directory / name}")
         self.saved = [*(old for old in before if old != name), name]
@@ -243,7 +235,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         finally:
             self._interrupts.remove()
 
-    def _rank(self, module: RecordingModule) -> bool:
+    def _rank(self, module: PolicyModule) -> bool:
         """Whether this iteration is among the best so far; if so, remember it."""
         value = None if self.monitor is None else module.recorded.get(self.monitor)
         if value is None or not math.isfinite(value):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     ModelSummary,
     RichModelSummary,
@@ -16,6 +16,7 @@ from lightning_rl.callbacks.early_stopping import StopEarly
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.progress import RLProgressBar
 from lightning_rl.callbacks.report import RunReport
+from lightning_rl.run.hooks import callbacks_of, datamodule_of, find_callbacks, is_fast_dev_run
 
 
 class ParameterSummary(ModelSummary):
@@ -52,7 +53,7 @@ def own_display(trainer: Trainer) -> list[Callback]:
     Only of those that the Trainer made, or that have their default settings: what was chosen stays,
     and what was switched off stays off.
     """
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = callbacks_of(trainer)
     replaced = [c for c in callbacks if type(c) in IN_PLACE_OF and vars(c) == vars(type(c)())]
     for callback in replaced:  # Lightning would tell of each that it overrides
         callbacks.remove(callback)
@@ -65,12 +66,10 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
     What is among the trainer's callbacks already stays as it is.
     """
     added = own_display(trainer)
-    datamodule = getattr(trainer, "datamodule", None)
-    if trainer.state.fn == "fit" and isinstance(datamodule, LightningDataModule):
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    if trainer.state.fn == "fit" and datamodule_of(trainer) is not None:
         # A try-out leaves no results behind.
-        wanted = [LearningAlarms] if trainer.fast_dev_run else [LearningAlarms, RunReport]  # type: ignore[attr-defined]
-        added += [make() for make in wanted if not any(isinstance(c, make) for c in callbacks)]
+        wanted = [LearningAlarms] if is_fast_dev_run(trainer) else [LearningAlarms, RunReport]
+        added += [make() for make in wanted if not find_callbacks(trainer, make)]
     return added
 
 

@@ -6,9 +6,10 @@ from difflib import get_close_matches
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.errors import ConfigError
-from lightning_rl.run.hooks import RLCallback
+from lightning_rl.run.hooks import find_callbacks
 
 
 class Monitor:
@@ -66,13 +67,9 @@ class StopEarly(RLCallback):
     @classmethod
     def where_needed(cls, trainer: Trainer) -> list[Callback]:
         """What to add to a Trainer's callbacks; nothing if it has it, or needs it not."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        stoppers = [
-            callback
-            for callback in callbacks
-            if isinstance(callback, EarlyStopping) and not callback._check_on_train_epoch_end
-        ]
-        if not stoppers or any(isinstance(callback, cls) for callback in callbacks):
+        found = find_callbacks(trainer, EarlyStopping)
+        stoppers = [stopper for stopper in found if not stopper._check_on_train_epoch_end]
+        if not stoppers or find_callbacks(trainer, cls):
             return []
         for stopper in stoppers:  # else its setup decides for the end of epochs
             stopper._check_on_train_epoch_end = False
@@ -81,8 +78,7 @@ class StopEarly(RLCallback):
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        evaluates = any(isinstance(callback, Evaluate) for callback in callbacks)
+        evaluates = bool(find_callbacks(trainer, Evaluate))
         for stopper, monitor in self._stoppers:
             if stopper.strict:
                 monitor.look(metrics, evaluates)

@@ -4,12 +4,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rl.callbacks.weight_sync import weight_syncs
+from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.callbacks.weight_sync import WeightSync
 from lightning_rl.config.arguments import configurable
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
-from lightning_rl.run.hooks import RLCallback
+from lightning_rl.run.hooks import datamodule_of, find_callbacks
 
 
 @configurable
@@ -38,7 +39,7 @@ class Evaluate(RLCallback):
         self._evaluated: int | None = None  # the version that was evaluated last
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        datamodule = datamodule_of(trainer)
         if not isinstance(datamodule, RLDataModule) or datamodule.eval_prompts is None:
             raise ConfigError("Evaluate has nothing to evaluate on; set data.eval_prompts")
         if stage == "fit":
@@ -46,24 +47,24 @@ class Evaluate(RLCallback):
         self._evaluated = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, PolicyModule)
+        module = self.module_of(pl_module)
         # A run that goes on may have been stopped in the middle of an evaluation.
         begins = not trainer.ckpt_path and self.before_training
-        if begins or self.should_evaluate(trainer, pl_module.iteration):
-            self.evaluate(trainer, pl_module)
+        if begins or self.should_evaluate(trainer, module.iteration):
+            self.evaluate(trainer, module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, PolicyModule)
-        if self.should_evaluate(trainer, pl_module.iteration):
-            self.evaluate(trainer, pl_module)
+        module = self.module_of(pl_module)
+        if self.should_evaluate(trainer, module.iteration):
+            self.evaluate(trainer, module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, PolicyModule)
-        if self._evaluated != pl_module.iteration:  # what stopped the run could not be foreseen
-            self.evaluate(trainer, pl_module)
-            pl_module.flush_metrics()  # the iteration's row is written already
+        module = self.module_of(pl_module)
+        if self._evaluated != module.iteration:  # what stopped the run could not be foreseen
+            self.evaluate(trainer, module)
+            module.flush_metrics()  # the iteration's row is written already
 
     def should_evaluate(self, trainer: Trainer, version: int) -> bool:
         """Whether to evaluate the policy of this version; override to change when.
@@ -76,9 +77,9 @@ class Evaluate(RLCallback):
 
     def evaluate(self, trainer: Trainer, module: PolicyModule) -> None:
         """Roll out the held-out prompts with the present weights, and record what came of it."""
-        [sync] = weight_syncs(trainer)
+        [sync] = find_callbacks(trainer, WeightSync)
         sync.catch_up(trainer, module)
-        _, metrics = trainer.datamodule.evaluate()  # type: ignore[attr-defined]
+        _, metrics = self.data_of(trainer).evaluate()
         module.record(metrics)
         self._evaluated = module.iteration
 
@@ -97,14 +98,13 @@ def check_evaluations(trainer: Trainer) -> None:
     Raises:
         ConfigError: naming the callback that is missing, or there twice.
     """
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    count = sum(isinstance(callback, Evaluate) for callback in callbacks)
+    count = len(find_callbacks(trainer, Evaluate))
     if count > 1:
         raise ConfigError(
             f"trainer.callbacks: there are {count} Evaluate, which would roll out the same "
             "held-out prompts again; leave one, and set its every_n_iterations"
         )
-    if count and not weight_syncs(trainer):
+    if count and not find_callbacks(trainer, WeightSync):
         raise ConfigError(
             "trainer.callbacks: Evaluate measures the policy's weights, but without WeightSync the "
             "engine never gets them; add it"

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.config.arguments import configurable
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.soundness import require_finite_weights
-from lightning_rl.run.hooks import RLCallback
 from lightning_rl.run.rundir import output_path
 
 

@@ -136,7 +136,6 @@ def trainer_logprobs(module: PolicyModule, batch: TensorDict) -> Tensor:
             if module.skips_zero_advantage
             else None
         )
-        assert module.policy is not None
         with module.clock("logprob"):
-            module.policy.score(batch, "guard_logprobs", module.max_tokens_per_pack, rows)
+            module.loaded_policy.score(batch, "guard_logprobs", module.max_tokens_per_pack, rows)
     return tokens["guard_logprobs"]

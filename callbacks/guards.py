@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.guard_actions import (
     Finding,
     GuardAction,
@@ -18,7 +19,6 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.dist import gather
-from lightning_rl.run.hooks import RLCallback
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Guard(RLCallback, ABC):
 
     reruns = True
     name: str
-    what: ClassVar[str]
+    what: str
     """The number, in words."""
     fix: ClassVar[str] = "look at some rollouts"
     """What a person can do about it."""
@@ -133,8 +133,8 @@ class BatchGuard(Guard, ABC):
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
-        assert isinstance(pl_module, PolicyModule)
-        self.judge(pl_module, self.measure(pl_module, batch), batch)
+        module = self.module_of(pl_module)
+        self.judge(module, self.measure(module, batch), batch)
 
 
 @configurable
@@ -155,16 +155,16 @@ class MetricGuard(Guard):
         super().__init__(bound, action, patience)
         self.metric = metric
         self.name = metric.replace("/", "_")
-        self.what = metric  # type: ignore[misc]
+        self.what = metric
         self._measured = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, PolicyModule)
-        value = pl_module.recorded.get(self.metric)
+        module = self.module_of(pl_module)
+        value = module.recorded.get(self.metric)
         self._measured = self._measured or value is not None
-        self.judge(pl_module, value, None)
+        self.judge(module, value, None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._measured:
@@ -226,4 +226,4 @@ class NonFiniteGuard(MetricGuard):
     def __init__(self, action: GuardAction = Warn(), patience: int = 1) -> None:
         super().__init__("policy/nonfinite_skipped", 0, action, patience)
         self.name = "non_finite"
-        self.what = type(self).what  # type: ignore[misc]
+        self.what = type(self).what

@@ -10,13 +10,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import require_at_least
-from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.hooks import RLCallback
+from lightning_rl.run.hooks import datamodule_of
 from lightning_rl.run.metrics import summarize
 
 SMALL_EFFECT = 0.2
@@ -175,16 +175,16 @@ class LearningAlarms(RLCallback):
     def on_collect_end(
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
     ) -> None:
-        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        datamodule = datamodule_of(trainer)
         if not isinstance(datamodule, RLDataModule):  # recorded rollouts do not tell of this policy
             return
         # Also those that filters rejected: which ones that are changes as the policy does.
-        graded = [r for r in datamodule.generated if r.reward is not None]
-        if not graded:
-            return
         groups: dict[str, list[float]] = defaultdict(list)
-        for rollout in graded:
-            groups[rollout.group_id].append(rollout.reward)  # type: ignore[arg-type]
+        for rollout in datamodule.generated:
+            if rollout.reward is not None:
+                groups[rollout.group_id].append(rollout.reward)
+        if not groups:
+            return
         self.rewards.add([sum(group) / len(group) for group in groups.values()])
         written = [(r.logprobs, r.loss_mask) for r in rollouts if r.logprobs]
         surprises = [-p for ps, mask in written for p, by in zip(ps, mask, strict=True) if by]
@@ -196,7 +196,6 @@ class LearningAlarms(RLCallback):
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        assert isinstance(pl_module, PolicyModule)
         if "rollout/logprob_gap_mean" in metrics:
             self.gaps.add([metrics["rollout/logprob_gap_mean"]])
         found = {
@@ -210,7 +209,7 @@ class LearningAlarms(RLCallback):
             if said is not None and kind not in self.told:
                 self.told.append(kind)
                 if trainer.is_global_zero:
-                    iteration = pl_module.iteration
+                    iteration = self.module_of(pl_module).iteration
                     _log.warning("LearningAlarms (%s), iteration %d: %s", kind, iteration, said)
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,7 +243,7 @@ class LearningAlarms(RLCallback):
         )
 
     def _rewards(self, trainer: Trainer) -> str | None:
-        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        datamodule = datamodule_of(trainer)
         if not isinstance(datamodule, RLDataModule) or not self.rewards.full:
             return None
         if type(datamodule.train_prompts).observe is not PromptDataset.observe:
@@ -261,15 +260,15 @@ class LearningAlarms(RLCallback):
         )
 
     def _evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> str | None:
-        if "eval/accuracy" not in metrics:
+        datamodule = datamodule_of(trainer)
+        if "eval/accuracy" not in metrics or not isinstance(datamodule, RLDataModule):
             return None
-        first = self.first_evaluation
-        if not first:
+        first, held_out = self.first_evaluation, datamodule.eval_prompts
+        if not first or held_out is None:
             names = (*SPREAD_OF, "eval/reward_std")
             self.first_evaluation = {name: metrics[name] for name in names if name in metrics}
             return None
-        datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        prompts = len(datamodule.eval_prompts.first(datamodule.eval_limit))
+        prompts = len(held_out.first(datamodule.eval_limit))
         for name, spread_of in SPREAD_OF.items():
             if name not in first or name not in metrics:
                 continue

@@ -7,11 +7,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
-from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.hooks import RLCallback
 from lightning_rl.run.rundir import RunLines
 
 Row = tuple[Any, ...]
@@ -92,14 +91,14 @@ class PreviewTable(RLCallback):
     def on_collect_end(
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
     ) -> None:
-        assert isinstance(pl_module, PolicyModule)
-        if pl_module.iteration % self.every_n_iterations or not trainer.is_global_zero:
+        iteration = self.module_of(pl_module).iteration
+        if iteration % self.every_n_iterations or not trainer.is_global_zero:
             return
         chosen = spread(rollouts, self.num_rollouts)
-        named = ({"iteration": pl_module.iteration, "id": r.id} | r.to_dict() for r in chosen)
+        named = ({"iteration": iteration, "id": r.id} | r.to_dict() for r in chosen)
         self._lines.append(trainer, named)
         for logger in trainer.loggers:
-            log_table(logger, "rollouts", *preview_table(chosen), pl_module.iteration)
+            log_table(logger, "rollouts", *preview_table(chosen), iteration)
 
     def state_dict(self) -> dict[str, Any]:
         return self._lines.state_dict()

@@ -9,10 +9,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.report import headline
 from lightning_rl.config.arguments import configurable
-from lightning_rl.learn.recording import RecordingModule
-from lightning_rl.run.hooks import RLCallback
+from lightning_rl.module import PolicyModule
 
 LABELS = {
     "reward/mean": "reward",
@@ -50,7 +50,7 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if isinstance(pl_module, RecordingModule):
+        if isinstance(pl_module, PolicyModule):
             pl_module.clock.listeners.append(self._show_stage)
 
     def on_train_epoch_start(self, trainer: Trainer, *arguments: Any) -> None:
@@ -60,8 +60,7 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        assert isinstance(pl_module, RecordingModule)
-        iteration, last = pl_module.iteration, _total(trainer)
+        iteration, last = self.module_of(pl_module).iteration, _total(trainer)
         figures = _figures(metrics)
         if figures and (iteration % max(self.refresh_rate, 1) == 0 or iteration == last):
             self._write_line(f"iteration {iteration}", last, figures)
@@ -70,7 +69,7 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if isinstance(pl_module, RecordingModule):
+        if isinstance(pl_module, PolicyModule):
             return
         batch, last = batch_idx + 1, trainer.num_training_batches
         if batch % max(self.refresh_rate, trainer.log_every_n_steps, 1) == 0 or batch == last:  # type: ignore[attr-defined]

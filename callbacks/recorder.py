@@ -6,13 +6,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.loader import RolloutLoader, trainable
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import select
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.hooks import RLCallback
 from lightning_rl.run.rundir import RunLines
 from lightning_rl.view.flags import TokenPieces
 
@@ -46,26 +46,25 @@ class RolloutRecorder(RLCallback):
         self._lines = RunLines("recorded.jsonl")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, PolicyModule)
         self._pieces: TokenPieces | None = None
         self._lines.begin(trainer)
 
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
-        assert isinstance(pl_module, PolicyModule)
-        if pl_module.iteration % self.every_n_iterations:
+        module = self.module_of(pl_module)
+        if module.iteration % self.every_n_iterations:
             return
         collected = collected_rollouts(trainer)
         rows = {rollout.id: row for row, rollout in enumerate(trainable(collected))}
         chosen = self.choose(collected)
         trained = [rollout for rollout in chosen if rollout.id in rows]
         # On every rank: where weights are sharded, a forward pass takes all of them.
-        columns = token_columns(pl_module, batch, [rows[rollout.id] for rollout in trained])
+        columns = token_columns(module, batch, [rows[rollout.id] for rollout in trained])
         if not trainer.is_global_zero:
             return
         of_rollout = dict(zip((r.id for r in trained), columns, strict=True))
-        records = (self._record(pl_module, r) | of_rollout.get(r.id, {}) for r in chosen)
+        records = (self._record(module, r) | of_rollout.get(r.id, {}) for r in chosen)
         self._lines.append(trainer, records)
 
     def choose(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -83,8 +82,7 @@ class RolloutRecorder(RLCallback):
 
     def _record(self, module: PolicyModule, rollout: Rollout) -> dict[str, Any]:
         if self._pieces is None:
-            assert module.policy is not None
-            tokenizer = module.policy.tokenizer
+            tokenizer = module.loaded_policy.tokenizer
             self._pieces = TokenPieces(
                 lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
             )
@@ -117,7 +115,6 @@ def token_columns(
     module: PolicyModule, batch: TensorDict, rows: list[int]
 ) -> list[dict[str, list[float]]]:
     """For each of the given rollouts of a batch, a number per completion token by column name."""
-    assert module.policy is not None
     batch, chosen = batch.copy(), torch.tensor(rows, dtype=torch.long)
     # The engine's where it is trusted, and zero where a rollout is left out of the update.
     partial = module.trust_engine_logprobs or module.skips_zero_advantage
@@ -126,7 +123,7 @@ def token_columns(
     else:
         with module.clock("logprob"):
             budget = module.max_tokens_per_pack
-            batch = module.policy.score(batch, "trainer_logprobs", budget, chosen)
+            batch = module.loaded_policy.score(batch, "trainer_logprobs", budget, chosen)
     part = select(batch, chosen)
     names = [name for name in ("trainer_logprobs", *COMPUTED) if name in part["tokens"]]
     values = {name: part["tokens", name].tolist() for name in names}

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.errors import DiskError, RewardError, RunInterrupted
-from lightning_rl.module import PolicyModule
-from lightning_rl.run.hooks import STAGES, RLCallback
+from lightning_rl.run.hooks import STAGES
 from lightning_rl.run.metrics import MetricsLog
 from lightning_rl.run.rundir import run_dir, write_whole
 
@@ -171,8 +171,8 @@ class RunReport(RLCallback):
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        assert isinstance(pl_module, PolicyModule)
-        row = {"iteration": pl_module.iteration, "cpu_s": self._cpu_seconds()} | metrics
+        iteration = self.module_of(pl_module).iteration
+        row = {"iteration": iteration, "cpu_s": self._cpu_seconds()} | metrics
         self._log.add(trainer, row)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -220,9 +220,9 @@ class RunReport(RLCallback):
     ) -> None:
         if not trainer.is_global_zero:
             return
-        assert isinstance(pl_module, PolicyModule)
+        module = self.module_of(pl_module)
         before = self.history[0] if self.history else {}
-        after = self._after(pl_module.iteration)
+        after = self._after(module.iteration)
         summary = {
             "status": _status(error),
             "error": None if error is None else f"{type(error).__name__}: {error}",
@@ -231,10 +231,10 @@ class RunReport(RLCallback):
             "accuracy_after_iteration": after["iteration"] if "eval/accuracy" in after else None,
             "reward_before": before.get("eval/reward_mean"),
             "reward_after": after.get("eval/reward_mean"),
-            "iterations": pl_module.iteration,
+            "iterations": module.iteration,
             "wall_s": self._wall_seconds(),
             "cpu_s": self._cpu_seconds(),
-            "model": pl_module.model,
+            "model": module.model,
             "device": device_name(trainer),
             "versions": installed_versions(),
             "metrics": self.history[-1] if self.history else {},

@@ -3,11 +3,11 @@
 from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.recorder import collected_rollouts
 from lightning_rl.config.arguments import configurable
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollouts.log import Outcome, RerunLog, checksums
-from lightning_rl.run.hooks import RLCallback
 from lightning_rl.run.rundir import run_dir
 
 
@@ -27,35 +27,33 @@ class RerunRecorder(RLCallback):
         self.rollouts = rollouts
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, PolicyModule)
+        module = self.module_of(pl_module)
         if trainer.is_global_zero:  # also of a former run in this directory
-            RerunLog(run_dir(trainer)).forget_after(pl_module.iteration)
+            RerunLog(run_dir(trainer)).forget_after(module.iteration)
         trainer.strategy.barrier()
-        self._write_outcome(trainer, pl_module, {})
+        self._write_outcome(trainer, module, {})
 
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
-        assert isinstance(pl_module, PolicyModule)
         if self.rollouts:
             log, rollouts = RerunLog(run_dir(trainer)), collected_rollouts(trainer)
-            log.write_rollouts(pl_module.iteration, trainer.global_rank, rollouts)
+            log.write_rollouts(self.module_of(pl_module).iteration, trainer.global_rank, rollouts)
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        self._write_outcome(trainer, pl_module, metrics)
+        self._write_outcome(trainer, self.module_of(pl_module), metrics)
 
     def _write_outcome(
-        self, trainer: Trainer, module: LightningModule, metrics: dict[str, float]
+        self, trainer: Trainer, module: PolicyModule, metrics: dict[str, float]
     ) -> None:
         made = outcome(trainer, module, metrics)  # on every rank: sharded weights are gathered
         if trainer.is_global_zero:
             RerunLog(run_dir(trainer)).write_outcome(made)
 
 
-def outcome(trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> Outcome:
+def outcome(trainer: Trainer, module: PolicyModule, metrics: dict[str, float]) -> Outcome:
     """What the weights are now."""
-    assert isinstance(module, PolicyModule) and module.policy is not None
-    weights = checksums(module.policy.state_dict().items())
+    weights = checksums(module.loaded_policy.state_dict().items())
     return Outcome(module.iteration, weights, metrics, trainer.world_size)

@@ -8,11 +8,10 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import require_at_least, require_finite
-from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.hooks import RLCallback
 from lightning_rl.run.metrics import summarize
 
 _log = logging.getLogger(__name__)
@@ -81,25 +80,23 @@ class RewardAlarms(RLCallback):
     def on_collect_end(
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
     ) -> None:
-        assert isinstance(pl_module, PolicyModule)
+        module, datamodule = self.module_of(pl_module), self.data_of(trainer)
         if trainer.world_size > 1:  # all ranks judge by the same
-            rollouts = trainer.datamodule.generated  # type: ignore[attr-defined]
+            rollouts = datamodule.generated
         graded = [r for r in rollouts if r.graded]
         if graded:
             within, across = duplicate_shares(graded)
-            pl_module.record(
+            module.record(
                 {"rollout/duplicates_within": within, "rollout/duplicates_across": across}
             )
             self._add(summary_row(graded, across))
-            weights = trainer.datamodule.rewards.weights  # type: ignore[attr-defined]
             if len(self.last) == self.window:
-                self._compare(weights, pl_module.iteration)
-        pl_module.record({f"alarm/{name}": float(on) for name, on in self.on.items()})
+                self._compare(datamodule.rewards.weights, module.iteration)
+        module.record({f"alarm/{name}": float(on) for name, on in self.on.items()})
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        assert isinstance(pl_module, PolicyModule)
         value = metrics.get(self.eval_metric)
         if value is None or not self.first:
             return
@@ -111,7 +108,7 @@ class RewardAlarms(RLCallback):
             value < self.best["value"] - self.eval_drop and reward > self.best["reward"],
             f"{self.eval_metric} fell from {self.best['value']:.3g} to {value:.3g} while the mean "
             f"reward rose from {self.best['reward']:.3g} to {reward:.3g}",
-            pl_module.iteration,
+            self.module_of(pl_module).iteration,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.config.arguments import configurable
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.files import open_rollouts
-from lightning_rl.run.hooks import RLCallback
 from lightning_rl.run.rundir import output_path
 
 
@@ -49,7 +49,7 @@ class RolloutWriter(RLCallback):
         return 0 if progress is None else int(progress["iterations"])
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        datamodule = _datamodule(trainer)
+        datamodule = self.data_of(trainer)
         if trainer.world_size > 1:
             raise ConfigError(
                 f"rollouts are written by one process, not by {trainer.world_size}; set "
@@ -58,7 +58,7 @@ class RolloutWriter(RLCallback):
         progress = self.file.recover()
         if progress is None:
             return
-        for name, value in _origin(datamodule, pl_module).items():
+        for name, value in _origin(datamodule, self.module_of(pl_module)).items():
             if progress["origin"][name] != value:
                 raise ConfigError(
                     f"{self.file.path} was written with {name}={progress['origin'][name]!r}, now "
@@ -76,11 +76,11 @@ class RolloutWriter(RLCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        datamodule = _datamodule(trainer)
+        datamodule = self.data_of(trainer)
         iteration = datamodule.first_iteration + batch_idx
         progress = {
             "iterations": iteration + 1,
-            "origin": _origin(datamodule, pl_module),
+            "origin": _origin(datamodule, self.module_of(pl_module)),
             "state": datamodule.rollout_state(),
         }
         self.file.append(outputs, iteration, progress)
@@ -90,16 +90,8 @@ class RolloutWriter(RLCallback):
         self.file.close()
 
 
-def _datamodule(trainer: Trainer) -> RLDataModule:
-    datamodule = trainer.datamodule  # type: ignore[attr-defined]
-    if not isinstance(datamodule, RLDataModule):
-        raise ConfigError(f"RolloutWriter needs an RLDataModule, not {type(datamodule).__name__}")
-    return datamodule
-
-
-def _origin(datamodule: RLDataModule, module: LightningModule) -> dict[str, Any]:
+def _origin(datamodule: RLDataModule, module: PolicyModule) -> dict[str, Any]:
     """What a run must share with the one that began the file."""
-    assert isinstance(module, PolicyModule)
     return {
         "model": module.model,
         "seed": datamodule.seed,

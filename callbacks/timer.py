@@ -5,8 +5,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rl.module import PolicyModule
-from lightning_rl.run.hooks import RLCallback
+from lightning_rl.callbacks.base import RLCallback
 
 
 class StepTimer(RLCallback):
@@ -19,17 +18,16 @@ class StepTimer(RLCallback):
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, PolicyModule)
-        pl_module.clock.take()
+        self.module_of(pl_module).clock.take()
         self._since = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, PolicyModule)
-        parts = pl_module.clock.take()
+        module = self.module_of(pl_module)
+        parts = module.clock.take()
         now = time.perf_counter()
         wall, self._since = now - self._since, now
         row = {f"time/{stage}": seconds for stage, seconds in parts.items()}
         row["time/other"] = wall - sum(parts.values())
-        pl_module.record(row | {"time/iteration": wall})
+        module.record(row | {"time/iteration": wall})

@@ -5,12 +5,13 @@ from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.config.arguments import configurable
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, StalledError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.run.hooks import RLCallback
+from lightning_rl.run.hooks import datamodule_of
 from lightning_rl.run.loop import (
     TURN_S,
     abandon_wait,
@@ -50,14 +51,13 @@ class Watchdog(RLCallback):
         self._rewards: Rewards | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, PolicyModule)
-        data = trainer.datamodule  # type: ignore[attr-defined]
+        module, data = self.module_of(pl_module), datamodule_of(trainer)
         self._rewards = data.rewards if isinstance(data, RLDataModule) else None
         self._end.set()  # a former run's
         self._end = threading.Event()
         # Here, since asking for the run directory may be something that ranks do together.
         file = run_dir(trainer) / f"watchdog_{trainer.global_rank}.txt"
-        arguments = (pl_module, file, self._end)
+        arguments = (module, file, self._end)
         threading.Thread(target=self._watch, args=arguments, name="watchdog", daemon=True).start()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -7,17 +7,17 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.checks import check_sleep, check_sync
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
-from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines.base import feeds_engine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.dist import all_reduce_max, any_rank, every_rank
-from lightning_rl.run.hooks import RLCallback, call_hook
+from lightning_rl.run.hooks import call_hook, find_callbacks, is_fast_dev_run
 from lightning_rl.sync.base import WeightTransport, push
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
@@ -71,11 +71,12 @@ class WeightSync(RLCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._pushed = None  # the engine may be another, and so may weights of the same version
-        datamodule = _datamodule(trainer)
+        datamodule = self.data_of(trainer)
         if stage == "fit":
-            check_sync(schedules(trainer), datamodule.collector)
+            schedules = [sync.schedule for sync in find_callbacks(trainer, WeightSync)]
+            check_sync(schedules, datamodule.collector)
             check_sleep(datamodule.engine.sleep_level, self.schedule, datamodule.collector)
-        self.transport.use_scratch(bool(trainer.fast_dev_run))  # type: ignore[attr-defined]
+        self.transport.use_scratch(is_fast_dev_run(trainer))
         self.transport.connect(datamodule.engine)
         prompts = datamodule.train_prompts.first(self.probe_prompts)
         # Requests go to the replica with the fewest, so this many reach every one.
@@ -103,54 +104,51 @@ class WeightSync(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # The batch is collected; the push at its end wakes the engine.
-        _datamodule(trainer).engine.sleep()
+        self.data_of(trainer).engine.sleep()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, PolicyModule)
-        datamodule = _datamodule(trainer)
-        wanted = self.schedule.should_sync(datamodule.sync_state(pl_module.iteration))
+        datamodule, module = self.data_of(trainer), self.module_of(pl_module)
+        wanted = self.schedule.should_sync(datamodule.sync_state(module.iteration))
         # All ranks push together: as soon as one engine needs new weights.
         if any_rank(wanted and feeds_engine(datamodule.engine)):
-            self.sync(trainer, pl_module)
+            self.sync(trainer, module)
 
     def catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sync, unless the engine has the present weights; for what cannot wait for the schedule.
 
         Call it on all ranks, while no update is under way.
         """
-        assert isinstance(pl_module, PolicyModule)
-        if self._pushed != pl_module.iteration:
+        if self._pushed != self.module_of(pl_module).iteration:
             self.sync(trainer, pl_module)
 
     def sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pause, push, verify, resume; then tell the other callbacks."""
-        assert isinstance(pl_module, PolicyModule) and pl_module.policy is not None
-        datamodule, version = _datamodule(trainer), pl_module.iteration
+        datamodule, module = self.data_of(trainer), self.module_of(pl_module)
+        policy, version = module.loaded_policy, module.iteration
         call_hook(trainer, "on_sync_start")
         with every_rank():
             datamodule.before_sync()
         begin = time.perf_counter()
-        with pl_module.clock("sync"):
-            require_finite_weights(pl_module.policy, f"pushed to the engine as version {version}")
+        with module.clock("sync"):
+            require_finite_weights(policy, f"pushed to the engine as version {version}")
             with every_rank():
-                push(self.transport, datamodule.engine, pl_module.policy, version)
+                push(self.transport, datamodule.engine, policy, version)
             self._pushed = version
-            pl_module.record({"sync/seconds": time.perf_counter() - begin, "sync/version": version})
+            module.record({"sync/seconds": time.perf_counter() - begin, "sync/version": version})
             if self._prompts:
-                self._verify(trainer, pl_module)
+                self._verify(trainer, module)
         datamodule.after_sync()
         call_hook(trainer, "on_weights_synced", version)
 
     def _verify(self, trainer: Trainer, module: PolicyModule) -> None:
-        datamodule = _datamodule(trainer)
-        assert module.policy is not None
+        datamodule, policy = self.data_of(trainer), module.loaded_policy
         engine, temperature = datamodule.engine, datamodule.sampling.temperature
         # Prompts leave room for no more than that.
         tokens = min(2, datamodule.sampling.max_tokens)
         with trainer.precision_plugin.forward_context():
-            gap = probe_gap(engine, module.policy, self._prompts, temperature, tokens)
+            gap = probe_gap(engine, policy, self._prompts, temperature, tokens)
             module.record(
                 {
                     "sync/probe_gap": all_reduce_max(gap.value),
@@ -159,30 +157,9 @@ class WeightSync(RLCallback):
             )
             require_agreement(
                 gap,
-                partial(probe_again, engine, module.policy, self._prompts, temperature),
+                partial(probe_again, engine, policy, self._prompts, temperature),
                 module.iteration,
                 self.max_gap,
                 engine.precision,
                 compute_dtype(trainer),
             )
-
-
-def weight_syncs(trainer: Trainer) -> list[WeightSync]:
-    """The run's ``WeightSync`` callbacks, of which there should be one."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in callbacks if isinstance(callback, WeightSync)]
-
-
-def schedules(trainer: Trainer) -> list[SyncSchedule]:
-    """Theirs."""
-    return [callback.schedule for callback in weight_syncs(trainer)]
-
-
-def _datamodule(trainer: Trainer) -> RLDataModule:
-    datamodule = trainer.datamodule  # type: ignore[attr-defined]
-    if not isinstance(datamodule, RLDataModule):
-        raise ConfigError(
-            f"WeightSync needs an RLDataModule, not {type(datamodule).__name__}; remove the "
-            "callback for supervised training"
-        )
-    return datamodule

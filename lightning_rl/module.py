@@ -38,7 +38,7 @@ from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.sharding import full_tensor, read_by_rank_zero, shard
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.dist import every_rank
-from lightning_rl.run.hooks import call_hook, named_callbacks
+from lightning_rl.run.hooks import call_hook, is_fast_dev_run, named_callbacks
 from lightning_rl.run.metrics import TokenMetrics
 from lightning_rl.run.seeding import derived_seed, run_seed
 
@@ -197,7 +197,7 @@ class PolicyModule(OwnLoop):
         refuse_flags(self.trainer)
         warn_of_flags(self.trainer)
         use_our_precision(self.trainer)
-        if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if is_fast_dev_run(self.trainer):
             # It is meant in batches, which are limited too, but counts optimizer steps.
             self.trainer.fit_loop.epoch_loop.max_steps = -1
         return named_callbacks("rl_callbacks", self.trainer)
@@ -228,9 +228,9 @@ class PolicyModule(OwnLoop):
                 shard(policy, mesh, precision, offload)
 
     def configure_optimizers(self) -> Any:
-        groups = self._policy().parameter_groups(self.value_lr)
+        groups = self.loaded_policy.parameter_groups(self.value_lr)
         optimizer = make_optimizer(self, self.optimizer, groups)
-        if self._policy().value_head is not None and self.value_lr is None:
+        if self.loaded_policy.value_head is not None and self.value_lr is None:
             # A critic starts from nothing: the policy's small steps would not get it anywhere.
             critic = optimizer.param_groups[-1]
             critic["lr"] = max(critic["lr"], LEAST_VALUE_LR) if critic["lr"] else 0.0
@@ -249,7 +249,9 @@ class PolicyModule(OwnLoop):
             known = self.skips_zero_advantage and "advantages" in batch["tokens"]
             rows = (~has_zero_advantage(batch)).nonzero().squeeze(1) if known else None
             with self.clock("logprob"):
-                batch = self._policy().score(batch, "old_logprobs", self.max_tokens_per_pack, rows)
+                batch = self.loaded_policy.score(
+                    batch, "old_logprobs", self.max_tokens_per_pack, rows
+                )
         if self.trust_engine_logprobs:
             batch["tokens", "old_logprobs"] = batch["tokens", "rollout_logprobs"]
         return batch
@@ -258,12 +260,12 @@ class PolicyModule(OwnLoop):
         """Add ``ref_logprobs`` (T,) of the frozen reference; needs ``kl``."""
         if self.reference is None:
             raise ConfigError("compute_ref_logprobs needs a reference: set kl, e.g. K3Penalty()")
-        with self.clock("logprob"), self.reference.scoring(self._policy()) as reference:
+        with self.clock("logprob"), self.reference.scoring(self.loaded_policy) as reference:
             return reference.score(batch, "ref_logprobs", self.max_tokens_per_pack)
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Add ``values`` (T,) of the critic; free if ``compute_old_logprobs`` ran before."""
-        if self._policy().value_head is None:
+        if self.loaded_policy.value_head is None:
             raise ConfigError("compute_values needs a critic: set value_head")
         return batch if "values" in batch["tokens"] else self.compute_old_logprobs(batch)
 
@@ -334,7 +336,13 @@ class PolicyModule(OwnLoop):
 
     # ---------------------------------------------------------------- inside the steps
 
-    def _policy(self) -> Policy:
+    @property
+    def loaded_policy(self) -> Policy:
+        """The policy, once ``configure_model`` has loaded it.
+
+        Raises:
+            ConfigError: before.
+        """
         if self.policy is None:
             raise ConfigError("the model is not loaded yet; call configure_model() first")
         return self.policy
@@ -343,7 +351,7 @@ class PolicyModule(OwnLoop):
         """Count the iteration, and let what adapts over iterations do so."""
         self.iteration += 1
         if self.reference is not None:
-            self.reference.on_iteration_end(self._policy(), self.iteration)
+            self.reference.on_iteration_end(self.loaded_policy, self.iteration)
         for penalty, measured in ((self.kl, "policy/kl_ref"), (self.kl_reward, "reward/kl")):
             if penalty is not None and measured in metrics:
                 metrics[f"{measured}_coef"] = penalty.coef
@@ -360,10 +368,10 @@ class PolicyModule(OwnLoop):
             metrics.add({"policy/skipped_share": has_zero_advantage(minibatch)})
             minibatch = without_zero_advantage(minibatch)
         for pack_metrics in accumulate(
-            self, self._policy(), minibatch, self.max_tokens_per_pack, self._pack_loss
+            self, self.loaded_policy, minibatch, self.max_tokens_per_pack, self._pack_loss
         ):
             metrics.add(pack_metrics)
-        parameters = [p for p in self._policy().parameters() if p.grad is not None]
+        parameters = [p for p in self.loaded_policy.parameters() if p.grad is not None]
         norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or float("inf"))
         norm = full_tensor(norm).reshape(1)
         lr = norm.new_full((1,), optimizer.param_groups[0]["lr"])
@@ -376,7 +384,7 @@ class PolicyModule(OwnLoop):
             scheduler.step()
 
     def _pack_loss(self, pack: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        scores = self._policy()(pack)
+        scores = self.loaded_policy(pack)
         tokens = loss_tokens(pack, scores)
         all_sampled = not bool(host_of(pack)["rollouts", "expert"].any())
         loss, metrics = self.objective(scores, tokens, self.iteration, all_sampled)

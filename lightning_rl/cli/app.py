@@ -18,9 +18,9 @@ from lightning_rl.callbacks import (
     RerunRecorder,
     RolloutWriter,
     Watchdog,
+    WeightSync,
 )
 from lightning_rl.callbacks.evaluate import check_evaluations
-from lightning_rl.callbacks.weight_sync import schedules
 from lightning_rl.cli.parser import RLArgumentParser, trainer_help
 from lightning_rl.cli.trust import require_trusted, require_trusted_classes, split_options
 from lightning_rl.collect.checks import check_optimizer, check_sync
@@ -36,6 +36,7 @@ from lightning_rl.offline.dpo import DPOModule
 from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.offline.sft import SFTModule
 from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO, iteration_of, require_good
+from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.resume import configured, going_on, going_on_from
 from lightning_rl.run.rundir import require_writable_dirs, run_dir, write_whole
 from lightning_rl.run.seeding import LARGEST_SEED, drawn_seed
@@ -257,7 +258,7 @@ class RLCLI(LightningCLI):
                 what = f"model.init_args.optimizer, lr_scheduler: {innermost(error)}"
                 raise ConfigError(what) from error
         if isinstance(self.datamodule, RLDataModule):
-            syncs = schedules(self.trainer)
+            syncs = [sync.schedule for sync in find_callbacks(self.trainer, WeightSync)]
             if not syncs:
                 raise ConfigError(
                     "trainer.callbacks: WeightSync is missing, so the engine would never get the "

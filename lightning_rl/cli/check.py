@@ -13,7 +13,6 @@ from torch.nn import Parameter
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.callbacks.preview import as_text
-from lightning_rl.callbacks.weight_sync import weight_syncs
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.memory_plan import CardPlan, MemoryPlan, Placement, in_units, training_memory
 from lightning_rl.cli.plan import BatchPlan, cut, largest_rollouts
@@ -26,6 +25,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.sync.schedule import FixedSchedule
 
 OPTION = "--gpu_memory_gb"
@@ -69,12 +69,9 @@ def card_plan(
         return None
     card = int((card_gb or 0) * 2**30) or torch.cuda.get_device_properties(device).total_memory
     engine.follow_dtype(compute_dtype(trainer))
-    assert module.policy is not None
-    elements = sum(p.numel() for p in module.policy.lm.parameters())
+    elements = sum(p.numel() for p in module.loaded_policy.lm.parameters())
     used, at_start = engine.memory_here(elements, card)
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    transports = [c.transport for c in callbacks if isinstance(c, WeightSync)]
-    kept = sum(transport.keeps_on_gpu for transport in transports)
+    kept = sum(sync.transport.keeps_on_gpu for sync in find_callbacks(trainer, WeightSync))
     copy = kept * engine.weight_bytes(elements)
     return CardPlan(card, memory, used, at_start, copy, sleeps=engine.sleep_level is not None)
 
@@ -157,7 +154,7 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
         data.load_prompts("fit")
         prompts = data.train_prompts.first()
         print(_prompts(prompts, data))
-        _require_monitored(trainer.callbacks, data, prompts)  # type: ignore[attr-defined]
+        _require_monitored(callbacks_of(trainer), data, prompts)
         module.configure_model()
         lines, memory = _plan(module, data, prompts, planned_device(trainer, card_gb))
         print("\n".join(lines))
@@ -241,7 +238,7 @@ def _plan(
         *(
             f"memory of the host for weight pushes: {in_units(kept)} on rank 0 (keep_copy), from "
             "which restarted engines are filled"
-            for sync in weight_syncs(trainer)
+            for sync in find_callbacks(trainer, WeightSync)
             if (kept := sync.transport.kept_bytes(data.engine, elements))
         ),
     ], memory
@@ -272,8 +269,7 @@ def _engine(engine: Engine, elements: int) -> str:
 def _try(cli: RLCLI, data: RLDataModule, module: PolicyModule) -> list[str]:
     """Two rollouts of the first prompt, by the real engine with the real weights, graded."""
     trainer = cli.trainer
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    [sync] = [c for c in callbacks if isinstance(c, WeightSync)]
+    [sync] = find_callbacks(trainer, WeightSync)
     trainer.callbacks = [sync]  # type: ignore[attr-defined]  # no one else shall hear of this
     data.setup("fit")
     sync.setup(trainer, module, "fit")
@@ -294,9 +290,8 @@ def _run(cli: RLCLI) -> str:
         fewest = trainer.world_size * max(module.minibatches, TRIED_GROUPS)
         data.groups_per_iteration = min(data.groups_per_iteration, fewest)
         data.eval_limit = min(data.eval_limit or TRIED_PROMPTS, TRIED_PROMPTS)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightSync):
-                callback.schedule = FixedSchedule()  # after the one iteration too
+        for sync in find_callbacks(trainer, WeightSync):
+            sync.schedule = FixedSchedule()  # after the one iteration too
     trainer.fit(module, datamodule=data)
     shown = ("reward/mean", "policy/loss", "policy/grad_norm", "sync/version", "sft/loss")
     known = trainer.callback_metrics

@@ -44,8 +44,10 @@ class OwnLoop(RecordingModule):
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Count the iteration, and let what adapts over iterations do so."""
 
+    @property
     @abstractmethod
-    def _policy(self) -> Policy: ...
+    def loaded_policy(self) -> Policy:
+        """What is trained."""
 
     def prepare(self, fabric: Fabric | None = None) -> None:
         """Load the model, make optimizer and learning-rate schedule, move all to its device.
@@ -130,7 +132,7 @@ class OwnLoop(RecordingModule):
             return 0.0
         assert self._fabric is not None
         with self._fabric.autocast():
-            compared = engine, self._policy(), list(probe), temperature
+            compared = engine, self.loaded_policy, list(probe), temperature
             gap = probe_gap(*compared)
             mixed = self._fabric._precision.precision == "bf16-mixed"
             require_agreement(
@@ -149,7 +151,7 @@ class OwnLoop(RecordingModule):
 
     def _push(self, engine: Engine, transport: WeightTransport) -> None:
         with every_rank():
-            push(transport, engine, self._policy(), self.iteration)
+            push(transport, engine, self.loaded_policy, self.iteration)
 
     def lr_schedulers(self) -> Any:
         """The Trainer's, or that of :meth:`prepare`."""

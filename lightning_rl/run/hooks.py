@@ -4,55 +4,43 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from tensordict import TensorDict
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Rollout
+
+T = TypeVar("T", bound=Callback)
+
+# A Trainer has these, but does not declare them.
 
 
-class RLCallback(Callback):
-    """A Lightning callback that also hears of collection, updates, syncs and finished iterations.
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The run's own list of callbacks."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
 
-    ``self.log`` is not available in these hooks; use ``pl_module.record({...})``.
 
-    ``reruns`` is True for a callback that has a say in what is learned: ``lightning-rl rerun``
-    lets it take part again, and no other.
-    """
+def find_callbacks(trainer: Trainer, kind: type[T]) -> list[T]:
+    """Those of a kind, in order."""
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, kind)]
 
-    reruns = False
 
-    def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before an iteration's rollouts are generated."""
+def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
+    """The run's data module; None: it has dataloaders."""
+    found: LightningDataModule | None = getattr(trainer, "datamodule", None)
+    return found
 
-    def on_collect_end(
-        self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
-    ) -> None:
-        """Called with an iteration's graded rollouts, before they are trained on."""
 
-    def on_update_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
-    ) -> None:
-        """Called with an iteration's packed batch, advantages included, before the update."""
-
-    def on_sync_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before weights are pushed to the engine."""
-
-    def on_weights_synced(self, trainer: Trainer, pl_module: LightningModule, version: int) -> None:
-        """Called when the engine has taken over the weights of ``version``."""
-
-    def on_iteration_end(
-        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
-    ) -> None:
-        """Called with all that was recorded for an iteration (also for 0: before training)."""
+def is_fast_dev_run(trainer: Trainer) -> bool:
+    """Whether this is a try-out, which leaves nothing behind."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
 def call_hook(trainer: Trainer, hook: str, *arguments: Any) -> None:
-    """Call an :class:`RLCallback` hook on every callback that has it, in order."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, RLCallback):
+    """Call a hook of ``RLCallback`` on every callback that has it, in order."""
+    for callback in callbacks_of(trainer):
+        if hasattr(callback, hook):
             getattr(callback, hook)(trainer, trainer.lightning_module, *arguments)
 
 

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.errors import ConfigError, DiskError
 from lightning_rl.run import dist
+from lightning_rl.run.hooks import is_fast_dev_run
 
 OWN_RUNS = "lightning_rl_runs"
 """Where in ``default_root_dir`` runs are that no logger has a directory for."""
@@ -55,7 +56,7 @@ def require_writable_dirs(trainer: Trainer) -> None:
     Raises:
         ConfigError: naming the first that cannot be written.
     """
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+    if is_fast_dev_run(trainer):
         return
     for logger in trainer.loggers:
         if logger.save_dir is not None and "://" not in str(logger.save_dir):
@@ -69,7 +70,7 @@ def output_path(trainer: Trainer, given: str | Path | None, name: str) -> Path:
 
     A fast dev run leaves the user's own files alone, and takes the run directory for them too.
     """
-    if given is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+    if given is not None and not is_fast_dev_run(trainer):
         return Path(given)
     return run_dir(trainer) / name
 
@@ -88,7 +89,7 @@ def continue_in(trainer: Trainer, directory: Path) -> None:
 
 def _choose(trainer: Trainer) -> Path:
     """Choose the run directory, as this rank sees it; rank 0 creates it."""
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+    if is_fast_dev_run(trainer):
         return _scratch_directory(trainer)
     runs = own_runs(trainer)
     if runs is None:

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.correction import TokenTIS
-from lightning_rl.callbacks import RunReport, WeightSync
+from lightning_rl.callbacks import RLCallback, RunReport, WeightSync
 from lightning_rl.callbacks.recorder import collected_rollouts
 from lightning_rl.cli import main
 from lightning_rl.cli.app import RLTrainer
@@ -27,7 +27,6 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.rollouts.files import open_rollouts
-from lightning_rl.run.hooks import RLCallback
 from tests.engine_checks import ROUNDING
 
 ROOT = Path(__file__).parents[2]

@@ -4,13 +4,13 @@ import pytest
 
 import lightning_rl
 import lightning_rl.callbacks
+from lightning_rl.callbacks import RLCallback
 from lightning_rl.cli import main
 from lightning_rl.cli.rerun.rebuild import callbacks_that_rerun
 from lightning_rl.config.hints import named_class
 from lightning_rl.config.names import MODULE_OF, RENAMED, with_new_names
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollouts.log import RerunLog
-from lightning_rl.run.hooks import RLCallback
 
 
 @pytest.mark.parametrize("old", RENAMED)

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from tensordict import TensorDict
 
 from lightning_rl.callbacks import WeightSync
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.rerun_recorder import outcome
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.rerun.run import RecordedRun, Source
@@ -21,7 +22,7 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.log import Outcome
 from lightning_rl.run import dist
-from lightning_rl.run.hooks import RLCallback
+from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.memory import MemoryTransport
 
@@ -107,10 +108,10 @@ def rebuilt(run: RecordedRun, iteration: int) -> Iterator[Parts]:
                 f"{run.config} trains {type(cli.model).__name__}; only what a PolicyModule learns "
                 "from rollouts can be rerun"
             )
-        callbacks: list[Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
-        transports = [c.transport for c in callbacks if isinstance(c, WeightSync)]
+        callbacks = callbacks_of(cli.trainer)
+        transports = [sync.transport for sync in find_callbacks(cli.trainer, WeightSync)]
         transport = transports[0] if transports else MemoryTransport()
-        cli.trainer.callbacks = callbacks_that_rerun(callbacks)  # type: ignore[attr-defined]
+        callbacks[:] = callbacks_that_rerun(callbacks)
         yield Parts(cli.model, cli.datamodule, cli.trainer, transport)
 
 
@@ -146,8 +147,8 @@ def retrain(run: RecordedRun, parts: Parts, source: Source, version: int) -> Ret
         return made
     _require_ranks(run, range(source.version + 1, version + 1), parts.trainer.world_size)
     # First, so that whatever takes part sees the weights that were kept.
-    parts.trainer.callbacks.insert(0, _Restore(source))  # type: ignore[attr-defined]
-    parts.trainer.callbacks.append(_Note(made))  # type: ignore[attr-defined]
+    callbacks_of(parts.trainer).insert(0, _Restore(source))
+    callbacks_of(parts.trainer).append(_Note(made))
     batches = _RecordedBatches(run, source.version, version - source.version)
     parts.trainer.fit(parts.module, datamodule=batches)
     return made
@@ -198,7 +199,7 @@ class _Note(RLCallback):
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        found = outcome(trainer, pl_module, metrics)
+        found = outcome(trainer, self.module_of(pl_module), metrics)
         self.made.outcomes[found.version] = found
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
