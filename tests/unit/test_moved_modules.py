@@ -19,6 +19,10 @@ def test_servers_that_are_started_with_the_old_name_find_the_worker(monkeypatch)
     assert import_module(old) is worker is sys.modules.pop(old)
 
 
+def test_no_module_has_moved_twice():
+    assert set(MOVED) & set(MOVED.values()) == set()
+
+
 @pytest.mark.parametrize("old", sorted(MOVED))
 def test_an_old_name_leads_to_a_module_that_is_there(old):
     assert util.find_spec(MOVED[old]) is not None
