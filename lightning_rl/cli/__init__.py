@@ -5,35 +5,50 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib import import_module
+from typing import NamedTuple
 
 from lightning_rl.errors import ConfigError, DataError, LightningRLError, RunInterrupted
 
-COMMANDS = (
-    "fit",
-    "validate",
-    "test",
-    "rollout",
-    "rollouts",
-    "view",
-    "rerun",
-    "check",
-    "convert",
-    "doctor",
-)
 
-USAGE = """\
+class Command(NamedTuple):
+    """A command: the module here whose ``main`` it is, and what it does, in a line."""
+
+    module: str
+    does: str
+    imports: bool = True
+    """It may import code that the user names, from where the user stands."""
+
+
+COMMANDS = {
+    "fit": Command("app", "train: lightning-rl fit --config recipes/sort_digits/grpo.yaml"),
+    "validate": Command("app", "evaluate a model or checkpoint on the held-out prompts"),
+    "test": Command("app", "the same, under the names test uses"),
+    "rollout": Command("app", "write graded rollouts to a file, without training"),
+    "rollouts": Command("rollouts", "show what such a file, or a replay buffer, holds", False),
+    "view": Command("view", "show runs in a browser: curves, step times, rollouts by token", False),
+    "rerun": Command(
+        "rerun.command",
+        "do a recorded rollout or iteration again, and say where it first differs",
+    ),
+    "check": Command(
+        "check", "what a configuration amounts to, and a first rollout; writes nothing"
+    ),
+    "convert": Command(
+        "convert.main",
+        "read a configuration of TRL or verl and write ours, saying what it could not carry",
+        False,
+    ),
+    "doctor": Command(
+        "doctor", "versions, engine, devices, threads, and what is wrong with each", False
+    ),
+}
+
+_LINES = "\n".join(f"  {name:<11}{command.does}" for name, command in COMMANDS.items())
+USAGE = f"""\
 usage: lightning-rl <command> [options]
 
-  fit        train: lightning-rl fit --config recipes/sort_digits/grpo.yaml
-  validate   evaluate a model or checkpoint on the held-out prompts
-  test       the same, under the names test uses
-  rollout    write graded rollouts to a file, without training
-  rollouts   show what such a file, or a replay buffer, holds
-  view       show runs in a browser: curves, step times, rollouts by token
-  rerun      do a recorded rollout or iteration again, and say where it first differs
-  check      what a configuration amounts to, and a first rollout; writes nothing
-  convert    read a configuration of TRL or verl and write ours, saying what it could not carry
-  doctor     versions, engine, devices, threads, and what is wrong with each
+{_LINES}
 
 `lightning-rl <command> --help` says more, `--print_config` prints a whole configuration;
 several --config files are merged in order, and --data.group_size 16 overrides one key.
@@ -78,48 +93,26 @@ def _main(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    command = arguments[0]
-    if command == "replay":
+    name, *options = arguments
+    if name == "replay":
         raise ConfigError(
             "lightning-rl replay is now called lightning-rl rerun (to replay is what a "
             "ReplayBuffer does); write that instead"
         )
-    if command not in COMMANDS:
-        close = get_close_matches(command, COMMANDS, n=1)
+    if name not in COMMANDS:
+        close = get_close_matches(name, COMMANDS, n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"no command {command!r}{meant} (commands: {', '.join(COMMANDS)})")
-    if command == "doctor":
-        from lightning_rl.cli.doctor import main as doctor
-
-        return doctor()
-    if command == "rollouts":
-        from lightning_rl.cli.rollouts import main as rollouts
-
-        return rollouts(arguments[1:])
-    if command == "convert":
-        from lightning_rl.cli.convert.main import main as convert
-
-        return convert(arguments[1:])
-    if command == "view":
-        from lightning_rl.cli.view import main as view
-
-        return view(arguments[1:])
+        raise ConfigError(f"no command {name!r}{meant} (commands: {', '.join(COMMANDS)})")
+    command = COMMANDS["check" if name == "fit" and "--dry_run" in options else name]
+    if not command.imports:
+        return int(import_module(f"{__name__}.{command.module}").main(options))
     _search_working_directory(arguments)
     from lightning_rl.cli.process import quiet
 
     with quiet():
-        if command == "rerun":
-            from lightning_rl.cli.rerun.command import main as rerun
-
-            return rerun(arguments[1:])
-        if command == "check" or (command == "fit" and "--dry_run" in arguments):
-            from lightning_rl.cli.check import main as check
-
-            return check(arguments[1:])
-        from lightning_rl.cli.app import RLCLI
-
-        RLCLI(arguments)
-    return 0
+        # Lightning's parser wants the command itself.
+        options = arguments if command.module == "app" else options
+        return int(import_module(f"{__name__}.{command.module}").main(options))
 
 
 def _search_working_directory(arguments: list[str]) -> None:

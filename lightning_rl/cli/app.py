@@ -298,3 +298,9 @@ def _require_checkpoint(path: Any) -> None:
         require_good(Path(path))
     except CheckpointError as error:
         raise ConfigError(f"ckpt_path: {path!r} cannot be used: {error}") from error
+
+
+def main(arguments: list[str]) -> int:
+    """Run ``fit``, ``validate``, ``test`` or ``rollout``, the first of the arguments."""
+    RLCLI(arguments)
+    return 0

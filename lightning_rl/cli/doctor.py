@@ -14,6 +14,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -271,7 +272,7 @@ def render(checks: list[Check]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(_: Sequence[str] = ()) -> int:
     """Print the report; 1 if a problem is serious (training would crash or be wrong), else 0."""
     checks = diagnose()
     print(render(checks))
