@@ -15,8 +15,7 @@ from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_rl.cli.app import RLCLI
-from lightning_rl.cli.memory_plan import Placement, training_memory
-from lightning_rl.cli.plan import cut, largest_rollouts
+from lightning_rl.cli.plan import Placement, cut, largest_rollouts, training_memory
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule

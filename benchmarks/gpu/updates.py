@@ -17,7 +17,7 @@ from benchmarks.gpu.clock import begin_peak, counted_waits, give_back, peak_byte
 from benchmarks.gpu.made import adamw, model_of, rollouts_of, trainer_of
 from lightning_rl import PolicyModule, RLCallback, pack_rollouts
 from lightning_rl.algos.advantages import Advantage
-from lightning_rl.cli.memory_plan import Placement, training_memory
+from lightning_rl.cli.plan import Placement, training_memory
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import token_rows
 from lightning_rl.errors import PackMemoryError

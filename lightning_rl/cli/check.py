@@ -14,8 +14,16 @@ from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.callbacks.preview import as_text
 from lightning_rl.cli.app import RLCLI
-from lightning_rl.cli.memory_plan import CardPlan, MemoryPlan, Placement, in_units, training_memory
-from lightning_rl.cli.plan import BatchPlan, cut, largest_rollouts
+from lightning_rl.cli.plan import (
+    BatchPlan,
+    CardPlan,
+    MemoryPlan,
+    Placement,
+    cut,
+    in_units,
+    largest_rollouts,
+    training_memory,
+)
 from lightning_rl.collect.stats import evaluation_metrics
 from lightning_rl.config.lightning_flags import compute_dtype, warn_of_flags
 from lightning_rl.data.packing import pack_rollouts

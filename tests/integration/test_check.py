@@ -8,8 +8,14 @@ import yaml
 from torch.nn import Parameter
 
 from lightning_rl.cli import main
-from lightning_rl.cli.memory_plan import in_units, kept_for_backward, training_memory
-from lightning_rl.cli.plan import BatchPlan, cut, largest_rollouts
+from lightning_rl.cli.plan import (
+    BatchPlan,
+    cut,
+    in_units,
+    kept_for_backward,
+    largest_rollouts,
+    training_memory,
+)
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy

@@ -5,8 +5,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_rl.cli.check import card_of
-from lightning_rl.cli.memory_plan import CardPlan, MemoryPlan, Placement, training_memory
-from lightning_rl.cli.plan import largest_rollouts
+from lightning_rl.cli.plan import CardPlan, MemoryPlan, Placement, largest_rollouts, training_memory
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.vllm_local import VLLMLocal
