@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from lightning_rl.engines.replica import Replica, ReplicaLost, worker_error
+from lightning_rl.engines.replica import HEALTH_TIMEOUT_S, Replica, ReplicaLost, worker_error
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.server_process import ServerProcess
 from lightning_rl.errors import (
@@ -20,7 +20,6 @@ from lightning_rl.errors import (
 )
 
 _log = logging.getLogger(__name__)
-_HEALTH_TIMEOUT_S = 10.0
 _FIRST_NOTICE_S, _NEXT_NOTICE_S = 3.0, 15.0
 """Of waiting for a server that is not ours to start."""
 _GONE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
@@ -108,7 +107,7 @@ class HTTPReplica(Replica):
             ReplicaError: if what answers at a URL that we were given is no vLLM server.
         """
         try:
-            await self._call("GET", "/health", timeout_s=_HEALTH_TIMEOUT_S)
+            await self._call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
         except ServerRefusal as error:
             # 5xx: a proxy before a server that is still loading, or an engine that died.
             if self._launch is None and error.status < 500:
@@ -160,34 +159,14 @@ class HTTPReplica(Replica):
     # ---------------------------------------------------------------- generation
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        body: dict[str, Any] = {
+        body = {
             "token_ids": list(token_ids),
             "priority": sampling.priority,
-            "sampling_params": {
-                "max_tokens": sampling.max_tokens,
-                "min_tokens": sampling.min_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "min_p": sampling.min_p,
-                "repetition_penalty": sampling.repetition_penalty,
-                "presence_penalty": sampling.presence_penalty,
-                "frequency_penalty": sampling.frequency_penalty,
-                "stop": sampling.stop,
-                "seed": seed,
-                "logprobs": 0,  # exactly the sampled token's
-                "detokenize": bool(sampling.stop),
-            },
+            "sampling_params": sampling.of_vllm(seed),
         }
-        if sampling.structured_outputs is not None:
-            form = sampling.structured_outputs.as_dict()
-            body["sampling_params"]["structured_outputs"] = form
-        try:
-            answer = await self._call(
-                "POST", "/inference/v1/generate", body, timeout_s=self._request_timeout_s
-            )
-        except SyncTimeoutError as error:
-            raise ReplicaLost(str(error)) from error
+        answer = await self._call(
+            "POST", "/inference/v1/generate", body, timeout_s=self._request_timeout_s
+        )
         return completion_of(answer["choices"][0])
 
     async def pause(self) -> None:
@@ -208,10 +187,7 @@ class HTTPReplica(Replica):
         if not reset["success"]:
             raise StaleWeightsError(f"{self.name} refused to reset its prefix cache after a push")
         said = (await self._call("GET", "/weight_info"))["weight_version"]
-        if said != str(version):
-            raise StaleWeightsError(
-                f"{self.name} says that it holds version {said} after a push of {version}"
-            )
+        self._require_version(said, version)
 
     async def _call(
         self,

@@ -17,7 +17,7 @@ from lightning_rl.engines.ray_replica import RayActor, RayReplica
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.vllm_process import last_line
-from lightning_rl.engines.vllm_settings import EngineSettings, VLLMEngine
+from lightning_rl.engines.vllm_settings import VLLMEngine
 from lightning_rl.errors import ConfigError, ReplicaError, require_at_least
 
 _PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
@@ -27,12 +27,13 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 @configurable
-class RayEngine(VLLMEngine, ReplicatedEngine):
+class RayEngine(ReplicatedEngine, VLLMEngine):
     """vLLM in Ray actors: several replicas, each with tensor parallelism inside if it is to.
 
     Actors need nothing but ``lightning_rl[ray]`` and vLLM installed on their node. Each reserves a
     bundle of resources in one placement group; an actor that dies is made anew, also on another
-    node. They end with this process, and so does a Ray that it started.
+    node. They end with this process, and so does a Ray that it started. Its further settings are
+    those of :class:`VLLMEngine` and :class:`ReplicatedEngine`.
 
     Args:
         address: of a cluster that this machine is a node of, ``host:port`` or ``auto``; None: what
@@ -44,26 +45,8 @@ class RayEngine(VLLMEngine, ReplicatedEngine):
         placement: Ray's strategy: ``SPREAD`` or ``PACK``, and ``STRICT_`` of both.
         dtype: of the engine's weights; None: as the trainer computes, but ``bfloat16`` where that
             has a GPU.
-        max_model_len: longest prompt plus completion in tokens; None: what the model allows.
-        kv_cache_gb: key/value cache in GiB per worker; None: vLLM's own choice from
-            ``gpu_memory_utilization`` (on CPU 0.25).
-        gpu_memory_utilization: share of the GPU that a worker may take.
-        max_num_seqs: requests that a replica computes together; others wait.
-        enable_prefix_caching: share the key/value cache of equal prompt prefixes.
-        cast_lm_head_to_fp32: compute logits in float32 though ``dtype`` has 16 bits; None: where
-            the trainer does.
-        quantization: a format of vLLM's that weights are rounded to as they arrive, such as
-            ``fp8``; None: none. The engine is faster then, and its gap to the trainer larger.
-        batch_invariant: a request's tokens on a GPU do not depend on what is computed beside it;
-            slower.
-        options: further arguments of ``vllm.EngineArgs``.
         environment: variables of the actors' processes.
         ray_options: further arguments of ``ray.init``.
-        start_timeout_s: until the resources are reserved, and then until a replica answers.
-        request_timeout_s: for one completion; a replica that takes longer counts as lost.
-        call_timeout_s: for one other call, such as pausing.
-        recovery_timeout_s: how long requests wait for a replica when all are gone.
-        health_every_s: seconds between two looks at a replica's health.
 
     Raises:
         ConfigError: for impossible values, or without Ray.
@@ -79,22 +62,10 @@ class RayEngine(VLLMEngine, ReplicatedEngine):
         bundle: dict[str, float] | None = None,
         placement: str = "SPREAD",
         dtype: str | None = None,
-        max_model_len: int | None = None,
-        kv_cache_gb: float | None = None,
-        gpu_memory_utilization: float = 0.9,
-        max_num_seqs: int = 256,
-        enable_prefix_caching: bool = True,
-        cast_lm_head_to_fp32: bool | None = None,
-        quantization: str | None = None,
-        batch_invariant: bool = False,
-        options: dict[str, Any] | None = None,
+        *,
         environment: dict[str, str] | None = None,
         ray_options: dict[str, Any] | None = None,
-        start_timeout_s: float = 600.0,
-        request_timeout_s: float = 1800.0,
-        call_timeout_s: float = 60.0,
-        recovery_timeout_s: float = 900.0,
-        health_every_s: float = 5.0,
+        **shared: Any,
     ) -> None:
         require_at_least(1, replicas=replicas, tensor_parallel_size=tensor_parallel_size)
         if placement not in _PLACEMENTS:
@@ -106,28 +77,12 @@ class RayEngine(VLLMEngine, ReplicatedEngine):
                 "RayEngine needs Ray, which is not installed; `pip install lightning_rl[ray]`, or "
                 "use VLLMServer"
             )
-        super().__init__(
-            recovery_timeout_s, health_every_s, start_timeout_s, request_timeout_s, call_timeout_s
-        )
-        self.choose_dtype(dtype)
-        self._settings = EngineSettings(
-            dtype=self.dtype,
-            max_model_len=max_model_len,
-            kv_cache_gb=kv_cache_gb,
-            gpu_memory_utilization=gpu_memory_utilization,
-            max_num_seqs=max_num_seqs,
-            enable_prefix_caching=enable_prefix_caching,
-            options=options or {},
-            cast_lm_head_to_fp32=cast_lm_head_to_fp32,
-            quantization=quantization,
-            batch_invariant=batch_invariant,
-        )
+        super().__init__(dtype=dtype, **shared)
         self.address = address
         self.replica_count = replicas
         self.tensor_parallel_size = tensor_parallel_size
         self.bundle = bundle
         self.placement = placement
-        self.max_model_len = max_model_len
         self.environment = environment or {}
         self.ray_options = ray_options or {}
         self._group: Any = None

@@ -7,11 +7,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightning_rl.engines.replica import Replica, ReplicaLost, worker_error
+from lightning_rl.engines.replica import HEALTH_TIMEOUT_S, Replica, ReplicaLost, worker_error
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.engines.vllm_process import last_line
-from lightning_rl.errors import EngineError, ReplicaError, StaleWeightsError, SyncTimeoutError
+from lightning_rl.errors import EngineError, ReplicaError, SyncTimeoutError
 from lightning_rl.run.loop import background_loop
 
 _WORKER = "lightning_rl.sync.vllm_worker"
@@ -119,9 +119,6 @@ async def _in_background(coroutine: Any) -> Any:
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop()))
 
 
-_HEALTH_TIMEOUT_S = 10.0
-
-
 class RayReplica(Replica):
     """A :class:`RayActor`, made anew whenever it starts.
 
@@ -188,7 +185,7 @@ class RayReplica(Replica):
 
     async def answers(self) -> bool:
         try:
-            return bool(await self._call("answers", _HEALTH_TIMEOUT_S))
+            return bool(await self._call("answers", HEALTH_TIMEOUT_S))
         except EngineError:
             return False
 
@@ -199,12 +196,9 @@ class RayReplica(Replica):
     # ---------------------------------------------------------------- generation
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        try:
-            completion: Completion = await self._call(
-                "generate", self._request_timeout_s, list(token_ids), sampling, seed
-            )
-        except SyncTimeoutError as error:
-            raise ReplicaLost(str(error)) from error
+        completion: Completion = await self._call(
+            "generate", self._request_timeout_s, list(token_ids), sampling, seed
+        )
         return completion
 
     async def pause(self) -> None:
@@ -221,10 +215,7 @@ class RayReplica(Replica):
 
     async def set_version(self, version: int, timeout_s: float) -> None:
         said = await self._call("set_version", timeout_s, version)
-        if said != version:
-            raise StaleWeightsError(
-                f"{self.name} says that it holds version {said} after a push of {version}"
-            )
+        self._require_version(said, version)
 
     async def _call(self, method: str, timeout_s: float, *arguments: Any) -> Any:
         if self._actor is None:

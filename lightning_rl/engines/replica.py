@@ -12,12 +12,14 @@ from lightning_rl.errors import (
     EngineError,
     IncompleteWeightsError,
     ReplicaError,
+    StaleWeightsError,
     SyncTimeoutError,
     WeightSyncError,
 )
 
 _log = logging.getLogger(__name__)
 _PLEASE = "', please check"
+HEALTH_TIMEOUT_S = 10.0
 
 
 class ReplicaLost(ReplicaError):
@@ -73,6 +75,7 @@ class Replica(ABC):
 
         Raises:
             ReplicaLost: if it dies meanwhile.
+            SyncTimeoutError: if it takes longer than a completion may.
             EngineError: if it refuses.
         """
 
@@ -125,6 +128,12 @@ class Replica(ABC):
         Raises:
             StaleWeightsError: if it does not.
         """
+
+    def _require_version(self, said: object, version: int) -> None:
+        if str(said) != str(version):
+            raise StaleWeightsError(
+                f"{self.name} says that it holds version {said} after a push of {version}"
+            )
 
     @abstractmethod
     async def close(self) -> None:

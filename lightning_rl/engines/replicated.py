@@ -6,16 +6,18 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_rl.config import names
+from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, ReplicaStatus, RunState
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_adapter import weight_shapes
-from lightning_rl.errors import EngineError, ReplicaError, require_at_least
+from lightning_rl.errors import EngineError, ReplicaError, SyncTimeoutError, require_at_least
 from lightning_rl.run.loop import run_async
 
 _log = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 """Between two attempts to bring a replica back."""
 
 
+@configurable
 class ReplicatedEngine(Engine):
     """Spreads requests over replicas, and outlives the death of any of them.
 
@@ -37,9 +40,9 @@ class ReplicatedEngine(Engine):
     twice, and none by weights other than ``version``.
 
     Args:
-        recovery_timeout_s: how long a request waits for a replica when none is left.
+        recovery_timeout_s: how long requests wait for a replica when all are gone.
         health_every_s: seconds between two looks at a replica's health.
-        start_timeout_s: until a replica answers.
+        start_timeout_s: until a replica answers; in Ray, until its resources are reserved, too.
         request_timeout_s: for one completion; a replica that takes longer counts as lost.
         call_timeout_s: for one other call, such as pausing.
 
@@ -51,12 +54,14 @@ class ReplicatedEngine(Engine):
 
     def __init__(
         self,
-        recovery_timeout_s: float,
-        health_every_s: float,
+        recovery_timeout_s: float = 900.0,
+        health_every_s: float = 5.0,
         start_timeout_s: float = 600.0,
         request_timeout_s: float = 1800.0,
         call_timeout_s: float = 60.0,
+        **settings: Any,
     ) -> None:
+        super().__init__(**settings)  # of the class beside this one, if there is one
         require_at_least(
             0.1,
             recovery_timeout_s=recovery_timeout_s,
@@ -137,7 +142,7 @@ class ReplicatedEngine(Engine):
             replica.load += 1
             try:
                 return await replica.generate(token_ids, sampling, seed)
-            except ReplicaLost as error:
+            except (ReplicaLost, SyncTimeoutError) as error:
                 self.lost(replica, error)
             finally:
                 replica.load -= 1

@@ -115,6 +115,14 @@ class Sampling:
         """Whether what was written makes tokens more or less likely."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
+    def of_vllm(self, seed: int) -> dict[str, Any]:
+        """Fields of vLLM's sampling parameters, for a request with this seed."""
+        given = {name: getattr(self, name) for name in (*SAMPLED_BY, "max_tokens", "stop")}
+        if self.structured_outputs is not None:
+            given["structured_outputs"] = self.structured_outputs.as_dict()
+        # Exactly the sampled token's logprob; texts only where they may end it.
+        return given | {"seed": seed, "logprobs": 0, "detokenize": bool(self.stop)}
+
     def of_rollout(self) -> dict[str, Any]:
         """The fields of a :class:`Rollout` that say how its tokens were sampled."""
         return {name: getattr(self, name) for name in SAMPLED_BY} | {

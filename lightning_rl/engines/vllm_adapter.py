@@ -86,22 +86,11 @@ def sampling_params(sampling: Sampling, seed: int) -> Any:
         StructuredOutputsParams,
     )
 
-    form = sampling.structured_outputs
+    given = sampling.of_vllm(seed)
+    if form := given.get("structured_outputs"):
+        given["structured_outputs"] = StructuredOutputsParams(**form)
     return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        structured_outputs=None if form is None else StructuredOutputsParams(**form.as_dict()),
-        stop=sampling.stop or None,
-        seed=seed,
-        logprobs=0,  # exactly the sampled token's
-        detokenize=bool(sampling.stop),
+        **given,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )

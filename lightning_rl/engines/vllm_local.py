@@ -31,7 +31,7 @@ from lightning_rl.engines.vllm_process import (
     started,
     use_batch_invariance,
 )
-from lightning_rl.engines.vllm_settings import EngineSettings, VLLMEngine, require_one_device
+from lightning_rl.engines.vllm_settings import VLLMEngine, require_one_device
 from lightning_rl.errors import ConfigError, EngineError, StaleWeightsError
 
 _LONGEST_STEP_S = 10.0
@@ -42,26 +42,16 @@ _LONGEST_STEP_S = 10.0
 class VLLMLocal(VLLMEngine):
     """vLLM inside this process, on its device; one per training process.
 
+    Its further settings are those of :class:`VLLMEngine`.
+
     Args:
         dtype: of the engine's weights; None: as the trainer computes, so ``bfloat16`` with
             ``precision: bf16-mixed``, and on GPUs ``bfloat16`` anyway. In ``float32`` its logprobs
             equal those of a trainer in float32 to 1e-5; a GPU is slow in it.
-        max_model_len: longest prompt plus completion in tokens; None: what the model allows.
-        kv_cache_gb: key/value cache in GiB; None: vLLM's own choice from
-            ``gpu_memory_utilization`` (on CPU that would be nearly all memory, so 0.25 there).
         gpu_memory_utilization: share of the GPU that vLLM may take.
-        max_num_seqs: requests computed together; others wait.
-        enable_prefix_caching: share the key/value cache of equal prompt prefixes.
-        cast_lm_head_to_fp32: compute logits in float32 though ``dtype`` has 16 bits; None: where
-            the trainer does.
-        quantization: a format of vLLM's that weights are rounded to as they arrive, such as
-            ``fp8``; None: none. The engine is faster then, and its gap to the trainer larger.
-        batch_invariant: a request's tokens on a GPU do not depend on what is computed beside it;
-            slower. Must be known before vLLM or the GPU is used in this process.
         sleep_level: what the engine gives back while the trainer trains on the same GPU: 1, its
             cache, and its weights to the memory of the host; 2, both for good, until the next
             push, which must come in every iteration; None: nothing.
-        options: further arguments of ``vllm.EngineArgs``, as they are.
 
     Raises:
         ConfigError: for a value out of range, or what these devices cannot do.
@@ -75,47 +65,28 @@ class VLLMLocal(VLLMEngine):
     def __init__(
         self,
         dtype: str | None = None,
-        max_model_len: int | None = None,
-        kv_cache_gb: float | None = None,
+        *,
         gpu_memory_utilization: float = 0.4,
-        max_num_seqs: int = 256,
-        enable_prefix_caching: bool = True,
-        cast_lm_head_to_fp32: bool | None = None,
-        quantization: str | None = None,
-        batch_invariant: bool = False,
         sleep_level: int | None = None,
-        options: dict[str, Any] | None = None,
+        **shared: Any,
     ) -> None:
         if find_spec("vllm") is None:
             raise EngineError(
                 "VLLMLocal needs vLLM, which is not installed; `pip install lightning_rl[cpu]` (or "
                 "[cuda]), or use engine: TransformersEngine"
             )
-        options = dict(options or {})
+        super().__init__(dtype=dtype, gpu_memory_utilization=gpu_memory_utilization, **shared)
+        settings = self._settings
         if self._beside_trainer:
-            require_one_device(options)
+            require_one_device(settings.options)
         if sleep_level not in (None, 1, 2):
             raise ConfigError(f"engine sleep_level={sleep_level} must be 1, 2 or null")
         if sleep_level is not None:
-            options["enable_sleep_mode"] = True
-        if batch_invariant and torch.cuda.is_available():
+            settings.options["enable_sleep_mode"] = True
+        if settings.batch_invariant and torch.cuda.is_available():
             use_batch_invariance()
-        self.choose_dtype(dtype)
-        self._settings = EngineSettings(
-            dtype=self.dtype,
-            max_model_len=max_model_len,
-            kv_cache_gb=kv_cache_gb,
-            gpu_memory_utilization=gpu_memory_utilization,
-            max_num_seqs=max_num_seqs,
-            enable_prefix_caching=enable_prefix_caching,
-            options=options,
-            cast_lm_head_to_fp32=cast_lm_head_to_fp32,
-            quantization=quantization,
-            batch_invariant=batch_invariant,
-        )
         self.sleep_level = sleep_level
-        self.max_model_len = max_model_len
-        self.kv_cache_gb = kv_cache_gb
+        self.kv_cache_gb = settings.kv_cache_gb
         self._llm: Any = None
         self._device: int | None = None  # the trainer's GPU
         self._asleep: set[str] = set()  # of what vLLM calls weights and kv_cache

@@ -13,7 +13,7 @@ from lightning_rl.engines.http_replica import HTTPReplica
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.server_process import ServerProcess, free_port
-from lightning_rl.engines.vllm_settings import EngineSettings, VLLMEngine
+from lightning_rl.engines.vllm_settings import VLLMEngine
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 
 _WORKER = "lightning_rl.sync.vllm_worker"
@@ -30,12 +30,13 @@ SERVER_ARGUMENTS = {
 
 
 @configurable
-class VLLMServer(VLLMEngine, ReplicatedEngine):
+class VLLMServer(ReplicatedEngine, VLLMEngine):
     """One or several vLLM servers, that we start or that run already.
 
     Those that we start listen on the loopback interface at a random port, demand a random key for
     every call, and end with this process. Tokens carry the version that wrote them, also when
-    weights change in the middle of a completion.
+    weights change in the middle of a completion. Its further settings are those of
+    :class:`VLLMEngine` and :class:`ReplicatedEngine`.
 
     Args:
         urls: of servers that run already, started as docs/sync.md shows; None: start our own.
@@ -46,24 +47,6 @@ class VLLMServer(VLLMEngine, ReplicatedEngine):
             as the trainer computes, but on GPUs servers that we start compute in ``bfloat16``.
         tensor_parallel_size: GPUs (CPU processes) that share the model of each server that we
             start; of those at ``urls``, what they were started with.
-        max_model_len: longest prompt plus completion in tokens; None: what the model allows.
-        kv_cache_gb: key/value cache in GiB per process; None: vLLM's own choice from
-            ``gpu_memory_utilization`` (on CPU 0.25).
-        gpu_memory_utilization: share of the GPU that a server may take.
-        max_num_seqs: requests that a server computes together; others wait.
-        enable_prefix_caching: share the key/value cache of equal prompt prefixes.
-        cast_lm_head_to_fp32: compute logits in float32 though ``dtype`` has 16 bits; None: where
-            the trainer does.
-        quantization: a format of vLLM's that weights are rounded to as they arrive, such as
-            ``fp8``; None: none. The engine is faster then, and its gap to the trainer larger.
-        batch_invariant: a request's tokens on a GPU do not depend on what is computed beside it;
-            slower.
-        options: further arguments of ``vllm.EngineArgs`` for servers that we start.
-        start_timeout_s: until a server answers.
-        request_timeout_s: for one completion; a server that takes longer counts as lost.
-        call_timeout_s: for one other call, such as pausing.
-        recovery_timeout_s: how long requests wait for a server when all are gone.
-        health_every_s: seconds between two looks at a server's health.
 
     Raises:
         ConfigError: for impossible values.
@@ -79,20 +62,7 @@ class VLLMServer(VLLMEngine, ReplicatedEngine):
         devices: list[str] | None = None,
         dtype: str | None = None,
         tensor_parallel_size: int = 1,
-        max_model_len: int | None = None,
-        kv_cache_gb: float | None = None,
-        gpu_memory_utilization: float = 0.9,
-        max_num_seqs: int = 256,
-        enable_prefix_caching: bool = True,
-        cast_lm_head_to_fp32: bool | None = None,
-        quantization: str | None = None,
-        batch_invariant: bool = False,
-        options: dict[str, Any] | None = None,
-        start_timeout_s: float = 600.0,
-        request_timeout_s: float = 1800.0,
-        call_timeout_s: float = 60.0,
-        recovery_timeout_s: float = 900.0,
-        health_every_s: float = 5.0,
+        **shared: Any,
     ) -> None:
         require_at_least(1, replicas=replicas, tensor_parallel_size=tensor_parallel_size)
         if urls is not None and (not urls or replicas > 1 or devices):
@@ -109,25 +79,9 @@ class VLLMServer(VLLMEngine, ReplicatedEngine):
                     f"devices={devices}: {entry!r} are fewer than {tensor_parallel_size=}; name "
                     "as many for each server, like '0,1'"
                 )
-        super().__init__(
-            recovery_timeout_s, health_every_s, start_timeout_s, request_timeout_s, call_timeout_s
-        )
-        self.choose_dtype(dtype)
-        transfer = (options or {}).get("weight_transfer_config") or {}
+        super().__init__(dtype=dtype, **shared)
+        transfer = self._settings.options.get("weight_transfer_config") or {}
         self.transfer_backend = str(transfer.get("backend", OUR_TRANSFER))
-        self._settings = EngineSettings(
-            dtype=self.dtype,
-            max_model_len=max_model_len,
-            kv_cache_gb=kv_cache_gb,
-            gpu_memory_utilization=gpu_memory_utilization,
-            max_num_seqs=max_num_seqs,
-            enable_prefix_caching=enable_prefix_caching,
-            options=options or {},
-            cast_lm_head_to_fp32=cast_lm_head_to_fp32,
-            quantization=quantization,
-            batch_invariant=batch_invariant,
-        )
-        self.max_model_len = max_model_len
         self.urls = urls
         self.replica_count = len(urls) if urls is not None else replicas
         self.devices = devices

@@ -1,4 +1,4 @@
-"""What is set of a vLLM engine, and what vLLM makes of it on the devices of this machine."""
+"""Settings of a vLLM engine, and what vLLM makes of them on the devices of this machine."""
 
 import logging
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, require_dtype
 from lightning_rl.errors import ConfigError
 from lightning_rl.run import dist
@@ -21,7 +22,7 @@ _QUANTIZED_ON_CPUS = "fp8_per_channel"
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What is set of a vLLM engine, in this process or another.
+    """Settings of a vLLM engine, in this process or another; :class:`VLLMEngine` describes them.
 
     Raises:
         ConfigError: for a value out of range.
@@ -127,10 +128,58 @@ class EngineSettings:
         return variables
 
 
+@configurable
 class VLLMEngine(Engine):
-    """What engines of vLLM have in common: their settings, and how these follow the trainer's."""
+    """The settings that all engines of vLLM have, and how these follow the trainer's.
 
-    _settings: EngineSettings
+    Args:
+        dtype: of the engine's weights; None: as the trainer computes, but on GPUs ``bfloat16``.
+        max_model_len: longest prompt plus completion in tokens; None: what the model allows.
+        kv_cache_gb: key/value cache in GiB per process; None: vLLM's own choice from
+            ``gpu_memory_utilization`` (on CPU that would be nearly all memory, so 0.25 there).
+        gpu_memory_utilization: share of the GPU that a process of vLLM may take.
+        max_num_seqs: requests that one engine or replica computes together; others wait.
+        enable_prefix_caching: share the key/value cache of equal prompt prefixes.
+        cast_lm_head_to_fp32: compute logits in float32 though ``dtype`` has 16 bits; None: where
+            the trainer does.
+        quantization: a format of vLLM's that weights are rounded to as they arrive, such as
+            ``fp8``; None: none. The engine is faster then, and its gap to the trainer larger.
+        batch_invariant: a request's tokens on a GPU do not depend on what is computed beside it;
+            slower. ``VLLMLocal`` must know it before vLLM or the GPU is used in this process.
+        options: further arguments of ``vllm.EngineArgs``, as they are; not for servers that run
+            already.
+
+    Raises:
+        ConfigError: for a value out of range.
+    """
+
+    def __init__(
+        self,
+        dtype: str | None = None,
+        max_model_len: int | None = None,
+        kv_cache_gb: float | None = None,
+        gpu_memory_utilization: float = 0.9,
+        max_num_seqs: int = 256,
+        enable_prefix_caching: bool = True,
+        cast_lm_head_to_fp32: bool | None = None,
+        quantization: str | None = None,
+        batch_invariant: bool = False,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.choose_dtype(dtype)
+        self._settings = EngineSettings(
+            dtype=self.dtype,
+            max_model_len=max_model_len,
+            kv_cache_gb=kv_cache_gb,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_num_seqs=max_num_seqs,
+            enable_prefix_caching=enable_prefix_caching,
+            options=dict(options or {}),
+            cast_lm_head_to_fp32=cast_lm_head_to_fp32,
+            quantization=quantization,
+            batch_invariant=batch_invariant,
+        )
+        self.max_model_len = max_model_len
 
     def follow_dtype(self, dtype: str) -> None:
         super().follow_dtype(self._dtype_beside(dtype) if self.chosen_dtype is None else dtype)
@@ -151,7 +200,7 @@ class VLLMEngine(Engine):
 
     @property
     def settled(self) -> EngineSettings:
-        """With what follows from the trainer."""
+        """The settings, with what follows from the trainer."""
         return replace(self._settings, dtype=self.dtype)
 
 
