@@ -215,7 +215,6 @@ from lightning_rl.models.lora import LoRA as LoRA
 from lightning_rl.models.policy import (
     Policy as Policy,
     Scores as Scores,
-    load_tokenizer as load_tokenizer,
     save_skeleton as save_skeleton,
 )
 from lightning_rl.models.reference import (
@@ -225,6 +224,7 @@ from lightning_rl.models.reference import (
     Reference as Reference,
 )
 from lightning_rl.models.sharding import ShardedStrategy as ShardedStrategy
+from lightning_rl.models.tokenizer import load_tokenizer as load_tokenizer
 from lightning_rl.module import PolicyModule as PolicyModule
 from lightning_rl.offline.dpo import (
     DPOModule as DPOModule,

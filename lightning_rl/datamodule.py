@@ -44,8 +44,8 @@ from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, RunState, feeds_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.models.policy import load_tokenizer, require_sound_model, save_skeleton
-from lightning_rl.models.pretrained import with_chat_variables
+from lightning_rl.models.policy import require_sound_model, save_skeleton
+from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState

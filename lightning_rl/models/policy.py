@@ -2,31 +2,21 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging as transformers_logging
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import host_of, token_rows, with_host
 from lightning_rl.errors import ConfigError
-from lightning_rl.models import policy as compiling
 from lightning_rl.models.attention import ATTENTION, build_layout, packed_attention
 from lightning_rl.models.heads import ValueHead, token_logprobs
 from lightning_rl.models.lora import (
@@ -40,21 +30,23 @@ from lightning_rl.models.memory import each_pack
 from lightning_rl.models.pretrained import (
     PLAIN,
     Loading,
-    has_code_of_its_own,
+    load_config,
+    load_lm,
     model_of,
-    read_tokenizer,
-    skeleton,
-    without_weights,
+    not_found,
+    require_local,
 )
 from lightning_rl.models.sampling import end_tokens, penalties_of, settings_in_use
 from lightning_rl.models.sharding import full_tensor
 from lightning_rl.models.soundness import (
+    compare,
+    held_shapes,
     require_complete,
     require_embedded,
     require_exact_packing,
-    require_finite,
     require_sound,
 )
+from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.run.dist import rank
 
 
@@ -99,7 +91,7 @@ class Policy(nn.Module):
         self.model = model
         self.loading = loading
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
-        self.lm = _load_lm(model, random_init, loading)
+        self.lm = load_lm(model, random_init, loading)
         self.lora = lora
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])
@@ -117,7 +109,7 @@ class Policy(nn.Module):
             lora.attach(self.lm)
         require_exact_packing(self.lm, lambda pack: self(pack).logprobs)
         if compile_layers:
-            compiling.compile_layers(self.lm)
+            _compile(self.lm)
 
     def forward(self, pack: TensorDict) -> Scores:
         """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`)."""
@@ -249,133 +241,28 @@ def save_skeleton(model: str, directory: str | Path, loading: Loading = PLAIN) -
     loading.copy_code(model, directory)
 
 
-def load_config(model: str, loading: Loading = PLAIN) -> PretrainedConfig:
-    """The configuration of a model directory or hub name.
-
-    Raises:
-        ConfigError: if there is none, or it needs code that is not trusted.
-    """
-    _require_local(model)
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(model, **loading.of_model)
-    except (OSError, ValueError) as error:
-        raise ConfigError(_not_found(model, "configuration", error)) from error
-    return config
-
-
-def load_tokenizer(model: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub name.
-
-    Raises:
-        ConfigError: if there is none, or it has no end-of-sequence token.
-    """
-    _require_local(model)
-    try:
-        tokenizer = read_tokenizer(model, loading)
-    except (OSError, ValueError) as error:
-        raise ConfigError(_not_found(model, "tokenizer", error)) from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"the tokenizer of model={model!r} has no eos_token, so no completion could end; "
-            "set one and save it again"
-        )
-    return tokenizer
-
-
 def require_sound_model(model: str, random_init: bool = False, loading: Loading = PLAIN) -> None:
     """Find out whether a model can be loaded, without keeping its weights in memory.
 
     Raises:
         ConfigError: naming the file, and what is wrong with it.
     """
-    _require_local(model)
-    folder = str(Path(model, loading.model_kwargs.get("subfolder", "")))
-    require_sound(folder, weights=not random_init)
-    if Path(model).is_dir() and not random_init and find_spec("accelerate") is not None:
-        rows = _load_lm(model, False, loading, "meta").get_input_embeddings().weight.shape[0]
-        require_embedded(model, load_tokenizer(model, loading), rows)
-
-
-def _load_lm(
-    model: str, random_init: bool, loading: Loading, device: str | None = None
-) -> PreTrainedModel:
-    if without_weights():
-        return skeleton(load_config(model, loading), loading, ATTENTION)
-    _require_local(model)
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its report of what we refuse fills a page
-    try:
-        if random_init:
-            with torch.device("cpu"):  # the same numbers for every device
-                lm = AutoModelForCausalLM.from_config(
-                    load_config(model, loading),
-                    attn_implementation=ATTENTION,
-                    trust_remote_code=loading.trust_remote_code,
-                )
-            lm = lm.float().to(torch.get_default_device())
-        else:
-            # transformers needs accelerate to load to another device than the CPU.
-            with torch.device("cpu"):
-                # Master weights in float32; Trainer(precision=...) decides what computes.
-                lm, info = AutoModelForCausalLM.from_pretrained(
-                    model,
-                    dtype=torch.float32,
-                    attn_implementation=ATTENTION,
-                    device_map=device,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # they are refused below, in our words
-                    **loading.of_model,
-                )
-            require_complete(model, info)
-            if device != "meta":
-                lm = lm.to(torch.get_default_device())  # Lightning's, in configure_model
-                require_finite(model, lm.named_parameters())
-    except ConfigError:
-        raise
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(_not_found(model, "causal LM", error)) from error
-    except KeyError as error:  # an architecture that looks attention up in a table of its own
-        raise ConfigError(
-            f"model={model!r}: its architecture takes no other attention than its own, so rollouts "
-            "cannot be packed; use another model, such as Qwen, Llama, Mistral, Gemma 3 or GPT-2"
-        ) from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(lm.config, name, None) not in (None, 1, 1.0):
-            raise ConfigError(
-                f"model={model!r} sets {name}={getattr(lm.config, name)}, which the policy head "
-                "does not compute; use a model without it"
-            )
-    return lm
-
-
-def _require_local(model: str) -> None:
-    """Refuse at once a missing directory, which the hub would be asked for again and again."""
-    parts = Path(model).parts
-    # A hub name is `name` or `owner/name`; anything else, or in a directory that exists, is a path.
-    in_directory = len(parts) == 2 and Path(parts[0]).is_dir()
-    is_path = len(parts) > 2 or in_directory or model.startswith((".", "/", "~"))
-    if is_path and not Path(model).is_dir():
-        raise ConfigError(
-            f"model={model!r}: there is no such directory (working directory: {Path.cwd()}); check "
-            "the path"
-        )
-
-
-def _not_found(model: str, what: str, error: Exception) -> str:
-    if has_code_of_its_own(error):
-        return (
-            f"model={model!r} comes with code of its own, which would run with your rights; read "
-            "it, then set trust_remote_code: true"
-        )
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    hint = (
-        "the directory exists, but a file in it is missing or damaged"
-        if Path(model).is_dir()
-        else "there is no such directory; check the path or, for a hub name, the network"
+    require_local(model)
+    folder = Path(model, loading.model_kwargs.get("subfolder", ""))
+    require_sound(str(folder), weights=not random_init)
+    if not folder.is_dir() or random_init:
+        return
+    with torch.device("meta"):
+        lm = load_lm(model, random_init, loading)
+    held = held_shapes(folder)
+    if not held and not any(folder.glob("pytorch_model*.bin")):
+        raise ConfigError(not_found(model, "causal LM", OSError("it has no model.safetensors")))
+    # Where transformers renames or fuses weights as it reads them, only loading tells.
+    if held and not get_model_conversion_mapping(lm, add_legacy=False):
+        require_complete(str(folder), compare(lm, held))
+    require_embedded(
+        model, load_tokenizer(model, loading), lm.get_input_embeddings().weight.shape[0]
     )
-    return f"model={model!r}: cannot load a {what} ({hint}) [{first_line}]"
 
 
 def _disable_dropout(lm: PreTrainedModel) -> None:
@@ -389,7 +276,7 @@ def _disable_dropout(lm: PreTrainedModel) -> None:
                 setattr(module, name, 0.0)
 
 
-def compile_layers(lm: PreTrainedModel) -> None:
+def _compile(lm: PreTrainedModel) -> None:
     """Compile each layer of ``lm`` but its attention, in place; weights keep their names.
 
     Shapes are dynamic, so that packs of any size run what the first one compiled. Attention loops

@@ -3,25 +3,26 @@
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoProcessor,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
 
 from lightning_rl.errors import ConfigError
+from lightning_rl.models.attention import ATTENTION
+from lightning_rl.models.soundness import OTHER_MODEL, require_complete, require_finite
 
 REFUSED = {
     "attn_implementation": "packed rollouts are computed by an attention of the library's own, "
@@ -89,69 +90,102 @@ def has_code_of_its_own(error: Exception) -> bool:
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
-def read_tokenizer(model: str, loading: Loading) -> PreTrainedTokenizerBase:
-    """The tokenizer, of a processor if it must be; a processor's chat template if it has none.
+def load_config(model: str, loading: Loading = PLAIN) -> PretrainedConfig:
+    """The configuration of a model directory or hub name.
 
     Raises:
-        OSError: if there is none.
-        ValueError: the same, or if it needs code that is not trusted.
+        ConfigError: if there is none, or it needs code that is not trusted.
     """
+    require_local(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, **loading.of_files)
+        config: PretrainedConfig = AutoConfig.from_pretrained(model, **loading.of_model)
     except (OSError, ValueError) as error:
-        processor = None if has_code_of_its_own(error) else _read_processor(model, loading)
-        tokenizer = getattr(processor, "tokenizer", None)
-        if tokenizer is None:
-            raise
-    if tokenizer.chat_template is None:
-        processor = _read_processor(model, loading)
-        tokenizer.chat_template = getattr(processor, "chat_template", None)
-    return tokenizer
+        raise ConfigError(not_found(model, "configuration", error)) from error
+    return config
 
 
-def _read_processor(model: str, loading: Loading) -> Any:
-    """What reads more than text, of which we take the text's part; None without."""
-    hub = {name: value for name, value in loading.of_files.items() if name != "trust_remote_code"}
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        if cached_file(model, name, _raise_exceptions_for_missing_entries=False, **hub) is None:
-            continue
-        try:
-            return AutoProcessor.from_pretrained(model, **loading.of_files)
-        except ImportError as error:  # of images, sound or video, none of which is read here
-            raise ConfigError(
-                f"model={model!r} has its tokenizer or chat template in a processor, which cannot "
-                f"be loaded: {str(error).strip().splitlines()[0]}; save both with the tokenizer"
-            ) from error
-    return None
-
-
-_OURS = ("conversation", "tokenize", "add_generation_prompt", "tools", "return_dict")
-
-
-def with_chat_variables(
-    tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
-) -> PreTrainedTokenizerBase:
-    """Let a tokenizer give its chat template these variables whenever it renders a chat.
+def load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
+    """The causal LM of a model directory or hub name; on the meta device its shapes only.
 
     Raises:
-        ConfigError: if there is no chat template, or it never reads one of them.
+        ConfigError: naming what is missing or damaged, or what packed scoring cannot compute.
     """
-    for name in chat_template_kwargs:
-        if name in _OURS:
-            raise ConfigError(f"chat_template_kwargs.{name} is set by the library; leave it out")
-        if tokenizer.chat_template is None:
+    require_local(model)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its report of what we refuse fills a page
+    try:
+        if without_weights():
+            lm = skeleton(load_config(model, loading), loading, ATTENTION)
+        elif random_init:
+            with torch.device("cpu"):  # the same numbers for every device
+                lm = skeleton(load_config(model, loading), loading, ATTENTION)
+            lm = lm.to(torch.get_default_device())
+        else:
+            lm = _read_lm(model, loading)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(not_found(model, "causal LM", error)) from error
+    except KeyError as error:  # an architecture that looks attention up in a table of its own
+        raise ConfigError(
+            f"model={model!r}: its architecture takes no other attention than its own, so rollouts "
+            f"cannot be packed; {OTHER_MODEL}"
+        ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(lm.config, name, None) not in (None, 1, 1.0):
             raise ConfigError(
-                f"chat_template_kwargs.{name}: the tokenizer has no chat template to read it"
+                f"model={model!r} sets {name}={getattr(lm.config, name)}, which the policy head "
+                "does not compute; use a model without it"
             )
-        if name != "chat_template" and name not in str(tokenizer.chat_template):
-            raise ConfigError(
-                f"chat_template_kwargs.{name}: the tokenizer's chat template never reads it; is it "
-                "spelled as there?"
-            )
-    if chat_template_kwargs:  # what a caller gives goes first
-        rendered = partial(tokenizer.apply_chat_template, **chat_template_kwargs)
-        tokenizer.apply_chat_template = rendered
-    return tokenizer
+    return lm
+
+
+def _read_lm(model: str, loading: Loading) -> PreTrainedModel:
+    # transformers needs accelerate to load to another device than the CPU.
+    with torch.device("cpu"):
+        # Master weights in float32; Trainer(precision=...) decides what computes.
+        lm, info = AutoModelForCausalLM.from_pretrained(
+            model,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, in our words
+            **loading.of_model,
+        )
+    require_complete(model, info)
+    lm = lm.to(torch.get_default_device())  # Lightning's, in configure_model
+    require_finite(model, lm.named_parameters())
+    return lm
+
+
+def require_local(model: str) -> None:
+    """Refuse at once a missing directory, which the hub would be asked for again and again."""
+    parts = Path(model).parts
+    # A hub name is `name` or `owner/name`; anything else, or in a directory that exists, is a path.
+    in_directory = len(parts) == 2 and Path(parts[0]).is_dir()
+    is_path = len(parts) > 2 or in_directory or model.startswith((".", "/", "~"))
+    if is_path and not Path(model).is_dir():
+        raise ConfigError(
+            f"model={model!r}: there is no such directory (working directory: {Path.cwd()}); check "
+            "the path"
+        )
+
+
+def not_found(model: str, what: str, error: Exception) -> str:
+    if has_code_of_its_own(error):
+        return (
+            f"model={model!r} comes with code of its own, which would run with your rights; read "
+            "it, then set trust_remote_code: true"
+        )
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    hint = (
+        "the directory exists, but a file in it is missing or damaged"
+        if Path(model).is_dir()
+        else "there is no such directory; check the path or, for a hub name, the network"
+    )
+    return f"model={model!r}: cannot load a {what} ({hint}) [{first_line}]"
 
 
 class GivenModel(str):
@@ -231,7 +265,7 @@ def skeleton(
     attention: str,
     kind: type[AutoModel] | type[AutoModelForCausalLM] = AutoModelForCausalLM,
 ) -> PreTrainedModel:
-    """The parameters that ``from_pretrained`` would give, in float32, on the meta device."""
+    """The model that ``from_pretrained`` would give, in float32, without reading its weights."""
     made: PreTrainedModel = kind.from_config(
         config, attn_implementation=attention, trust_remote_code=loading.trust_remote_code
     )

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,33 @@ def require_complete(model: str, info: dict[str, Any]) -> None:
             f"{_file_of(model)} holds {len(left)} weights that config.json does not ask for "
             f"({', '.join(left[:_SHOWN])}); they are left out"
         )
+
+
+def held_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights in a directory's safetensors files, from the files' headers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(directory.glob(_WEIGHTS)):
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    return shapes
+
+
+def compare(lm: PreTrainedModel, held: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What loading weights of these shapes would tell :func:`require_complete`, by their names.
+
+    Of files with other names too, such as those of a base model or a second format, only loading
+    tells what is missing.
+    """
+    expected = {name: tuple(weight.shape) for name, weight in lm.state_dict().items()}
+    other = held.keys() - expected.keys()
+    missing = expected.keys() - held.keys() - dict(lm.all_tied_weights_keys).keys()
+    both = expected.keys() & held.keys()
+    return {
+        "mismatched_keys": [(n, held[n], expected[n]) for n in both if held[n] != expected[n]],
+        "missing_keys": [] if other else missing,
+        "unexpected_keys": [],
+    }
 
 
 def require_finite(model: str, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -16,7 +16,7 @@ from lightning_rl.collect.loader import RolloutLoader, limited_epoch
 from lightning_rl.collect.replay_buffer import warn_if_uncorrected
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, DataError, require_at_least
-from lightning_rl.models.policy import load_config
+from lightning_rl.models.pretrained import load_config
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Group, Rollout
 from lightning_rl.rollouts.files import open_rollouts

@@ -19,9 +19,10 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.gradients import FiniteSteps
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
 from lightning_rl.learn.recording import save_primitive_hparams
-from lightning_rl.models.policy import Policy, load_tokenizer
-from lightning_rl.models.pretrained import Loading, model_of, with_chat_variables
+from lightning_rl.models.policy import Policy
+from lightning_rl.models.pretrained import Loading, model_of
 from lightning_rl.models.sharding import refuse_mesh
+from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import named_callbacks
 from lightning_rl.run.seeding import derived_seed, run_seed

@@ -134,7 +134,8 @@ class EngineJudge(JudgeModel):
 
     def start(self) -> None:
         # Here, because a judge over HTTP needs none of it.
-        from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton
+        from lightning_rl.models.policy import Policy, save_skeleton
+        from lightning_rl.models.tokenizer import load_tokenizer
 
         if self.engine.running:
             return

@@ -13,7 +13,8 @@ from lightning_rl.cli.rerun.run import RecordedRun, Source
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import DataError
-from lightning_rl.models.policy import load_tokenizer, save_skeleton
+from lightning_rl.models.policy import save_skeleton
+from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import SAMPLED_BY, Rollout
 from lightning_rl.run.loop import run_async

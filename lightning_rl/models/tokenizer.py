@@ -1,0 +1,99 @@
+"""Tokenizers: how one is read, and what its chat template is given."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.pretrained import (
+    PLAIN,
+    Loading,
+    has_code_of_its_own,
+    not_found,
+    require_local,
+)
+
+
+def load_tokenizer(model: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory or hub name.
+
+    It may be a processor's, and so may its chat template.
+
+    Raises:
+        ConfigError: if there is none, it needs code that is not trusted, or it has no
+            end-of-sequence token.
+    """
+    require_local(model)
+    try:
+        tokenizer = _read_tokenizer(model, loading)
+    except (OSError, ValueError) as error:
+        raise ConfigError(not_found(model, "tokenizer", error)) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer of model={model!r} has no eos_token, so no completion could end; "
+            "set one and save it again"
+        )
+    return tokenizer
+
+
+def _read_tokenizer(model: str, loading: Loading) -> PreTrainedTokenizerBase:
+    """The tokenizer, of a processor if it must be; a processor's chat template if it has none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, **loading.of_files)
+    except (OSError, ValueError) as error:
+        processor = None if has_code_of_its_own(error) else _read_processor(model, loading)
+        tokenizer = getattr(processor, "tokenizer", None)
+        if tokenizer is None:
+            raise
+    if tokenizer.chat_template is None:
+        processor = _read_processor(model, loading)
+        tokenizer.chat_template = getattr(processor, "chat_template", None)
+    return tokenizer
+
+
+def _read_processor(model: str, loading: Loading) -> Any:
+    """What reads more than text, of which we take the text's part; None without."""
+    hub = {name: value for name, value in loading.of_files.items() if name != "trust_remote_code"}
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        if cached_file(model, name, _raise_exceptions_for_missing_entries=False, **hub) is None:
+            continue
+        try:
+            return AutoProcessor.from_pretrained(model, **loading.of_files)
+        except ImportError as error:  # of images, sound or video, none of which is read here
+            raise ConfigError(
+                f"model={model!r} has its tokenizer or chat template in a processor, which cannot "
+                f"be loaded: {str(error).strip().splitlines()[0]}; save both with the tokenizer"
+            ) from error
+    return None
+
+
+_OURS = ("conversation", "tokenize", "add_generation_prompt", "tools", "return_dict")
+
+
+def with_chat_variables(
+    tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
+) -> PreTrainedTokenizerBase:
+    """Let a tokenizer give its chat template these variables whenever it renders a chat.
+
+    Raises:
+        ConfigError: if there is no chat template, or it never reads one of them.
+    """
+    for name in chat_template_kwargs:
+        if name in _OURS:
+            raise ConfigError(f"chat_template_kwargs.{name} is set by the library; leave it out")
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                f"chat_template_kwargs.{name}: the tokenizer has no chat template to read it"
+            )
+        if name != "chat_template" and name not in str(tokenizer.chat_template):
+            raise ConfigError(
+                f"chat_template_kwargs.{name}: the tokenizer's chat template never reads it; is it "
+                "spelled as there?"
+            )
+    if chat_template_kwargs:  # what a caller gives goes first
+        rendered = partial(tokenizer.apply_chat_template, **chat_template_kwargs)
+        tokenizer.apply_chat_template = rendered
+    return tokenizer
