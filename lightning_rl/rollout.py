@@ -9,7 +9,7 @@ Message = dict[str, Any]
 
 
 class RolloutStatus(StrEnum):
-    """Where a rollout is in its life; each status is counted and logged."""
+    """The stage of a rollout's life; each status is counted and logged."""
 
     INIT = "init"
     COMPLETED = "completed"

@@ -1,4 +1,4 @@
-"""What every generation engine does: token ids in, token ids with their logprobs out."""
+"""The interface of all generation engines: token ids in, token ids with their logprobs out."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from lightning_rl.run import dist
 
 
 class RunState(StrEnum):
-    """What a part of a run is doing.
+    """The state of a part of a run.
 
     ``RUNNING``: its work. ``WAITING``: for another part: the trainer for rollouts or a push, the
     collector for new weights, a replica for the end of a pause or for the weights that the others
@@ -76,7 +76,7 @@ def require_dtype(dtype: str) -> None:
 
 
 def logprob_tolerance(*precisions: str) -> float:
-    """How far, in nats, logprobs of the same weights may be apart that are computed in these."""
+    """The largest gap, in nats, between logprobs of the same weights computed in these."""
     if any(precision not in DTYPES for precision in precisions):
         # Quantized. Measured: in fp8_per_channel 4.6 times as far apart as in bfloat16.
         return 1.0
@@ -111,17 +111,17 @@ class Engine(ABC):
     version: int = -1
     dtype: str
     chosen_dtype: str | None = None
-    """What the constructor was given; None: as the trainer computes."""
+    """The constructor's argument; None: as the trainer computes."""
     kv_cache_gb: float | None = None
     replica_count: int = 1
     starting: ClassVar[str] = ""
-    """What happens while it starts, where that takes long enough to say so."""
+    """A message for while it starts, where that takes long enough to say so."""
     sleep_level: int | None = None
-    """What :meth:`sleep` gives back: 1, the cache; 2, the weights too, until the next push."""
+    """Memory that :meth:`sleep` gives back: 1, the cache; 2, the weights too, until a push."""
     serves_all_ranks: bool = False
-    """Where several processes train: whether one of it, on rank 0, works for all of them."""
+    """True if one engine, on rank 0, works for all processes that train."""
     trust_remote_code: bool = False
-    """Whether it may run code that comes with the model; set before ``start``."""
+    """True if it may run code that comes with the model; set before ``start``."""
 
     def choose_dtype(self, dtype: str | None) -> None:
         """Keep what a constructor was given; raises a ConfigError for what no engine has."""
@@ -138,7 +138,7 @@ class Engine(ABC):
 
     @property
     def precision(self) -> str:
-        """What bounds its accuracy: its dtype, or the name of a coarser format of its weights."""
+        """The bound on its accuracy: its dtype, or the name of a coarser format of its weights."""
         return self.dtype
 
     def memory_here(self, elements: int, card: int) -> tuple[int, int]:
@@ -153,7 +153,7 @@ class Engine(ABC):
         return weights, weights
 
     def weight_bytes(self, elements: int) -> int:
-        """Of so many weights in its dtype."""
+        """Bytes of so many weights in its dtype."""
         return elements * int(getattr(torch, self.dtype).itemsize)
 
     @abstractmethod
@@ -200,7 +200,7 @@ class Engine(ABC):
         return False
 
     def replica_states(self) -> list[ReplicaStatus]:
-        """What each of its processes is doing; any thread may ask."""
+        """The status of each of its processes; any thread may ask."""
         state = RunState.RUNNING
         if not self.running:
             state = RunState.STOPPED
@@ -246,7 +246,7 @@ class Engine(ABC):
 
 
 def feeds_engine(engine: Engine) -> bool:
-    """Whether this rank gives work and weights to the engine."""
+    """True if this rank gives work and weights to the engine."""
     return dist.rank() == 0 or not engine.serves_all_ranks
 
 

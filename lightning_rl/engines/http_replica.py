@@ -21,8 +21,8 @@ from lightning_rl.errors import (
 
 _log = logging.getLogger(__name__)
 _FIRST_NOTICE_S, _NEXT_NOTICE_S = 3.0, 15.0
-"""Of waiting for a server that is not ours to start."""
-_GONE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
+"""Seconds of waiting, until a notice, for a server that is not ours to start."""
+_CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
 
 class HTTPReplica(Replica):
@@ -70,20 +70,22 @@ class HTTPReplica(Replica):
             if self._process is not None:
                 await asyncio.to_thread(self._process.kill)
             self.name, self._process = self._launch()
-        await self._until_it_answers()
-        await self._look()
+        await self._wait_until_ready()
+        await self._read_properties()
         self.gone.clear()
 
-    async def _until_it_answers(self) -> None:
-        """Wait for it; say soon, and again and again, that this is what takes so long."""
+    async def _wait_until_ready(self) -> None:
+        """Wait until it answers; say soon, and again and again, that this takes so long."""
         loop = asyncio.get_running_loop()
         begin, notice, why = loop.time(), _FIRST_NOTICE_S, "it was not asked yet"
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                while (found := await self._illness()) is not None:
+                while (found := await self._health_problem()) is not None:
                     why = found
                     if self._process is not None and not self._process.running:
-                        raise ReplicaError(f"vLLM did not start: {_told(self._process.tail())}")
+                        raise ReplicaError(
+                            f"vLLM did not start: {_with_hint(self._process.tail())}"
+                        )
                     waited = loop.time() - begin
                     if self._launch is None and waited >= notice:
                         notice += _NEXT_NOTICE_S
@@ -100,8 +102,8 @@ class HTTPReplica(Replica):
                 f"{said}"
             ) from error
 
-    async def _illness(self) -> str | None:
-        """Why it does not serve (yet); None if it does.
+    async def _health_problem(self) -> str | None:
+        """The reason why it does not serve (yet); None if it does.
 
         Raises:
             ReplicaError: if what answers at a URL that we were given is no vLLM server.
@@ -120,8 +122,8 @@ class HTTPReplica(Replica):
             return str(error)
         return None
 
-    async def _look(self) -> None:
-        """Is it a server that we can work with?"""
+    async def _read_properties(self) -> None:
+        """Read the server's properties, and refuse one that we cannot work with."""
         try:
             models = await self._call("GET", "/v1/models")
             self.max_length = int(models["data"][0]["max_model_len"])
@@ -143,7 +145,7 @@ class HTTPReplica(Replica):
         if self._process is not None and not self._process.running:
             return False
         try:
-            return await self._illness() is None
+            return await self._health_problem() is None
         except ReplicaError:
             return False
 
@@ -216,7 +218,7 @@ class HTTPReplica(Replica):
             raise SyncTimeoutError(
                 f"{self.name}{path} did not answer within {seconds:g} s: it is stuck or too slow"
             ) from error
-        except _GONE as error:
+        except _CONNECTION_ERRORS as error:
             raise ReplicaLost(f"{self.name}{path}: {error or type(error).__name__}") from error
         except (aiohttp.ClientError, ValueError) as error:
             why = getattr(error, "message", error)
@@ -233,7 +235,7 @@ class ServerRefusal(EngineError):
         self.status = status
 
 
-def _told(tail: str) -> str:
+def _with_hint(tail: str) -> str:
     """The end of what a server printed, and what may be behind it."""
     if "unrecognized arguments" not in tail:
         return tail

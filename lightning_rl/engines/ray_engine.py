@@ -22,7 +22,7 @@ from lightning_rl.errors import ConfigError, ReplicaError, require_at_least
 
 _PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 _CALLS_AT_ONCE = 100_000
-"""That an actor takes: all requests wait in vLLM, and none keeps a pause waiting."""
+"""Calls that an actor takes: all requests wait in vLLM, and none keeps a pause waiting."""
 _CONNECT_TIMEOUT_S = 10.0
 
 
@@ -100,7 +100,7 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
             self._connect()
             bundle = self._reserve()
         except BaseException:
-            self._let_go()
+            self._release()
             raise
         return [self._replica(index, bundle, files) for index in range(self.replica_count)]
 
@@ -122,7 +122,7 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
                     self._group, placement_group_bundle_index=index
                 ),
             )(RayActor)
-            settings = dataclasses.asdict(self.settled)
+            settings = dataclasses.asdict(self.settings)
             if self.trust_remote_code:
                 settings["options"]["trust_remote_code"] = True
             return actor_class.remote(settings, self.tensor_parallel_size, self.environment)
@@ -132,7 +132,7 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
 
     def close(self) -> None:
         super().close()
-        self._let_go()
+        self._release()
 
     # ---------------------------------------------------------------- the cluster
 
@@ -176,7 +176,7 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
             )
         return bundle
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._group is None and not self._connected_here:
             return
         import ray

@@ -26,7 +26,7 @@ def this_machine() -> str:
 class _HostedVLLM(VLLMLocal):
     """VLLMLocal that takes weights through vLLM's weight-transfer API, as servers do."""
 
-    _beside_trainer = False
+    _shares_process = False
 
     def _own_device(self) -> int | None:
         # Several workers are processes of their own, and this one then touches no GPU.
@@ -37,14 +37,14 @@ class _HostedVLLM(VLLMLocal):
         """One step of a push, between two steps of generation."""
         with self._exclusive:
             if step == "start_weight_update":
-                self._leave_version()
+                self._begin_update()
             self._llm.collective_rpc(step, kwargs=dict(arguments))
 
     def set_version(self, version: int) -> int:
         """End a push; returns the version that is held now."""
         with self._exclusive:
             self._llm.collective_rpc("finish_weight_update")
-            self._enter_version(version)
+            self._end_update(version)
             return self.version
 
 
@@ -91,7 +91,7 @@ class RayActor:
         }
 
     async def answers(self) -> bool:
-        """Whether this process lives."""
+        """Return True: this process lives."""
         return True
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
@@ -245,7 +245,7 @@ class RayReplica(Replica):
             raise
 
     def _refusal(self, cause: BaseException) -> EngineError:
-        """What the actor raised, of its own class if that is one of ours."""
+        """The error that the actor raised, of its own class if that is one of ours."""
         if (error := worker_error(self.name, str(cause))) is not None:
             return error
         kind = type(cause) if isinstance(cause, EngineError) else EngineError

@@ -18,7 +18,7 @@ from lightning_rl.errors import (
 )
 
 _log = logging.getLogger(__name__)
-_PLEASE = "', please check"
+_TAIL = "', please check"
 HEALTH_TIMEOUT_S = 10.0
 
 
@@ -34,7 +34,7 @@ class Replica(ABC):
     """
 
     can_restart: bool
-    """Whether we started it, and so may start it again."""
+    """True if we started it, and so may start it again."""
     workers: int = 1
     """Its processes that take weights (tensor parallel)."""
 
@@ -44,7 +44,7 @@ class Replica(ABC):
         self.host = host
         """The machine that it runs on."""
         self.version = -1
-        """Of the weights it holds; -1: not the trainer's."""
+        """Version of the weights it holds; -1: not the trainer's."""
         self.life = 0
         """Counts its restarts: what was connected to an earlier life is not to this one."""
         self.load = 0
@@ -67,7 +67,7 @@ class Replica(ABC):
 
     @abstractmethod
     async def answers(self) -> bool:
-        """Whether it is healthy."""
+        """Return whether it is healthy."""
 
     @abstractmethod
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
@@ -109,10 +109,10 @@ class Replica(ABC):
         except (ReplicaLost, SyncTimeoutError):
             raise
         except EngineError:
-            await self._break_off(timeout_s)
+            await self._abort_update(timeout_s)
             await self.transfer("start_weight_update", timeout_s)
 
-    async def _break_off(self, timeout_s: float) -> None:
+    async def _abort_update(self, timeout_s: float) -> None:
         """vLLM ends a push when one of its steps fails; this one cannot but fail."""
         try:
             await self.transfer("update_weights", timeout_s, update_info={})
@@ -151,5 +151,5 @@ def worker_error(name: str, text: str) -> WeightSyncError | None:
         _, found, message = text.partition(f"{kind.__name__}: ")
         if found:
             # vLLM wraps it in "Worker failed with error '...', please check the stack trace above".
-            return kind(f"{name}: {message.partition(chr(34))[0].partition(_PLEASE)[0]}")
+            return kind(f"{name}: {message.partition(chr(34))[0].partition(_TAIL)[0]}")
     return None

@@ -77,12 +77,12 @@ class ReplicatedEngine(Engine):
         self.shapes: dict[str, torch.Size] = {}
         self.refill: Callable[[Replica], None] | None = None
         """Set by a transport that can give a restarted replica the weights of the last push."""
-        self._keepers: list[asyncio.Task[None]] = []
+        self._supervisors: list[asyncio.Task[None]] = []
         self._failures: dict[str, str] = {}
         self._paused = False
         self._changed = asyncio.Event()
-        self._open = asyncio.Event()  # closed while weights change
-        self._open.set()
+        self._weights_ready = asyncio.Event()  # unset while weights change
+        self._weights_ready.set()
 
     # ---------------------------------------------------------------- life
 
@@ -117,7 +117,9 @@ class ReplicatedEngine(Engine):
                     starting.create_task(replica.start())
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None  # the others were cancelled for it
-        self._keepers = [asyncio.create_task(self._keep(replica)) for replica in self.replicas]
+        self._supervisors = [
+            asyncio.create_task(self._supervise(replica)) for replica in self.replicas
+        ]
 
     def close(self) -> None:
         replicas, self.replicas = self.replicas, []
@@ -126,10 +128,10 @@ class ReplicatedEngine(Engine):
             run_async(self._close(replicas))
 
     async def _close(self, replicas: list[Replica]) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        self._keepers = []
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        self._supervisors = []
         await asyncio.gather(*(replica.close() for replica in replicas))
 
     # ---------------------------------------------------------------- generation
@@ -138,7 +140,7 @@ class ReplicatedEngine(Engine):
         self.require_ready()
         self.require_room(len(token_ids), sampling)
         for _ in range(_ATTEMPTS):
-            replica = await self._pick()
+            replica = await self._pick_replica()
             replica.load += 1
             try:
                 return await replica.generate(token_ids, sampling, seed)
@@ -148,16 +150,16 @@ class ReplicatedEngine(Engine):
                 replica.load -= 1
         raise EngineError(
             f"a request of {len(token_ids)} tokens lost {_ATTEMPTS} replicas one after the other; "
-            f"the last one: {self._why()}"
+            f"the last one: {self._failure_summary()}"
         )
 
-    async def _pick(self) -> Replica:
+    async def _pick_replica(self) -> Replica:
         """The serving replica with the fewest requests; wait if there is none."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.recovery_timeout_s
         while True:
-            if not self._open.is_set():
-                await self._open.wait()
+            if not self._weights_ready.is_set():
+                await self._weights_ready.wait()
                 deadline = loop.time() + self.recovery_timeout_s
             self.require_ready()  # a push may have failed
             serving = [r for r in self.replicas if r.alive and r.version == self.version]
@@ -170,10 +172,10 @@ class ReplicatedEngine(Engine):
             except TimeoutError as error:
                 raise ReplicaError(
                     f"none of {len(self.replicas)} replicas came back within recovery_timeout_s="
-                    f"{self.recovery_timeout_s:g}: {self._why()}"
+                    f"{self.recovery_timeout_s:g}: {self._failure_summary()}"
                 ) from error
 
-    def _why(self) -> str:
+    def _failure_summary(self) -> str:
         return "; ".join(f"{name}: {why}" for name, why in self._failures.items()) or "no failure"
 
     @property
@@ -182,7 +184,7 @@ class ReplicatedEngine(Engine):
 
     @property
     def paused(self) -> bool:
-        return self._paused or not self._open.is_set()
+        return self._paused or not self._weights_ready.is_set()
 
     def replica_states(self) -> list[ReplicaStatus]:
         return [
@@ -198,15 +200,15 @@ class ReplicatedEngine(Engine):
 
     async def pause(self) -> None:
         self._paused = True
-        await self._each(lambda replica: replica.pause())
+        await self._on_each_alive(lambda replica: replica.pause())
 
     async def resume(self) -> None:
         self._paused = False
         if self.version < 0:  # a push failed: nothing may be generated with what is left of it
             return
-        await self._each(lambda replica: replica.resume())
+        await self._on_each_alive(lambda replica: replica.resume())
 
-    async def _each(self, act: Callable[[Replica], object]) -> None:
+    async def _on_each_alive(self, act: Callable[[Replica], object]) -> None:
         """Do it on all that live; who dies over it is noted."""
 
         async def one(replica: Replica) -> None:
@@ -226,11 +228,11 @@ class ReplicatedEngine(Engine):
         replica.gone.set()
         self._changed.set()
 
-    async def _keep(self, replica: Replica) -> None:
+    async def _supervise(self, replica: Replica) -> None:
         """Notice a replica's death, and bring it back."""
         wait = _FIRST_WAIT_S
         while True:
-            await self._until_lost(replica)
+            await self._wait_until_lost(replica)
             replica.version = -1
             try:
                 await replica.start()
@@ -245,7 +247,7 @@ class ReplicatedEngine(Engine):
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, _LONGEST_WAIT_S)
 
-    async def _until_lost(self, replica: Replica) -> None:
+    async def _wait_until_lost(self, replica: Replica) -> None:
         silent = 0
         while replica.alive:
             try:
@@ -276,7 +278,7 @@ class ReplicatedEngine(Engine):
         """
         if not self.replicas:
             raise EngineError(f"{type(self).__name__} is not running; call start() first")
-        run_async(self._stop_for_weights())
+        run_async(self._pause_for_weights())
         try:
             yield [replica for replica in self.replicas if replica.alive]
             self.version = version
@@ -284,15 +286,15 @@ class ReplicatedEngine(Engine):
             self.version = -1
             raise
         finally:
-            run_async(self._go_on())
+            run_async(self._resume_after_weights())
 
-    async def _stop_for_weights(self) -> None:
-        self._open.clear()
+    async def _pause_for_weights(self) -> None:
+        self._weights_ready.clear()
         if not self._paused:
-            await self._each(lambda replica: replica.pause())
+            await self._on_each_alive(lambda replica: replica.pause())
 
-    async def _go_on(self) -> None:
+    async def _resume_after_weights(self) -> None:
         if not self._paused:
             await self.resume()
-        self._open.set()
+        self._weights_ready.set()
         self._changed.set()

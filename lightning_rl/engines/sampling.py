@@ -1,4 +1,4 @@
-"""What is asked of an engine, and its answer: sampling settings, seeds and completions."""
+"""Requests to an engine, and their answers: sampling settings, seeds and completions."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -41,7 +41,7 @@ class StructuredOutputs:
             raise ConfigError("structured_outputs.choice=[] allows nothing; list the choices")
 
     def as_dict(self) -> dict[str, Any]:
-        """What is given, under the names of vLLM's ``StructuredOutputsParams``."""
+        """The form, under the names of vLLM's ``StructuredOutputsParams``."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -52,7 +52,7 @@ LEAST_TEMPERATURE = 0.01
 @configurable
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled.
+    """Settings of the distribution that completions are sampled from.
 
     Args:
         max_tokens: new tokens at most.
@@ -112,7 +112,7 @@ class Sampling:
 
     @property
     def penalizes(self) -> bool:
-        """Whether what was written makes tokens more or less likely."""
+        """True if what was written makes tokens more or less likely."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def of_vllm(self, seed: int) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class ServerProcess:
             self._process.stdin.close()
 
     def tail(self, lines: int = 3) -> str:
-        """What it printed last, errors alone if there are any."""
+        """The last lines that it printed, errors alone if there are any."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - 20_000))
         printed = self._log.read().decode(errors="replace")
@@ -89,7 +89,7 @@ _VALIDATION = re.compile(
 
 
 def validation_failure(text: str) -> str | None:
-    """What pydantic found wrong, of the many lines in which it says so; None if it says nothing."""
+    """The fault that pydantic found, of the many lines in which it says so; None if none."""
     if (found := _VALIDATION.search(text)) is None:
         return None
     why = found["why"].partition(" [type=")[0]

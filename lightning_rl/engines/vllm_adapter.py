@@ -51,7 +51,7 @@ class Request:
     versions: list[int] = field(default_factory=list)
 
     def stamp(self, tokens: int, version: int) -> None:
-        """Of so many tokens, those not stamped yet were written by this version."""
+        """Note that of so many tokens those not stamped yet were written by this version."""
         self.versions += [version] * (tokens - len(self.versions))
 
     def finish(self, output: Any, version: int) -> None:
@@ -72,7 +72,7 @@ class Request:
 
 
 def tokens_so_far(llm: Any, request_id: str) -> int:
-    """That a request in flight has."""
+    """Number of tokens that a request in flight has."""
     states = llm.output_processor.request_states
     internal = llm.output_processor.external_req_ids.get(request_id, [request_id])[0]
     return len(states[internal].detokenizer.output_token_ids) if internal in states else 0

@@ -35,7 +35,7 @@ from lightning_rl.engines.vllm_settings import VLLMEngine, require_one_device
 from lightning_rl.errors import ConfigError, EngineError, StaleWeightsError
 
 _LONGEST_STEP_S = 10.0
-"""That closing waits for; one that hangs must not keep a run from ending."""
+"""Seconds of a step that closing waits for; one that hangs must not keep a run from ending."""
 
 
 @configurable
@@ -59,8 +59,8 @@ class VLLMLocal(VLLMEngine):
     """
 
     starting = "vLLM starts"
-    _beside_trainer = True
-    """Whether the trainer works in this process, too."""
+    _shares_process = True
+    """True if the trainer works in this process, too."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class VLLMLocal(VLLMEngine):
             )
         super().__init__(dtype=dtype, gpu_memory_utilization=gpu_memory_utilization, **shared)
         settings = self._settings
-        if self._beside_trainer:
+        if self._shares_process:
             require_one_device(settings.options)
         if sleep_level not in (None, 1, 2):
             raise ConfigError(f"engine sleep_level={sleep_level} must be 1, 2 or null")
@@ -131,8 +131,8 @@ class VLLMLocal(VLLMEngine):
                 f"engine sleep_level={self.sleep_level} is not for CPUs, where vLLM cannot give "
                 "memory back; leave it out"
             )
-        settings = self.settled
-        if self._device is not None and settings.batch_invariant and self._beside_trainer:
+        settings = self.settings
+        if self._device is not None and settings.batch_invariant and self._shares_process:
             require_gradients(self._device)
         arguments = settings.arguments(model_dir, self.trust_remote_code, self._device)
         self._llm = started(arguments, settings.environment(), self._device)
@@ -258,17 +258,17 @@ class VLLMLocal(VLLMEngine):
         stream = ((name, weight.to(dtype)) for name, weight in checked(weights, self._shapes))
         with self._exclusive, self._on_device():
             self._wake("weights")  # the cache may stay asleep: what a push needs fits in its place
-            self._leave_version()
+            self._begin_update()
             self._llm.collective_rpc(reload_weights, args=(stream,))
-            self._enter_version(version)
+            self._end_update(version)
 
-    def _leave_version(self) -> None:
+    def _begin_update(self) -> None:
         """Before weights change: it holds no version until all have arrived."""
         for request_id, request in self._requests.items():
             request.stamp(tokens_so_far(self._llm, request_id), self.version)
         self.version = -1
 
-    def _enter_version(self, version: int) -> None:
+    def _end_update(self, version: int) -> None:
         # Keys and values of old weights would poison every later prompt that shares a prefix.
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise StaleWeightsError("vLLM refused to reset its prefix cache after a push")

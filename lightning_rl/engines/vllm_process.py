@@ -174,7 +174,7 @@ def _destroy_group() -> None:
 
 
 def _cache_of(device: int, root: str) -> str:
-    """Where to keep what vLLM compiles for a GPU that is not the first.
+    """The folder for what vLLM compiles for a GPU that is not the first.
 
     Compiled code names its GPU. vLLM keeps it by an engine's rank, which is 0 in each training
     process, so that one GPU's code would be found and run for another.

@@ -26,7 +26,7 @@ SERVER_ARGUMENTS = {
     "middleware": f"{_WORKER}.RequireKey",
     "enable_scale_out": True,  # token ids in, token ids out
 }
-"""What a server needs so that we can give it weights, whoever starts it."""
+"""Arguments without which a server cannot be given weights, whoever starts it."""
 
 
 @configurable
@@ -100,14 +100,14 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
             key = self._key()
             return [HTTPReplica(url.rstrip("/"), key, None, *self._timeouts) for url in self.urls]
         shared = {"tensor_parallel_size": self.tensor_parallel_size}
-        arguments = shared | self.settled.arguments(model_dir, self.trust_remote_code)
+        arguments = shared | self.settings.arguments(model_dir, self.trust_remote_code)
         command = server_command(arguments)
         return [self._own_replica(command, index) for index in range(self.replica_count)]
 
     def _own_replica(self, command: list[str], index: int) -> HTTPReplica:
         key = secrets.token_urlsafe(32)
         # Not on the command line, which every user of the machine can read.
-        environment = SERVER_ENVIRONMENT | self.settled.environment() | {"VLLM_API_KEY": key}
+        environment = SERVER_ENVIRONMENT | self.settings.environment() | {"VLLM_API_KEY": key}
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices[index]
         if self.transfer_backend == "ipc":

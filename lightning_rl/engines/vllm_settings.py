@@ -49,7 +49,7 @@ class EngineSettings:
     def arguments(
         self, model_dir: Path, trust_remote_code: bool = False, device: int | None = None
     ) -> dict[str, Any]:
-        """Those of ``vllm.EngineArgs``, for the devices of this machine.
+        """Arguments of ``vllm.EngineArgs``, for the devices of this machine.
 
         ``device`` is the GPU that an engine in this process works on, by its number here; None: on
         CPUs, and for processes of their own.
@@ -187,7 +187,7 @@ class VLLMEngine(Engine):
     def _dtype_beside(self, trainer: str) -> str:
         if trainer != "float32" or not torch.cuda.is_available():
             return trainer
-        _tell_of_bfloat16()
+        _warn_of_bfloat16()
         return "bfloat16"
 
     def follow_head(self, fp32: bool) -> None:
@@ -199,13 +199,13 @@ class VLLMEngine(Engine):
         return self._settings.quantization or self.dtype
 
     @property
-    def settled(self) -> EngineSettings:
+    def settings(self) -> EngineSettings:
         """The settings, with what follows from the trainer."""
         return replace(self._settings, dtype=self.dtype)
 
 
 @cache
-def _tell_of_bfloat16() -> None:
+def _warn_of_bfloat16() -> None:
     if dist.rank() == 0:
         _log.warning(
             "the trainer computes in float32, the engine on GPUs in bfloat16 (in float32 it has no "

@@ -20,7 +20,7 @@ MAX_MASK = 1 << 20
 
 @dataclass(frozen=True)
 class Segments:
-    """What a pack's row of S tokens consists of: distinct prompts, then rollouts' completions.
+    """The segments of a pack's row of S tokens: distinct prompts, then rollouts' completions.
 
     All on the CPU. ``start`` and ``length`` (N,): the place of each segment in the row, one behind
     the other; ``prompt`` (M,): the segment of each of the M completions' prompt, the last M of N.
@@ -32,7 +32,7 @@ class Segments:
 
     @property
     def prompts(self) -> int:
-        """How many of the segments are prompts."""
+        """Number of segments that are prompts."""
         return len(self.start) - len(self.prompt)
 
     @property
@@ -112,7 +112,7 @@ def batch_segments(segments: Segments) -> AttentionBatches:
 
 
 def _whole(segments: Segments) -> Tensor:
-    """Which completions (M,) run behind their prompt in one causal call, without a mask.
+    """Mask (M,) of completions that run behind their prompt in one causal call, without a mask.
 
     Long ones, where that computes fewer scores: (P + L)^2 / 2 instead of the L (P + L) of a mask if
     the completion is the longer part; and always fewer if no other shares the prompt, for the

@@ -72,7 +72,7 @@ class LoRA:
 
     @property
     def trains_base(self) -> bool:
-        """Whether weights of the model itself are trained beside the adapters."""
+        """True if weights of the model itself are trained beside the adapters."""
         options = self.options
         return bool(options.get("modules_to_save")) or options.get("bias", "none") != "none"
 
@@ -85,7 +85,7 @@ class LoRA:
         if self.trains_base:
             raise ConfigError(
                 "reference=BaseReference is the policy without its adapters, but lora.options "
-                f"train weights of its own ({self._own()}); use FrozenReference"
+                f"train weights of its own ({self._extras()}); use FrozenReference"
             )
 
     def require_adapters_alone(self) -> None:
@@ -96,11 +96,11 @@ class LoRA:
         """
         if self.trains_base or self.options.get("use_dora"):
             raise ConfigError(
-                f"adapters_only cannot push what lora.options add to the adapters ({self._own()}); "
-                "leave out adapters_only"
+                "adapters_only cannot push what lora.options add to the adapters "
+                f"({self._extras()}); leave out adapters_only"
             )
 
-    def _own(self) -> str:
+    def _extras(self) -> str:
         names = ("modules_to_save", "bias", "use_dora")
         return ", ".join(f"{n}={self.options[n]!r}" for n in names if n in self.options)
 
@@ -157,7 +157,7 @@ def as_lora(given: Any) -> Any:
 
 
 def adapter_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Of each adapted layer ``X.lora_A`` (rank, in) and ``X.lora_B`` (out, rank).
+    """Factors of each adapted layer: ``X.lora_A`` (rank, in) and ``X.lora_B`` (out, rank).
 
     The weight that acts is ``X.weight + lora_B @ lora_A``: the scale is in B, and layers that keep
     their weight transposed (embeddings, GPT-2's) get factors that fit it.
@@ -237,7 +237,7 @@ _NO_SETTINGS = {
     "revision",
     "inference_mode",
 }
-"""What peft keeps in a configuration that changes nothing in training."""
+"""Fields of peft's configuration that change nothing in training."""
 
 
 def require_mergeable(options: Mapping[str, Any]) -> None:
@@ -268,7 +268,7 @@ def require_mergeable(options: Mapping[str, Any]) -> None:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """What a ``peft.LoraConfig`` sets beside rank, alpha and layers."""
+    """Options that a ``peft.LoraConfig`` sets beside rank, alpha and layers."""
     options = {}
     for f in fields(config):
         if f.name in _OUR_NAMES or f.name in _NO_SETTINGS:

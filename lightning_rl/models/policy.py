@@ -51,7 +51,7 @@ from lightning_rl.run.dist import rank
 
 
 class Scores(NamedTuple):  # in which FSDP finds the tensors that a backward pass begins with
-    """What the policy says of a pack's M loss tokens; ``live`` are their indices in the pack."""
+    """The policy's scores of a pack's M loss tokens; ``live`` are their indices in the pack."""
 
     live: Tensor
     logprobs: Tensor
@@ -166,7 +166,7 @@ class Policy(nn.Module):
         return batch
 
     def parameter_groups(self, value_lr: float | None) -> list[dict[str, Any]]:
-        """What an optimizer trains: the LM, and in a group of its own, at ``value_lr``, the critic.
+        """Parameters to optimize: the LM, and in a group of its own, at ``value_lr``, the critic.
 
         None: at the same learning rate.
         """

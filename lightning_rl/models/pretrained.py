@@ -1,4 +1,4 @@
-"""How a pretrained model is read: from files, or as given; with its weights, or as a skeleton."""
+"""Reading pretrained models: from files, or as given; with their weights, or as skeletons."""
 
 import shutil
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ REFUSED = {
 
 
 _OF_FILES = ("revision", "code_revision", "subfolder", "cache_dir", "token", "local_files_only")
-"""Where files are, which tokenizers and processors want to know too."""
+"""Arguments that say where files are, which tokenizers and processors want to know too."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Loading:
         return {"trust_remote_code": self.trust_remote_code, **given}
 
     def copy_code(self, model: str, directory: str | Path) -> None:
-        """What else a model's directory needs that others are to load: the code it came with."""
+        """Copy the code that a model came with into a directory that others are to load."""
         if self.trust_remote_code and Path(model).is_dir():
             for file in Path(model).glob("*.py"):
                 shutil.copy(file, directory)
@@ -86,7 +86,7 @@ PLAIN = Loading()
 
 
 def has_code_of_its_own(error: Exception) -> bool:
-    """Whether this is transformers' refusal to run code that comes with a model."""
+    """True if this is transformers' refusal to run code that comes with a model."""
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
@@ -255,7 +255,7 @@ def _tokenizer_of(lm: PreTrainedModel) -> Any:
 
 
 def without_weights() -> bool:
-    """Whether what is built now is to have shapes only (``with torch.device("meta"):``)."""
+    """True if what is built now is to have shapes only (``with torch.device("meta"):``)."""
     return torch.get_default_device().type == "meta"
 
 

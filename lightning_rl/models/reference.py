@@ -1,4 +1,4 @@
-"""What the policy is kept near: a frozen copy, one renewed now and then, or the base of a LoRA."""
+"""References to keep the policy near: a frozen copy, one that is renewed, a LoRA's base."""
 
 import copy
 from abc import ABC, abstractmethod

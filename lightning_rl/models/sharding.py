@@ -27,7 +27,7 @@ from lightning_rl.run.dist import every_rank, rank, take_from_rank_zero
 
 
 def mixed_precision(precision: str) -> MixedPrecisionPolicy:
-    """What is gathered, and what gradients are summed in, by Lightning's ``precision``.
+    """Dtypes to gather weights and sum gradients in, by Lightning's ``precision``.
 
     Weights that compute in bfloat16 travel so too, though those that are trained are float32.
     Inputs stay as they are: among them are masks, logprobs and rewards, which 16 bits would round,
@@ -77,13 +77,13 @@ def shard(
     offload = CPUOffloadPolicy(torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     policies: dict[str, Any] = {"mp_policy": mixed_precision(precision), "offload_policy": offload}
     tensors = {name: tensor.detach() for name, tensor in _named_tensors(module)}
-    _forget(module)
+    _keep_shapes(module)
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             fully_shard(layer, mesh=data, **policies)
     fully_shard(module, mesh=data, **policies)
-    _fill(module, tensors, data, cpu_offload)
-    module.register_forward_hook(_end_scoring)
+    _scatter(module, tensors, data, cpu_offload)
+    module.register_forward_hook(_reshard_after_scoring)
 
 
 def refuse_mesh(module: LightningModule) -> None:
@@ -105,7 +105,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _forget(module: nn.Module) -> None:
+def _keep_shapes(module: nn.Module) -> None:
     """Leave shapes alone, so that no rank shards what it would then overwrite; ties stay."""
     known: dict[Tensor, Any] = {}
     for owner in module.modules():
@@ -119,10 +119,10 @@ def _forget(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _fill(
+def _scatter(
     module: nn.Module, tensors: dict[str, Tensor], mesh: DeviceMesh, cpu_offload: bool
 ) -> None:
-    """Deal out rank 0's tensors, and forget each when it is."""
+    """Scatter rank 0's tensors, and forget each when it is done."""
     device = _device_of(mesh)
     module.to_empty(device="cpu" if cpu_offload else device)
 
@@ -132,8 +132,8 @@ def _fill(
 
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor)
-        dealt = distribute_tensor(on_device(name), mesh, parameter.placements)
-        parameter.to_local().copy_(dealt.to_local())
+        scattered = distribute_tensor(on_device(name), mesh, parameter.placements)
+        parameter.to_local().copy_(scattered.to_local())
     for name, _ in list(module.named_buffers()):
         buffer = on_device(name)
         take_from_rank_zero(buffer)
@@ -146,7 +146,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
 
 
-def _end_scoring(module: nn.Module, inputs: object, output: object) -> None:
+def _reshard_after_scoring(module: nn.Module, inputs: object, output: object) -> None:
     """Between passes ``parameters()`` are the shards, which are trained, synced and saved.
 
     FSDP leaves the outermost ones gathered for a backward pass, also where none follows.

@@ -1,4 +1,4 @@
-"""Is a model sound: its files, its weights, and its architecture in packed scoring."""
+"""Checks of a model: its files, its weights, and its architecture in packed scoring."""
 
 import json
 import re
@@ -89,7 +89,7 @@ def held_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def compare(lm: PreTrainedModel, held: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What loading weights of these shapes would tell :func:`require_complete`, by their names.
+    """Compare names and shapes in files with the model's, for :func:`require_complete`.
 
     Of files with other names too, such as those of a base model or a second format, only loading
     tells what is missing.
@@ -140,7 +140,7 @@ def require_embedded(model: str, tokenizer: PreTrainedTokenizerBase, rows: int) 
 
 
 def is_finite(weight: Tensor) -> bool:
-    """Whether all of a tensor's numbers are; in one pass, without a copy."""
+    """True if all of a tensor's numbers are; in one pass, without a copy."""
     if weight.numel() == 0 or weight.is_meta or not weight.is_floating_point():
         return True
     low, high = torch.aminmax(weight.detach())  # NaN comes through

@@ -55,7 +55,7 @@ def _read_tokenizer(model: str, loading: Loading) -> PreTrainedTokenizerBase:
 
 
 def _read_processor(model: str, loading: Loading) -> Any:
-    """What reads more than text, of which we take the text's part; None without."""
+    """The processor, which reads more than text, of which we take the text's part; or None."""
     hub = {name: value for name, value in loading.of_files.items() if name != "trust_remote_code"}
     for name in ("processor_config.json", "preprocessor_config.json"):
         if cached_file(model, name, _raise_exceptions_for_missing_entries=False, **hub) is None:

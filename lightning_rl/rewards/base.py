@@ -70,7 +70,7 @@ class Rewards:
         self._of_batch = {n: f for n, f in self.functions.items() if is_batch_reward(f)}
         self._of_group = {n: f for n, f in self.functions.items() if n not in self._of_batch}
         self.state = TrainerState()
-        """How far training is, which whoever trains keeps up to date."""
+        """Progress of training, which whoever trains keeps up to date."""
         self._calls = Calls()
 
     async def grade(self, groups: Sequence[Sequence[Rollout]]) -> None:
@@ -82,8 +82,8 @@ class Rewards:
         is.
         """
         await self.grade_ahead(groups)
-        await self._score(_together(groups), self._of_batch, self._calls.in_loop)
-        self._add_up(_together(groups))
+        await self._score(_flatten(groups), self._of_batch, self._calls.call_in_loop)
+        self._sum_rewards(_flatten(groups))
 
     async def grade_ahead(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """The part of :meth:`grade` that can be done group by group, before a batch is complete.
@@ -91,13 +91,13 @@ class Rewards:
         With a :func:`batch_reward` the rollouts have no ``reward`` yet afterwards.
         """
         await asyncio.gather(
-            *(self._score(group, self._of_group, self._calls.in_loop) for group in groups)
+            *(self._score(group, self._of_group, self._calls.call_in_loop) for group in groups)
         )
         if not self._of_batch:
-            self._add_up(_together(groups))
+            self._sum_rewards(_flatten(groups))
 
     def grade_here(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        """The same as :meth:`grade`, and wait for it.
+        """Do the same as :meth:`grade`, and wait for it.
 
         Plain functions run in a thread of their own: one that never ends is left behind when a
         signal or ``Watchdog`` breaks the wait off. Those that use signals (math-verify's time
@@ -107,9 +107,9 @@ class Rewards:
             run_async(self.grade(groups))
             return
         for group in groups:
-            _finish(self._score(group, self._of_group, self._calls.and_wait))
-        _finish(self._score(_together(groups), self._of_batch, self._calls.and_wait))
-        self._add_up(_together(groups))
+            _run_to_end(self._score(group, self._of_group, self._calls.call_and_wait))
+        _run_to_end(self._score(_flatten(groups), self._of_batch, self._calls.call_and_wait))
+        self._sum_rewards(_flatten(groups))
 
     def hanging(self) -> tuple[str, threading.Thread] | None:
         """The plain function that is being called in its thread right now, and this thread."""
@@ -147,31 +147,31 @@ class Rewards:
         """Let functions score, one after another, what none has failed and they have not scored."""
         metrics: dict[str, list[float]] = defaultdict(list)
         for name, function in functions.items():
-            rollouts = [r for r in group if _is_open(r) and name not in r.reward_parts]
+            rollouts = [r for r in group if _is_ungraded(r) and name not in r.reward_parts]
             if not rollouts:
                 continue
             log = RewardLog(len(rollouts))
             scores = await call(function, self._arguments(function, rollouts, log))
             note_progress()
             if not isinstance(scores, RewardFailure):
-                scores = _whole(scores, log, len(rollouts))
+                scores = _complete(scores, log, len(rollouts))
             if isinstance(scores, RewardFailure):
                 _fail(rollouts, f"reward {name}: {scores.reason}")
                 continue
             for rollout, score in zip(rollouts, scores, strict=True):
-                if problem := _problem(score):
+                if problem := _invalid_reason(score):
                     _fail([rollout], f"reward {name}: {problem}")
                 else:
                     rollout.reward_parts[name] = None if score is None else float(score)
             log.write_to(rollouts)
             for metric, values in log.metrics.items():
                 metrics[metric] += values
-        for rollout in filter(_is_open, group):
+        for rollout in filter(_is_ungraded, group):
             rollout.logged |= {metric: mean(values) for metric, values in metrics.items()}
 
-    def _add_up(self, rollouts: Sequence[Rollout]) -> None:
+    def _sum_rewards(self, rollouts: Sequence[Rollout]) -> None:
         """Set the reward of what all functions have scored."""
-        for rollout in filter(_is_open, rollouts):
+        for rollout in filter(_is_ungraded, rollouts):
             parts = {n: s for n, s in rollout.reward_parts.items() if s is not None}
             reward = math.fsum(self.weights[n] * s for n, s in parts.items())
             if not parts:
@@ -205,18 +205,18 @@ class Rewards:
         return {name: value for name, value in available.items() if name in names}
 
 
-def _whole(scores: list[Any], log: RewardLog, count: int) -> list[Any] | RewardFailure:
+def _complete(scores: list[Any], log: RewardLog, count: int) -> list[Any] | RewardFailure:
     """Scores and logged columns, if there is one per completion."""
     try:
         if len(scores) != count:
             raise ValueError(f"returned {len(scores)} scores for {count} completions")
-        log.require_whole()
+        log.require_complete()
     except ValueError as error:
         return RewardFailure(f"ValueError: {error}")
     return scores
 
 
-def _finish(coroutine: Coroutine[Any, Any, None]) -> None:
+def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine that waits for nothing, without an event loop."""
     try:
         coroutine.send(None)
@@ -225,17 +225,17 @@ def _finish(coroutine: Coroutine[Any, Any, None]) -> None:
     raise AssertionError("it waited")
 
 
-def _is_open(rollout: Rollout) -> bool:
-    """Whether a reward may still be set."""
+def _is_ungraded(rollout: Rollout) -> bool:
+    """True if a reward may still be set."""
     return rollout.completed and rollout.reward is None
 
 
-def _together(groups: Sequence[Sequence[Rollout]]) -> list[Rollout]:
+def _flatten(groups: Sequence[Sequence[Rollout]]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group]
 
 
-def _problem(score: Any) -> str | None:
-    """What is wrong with a score, if anything."""
+def _invalid_reason(score: Any) -> str | None:
+    """The reason to refuse a score, if there is one."""
     if isinstance(score, RewardFailure):
         return score.reason
     try:

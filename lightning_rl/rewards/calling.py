@@ -48,11 +48,11 @@ def reward_called_here() -> Iterator[None]:
 def _install() -> None:
     # Not for the time of a call: one that never ends would never take it back.
     for name in _SIGNALS:
-        setattr(signal, name, _only_in_main(getattr(signal, name)))
-    os._exit = _never(os._exit)
+        setattr(signal, name, _refuse_outside_main(getattr(signal, name)))
+    os._exit = _refuse_exit(os._exit)
 
 
-def _only_in_main(function: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_outside_main(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def checked(*arguments: Any) -> Any:
         if _inside.get() and threading.current_thread() is not threading.main_thread():
@@ -62,7 +62,7 @@ def _only_in_main(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _never(function: Callable[..., Any]) -> Any:
+def _refuse_exit(function: Callable[..., Any]) -> Any:
     @functools.wraps(function)
     def checked(status: int) -> None:
         if _inside.get() == os.getpid():  # a process that it forked may end as it likes
@@ -92,7 +92,7 @@ class RewardFailure:
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Whether it is an ``async`` function, or an object whose ``__call__`` is one."""
+    """True for an ``async`` function, or an object whose ``__call__`` is one."""
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
@@ -116,7 +116,7 @@ def batch_reward(function: F) -> F:
 
 
 def is_batch_reward(function: RewardFunction) -> bool:
-    """Whether :func:`batch_reward` has marked it."""
+    """True if :func:`batch_reward` has marked it."""
     return bool(getattr(function, "per_batch", False))
 
 
@@ -137,22 +137,22 @@ class Calls:
         thread = self._thread.thread
         return None if thread is None else (self._name, thread)
 
-    async def in_loop(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
+    async def call_in_loop(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
         """Call from the event loop, in which engines step."""
         if is_async(function):
-            return await _awaited(lambda: function(**arguments))
+            return await _call_async(lambda: function(**arguments))
         call = self._submit(function, arguments)
         try:
             outcome = await asyncio.wrap_future(call)
         except asyncio.CancelledError:
             self._thread.abandon(call)
             raise
-        return await _awaited(lambda: outcome) if inspect.isawaitable(outcome) else outcome
+        return await _call_async(lambda: outcome) if inspect.isawaitable(outcome) else outcome
 
-    async def and_wait(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
+    async def call_and_wait(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
         """Call a plain function, and wait without an event loop."""
         if function in self._use_signals:
-            return _called(function, arguments)
+            return _call(function, arguments)
         call = self._submit(function, arguments)
         try:
             outcome = wait(call)
@@ -163,7 +163,7 @@ class Calls:
             self._use_signals.append(function)
             if (log := RewardLog.of(arguments)) is not None:
                 log.clear()
-            return _called(function, arguments)
+            return _call(function, arguments)
         if inspect.isawaitable(outcome):
             raise ConfigError(
                 f"reward {reward_name(function)} is a plain function that returned an awaitable; "
@@ -174,7 +174,7 @@ class Calls:
     def _submit(self, function: RewardFunction, arguments: dict[str, Any]) -> Future[Any]:
         def call() -> Any:
             self._name = reward_name(function)
-            return _called(function, arguments)
+            return _call(function, arguments)
 
         return self._thread.submit(call)
 
@@ -183,8 +183,8 @@ class _NeedsMain(RewardFailure):
     """It uses signals, which it may not where it was called."""
 
 
-def _called(function: RewardFunction, arguments: dict[str, Any]) -> Any:
-    """Its list of scores, or why there is none; an awaitable as it is."""
+def _call(function: RewardFunction, arguments: dict[str, Any]) -> Any:
+    """A function's list of scores, or why there is none; an awaitable as it is."""
     try:
         with reward_called_here():
             result = function(**arguments)
@@ -196,8 +196,8 @@ def _called(function: RewardFunction, arguments: dict[str, Any]) -> Any:
         return _failure(error)
 
 
-async def _awaited(call: Callable[[], Any]) -> Any:
-    """The same of an ``async`` function."""
+async def _call_async(call: Callable[[], Any]) -> Any:
+    """The list of scores of an ``async`` function, or why there is none."""
     try:
         with reward_called_here():
             return list(await call())

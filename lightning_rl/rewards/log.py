@@ -1,4 +1,4 @@
-"""What TRL hands reward functions besides data: how far training is, and two ways to log."""
+"""Arguments of TRL's reward functions besides data: progress of training, and logging."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,12 @@ from typing import Any
 from lightning_rl.rollout import Rollout
 
 Plain = str | int | float | bool | None
-"""What every record of a rollout can hold."""
+"""Types that every record of a rollout can hold."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far training is, under the names of transformers' class. A step is an iteration here.
+    """Progress of training, under the names of transformers' class; a step is an iteration here.
 
     Args:
         global_step: iterations before the one that is graded.
@@ -31,7 +31,7 @@ class TrainerState:
 
 
 class RewardLog:
-    """What one call of a reward function logs, for ``count`` completions."""
+    """The log of one call of a reward function, for ``count`` completions."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -56,7 +56,7 @@ class RewardLog:
         methods = (arguments.get("log_extra"), arguments.get("log_metric"))
         return next((method.__self__ for method in methods if method is not None), None)
 
-    def require_whole(self) -> None:
+    def require_complete(self) -> None:
         """Refuse columns that do not have one value per completion.
 
         Raises:
@@ -75,7 +75,7 @@ class RewardLog:
         self.metrics.clear()
 
     def to_dict(self) -> dict[str, Any]:
-        """What was logged, as primitives."""
+        """The log, as primitives."""
         return {"extra": self.extra, "metrics": self.metrics}
 
     def add(self, record: Mapping[str, Any]) -> None:

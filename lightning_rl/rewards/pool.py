@@ -174,7 +174,7 @@ class _Worker:
             return "the worker died; its error is printed above"
 
     def grade(self, sample: dict[str, Any]) -> dict[str, Any] | None:
-        """What came of a sample; None if the worker is of no use any more."""
+        """The result of a sample; None if the worker is of no use any more."""
         request = pickle.dumps(sample)
         try:
             self.connection.send_bytes(request)

@@ -165,7 +165,7 @@ def _grade(function: Any, request: bytes, limits: Limits) -> bytes:
         if isinstance(score, RewardFailure):
             return _json(error=score.reason[:_ERROR_CHARACTERS])
         log = RewardLog.of(sample) or RewardLog(1)
-        log.require_whole()
+        log.require_complete()
         result = _json(score=None if score is None else float(score), log=log.to_dict())
         if len(result) > _RESULT_BYTES:
             return _json(error=f"what it logged takes {len(result)} of {_RESULT_BYTES} bytes")

@@ -118,7 +118,7 @@ class Remote(PerSample):
                 log.clear()  # of what an attempt left that failed
             score = only_score(await self.function(**sample))  # type: ignore[misc]
             if log is not None:
-                log.require_whole()
+                log.require_complete()
             return score
 
         loop = asyncio.get_running_loop()

@@ -46,7 +46,7 @@ class OverlongPenalty:
 
 
 class EnvironmentReward:
-    """What the environment of each rollout paid, summed over its turns.
+    """The pay of each rollout's environment, summed over its turns.
 
     Raises:
         ConfigError: when called for rollouts of an agent that has no environment.

@@ -226,5 +226,5 @@ def test_what_they_cannot_reach_is_refused(world, monkeypatch):
     with pytest.raises(ConfigError, match=r"backend: nccl; leave that out, or use NCCLTransport"):
         MemoryTransport().connect(theirs)
     connected(NCCLTransport(), theirs, monkeypatch)
-    command = server_command(theirs.settled.options)
+    command = server_command(theirs.settings.options)
     assert command[command.index("--weight-transfer-config") + 1] == '{"backend": "nccl"}'

@@ -276,11 +276,11 @@ def test_vllms_own_process_group_is_left_before_the_process_ends(
 
 @pytest.mark.parametrize("make", [VLLMLocal, VLLMServer, RayEngine])
 def test_beside_a_trainer_in_float32_it_computes_in_bfloat16_and_says_so(cuda, caplog, make):
-    vllm_settings._tell_of_bfloat16.cache_clear()
+    vllm_settings._warn_of_bfloat16.cache_clear()
     engine = make()
     engine.follow_dtype("float32")
     assert engine.dtype == "bfloat16"
-    assert engine.settled.environment() == {}
+    assert engine.settings.environment() == {}
     engine.follow_dtype("float32")
     (told,) = caplog.messages
     assert "engine.dtype: float32 to be exact" in told
@@ -290,7 +290,7 @@ def test_a_dtype_that_was_chosen_stays_and_float32_is_not_tf32(cuda, caplog):
     exact = VLLMLocal(dtype="float32")
     exact.follow_dtype("float32")
     assert exact.dtype == "float32"
-    assert exact.settled.environment() == {"TRITON_F32_DEFAULT": "ieee"}
+    assert exact.settings.environment() == {"TRITON_F32_DEFAULT": "ieee"}
     # Those that run already compute in what they were started with.
     theirs = VLLMServer(urls=["http://10.0.0.7:8000"])
     theirs.follow_dtype("float32")
@@ -307,7 +307,7 @@ def test_without_a_gpu_the_engine_computes_as_the_trainer_does(caplog):
 
 def test_the_head_follows_the_trainer_s_unless_it_was_told(cuda, tmp_path):
     def overrides(engine):
-        return engine.settled.arguments(tmp_path).get("hf_overrides")
+        return engine.settings.arguments(tmp_path).get("hf_overrides")
 
     for chosen, trainer, expected in (
         (None, True, {"head_dtype": "float32"}),
@@ -328,7 +328,7 @@ def test_the_head_follows_the_trainer_s_unless_it_was_told(cuda, tmp_path):
 
 def test_quantized_weights_are_asked_for_and_bound_the_gap_more_widely(cuda, tmp_path):
     engine = VLLMLocal(dtype="bfloat16", quantization="fp8")
-    assert engine.settled.arguments(tmp_path)["quantization"] == "fp8"
+    assert engine.settings.arguments(tmp_path)["quantization"] == "fp8"
     assert (engine.dtype, engine.precision) == ("bfloat16", "fp8")
     exact, mixed, coarse = (logprob_tolerance(p, "float32") for p in ("float32", "bfloat16", "fp8"))
     assert exact < mixed < coarse
@@ -361,7 +361,7 @@ def test_batch_invariance_that_comes_too_late_is_refused(cuda, not_yet, monkeypa
     with pytest.raises(ConfigError, match=f"too late, {used} already; .*VLLM_BATCH_INVARIANT=1"):
         VLLMLocal(batch_invariant=True)
     # A server is another process, so it is in time.
-    assert VLLMServer(batch_invariant=True).settled.environment()["VLLM_BATCH_INVARIANT"] == "1"
+    assert VLLMServer(batch_invariant=True).settings.environment()["VLLM_BATCH_INVARIANT"] == "1"
 
 
 def test_batch_invariance_that_takes_the_trainer_s_gradients_is_refused(
