@@ -3,11 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import ConfigError
@@ -108,6 +109,28 @@ def test_the_file_is_named(broken, message):
     with pytest.raises(ConfigError, match=message) as said:
         require_sound_model(str(broken))
     assert len(str(said.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [(name, BROKEN[name][1]) for name in ("wrong shapes", "fewer layers", "no weights")],
+    indirect=["broken"],
+)
+def test_files_are_compared_by_their_headers(broken, message, monkeypatch):
+    """Also without ``accelerate``, with which alone transformers loads without memory."""
+    refuse = Mock(side_effect=AssertionError("weights were loaded"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(ConfigError, match=message):
+        require_sound_model(str(broken))
+
+
+def test_files_of_a_base_model_are_left_to_loading(tiny_model, tmp_path):
+    """Their names lack a prefix, so by them alone all would be missing."""
+    place = tmp_path / "base"
+    shutil.copytree(tiny_model, place)
+    weighted(lambda weights: {k.removeprefix("model."): v for k, v in weights.items()})(place)
+    require_sound_model(str(place))
+    Policy(str(place))
 
 
 @pytest.mark.parametrize("broken", ["wrong shapes", "fewer layers", "NaN"], indirect=True)
