@@ -108,12 +108,8 @@ class Rollout:
         """Make it FAILED for this reason. What it has so far stays, where its lists agree."""
         self.status, self.error = RolloutStatus.FAILED, error
         self.reward = self.finish_reason = None
-        columns: list[list[Any]] = [
-            self.token_ids,
-            self.loss_mask,
-            self.logprobs,
-            self.versions,
-        ]
+        columns: list[list[Any]]
+        columns = [self.token_ids, self.loss_mask, self.logprobs, self.versions]
         length = min(map(len, columns))
         for column in columns:
             del column[length:]

@@ -76,7 +76,8 @@ def shard(
         )
     offload = CPUOffloadPolicy(torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     policies: dict[str, Any] = {"mp_policy": mixed_precision(precision), "offload_policy": offload}
-    tensors = {name: tensor.detach() for name, tensor in _named_tensors(module)}
+    named = (*module.named_parameters(), *module.named_buffers())
+    tensors = {name: tensor.detach() for name, tensor in named}
     _keep_shapes(module)
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
@@ -98,11 +99,6 @@ def refuse_mesh(module: LightningModule) -> None:
             f"{type(module.trainer.strategy).__name__} each process would train a copy of its own; "
             "use strategy: ddp, or one device"
         )
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _keep_shapes(module: nn.Module) -> None:

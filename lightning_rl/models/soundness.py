@@ -131,8 +131,10 @@ def require_embedded(model: str, tokenizer: PreTrainedTokenizerBase, rows: int) 
     beyond = [token for token in beyond if not _OTHER_MODALITY.search(token)]
     if beyond:
         shown = ", ".join(repr(token) for token in beyond[:_SHOWN])
+        local = Path(model).is_dir()
+        where = Path(model, "tokenizer.json") if local else f"the tokenizer of {model}"
         raise ConfigError(
-            f"{_where(model, 'tokenizer.json')} knows tokens up to {max(vocabulary.values())}, but "
+            f"{where} knows tokens up to {max(vocabulary.values())}, but "
             f"the embedding has {rows} rows (config.json: vocab_size), so {len(beyond)} tokens "
             f"({shown}) have none; save the model's own tokenizer there, or resize its embedding "
             "(resize_token_embeddings) and train the new rows"
@@ -185,10 +187,6 @@ def _file_of(model: str, name: str | None = None) -> str:
         return str(files[0]) if len(files) == 1 else model
     files_of = json.loads(index.read_bytes())["weight_map"]
     return str(directory / files_of[name]) if name in files_of else str(index)
-
-
-def _where(model: str, file: str) -> str:
-    return str(Path(model) / file) if Path(model).is_dir() else f"the tokenizer of {model}"
 
 
 ADVICE = (
