@@ -255,7 +255,7 @@ def require_sound_model(model: str, random_init: bool = False, loading: Loading 
     with torch.device("meta"):
         lm = load_lm(model, random_init, loading)
     held = held_shapes(folder)
-    if not held and not any(folder.glob("pytorch_model*.bin")):
+    if not held and not any(file.suffix in (".bin", ".gguf") for file in folder.iterdir()):
         raise ConfigError(not_found(model, "causal LM", OSError("it has no model.safetensors")))
     # Where transformers renames or fuses weights as it reads them, only loading tells.
     if held and not get_model_conversion_mapping(lm, add_legacy=False):

@@ -96,7 +96,8 @@ def compare(lm: PreTrainedModel, held: Mapping[str, tuple[int, ...]]) -> dict[st
     """
     expected = {name: tuple(weight.shape) for name, weight in lm.state_dict().items()}
     other = held.keys() - expected.keys()
-    missing = expected.keys() - held.keys() - dict(lm.all_tied_weights_keys).keys()
+    tied = getattr(lm, "all_tied_weights_keys", {})
+    missing = expected.keys() - held.keys() - tied.keys()
     both = expected.keys() & held.keys()
     return {
         "mismatched_keys": [(n, held[n], expected[n]) for n in both if held[n] != expected[n]],
