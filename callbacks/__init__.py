@@ -36,11 +36,9 @@ from lightning_rl.callbacks.guards import (
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.preview import PreviewTable
 from lightning_rl.callbacks.progress import RLProgressBar
-from lightning_rl.callbacks.recorder import RolloutRecorder
+from lightning_rl.callbacks.recorder import RerunRecorder, RolloutRecorder, RolloutWriter
 from lightning_rl.callbacks.report import RunReport
-from lightning_rl.callbacks.rerun_recorder import RerunRecorder
 from lightning_rl.callbacks.reward_alarms import RewardAlarms
-from lightning_rl.callbacks.rollout_writer import RolloutWriter
 from lightning_rl.callbacks.timer import StepTimer
 from lightning_rl.callbacks.watchdog import Watchdog
 from lightning_rl.callbacks.weight_sync import WeightSync

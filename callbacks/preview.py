@@ -7,11 +7,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
-from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.callbacks.recorder import RolloutSelection
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Rollout
-from lightning_rl.run.rundir import RunLines
+from lightning_rl.rollout import Rollout, as_text
 
 Row = tuple[Any, ...]
 """Text, numbers, and None for what is not there."""
@@ -64,7 +63,7 @@ def _cell(value: object) -> str:
 
 
 @configurable
-class PreviewTable(RLCallback):
+class PreviewTable(RolloutSelection):
     """Appends some rollouts of each iteration to ``rollouts.jsonl`` in the run directory.
 
     They are spread evenly over the rewards, from worst to best. TensorBoard, W&B and MLflow get the
@@ -75,36 +74,30 @@ class PreviewTable(RLCallback):
         every_n_iterations: how often.
     """
 
+    NAME = "rollouts.jsonl"
+
     def __init__(self, num_rollouts: int = 8, every_n_iterations: int = 1) -> None:
         if num_rollouts < 1 or every_n_iterations < 1:
             raise ConfigError(
                 f"PreviewTable(num_rollouts={num_rollouts}, every_n_iterations="
                 f"{every_n_iterations}): both must be >= 1"
             )
+        super().__init__(every_n_iterations)
         self.num_rollouts = num_rollouts
-        self.every_n_iterations = every_n_iterations
-        self._lines = RunLines("rollouts.jsonl")
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._lines.begin(trainer)
 
     def on_collect_end(
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
     ) -> None:
         iteration = self.module_of(pl_module).iteration
-        if iteration % self.every_n_iterations or not trainer.is_global_zero:
+        if not self.is_due(iteration) or not trainer.is_global_zero:
             return
-        chosen = spread(rollouts, self.num_rollouts)
-        named = ({"iteration": iteration, "id": r.id} | r.to_dict() for r in chosen)
-        self._lines.append(trainer, named)
+        chosen = self.choose(rollouts)
+        self.write(trainer, iteration, chosen)
         for logger in trainer.loggers:
             log_table(logger, "rollouts", *preview_table(chosen), iteration)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._lines.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._lines.load_state_dict(state_dict)
+    def choose(self, rollouts: list[Rollout]) -> list[Rollout]:
+        return spread(rollouts, self.num_rollouts)
 
 
 def spread(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
@@ -128,10 +121,3 @@ def preview_table(rollouts: Sequence[Rollout]) -> tuple[list[str], list[Row]]:
             (as_text(r.prompt.prompt), as_text(r.completion), r.reward, parts, *logged, end)
         )
     return ["prompt", "completion", "reward", "parts", *extra, "end"], rows
-
-
-def as_text(content: str | Sequence[dict[str, object]]) -> str:
-    """Text as it is; chat messages as ``role: content`` lines."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in content)

@@ -1,6 +1,10 @@
-"""RolloutRecorder: rollouts with what training made of each of their tokens."""
+"""Callbacks that record rollouts: each is a choice of rollouts, and of what is told of each."""
 
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from itertools import repeat
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -10,17 +14,75 @@ from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.loader import RolloutLoader, trainable
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import select
+from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.rundir import RunLines
+from lightning_rl.rollouts.files import Record, as_record, open_rollouts
+from lightning_rl.rollouts.jsonl import JSONLRollouts
+from lightning_rl.rollouts.log import Outcome, RerunLog, checksums
+from lightning_rl.run.rundir import output_path, run_dir
 from lightning_rl.view.flags import TokenPieces
 
 COMPUTED = ("ref_logprobs", "advantages", "values", "returns")
 
 
+class RolloutSelection(RLCallback, ABC):
+    """Appends the rollouts that it chooses to the file ``NAME`` in the run directory.
+
+    A run that begins anew adds to what is there. In one that is resumed, what was written behind
+    the checkpoint is taken back, for it is going to be written again.
+    """
+
+    NAME: ClassVar[str]
+
+    def __init__(self, every_n_iterations: int) -> None:
+        self.every_n_iterations = every_n_iterations
+        self._bytes = 0
+        self._resumed = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        file = run_dir(trainer) / self.NAME
+        self._bytes = file.stat().st_size if file.exists() else 0
+        self._resumed = False
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether this iteration is recorded."""
+        return iteration % self.every_n_iterations == 0
+
+    @abstractmethod
+    def choose(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """Those of an iteration's rollouts that are recorded."""
+
+    def write(
+        self,
+        trainer: Trainer,
+        iteration: int,
+        rollouts: list[Rollout],
+        more: Iterable[Record] | None = None,
+    ) -> None:
+        """Append rollouts of an iteration; ``more`` is what else there is to tell of each.
+
+        Raises:
+            DiskError: if they cannot be written; then none of them is.
+        """
+        pairs = zip(rollouts, more or repeat({}), strict=False)
+        records = ({"iteration": iteration} | as_record(r) | told for r, told in pairs)
+        file = JSONLRollouts(run_dir(trainer) / self.NAME)
+        if self._resumed:  # in another directory there is nothing to take back
+            file.truncate(self._bytes)
+        self._resumed = False
+        self._bytes = file.write(records)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bytes": self._bytes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._bytes, self._resumed = state_dict["bytes"], True
+
+
 @configurable
-class RolloutRecorder(RLCallback):
+class RolloutRecorder(RolloutSelection):
     """Appends rollouts to ``recorded.jsonl`` in the run directory; ``lightning-rl view`` shows it.
 
     A line is a rollout as ``PreviewTable`` writes it, with the text of each token (``pieces``,
@@ -39,33 +101,36 @@ class RolloutRecorder(RLCallback):
         ConfigError: for values below 1, or if the batches do not come from an ``RLDataModule``.
     """
 
+    NAME = "recorded.jsonl"
+
     def __init__(self, num_groups: int | None = 4, every_n_iterations: int = 1) -> None:
         require_at_least(1, num_groups=num_groups, every_n_iterations=every_n_iterations)
+        super().__init__(every_n_iterations)
         self.num_groups = num_groups
-        self.every_n_iterations = every_n_iterations
-        self._lines = RunLines("recorded.jsonl")
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._pieces: TokenPieces | None = None
-        self._lines.begin(trainer)
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        tokenizer = self.module_of(pl_module).loaded_policy.tokenizer
+        self._pieces = TokenPieces(
+            lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        )
 
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
         module = self.module_of(pl_module)
-        if module.iteration % self.every_n_iterations:
+        if not self.is_due(module.iteration):
             return
         collected = collected_rollouts(trainer)
         rows = {rollout.id: row for row, rollout in enumerate(trainable(collected))}
         chosen = self.choose(collected)
-        trained = [rollout for rollout in chosen if rollout.id in rows]
+        trained = [rollout.id for rollout in chosen if rollout.id in rows]
         # On every rank: where weights are sharded, a forward pass takes all of them.
-        columns = token_columns(module, batch, [rows[rollout.id] for rollout in trained])
+        columns = token_columns(module, batch, [rows[name] for name in trained])
         if not trainer.is_global_zero:
             return
-        of_rollout = dict(zip((r.id for r in trained), columns, strict=True))
-        records = (self._record(module, r) | of_rollout.get(r.id, {}) for r in chosen)
-        self._lines.append(trainer, records)
+        of_rollout = dict(zip(trained, columns, strict=True))
+        told = (self._texts(r) | of_rollout.get(r.id, {}) for r in chosen)
+        self.write(trainer, module.iteration, chosen, told)
 
     def choose(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Whole groups, the first ``num_groups``, and what cannot be trained on. Override it."""
@@ -74,25 +139,54 @@ class RolloutRecorder(RLCallback):
         good = {rollout.id for rollout in trainable(rollouts)}
         return [r for r in rollouts if r.group_id in kept or r.id not in good]
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._lines.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._lines.load_state_dict(state_dict)
-
-    def _record(self, module: PolicyModule, rollout: Rollout) -> dict[str, Any]:
-        if self._pieces is None:
-            tokenizer = module.loaded_policy.tokenizer
-            self._pieces = TokenPieces(
-                lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-            )
+    def _texts(self, rollout: Rollout) -> Record:
         return {
-            "iteration": module.iteration,
-            "id": rollout.id,
-            **rollout.to_dict(),
             "pieces": self._pieces(rollout.token_ids),
             "prompt_pieces": self._pieces(rollout.prompt.token_ids),
         }
+
+
+@configurable
+class RerunRecorder(RLCallback):
+    """Keeps all rollouts that are trained on, and a checksum of each version's weights.
+
+    They go to ``rerun`` in the run directory, in about nine bytes per token. The command line
+    adds this callback to every ``fit`` that has a logger, and so a run directory.
+
+    Args:
+        rollouts: False keeps the checksums and metrics only; then a rollout can be done again if
+            another callback recorded it and its version is in a checkpoint, an iteration cannot.
+    """
+
+    def __init__(self, rollouts: bool = True) -> None:
+        self.rollouts = rollouts
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:  # also of a former run in this directory
+            RerunLog(run_dir(trainer)).forget_after(self.module_of(pl_module).iteration)
+        trainer.strategy.barrier()
+        self.on_iteration_end(trainer, pl_module, {})
+
+    def on_update_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
+    ) -> None:
+        if self.rollouts:
+            log, rollouts = RerunLog(run_dir(trainer)), collected_rollouts(trainer)
+            log.write_rollouts(self.module_of(pl_module).iteration, trainer.global_rank, rollouts)
+
+    def on_iteration_end(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
+    ) -> None:
+        # On every rank: sharded weights are gathered.
+        made = outcome(trainer, self.module_of(pl_module), metrics)
+        if trainer.is_global_zero:
+            RerunLog(run_dir(trainer)).write_outcome(made)
+
+
+def outcome(trainer: Trainer, module: PolicyModule, metrics: dict[str, float]) -> Outcome:
+    """The checksums of the weights as they are now."""
+    weights = checksums(module.loaded_policy.state_dict().items())
+    return Outcome(module.iteration, weights, metrics, trainer.world_size)
 
 
 def collected_rollouts(trainer: Trainer) -> list[Rollout]:
@@ -135,3 +229,88 @@ def token_columns(
         table.append({name: values[name][start + prompt : start + length] for name in names})
         start += length
     return table
+
+
+@configurable
+class RolloutWriter(RLCallback):
+    """Appends every rollout of ``lightning-rl rollout`` to ``path``.
+
+    The ending tells the format: ``.jsonl``, ``.parquet`` (a folder) or ``.sqlite``. If the file
+    already holds iterations, the run goes on after them, with the next prompts.
+
+    A fast dev run writes to its scratch directory instead.
+
+    Raises:
+        ConfigError: for another ending, or if the file was written by another model or seed.
+        DataError: if the file holds something else.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.file = open_rollouts(path)
+        self.written = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.choose_file(trainer)
+
+    def choose_file(self, trainer: Trainer) -> None:
+        """Where this trainer's rollouts go."""
+        path = output_path(trainer, self.path, Path(self.path).name)
+        if path != self.file.path:
+            self.file = open_rollouts(str(path))
+
+    def done(self) -> int:
+        """How many whole iterations the file holds; what a killed run left behind is removed."""
+        progress = self.file.recover()
+        return 0 if progress is None else int(progress["iterations"])
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        datamodule = self.data_of(trainer)
+        if trainer.world_size > 1:
+            raise ConfigError(
+                f"rollouts are written by one process, not by {trainer.world_size}; set "
+                "trainer.devices=1"
+            )
+        progress = self.file.recover()
+        if progress is None:
+            return
+        for name, value in _origin(datamodule, self.module_of(pl_module)).items():
+            if progress["origin"][name] != value:
+                raise ConfigError(
+                    f"{self.file.path} was written with {name}={progress['origin'][name]!r}, now "
+                    f"it is {value!r}; name another file, or set it back to go on with this one"
+                )
+        datamodule.first_iteration = int(progress["iterations"])
+        datamodule.load_rollout_state(progress["state"])
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: list[Rollout],
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        datamodule = self.data_of(trainer)
+        iteration = datamodule.first_iteration + batch_idx
+        progress = {
+            "iterations": iteration + 1,
+            "origin": _origin(datamodule, self.module_of(pl_module)),
+            "state": datamodule.rollout_state(),
+        }
+        self.file.append(outputs, iteration, progress)
+        self.written += len(outputs)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.file.close()
+
+
+def _origin(datamodule: RLDataModule, module: PolicyModule) -> dict[str, Any]:
+    """What a run must share with the one that began the file."""
+    return {
+        "model": module.model,
+        "seed": datamodule.seed,
+        "group_size": datamodule.group_size,
+        "groups_per_iteration": datamodule.groups_per_iteration,
+    }

@@ -13,6 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.errors import DiskError, RewardError, RunInterrupted
+from lightning_rl.rollouts.files import as_record
+from lightning_rl.rollouts.jsonl import as_lines
 from lightning_rl.run.hooks import STAGES
 from lightning_rl.run.metrics import MetricsLog
 from lightning_rl.run.rundir import run_dir, write_whole
@@ -187,12 +189,8 @@ class RunReport(RLCallback):
             if trainer.state.fn == "fit":
                 self._write(trainer, pl_module, exception)
             if isinstance(exception, RewardError):
-                lines = [
-                    json.dumps({"id": r.id} | r.to_dict(), ensure_ascii=False, default=str) + "\n"
-                    for r in exception.rollouts
-                ]
                 file = run_dir(trainer) / f"failed_{trainer.global_rank}.jsonl"
-                write_whole(file, "".join(lines))
+                write_whole(file, as_lines(map(as_record, exception.rollouts)))
         except (DiskError, OSError) as error:  # what stopped the run comes first, and saving it
             rank_zero_warn(str(error))
 

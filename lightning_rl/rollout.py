@@ -1,5 +1,6 @@
 """The records a run is made of: prompts, and the rollouts sampled from them."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
@@ -138,3 +139,10 @@ class Rollout:
 
 Group = list[Rollout]
 """The rollouts sampled from one prompt."""
+
+
+def as_text(content: str | Sequence[Message]) -> str:
+    """Text as it is; chat messages as ``role: content`` lines."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in content)

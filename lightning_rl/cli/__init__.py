@@ -28,7 +28,7 @@ COMMANDS = {
     "rollouts": Command("rollouts", "show what such a file, or a replay buffer, holds", False),
     "view": Command("view", "show runs in a browser: curves, step times, rollouts by token", False),
     "rerun": Command(
-        "rerun.command",
+        "rerun",
         "do a recorded rollout or iteration again, and say where it first differs",
     ),
     "check": Command(

@@ -12,7 +12,6 @@ from torch.nn import Parameter
 
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
-from lightning_rl.callbacks.preview import as_text
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.plan import (
     BatchPlan,
@@ -32,7 +31,7 @@ from lightning_rl.engines import Engine, TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.module import PolicyModule
-from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.rollout import Prompt, Rollout, as_text
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.sync.schedule import FixedSchedule
 

@@ -1,5 +1,6 @@
 """The command's process: no lines that nobody can act on, and an end with the status it earned."""
 
+import argparse
 import atexit
 import logging
 import os
@@ -9,6 +10,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
+
+from lightning_rl.errors import ConfigError
 
 IGNORED_WARNINGS = (
     # Lightning calls what torch deprecated; fixed by neither of us here.
@@ -22,6 +25,21 @@ IGNORED_WARNINGS = (
     # SFT's rows are in memory: worker processes would only cost.
     r"The '\w+_dataloader' does not have many workers",
 )
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Options of ``lightning-rl <command>``; what they cannot mean is a ConfigError."""
+
+    def __init__(self, command: str, description: str, epilog: str | None = None) -> None:
+        super().__init__(
+            prog=f"lightning-rl {command}",
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 @contextmanager

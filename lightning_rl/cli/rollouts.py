@@ -6,12 +6,13 @@ import sqlite3
 import sys
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_rl.cli.process import CommandParser
 from lightning_rl.errors import ConfigError, DataError, require_at_least
 from lightning_rl.rollouts.files import open_rollouts
 from lightning_rl.rollouts.store import RolloutStore
@@ -23,23 +24,14 @@ COLUMNS = (
 """What can be sorted and searched by."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see lightning-rl rollouts --help)")
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """What the command line says.
 
     Raises:
         ConfigError: for what it cannot mean.
     """
-    parser = _Parser(
-        prog="lightning-rl rollouts",
-        description="Show recorded rollouts, and count them.",
-        epilog=f"Columns: {', '.join(COLUMNS)}.",
-        allow_abbrev=False,
-    )
+    columns = f"Columns: {', '.join(COLUMNS)}."
+    parser = CommandParser("rollouts", "Show recorded rollouts, and count them.", columns)
     parser.add_argument("file", help=".jsonl, .parquet or .sqlite")
     parser.add_argument("--status", help="only those: completed, failed, aborted, skipped, ...")
     parser.add_argument("--where", help='an SQL condition, e.g. "reward < 0.5 AND tokens > 100"')

@@ -3,16 +3,11 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from lightning_rl.cli.process import CommandParser
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.view.page import build_page
 from lightning_rl.view.runs import find_runs, is_rollout_file, read_run
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see lightning-rl view --help)")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -21,10 +16,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: for what it cannot mean.
     """
-    parser = _Parser(
-        prog="lightning-rl view",
-        description="Write one self-contained HTML file: curves, step times, rollouts by token.",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "view", "Write one self-contained HTML file: curves, step times, rollouts by token."
     )
     parser.add_argument(
         "runs", nargs="+", type=Path, help="run directories, folders of some, or rollout files"

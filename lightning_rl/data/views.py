@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_rl.data.packing import token_rows
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Message, Rollout
+from lightning_rl.rollout import Rollout, as_text
 
 
 def as_padded(batch: TensorDict, length: int | None = None, pad_token_id: int = 0) -> TensorDict:
@@ -186,8 +186,8 @@ def _with_text(view: TensorDict, rollouts: Sequence[Rollout]) -> TensorDict:
         "id": [r.id for r in rollouts],
         "group_id": [r.group_id for r in rollouts],
         "prompt_id": [r.prompt.id for r in rollouts],
-        "query": [_as_text(r.prompt.prompt) for r in rollouts],
-        "response": [_as_text(r.completion) for r in rollouts],
+        "query": [as_text(r.prompt.prompt) for r in rollouts],
+        "response": [as_text(r.completion) for r in rollouts],
         "status": [r.status.value for r in rollouts],
         "finish_reason": [r.finish_reason or "" for r in rollouts],
     }
@@ -203,9 +203,3 @@ def _with_text(view: TensorDict, rollouts: Sequence[Rollout]) -> TensorDict:
 
 def _number(score: float | None) -> float:
     return math.nan if score is None else score
-
-
-def _as_text(content: str | list[Message]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in content)

@@ -208,11 +208,12 @@ class OfflineDataModule(LightningDataModule):
     def _read(self, module: PolicyModule) -> list[Group]:
         recorded = open_rollouts(self.path).groups()
         smallest = module.advantage.min_group_size
-        vocabulary = _vocabulary(module)
+        text_config = load_config(module.model, module.loading).get_text_config()
         groups = []
         for group in recorded:
-            usable = [r for r in group if is_trainable(r) and not r.expert]
-            _check_tokens(self.path, usable, vocabulary)
+            # Graded, and with tokens that a model wrote.
+            usable = [r for r in group if r.graded and any(r.loss_mask) and not r.expert]
+            _check_tokens(self.path, usable, text_config.vocab_size)
             if len(usable) >= smallest and all(f.keep(usable) for f in self.filters):
                 groups.append(usable)
         if not groups:
@@ -230,15 +231,6 @@ class OfflineDataModule(LightningDataModule):
                 f"OfflineDataModule works with a PolicyModule, not {type(module).__name__}"
             )
         return module
-
-
-def _vocabulary(module: PolicyModule) -> int:
-    return int(load_config(module.model, module.loading).get_text_config().vocab_size)
-
-
-def is_trainable(rollout: Rollout) -> bool:
-    """Whether it was completed, graded, and has tokens that a model wrote."""
-    return rollout.graded and any(rollout.loss_mask)
 
 
 def _check_tokens(path: str, rollouts: Sequence[Rollout], vocabulary: int) -> None:

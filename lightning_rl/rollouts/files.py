@@ -2,14 +2,17 @@
 
 import json
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import Group, Prompt, Rollout
+
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,20 @@ class RolloutFile(ABC):
             DataError: naming file and line, for a file that is missing or damaged.
         """
 
+    def tail(self, count: int) -> tuple[list[Record], int]:
+        """The last ``count`` records, with whatever else was told of them, and how many there are.
+
+        Unlike :meth:`read` it takes records that are wrong in themselves: that is to be seen.
+
+        Raises:
+            DataError: naming file and line, for what is no record at all.
+        """
+        last: deque[Recorded] = deque(maxlen=count)
+        total = 0
+        for total, recorded in enumerate(self.read(), 1):  # noqa: B007
+            last.append(recorded)
+        return [{"iteration": r.iteration} | as_record(r.rollout) for r in last], total
+
     def groups(self) -> list[Group]:
         """All rollouts by group, in the order of their first members.
 
@@ -98,9 +115,12 @@ class RolloutFile(ABC):
             )
 
 
-def as_record(rollout: Rollout) -> dict[str, Any]:
-    """As ``Rollout.to_dict``, but sharing its lists, which are long."""
-    record = {f.name: getattr(rollout, f.name) for f in fields(rollout)}
+def as_record(rollout: Rollout) -> Record:
+    """The one form in which a rollout is recorded: its ``id``, and its fields as primitives.
+
+    It is as ``Rollout.to_dict``, but shares the rollout's lists, which are long.
+    """
+    record = {"id": rollout.id} | {f.name: getattr(rollout, f.name) for f in fields(rollout)}
     record["prompt"] = {f.name: getattr(rollout.prompt, f.name) for f in fields(Prompt)}
     record["status"] = rollout.status.value
     return record
@@ -130,12 +150,21 @@ def as_rollout(where: str, record: Any) -> Rollout:
     return rollout
 
 
+def as_json(record: Record) -> str:
+    """A record as JSON; of what JSON does not know, dataclasses become objects, the rest text."""
+    return json.dumps(record, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
 ARRAYS = {"token_ids": "<i4", "loss_mask": "?", "logprobs": "<f8", "versions": "<i4"}
 """Token arrays, in the width in which they are stored; logprobs are exact."""
 
 
-def as_row(rollout: Rollout, iteration: int) -> dict[str, Any]:
-    """Columns ``id`` ... ``tokens``, the arrays as lists, ``rest`` as JSON text.
+def as_row(rollout: Rollout, iteration: int) -> Record:
+    """The record as columns ``id`` ... ``tokens``, the arrays as lists, ``rest`` as JSON text.
 
     ``version_min`` and ``version_max`` are over the tokens that the model wrote; None without any.
     """
@@ -143,7 +172,7 @@ def as_row(rollout: Rollout, iteration: int) -> dict[str, Any]:
     arrays = {name: record.pop(name) for name in ARRAYS}
     written = [v for v, m in zip(rollout.versions, rollout.loss_mask, strict=True) if m]
     return {
-        "id": rollout.id,
+        "id": record.pop("id"),
         "group_id": rollout.group_id,
         "prompt_id": rollout.prompt.id,
         "iteration": iteration,
@@ -154,11 +183,11 @@ def as_row(rollout: Rollout, iteration: int) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "tokens": len(rollout.token_ids),
         **arrays,
-        "rest": json.dumps(record, ensure_ascii=False, default=str),
+        "rest": as_json(record),
     }
 
 
-def from_row(where: str, row: dict[str, Any]) -> Rollout:
+def from_row(where: str, row: Record) -> Rollout:
     """Inverse of :func:`as_row`; other columns are left out.
 
     Raises:
@@ -178,6 +207,15 @@ _KINDS = {
     ".sqlite": ("store", "RolloutStore"),
     ".db": ("store", "RolloutStore"),
 }
+
+
+RUN_FILES = ("recorded.jsonl", "rollouts.jsonl")
+"""What RolloutRecorder and PreviewTable leave in a run directory; the first tells more."""
+
+
+def recorded_files(run: Path) -> list[RolloutFile]:
+    """Those of ``RUN_FILES`` that a run directory holds."""
+    return [open_rollouts(run / name) for name in RUN_FILES if (run / name).exists()]
 
 
 def open_rollouts(path: str | Path) -> RolloutFile:

@@ -3,13 +3,21 @@
 import json
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.files import Recorded, RolloutFile, as_record, as_rollout
+from lightning_rl.rollouts.files import (
+    Record,
+    Recorded,
+    RolloutFile,
+    as_json,
+    as_record,
+    as_rollout,
+)
 
 _START, _LAST = b'{"left": ', b'{"left": 0,'
 
@@ -17,8 +25,9 @@ _START, _LAST = b'{"left": ', b'{"left": 0,'
 class JSONLRollouts(RolloutFile):
     """A line holds ``iteration``, ``id`` and the fields of :class:`Rollout`.
 
-    It begins with ``left``, the number of lines that its batch still needs. So what a killed
-    process left behind, half a line or half a batch, is what follows the last ``"left": 0``.
+    What :meth:`append` writes begins with ``left``, the number of lines that its batch still needs.
+    So what a killed process left behind, half a line or half a batch, is what follows the last
+    ``"left": 0``.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -28,23 +37,37 @@ class JSONLRollouts(RolloutFile):
     def append(
         self, rollouts: Sequence[Rollout], iteration: int, progress: dict[str, Any] | None = None
     ) -> None:
-        lines = []
-        for left, rollout in zip(reversed(range(len(rollouts))), rollouts, strict=True):
-            record = {"left": left, "iteration": iteration, "id": rollout.id} | as_record(rollout)
-            if left == 0:
-                record["progress"] = progress
-            lines.append(_one_line(json.dumps(record, ensure_ascii=False, default=str)) + "\n")
+        records: list[Record] = [
+            {"left": left, "iteration": iteration} | as_record(rollout)
+            for left, rollout in zip(reversed(range(len(rollouts))), rollouts, strict=True)
+        ]
+        if records:
+            records[-1]["progress"] = progress
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            if self._end not in (None, file.tell()):
-                raise DataError(
-                    f"{self.path} is {file.tell()} bytes long, but we left it at {self._end}: "
-                    "another process writes to it; give each run a file of its own"
-                )
-            file.write("".join(lines).encode("utf-8", "backslashreplace"))
-            file.flush()
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if self._end not in (None, size):
+            raise DataError(
+                f"{self.path} is {size} bytes long, but we left it at {self._end}: "
+                "another process writes to it; give each run a file of its own"
+            )
+        self._end = self.write(records)
+        with self.path.open("rb") as file:
             os.fsync(file.fileno())
-            self._end = file.tell()
+
+    def write(self, records: Iterable[Record]) -> int:
+        """Append a line per record; returns the file's length in bytes.
+
+        Raises:
+            DiskError: if they cannot be written; then none of them is.
+        """
+        from lightning_rl.run.rundir import append  # with Lightning, which readers do without
+
+        return append(self.path, as_lines(records))
+
+    def truncate(self, end: int) -> None:
+        """Take back what was written behind ``end``, which a checkpoint knows."""
+        if self.path.exists() and self.path.stat().st_size > end:
+            os.truncate(self.path, end)
 
     def recover(self) -> dict[str, Any] | None:
         if not self.path.exists():
@@ -60,7 +83,7 @@ class JSONLRollouts(RolloutFile):
                     )
                 if line.startswith(_LAST) and line.endswith(b"\n"):
                     progress, kept = self._parse(number, line).get("progress"), position
-        os.truncate(self.path, kept)
+        self.truncate(kept)
         self._end = kept
         return self._continuable(progress, kept > 0)
 
@@ -81,7 +104,20 @@ class JSONLRollouts(RolloutFile):
                 record = self._parse(number, line)
                 yield Recorded(where, record.get("iteration", 0), as_rollout(where, record))
 
-    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
+    def tail(self, count: int) -> tuple[list[Record], int]:
+        last: deque[tuple[int, str]] = deque(maxlen=count)
+        total = 0
+        for total, line in enumerate(whole_lines(self.path), 1):  # noqa: B007
+            last.append(line)
+        records = []
+        for number, text in last:
+            record = json.loads(text)
+            if not isinstance(record.get("token_ids"), list):
+                raise DataError(f"{self.path}:{number}: not a rollout: token_ids is missing")
+            records.append({"iteration": 0, "id": str(number)} | record)
+        return records, total
+
+    def _parse(self, number: int, line: bytes) -> Record:
         where = f"{self.path}:{number}"
         try:
             record = json.loads(line.rstrip())
@@ -95,6 +131,27 @@ class JSONLRollouts(RolloutFile):
         if not isinstance(record, dict):
             raise DataError(f"{where}: expected a rollout, an object, got {_beginning(line)}")
         return record
+
+
+def as_lines(records: Iterable[Record]) -> str:
+    """A line of JSON per record."""
+    return "".join(_one_line(as_json(record)) + "\n" for record in records)
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines that hold an object; without reading, by their braces.
+
+    Raises:
+        DataError: naming a line that holds none, but for a last one that a kill cut off.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.startswith("{") and line.rstrip().endswith("}"):
+                yield number, line
+            elif line.endswith("\n"):
+                raise DataError(f"{path}:{number}: not a JSON object: {line[:60]!r}")
 
 
 def _one_line(text: str) -> str:

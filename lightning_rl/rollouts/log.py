@@ -1,7 +1,6 @@
 """The rerun log: every rollout that a run was trained on, and what came of each iteration."""
 
 import json
-import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.parquet import ParquetRollouts
+from lightning_rl.rollouts.parquet import ParquetRollouts, write_part
 from lightning_rl.run.rundir import append, write_whole
 
 # Words of one chunk, which 64-bit products are made of: 8 MiB.
@@ -49,14 +48,8 @@ class RerunLog:
 
     def write_rollouts(self, iteration: int, rank: int, rollouts: list[Rollout]) -> None:
         """Keep an iteration's rollouts; they appear at once, in place of what was there."""
-        scratch = ParquetRollouts(self.path / f"unfinished-{rank:03d}")
-        scratch.recover()
-        for left in scratch.path.glob("part-*.parquet"):  # of a process that was killed
-            left.unlink()
-        scratch.append(rollouts, iteration)
-        [part] = scratch.path.glob("part-*.parquet")
-        os.replace(part, self._file(iteration, rank))
-        scratch.path.rmdir()
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_part(self._file(iteration, rank), rollouts, iteration)
 
     def write_outcome(self, outcome: Outcome) -> None:
         """Append a line.
@@ -87,8 +80,7 @@ class RerunLog:
             whose = f" of rank {rank}" if rank else ""
             raise DataError(
                 f"{self.path} holds no rollouts{whose} of iteration {iteration}, but of "
-                f"{self.span()}; "
-                "RerunRecorder keeps those that are trained on"
+                f"{self.span()}; RerunRecorder keeps those that are trained on"
             )
         return [recorded.rollout for recorded in ParquetRollouts(file).read()]
 

@@ -24,20 +24,9 @@ class ParquetRollouts(RolloutFile):
     def append(
         self, rollouts: Sequence[Rollout], iteration: int, progress: dict[str, Any] | None = None
     ) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        rows = [as_row(rollout, iteration) for rollout in rollouts]
-        table = pyarrow.Table.from_pylist(rows, schema=_schema())
-        table = table.replace_schema_metadata({_PROGRESS: json.dumps(progress)})
         self.path.mkdir(parents=True, exist_ok=True)
-        target = self.path / f"part-{len(self._parts()):05d}.parquet"
-        unfinished = target.with_suffix(".unfinished")
-        with unfinished.open("wb") as file:
-            pyarrow.parquet.write_table(table, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(target)
+        part = self.path / f"part-{len(self._parts()):05d}.parquet"
+        write_part(part, rollouts, iteration, progress)
 
     def recover(self) -> dict[str, Any] | None:
         import pyarrow.parquet
@@ -72,6 +61,24 @@ class ParquetRollouts(RolloutFile):
         with _named(part), pyarrow.parquet.ParquetFile(part) as file:
             rows: list[dict[str, Any]] = file.read().to_pylist()
         return rows
+
+
+def write_part(
+    path: Path, rollouts: Sequence[Rollout], iteration: int, progress: dict[str, Any] | None = None
+) -> None:
+    """Write a single file, which appears at once, in place of what was there."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [as_row(rollout, iteration) for rollout in rollouts]
+    table = pyarrow.Table.from_pylist(rows, schema=_schema())
+    table = table.replace_schema_metadata({_PROGRESS: json.dumps(progress)})
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("wb") as file:
+        pyarrow.parquet.write_table(table, file, compression="zstd")
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
 
 
 @contextmanager

@@ -4,15 +4,12 @@ Files are whole or as they were, also when the disk is full or the power fails.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Trainer
@@ -123,47 +120,6 @@ def _scratch_directory(trainer: Trainer) -> Path:
             f"{_scratch[trainer].name}, which is deleted at the end"
         )
     return Path(_scratch[trainer].name)
-
-
-class RunLines:
-    """A file of JSON lines in the run directory, as long as the run has got.
-
-    What a killed run had written behind the checkpoint it is resumed from is taken back, for it is
-    going to be written again.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._bytes = 0
-        self._resumed = False
-
-    def begin(self, trainer: Trainer) -> None:
-        """Begin in ``setup``, on every rank: a run that begins anew adds to what is there."""
-        file = run_dir(trainer) / self._name
-        self._bytes = file.stat().st_size if file.exists() else 0
-        self._resumed = False
-
-    def append(self, trainer: Trainer, records: Iterable[dict[str, Any]]) -> None:
-        """Write records; values that JSON does not know become text.
-
-        Raises:
-            DiskError: if they cannot be written; then none of them is.
-        """
-        lines = (json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in records)
-        file = run_dir(trainer) / self._name
-        # In another directory than the checkpoint's run there is nothing to take back.
-        if self._resumed and file.exists() and file.stat().st_size > self._bytes:
-            os.truncate(file, self._bytes)
-        self._resumed = False
-        self._bytes = append(file, "".join(lines))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The length of the file, as primitives."""
-        return {"bytes": self._bytes}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken."""
-        self._bytes, self._resumed = state["bytes"], True
 
 
 NAME = ".lock"

@@ -43,12 +43,17 @@ def _mask(record: Record) -> list[int]:
     return [i for i, (mask, version) in enumerate(pairs) if mask and version < 0]
 
 
-def _gap(record: Record) -> list[int]:
+def gaps(record: Record) -> list[tuple[int, float]]:
+    """Places of the tokens whose logprobs engine and trainer tell, and how far apart they are."""
     trainer = record.get("trainer_logprobs")
     if trainer is None or record.get("expert"):
         return []
     rows = zip(record["loss_mask"], record["logprobs"], trainer, strict=False)
-    return [i for i, (mask, a, b) in enumerate(rows) if mask and abs(a - b) > GAP_NATS]
+    return [(i, abs(a - b)) for i, (mask, a, b) in enumerate(rows) if mask]
+
+
+def _gap(record: Record) -> list[int]:
+    return [i for i, gap in gaps(record) if gap > GAP_NATS]
 
 
 def _version(record: Record) -> list[int]:

@@ -7,11 +7,12 @@ import math
 import sys
 from array import array
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from lightning_rl.view.flags import FLAGS, find_flags
+from lightning_rl.rollout import as_text
+from lightning_rl.view.flags import FLAGS, find_flags, gaps
 from lightning_rl.view.runs import Record, Run
 
 TOKEN_COLUMNS = (
@@ -80,12 +81,12 @@ def _rollout_row(place: int, record: Record) -> Record:
         "run": place,
         "prompt_tokens": len(record["prompt"]["token_ids"]),
         "tokens": len(record["token_ids"]),
-        "prompt": _as_text(record["prompt"]["prompt"]),
-        "completion": _as_text(record["completion"]),
+        "prompt": as_text(record["prompt"]["prompt"]),
+        "completion": as_text(record["completion"]),
         "columns": _plain(record["prompt"].get("columns", {})),
         "oldest": min(versions, default=None),
         "newest": max(versions, default=None),
-        "gap": _plain(_largest_gap(record)),
+        "gap": _plain(max((gap for _, gap in gaps(record)), default=None)),
         "flags": find_flags(record),
     } | {
         name: _plain(record.get(name))
@@ -104,14 +105,6 @@ def _rollout_row(place: int, record: Record) -> Record:
             "expert",
         )
     }
-
-
-def _largest_gap(record: Record) -> float | None:
-    trainer = record.get("trainer_logprobs")
-    if trainer is None or record.get("expert"):
-        return None
-    rows = zip(record["loss_mask"], record["logprobs"], trainer, strict=False)
-    return max((abs(a - b) for mask, a, b in rows if mask), default=None)
 
 
 def _token_block(records: Sequence[Record], texts: dict[str, int]) -> bytes:
@@ -164,10 +157,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value
-
-
-def _as_text(content: str | Iterable[Record]) -> str:
-    """Text as it is; chat messages as ``role: content`` lines."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in content)

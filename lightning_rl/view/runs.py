@@ -1,20 +1,19 @@
 """What run directories hold, as the viewer reads it."""
 
 import json
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lightning_rl.errors import DataError
-from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.rollouts.files import (
+    RUN_FILES,
+    Record,
+    RolloutFile,
+    open_rollouts,
+    recorded_files,
+)
+from lightning_rl.rollouts.jsonl import whole_lines
 from lightning_rl.view.flags import TokenPieces
-
-Record = dict[str, Any]
-
-ROLLOUT_FILES = ("recorded.jsonl", "rollouts.jsonl")
-"""Of RolloutRecorder and PreviewTable; the first that is there is read, for it tells more."""
 
 
 @dataclass
@@ -64,16 +63,15 @@ def read_run(path: Path, max_rollouts: int) -> Run:
     """
     run = Run(str(path) if not path.is_absolute() else str(Path(*path.parts[-3:])))
     if is_rollout_file(path):
-        source: Path | None = path
+        files = [open_rollouts(path)]
     else:
-        for name in ("metrics.jsonl", "summary.json", *ROLLOUT_FILES, "hf/tokenizer.json"):
+        for name in ("metrics.jsonl", "summary.json", *RUN_FILES, "hf/tokenizer.json"):
             _require_inside(path, path / name)
         run.metrics = _merge_rows(path / "metrics.jsonl")
         run.summary = _read_summary(path / "summary.json")
-        files = (path / name for name in ROLLOUT_FILES)
-        source = next((file for file in files if file.exists()), None)
-    if source is not None:
-        run.rollouts, run.rollouts_total = _last_rollouts(source, max_rollouts)
+        files = recorded_files(path)
+    if files:
+        run.rollouts, run.rollouts_total = _last_rollouts(files[0], max_rollouts)
         _add_pieces(run.rollouts, path, run.summary)
     return run
 
@@ -101,49 +99,21 @@ def _read_summary(path: Path) -> Record:
 def _merge_rows(path: Path) -> list[Record]:
     """A row per iteration; a resumed run writes some again, and the later one wins."""
     rows: dict[int, Record] = {}
-    for _, line in _lines(path):
+    for _, line in whole_lines(path):
         row = json.loads(line)
         rows[row["iteration"]] = rows.get(row["iteration"], {}) | row
     return [rows[iteration] for iteration in sorted(rows)]
 
 
-def _last_rollouts(path: Path, count: int) -> tuple[list[Record], int]:
+def _last_rollouts(file: RolloutFile, count: int) -> tuple[list[Record], int]:
     """The last ``count`` rollouts of a file, and how many it holds."""
-    last: deque[tuple[int, Any]] = deque(maxlen=count)
-    total = 0
-    for item in _lines(path) if path.suffix == ".jsonl" else _stored(path):
-        last.append(item)
-        total += 1
+    last, total = file.tail(count)
     records: dict[tuple[int, str], Record] = {}
-    for number, item in last:
-        # Tolerant, unlike the buffer's reader: what is wrong with a record is to be seen.
-        record = json.loads(item) if isinstance(item, str) else item
-        if not isinstance(record.get("token_ids"), list):
-            raise DataError(f"{path}:{number}: not a rollout: token_ids is missing")
-        key = (record.setdefault("iteration", 0), record.setdefault("id", str(number)))
+    for record in last:
+        key = (record["iteration"], record["id"])
         records.pop(key, None)  # recorded again by a resumed run
         records[key] = record
     return list(records.values()), total
-
-
-def _stored(path: Path) -> Iterator[tuple[int, Record]]:
-    """Rollouts of a Parquet or SQLite file."""
-    for number, stored in enumerate(open_rollouts(path).read(), 1):
-        named = {"iteration": stored.iteration, "id": stored.rollout.id}
-        yield number, stored.rollout.to_dict() | named
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines that hold an object; without reading, by their braces."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            whole = line.startswith("{") and line.rstrip().endswith("}")
-            if whole:
-                yield number, line
-            elif line.endswith("\n"):  # else it is the last one, cut off by a kill
-                raise DataError(f"{path}:{number}: not a JSON object: {line[:60]!r}")
 
 
 def _add_pieces(rollouts: list[Record], run: Path, summary: Record) -> None:
@@ -164,7 +134,7 @@ def _add_pieces(rollouts: list[Record], run: Path, summary: Record) -> None:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in ("metrics.jsonl", *ROLLOUT_FILES))
+    return any((path / name).exists() for name in ("metrics.jsonl", *RUN_FILES))
 
 
 def _by_number(path: Path) -> tuple[str, int, str]:

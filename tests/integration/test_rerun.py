@@ -104,12 +104,12 @@ def run(finished, tmp_path) -> RecordedRun:
 
 def test_every_iteration_is_trained_again_bit_by_bit(finished):
     run = RecordedRun(finished)
-    assert [source.version for source in run.sources] == [0, 2, 4]
+    assert [kept.version for kept in run.kept] == [0, 2, 4]
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     whole = rerun_iteration(run, 3, since=0)  # all four; every version's checksums are compared
     nearest = rerun_iteration(run, 2)
-    for rerun, source in ((whole, 0), (nearest, 2)):
-        assert rerun.source.version == source
+    for rerun, version in ((whole, 0), (nearest, 2)):
+        assert rerun.kept.version == version
         assert rerun.equal, rerun.lines()
         assert {"policy/loss", "policy/grad_norm", "policy/kl_ref"} <= rerun.again.metrics.keys()
     assert (whole.checkpoint.version, nearest.checkpoint) == (4, None)
@@ -236,7 +236,7 @@ def test_options_that_do_not_go_together(capsys):
 def test_a_damaged_checkpoint_is_not_used(run):
     file = run.path / "checkpoints" / "iteration_2.ckpt"
     file.write_bytes(file.read_bytes()[:-1000])
-    assert [source.version for source in run.sources] == [0, 4]
+    assert [kept.version for kept in run.kept] == [0, 4]
     assert run.nearest(3, latest=2).version == 0
 
 

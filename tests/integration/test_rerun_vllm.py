@@ -86,7 +86,7 @@ def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch):
     run = RecordedRun(tmp_path / "runs" / "version_0")
     # Nothing but the last version was kept, so both begin with the initial weights.
     iteration = rerun_iteration(run, 2)
-    assert iteration.source.version == 0
+    assert iteration.kept.version == 0
     assert iteration.checkpoint is not None
     assert iteration.equal, iteration.lines()
     recorded = max(run.log.rollouts(2), key=lambda r: len(r.token_ids))

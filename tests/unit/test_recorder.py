@@ -8,7 +8,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.algos.advantages import GAE
-from lightning_rl.callbacks import RLCallback, RolloutRecorder, WeightSync
+from lightning_rl.callbacks import (
+    PreviewTable,
+    RerunRecorder,
+    RLCallback,
+    RolloutRecorder,
+    WeightSync,
+)
 from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.data.packing import token_rows
 from lightning_rl.data.sources import IterablePrompts
@@ -18,6 +24,8 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus
+from lightning_rl.rollouts.files import as_record, open_rollouts
+from lightning_rl.rollouts.log import RerunLog
 from lightning_rl.view.flags import find_flags
 
 
@@ -179,3 +187,49 @@ def test_after_a_resume_the_pending_rollouts_are_recorded(make_rollout):
     resumed.load_state_dict(interrupted.state_dict())
     next(iter(resumed))
     assert [r.status.value for r in resumed.current] == ["completed", "failed"]
+
+
+def test_every_file_of_a_run_holds_its_rollouts_in_the_same_form(tiny_model, tmp_path):
+    class Collected(RLCallback):
+        def __init__(self) -> None:
+            self.rollouts = []
+
+        def on_collect_end(self, trainer, pl_module, rollouts) -> None:
+            self.rollouts += [(pl_module.iteration, rollout) for rollout in rollouts]
+
+    collected = Collected()
+    recorders = [PreviewTable(num_rollouts=3), RolloutRecorder(num_groups=None), RerunRecorder()]
+    fit(tiny_model, tmp_path, collected, *recorders)
+    run = tmp_path / "csv" / "version_0"
+    log, recorded = RerunLog(run), open_rollouts(run / "recorded.jsonl")
+    assert [(i, rollout) for i in (0, 1) for rollout in log.rollouts(i)] == collected.rollouts
+    assert [(r.iteration, r.rollout) for r in recorded.read()] == collected.rollouts
+    shown = [(r.iteration, r.rollout) for r in open_rollouts(run / "rollouts.jsonl").read()]
+    assert [iteration for iteration, _ in shown] == [0] * 3 + [1] * 3
+    assert all(entry in collected.rollouts for entry in shown)
+    # As the viewer reads them: the record, and what else the recorder tells.
+    [last], count = recorded.tail(1)
+    assert count == 24
+    assert as_record(collected.rollouts[-1][1]).items() <= last.items()
+    files = (run / "rollouts.jsonl", log.path / "000001-000.parquet")
+    for [record], _ in (open_rollouts(file).tail(1) for file in files):
+        assert set(record) == {"iteration", *as_record(collected.rollouts[0][1])}
+
+
+def test_what_lies_behind_a_checkpoint_is_taken_back(make_rollout, tmp_path):
+    trainer = Trainer(accelerator="cpu", devices=1, logger=CSVLogger(tmp_path, "csv"))
+    first, again = PreviewTable(), PreviewTable()
+
+    def write(recorder, iteration: int, reward: float) -> None:
+        recorder.write(trainer, iteration, [make_rollout([3], [1], reward=reward)])
+
+    first.setup(trainer, None, "fit")
+    write(first, 0, 0.0)
+    state = first.state_dict()
+    write(first, 1, 0.25)
+    again.setup(trainer, None, "fit")
+    again.load_state_dict(state)
+    write(again, 1, 0.5)
+    write(again, 2, 0.75)
+    file = open_rollouts(tmp_path / "csv" / "version_0" / "rollouts.jsonl")
+    assert [(r.iteration, r.rollout.reward) for r in file.read()] == [(0, 0.0), (1, 0.5), (2, 0.75)]

@@ -6,13 +6,14 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from lightning_rl.cli.convert.conversion import Conversion
 from lightning_rl.cli.convert.trl import convert_trl
 from lightning_rl.cli.convert.verl import convert_verl, flat
+from lightning_rl.cli.process import CommandParser
 from lightning_rl.errors import ConfigError, require_at_least
 
 _ORDER = ("seed_everything", "model", "data", "trainer")
@@ -63,25 +64,18 @@ def _one_line(text: str) -> str:
     return short if len(short) <= 200 else f"{short[:197]}..."
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see lightning-rl convert --help)")
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
         ConfigError: for what it cannot mean.
     """
-    parser = _Parser(
-        prog="lightning-rl convert",
-        description="Read a configuration of TRL (GRPOConfig) or verl (PPO trainer) and write "
-        "ours. What could not be carried over, and what a number means here, stands above it and "
-        "on stderr.",
-        epilog="A GRPOConfig that is made in Python: json.dump(config.to_dict(), file). Of verl "
-        "best .hydra/overrides.yaml, which holds what was set and nothing else.",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "convert",
+        "Read a configuration of TRL (GRPOConfig) or verl (PPO trainer) and write ours. What could "
+        "not be carried over, and what a number means here, stands above it and on stderr.",
+        "A GRPOConfig that is made in Python: json.dump(config.to_dict(), file). Of verl best "
+        ".hydra/overrides.yaml, which holds what was set and nothing else.",
     )
     parser.add_argument("file", type=Path, help="YAML as TRL's scripts read it, or JSON")
     parser.add_argument(

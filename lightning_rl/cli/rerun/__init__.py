@@ -1,1 +1,66 @@
-"""Doing a recorded rollout or iteration again, and saying where it first differs."""
+"""``lightning-rl rerun``: a recorded rollout or iteration done again."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_rl.cli.process import CommandParser
+from lightning_rl.errors import ConfigError, require_at_least
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """What the command line says.
+
+    Raises:
+        ConfigError: for what it cannot mean.
+    """
+    parser = CommandParser(
+        "rerun",
+        "Do a recorded rollout or iteration again, and say where it first differs.",
+        "Exit status: 0 if it is equal, 1 if it is not.",
+    )
+    parser.add_argument("run", type=Path, help="the directory of a run")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--rollout", metavar="ID", help="generate it again, token by token")
+    what.add_argument(
+        "--iteration", metavar="K", type=int, help="train it again on the rollouts it had"
+    )
+    score = "with --rollout: only score its tokens, with the weights of version V"
+    parser.add_argument("--version", metavar="V", type=int, help=score)
+    start = "with --iteration: start from the kept weights of version C (default: the nearest)"
+    parser.add_argument("--since", metavar="C", type=int, help=start)
+    parser.add_argument(
+        "--trusted_only", action="store_true", help="build the run from this library's code only"
+    )
+    parser.add_argument(
+        "--trust", metavar="MODULE", action="append", default=[], help="and from this module's"
+    )
+    parsed = parser.parse_args(arguments)
+    for option, partner in (("version", "rollout"), ("since", "iteration")):
+        value = getattr(parsed, option)
+        if value is not None and getattr(parsed, partner) is None:
+            raise ConfigError(f"--{option} {value} goes with --{partner}; leave it out")
+    require_at_least(0, iteration=parsed.iteration, version=parsed.version, since=parsed.since)
+    return parsed
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do it again and print what came of it."""
+    options = parse_arguments(arguments)
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from lightning_rl.cli.rerun.iterations import rerun_iteration
+    from lightning_rl.cli.rerun.rollouts import rerun_rollout
+    from lightning_rl.cli.rerun.run import RecordedRun
+
+    trust = [f"--trust={module}" for module in options.trust]
+    run = RecordedRun(options.run, ["--trusted_only"] * options.trusted_only + trust)
+    if options.iteration is not None:
+        iteration = rerun_iteration(run, options.iteration, options.since)
+        rank_zero_only(print)("\n".join(iteration.lines()))  # the others only help to train
+        return 0 if iteration.equal else 1
+    equal = True
+    for rollout in rerun_rollout(run, options.rollout, options.version):
+        print("\n".join(rollout.lines()), flush=True)
+        equal = equal and rollout.equal
+    return 0 if equal else 1

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lightning_rl.cli.rerun.rebuild import Retrained, rebuilt, retrain
-from lightning_rl.cli.rerun.run import RecordedRun, Source
+from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.errors import DataError
 from lightning_rl.rollouts.log import Outcome, first_difference
 
@@ -15,18 +15,18 @@ SHOWN = ("policy/loss", "policy/grad_norm", "policy/entropy", "value/loss")
 
 @dataclass(frozen=True)
 class IterationRerun:
-    """``recorded`` and ``again`` are what iteration ``again.version - 1`` came out as.
+    """What iteration ``again.version - 1`` came out as, ``recorded`` and ``again``.
 
-    ``diverged_at`` is the first version whose weights have other checksums than recorded, and
-    ``checkpoint_differs`` the first entry that differs from the checkpoint kept after it ("" if
-    none does, None if there is no such checkpoint).
+    It was trained again from ``kept``. ``diverged_at`` is the first version whose weights have
+    other checksums than recorded, and ``checkpoint_differs`` the first entry that differs from the
+    checkpoint kept after it ("" if none does, None if there is no such checkpoint).
     """
 
-    source: Source
+    kept: KeptWeights
     recorded: Outcome
     again: Outcome
     diverged_at: int | None
-    checkpoint: Source | None
+    checkpoint: KeptWeights | None
     checkpoint_differs: str | None
 
     @property
@@ -38,9 +38,7 @@ class IterationRerun:
     def lines(self) -> list[str]:
         """For a person."""
         iteration = self.recorded.version - 1
-        steps = iteration - self.source.version
-        how = f" and {steps} iterations trained again" if steps else ""
-        lines = [f"iteration {iteration}, from {self.source} (version {self.source.version}){how}"]
+        lines = [f"iteration {iteration}, from {self.kept.lead_to(iteration)}"]
         metrics = self.again.metrics
         for name in (n for n in SHOWN if n in metrics):
             was, now = self.recorded.metrics.get(name, float("nan")), metrics[name]
@@ -62,8 +60,8 @@ class IterationRerun:
     def _weights(self) -> str:
         if self.diverged_at is None:
             return "equal"
-        if self.diverged_at == self.source.version:
-            return f"differ at the start already: {self.source} changed since the run"
+        if self.diverged_at == self.kept.version:
+            return f"differ at the start already: {self.kept} changed since the run"
         name = first_difference(self.recorded.weights, self.again.weights)
         return f"differ since version {self.diverged_at}, now first in {name}"
 
@@ -87,18 +85,19 @@ def rerun_iteration(run: RecordedRun, iteration: int, since: int | None = None) 
         raise DataError(
             f"{run.path} did not record what came of iteration {iteration} (recorded: {held})"
         )
-    source = run.nearest(iteration + 1, iteration, since)
+    kept = run.nearest(iteration + 1, iteration, since)
     with rebuilt(run, iteration) as parts:
-        made = retrain(run, parts, source, iteration + 1)
-        kept = next((s for s in run.sources if s.version == iteration + 1), None)
-        kept = kept if parts.trainer.is_global_zero else None  # it gathers what is sharded
+        made = retrain(run, parts, kept, iteration + 1)
+        checkpoint = next((k for k in run.kept if k.version == iteration + 1), None)
+        if not parts.trainer.is_global_zero:  # which gathers what is sharded
+            checkpoint = None
         return IterationRerun(
-            source,
+            kept,
             recorded[iteration + 1],
             made.outcomes[iteration + 1],
             diverged_at(recorded, made),
-            kept,
-            None if kept is None else _compared(kept.load(), made),
+            checkpoint,
+            None if checkpoint is None else _compared(checkpoint.load(), made),
         )
 
 

@@ -12,9 +12,9 @@ from tensordict import TensorDict
 
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.callbacks.rerun_recorder import outcome
+from lightning_rl.callbacks.recorder import outcome
 from lightning_rl.cli.app import RLCLI
-from lightning_rl.cli.rerun.run import RecordedRun, Source
+from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.config.names import with_new_names
 from lightning_rl.errors import ConfigError, DataError
@@ -117,20 +117,18 @@ def rebuilt(run: RecordedRun, iteration: int) -> Iterator[Parts]:
 
 @dataclass
 class Retrained:
-    """What came of it: the module as the last version, and every version's outcome.
+    """What came of it: every version's outcome.
 
     ``state`` and ``optimizers`` are what a checkpoint would hold, if anything was trained; on ranks
     above 0 they may be empty.
     """
 
-    module: PolicyModule
-    source: Source
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     optimizers: list[dict[str, Any]] = field(default_factory=list)
 
 
-def retrain(run: RecordedRun, parts: Parts, source: Source, version: int) -> Retrained:
+def retrain(run: RecordedRun, parts: Parts, kept: KeptWeights, version: int) -> Retrained:
     """Train again from kept weights up to ``version``, on the recorded rollouts.
 
     With as many processes as trained: all of them have to come here.
@@ -138,18 +136,19 @@ def retrain(run: RecordedRun, parts: Parts, source: Source, version: int) -> Ret
     Raises:
         DataError: if there are more or fewer of them now.
     """
-    made = Retrained(parts.module, source)
-    if version == source.version:
+    made = Retrained()
+    if version == kept.version:
         parts.module.configure_model()
-        if source.path is not None:
-            _restore_module(parts.module, source.load())
+        if kept.path is not None:
+            checkpoint = kept.load()
+            parts.module.load_state_dict(checkpoint["state_dict"])
+            parts.module.on_load_checkpoint(checkpoint)
         made.outcomes[version] = outcome(parts.trainer, parts.module, {})
         return made
-    _require_ranks(run, range(source.version + 1, version + 1), parts.trainer.world_size)
+    _require_ranks(run, range(kept.version + 1, version + 1), parts.trainer.world_size)
     # First, so that whatever takes part sees the weights that were kept.
-    callbacks_of(parts.trainer).insert(0, _Restore(source))
-    callbacks_of(parts.trainer).append(_Note(made))
-    batches = _RecordedBatches(run, source.version, version - source.version)
+    callbacks_of(parts.trainer).insert(0, _Retraining(kept, made))
+    batches = _RecordedBatches(run, kept.version, version - kept.version)
     parts.trainer.fit(parts.module, datamodule=batches)
     return made
 
@@ -165,36 +164,28 @@ def _require_ranks(run: RecordedRun, versions: range, world_size: int) -> None:
             )
 
 
-def _restore_module(module: PolicyModule, checkpoint: dict[str, Any]) -> None:
-    module.load_state_dict(checkpoint["state_dict"])
-    module.on_load_checkpoint(checkpoint)
+class _Retraining(RLCallback):
+    """Begins with kept weights, and notes what comes of them."""
 
-
-class _Restore(Callback):
-    """What ``ckpt_path`` would, but for the place in an epoch, which is another here."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, kept: KeptWeights, made: Retrained) -> None:
+        self.kept = kept
+        self.made = made
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.source.path is None:
-            return
+        if self.kept.path is not None:
+            self._restore(trainer, pl_module, self.kept.path)
+        self.on_iteration_end(trainer, pl_module, {})
+
+    def _restore(self, trainer: Trainer, pl_module: LightningModule, path: Path) -> None:
+        """What ``ckpt_path`` would, but for the place in an epoch, which is another here."""
         strategy = trainer.strategy
-        checkpoint = strategy.load_checkpoint(self.source.path, weights_only=True)
+        checkpoint = strategy.load_checkpoint(path, weights_only=True)
         strategy.load_model_state_dict(checkpoint)
         pl_module.on_load_checkpoint(checkpoint)
         strategy.load_optimizer_state_dict(checkpoint)
         schedules = checkpoint["lr_schedulers"]
         for config, state in zip(trainer.lr_scheduler_configs, schedules, strict=True):
             config.scheduler.load_state_dict(state)
-
-
-class _Note(RLCallback):
-    def __init__(self, made: Retrained) -> None:
-        self.made = made
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_iteration_end(trainer, pl_module, {})
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
@@ -219,7 +210,10 @@ class _RecordedBatches(LightningDataModule):
         assert self.trainer is not None
         module = self.trainer.lightning_module
         assert isinstance(module, PolicyModule)
-        return RolloutLoader(self._read, _NoState(), self.count, lambda: module.iteration)
+        return RolloutLoader(self._read, self, self.count, lambda: module.iteration)
+
+    def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
+        """Nothing: every iteration is read by its number."""
 
     def val_dataloader(self) -> Any:
         return []
@@ -229,11 +223,3 @@ class _RecordedBatches(LightningDataModule):
 
     def _read(self, place: int) -> list[Rollout]:
         return self.run.log.rollouts(self.first + place, dist.rank())
-
-
-class _NoState:
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
-        """Nothing."""

@@ -6,16 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import fsum
 from pathlib import Path
+from typing import Any
 
 from lightning_rl.cli.rerun.iterations import diverged_at
 from lightning_rl.cli.rerun.rebuild import Parts, rebuilt, retrain
-from lightning_rl.cli.rerun.run import RecordedRun, Source
+from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import DataError
 from lightning_rl.models.policy import save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
-from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import SAMPLED_BY, Rollout
 from lightning_rl.run.loop import run_async
 
@@ -31,10 +31,10 @@ class RolloutRerun:
     recorded: Rollout
     again: Rollout
     version: int
-    source: Source
+    kept: KeptWeights
     weights_differ: bool
     generated: bool
-    decode: Callable[[int], str]
+    decode: Callable[[list[int]], Any]
 
     @property
     def first_difference(self) -> int | None:
@@ -59,24 +59,18 @@ class RolloutRerun:
 
     def lines(self) -> list[str]:
         """For a person."""
-        steps = self.version - self.source.version
-        how = f" and {steps} iterations trained again" if steps else ""
         exact = ", NOT as recorded: checksums differ" if self.weights_differ else ""
         lines = [
             f"rollout {self.recorded.id}: {len(self.recorded.token_ids)} tokens, seed "
             f"{self.recorded.seed}",
-            f"weights of version {self.version}: {self.source} (version {self.source.version})"
-            f"{how}{exact}",
+            f"weights of version {self.version}: {self.kept.lead_to(self.version)}{exact}",
         ]
         if not self.generated:
             return [*lines, *self._scored()]
-        place = self.first_difference
+        place, count = self.first_difference, len(self.recorded.token_ids)
         if place is None:
-            count = len(self.recorded.token_ids)
-            return [
-                *lines,
-                f"equal: {count} of {count} tokens, logprobs within {self.gap:.2g} nats",
-            ]
+            equal = f"equal: {count} of {count} tokens, logprobs within {self.gap:.2g} nats"
+            return [*lines, equal]
         was, now = self._token(self.recorded, place), self._token(self.again, place)
         return [*lines, f"different from token {place} on: recorded {was}, again {now}"]
 
@@ -93,12 +87,7 @@ class RolloutRerun:
         if place >= len(rollout.token_ids):
             return f"the end ({rollout.finish_reason})"
         token = rollout.token_ids[place]
-        return f"{token} {self.decode(token)!r} (logprob {rollout.logprobs[place]:.4f})"
-
-
-def _decoder(module: PolicyModule) -> Callable[[int], str]:
-    tokenizer = load_tokenizer(module.model, module.loading)
-    return lambda token: str(tokenizer.decode([token]))
+        return f"{token} {self.decode([token])!r} (logprob {rollout.logprobs[place]:.4f})"
 
 
 def _total(rollout: Rollout) -> float:
@@ -130,17 +119,16 @@ def rerun_rollout(
     if recorded.expert or not wrote:
         raise DataError(f"rollout {rollout_id!r} was written by no engine: nothing to rerun")
     for used in wrote if version is None else [version]:
-        source = run.nearest(used, used)
+        kept = run.nearest(used, used)
         with rebuilt(run, used) as parts:
-            made = retrain(run, parts, source, used)
+            made = retrain(run, parts, kept, used)
             if not parts.trainer.is_global_zero:  # it has helped to train
                 continue
             generated = version is None and len(wrote) == 1
             again = (_generate if generated else _score)(parts, recorded)
             differ = diverged_at(run.log.outcomes(), made) is not None
-            yield RolloutRerun(
-                recorded, again, used, source, differ, generated, _decoder(parts.module)
-            )  # fmt: skip
+            tokenizer = load_tokenizer(parts.module.model, parts.module.loading)
+            yield RolloutRerun(recorded, again, used, kept, differ, generated, tokenizer.decode)
 
 
 def _generate(parts: Parts, recorded: Rollout) -> Rollout:

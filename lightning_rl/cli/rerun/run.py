@@ -12,17 +12,14 @@ import yaml  # type: ignore[import-untyped]
 from lightning_rl.config.layers import config_files
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.jsonl import JSONLRollouts
+from lightning_rl.rollouts.files import recorded_files
 from lightning_rl.rollouts.log import RerunLog
-from lightning_rl.run.checkpoint_io import require_good
-
-OTHER_FILES = ("recorded.jsonl", "rollouts.jsonl")
-"""Where RolloutRecorder and PreviewTable leave some rollouts, if there is no rerun log."""
+from lightning_rl.run.checkpoint_io import about, require_good
 
 
 @dataclass(frozen=True)
-class Source:
-    """Weights that were kept: in a checkpoint; if ``path`` is None, those the run began with."""
+class KeptWeights:
+    """Weights in a checkpoint; if ``path`` is None, those the run began with."""
 
     version: int
     path: Path | None
@@ -30,15 +27,23 @@ class Source:
     def __str__(self) -> str:
         return "the initial weights" if self.path is None else f"checkpoint {self.path.name}"
 
+    def lead_to(self, version: int) -> str:
+        """The same in words, with how a version was made from them."""
+        steps = version - self.version
+        how = f" and {steps} iterations trained again" if steps else ""
+        return f"{self} (version {self.version}){how}"
+
     def load(self) -> dict[str, Any]:
         """The checkpoint; nothing that it holds is executed.
 
         Raises:
-            DataError: if it cannot be read.
+            CheckpointError: if it is damaged.
         """
         assert self.path is not None
         require_good(self.path)
-        return load_checkpoint(self.path)
+        checkpoint: dict[str, Any]
+        checkpoint = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+        return checkpoint
 
 
 class RecordedRun:
@@ -75,23 +80,21 @@ class RecordedRun:
         return since, files[since]
 
     @cached_property
-    def sources(self) -> list[Source]:
+    def kept(self) -> list[KeptWeights]:
         """All weights that were kept, oldest first; checkpoints that are damaged are left out."""
-        files = sorted(f for f in self.path.rglob("*.ckpt") if not f.is_symlink())  # last.ckpt
+        files = sorted(f for f in self.path.rglob("*.ckpt") if f.is_file())
+        files = [f for f in files if not f.is_symlink()]  # last.ckpt
         resumed = yaml.safe_load(self.config.read_text(encoding="utf-8")).get("ckpt_path")
         if resumed is not None and Path(resumed).is_file():
             files.append(Path(resumed))
-        found = {} if resumed is not None else {0: Source(0, None)}
+        found = {} if resumed is not None else {0: KeptWeights(0, None)}
         for file in files:
-            try:
-                version = load_checkpoint(file)["lightning_rl"]["iteration"]
-            except DataError:
-                continue
+            version = about(file).get("iteration", 0)
             if version > 0:  # else it holds what the run began with
-                found[version] = Source(version, file)
+                found[version] = KeptWeights(version, file)
         return [found[version] for version in sorted(found)]
 
-    def nearest(self, version: int, latest: int, since: int | None = None) -> Source:
+    def nearest(self, version: int, latest: int, since: int | None = None) -> KeptWeights:
         """The kept weights, of version ``latest`` at most, that recorded iterations lead on from.
 
         ``since``: those of this version; None: the last that will do.
@@ -101,19 +104,19 @@ class RecordedRun:
         """
         held = self.log.iterations()
         earliest, _ = self.config_of(latest)  # before, the run was configured otherwise
-        for source in reversed(self.sources):
-            wanted = source.version == since if since is not None else source.version <= latest
-            wanted = wanted and source.version >= earliest
-            if wanted and held.issuperset(range(source.version, version)):
-                return source
-        kept = ", ".join(str(source.version) for source in self.sources) or "none"
+        for kept in reversed(self.kept):
+            wanted = kept.version == since if since is not None else kept.version <= latest
+            wanted = wanted and kept.version >= earliest
+            if wanted and held.issuperset(range(kept.version, version)):
+                return kept
+        versions = ", ".join(str(kept.version) for kept in self.kept) or "none"
         begin = "" if since is None else f" from version {since} on"
         hf = "; what HFExport wrote has no optimizer state" if (self.path / "hf").exists() else ""
         raise DataError(
             f"{self.path}: the weights of version {version} cannot be made again{begin}: kept are "
-            f"versions {kept}, and the rollouts of {self.log.span()}; checkpoints keep versions "
-            "(IterationCheckpoint), RerunRecorder the rollouts that lead from one to the next"
-            f"{hf}"
+            f"versions {versions}, and the rollouts of {self.log.span()}; checkpoints keep "
+            "versions (IterationCheckpoint), RerunRecorder the rollouts that lead from one to the "
+            f"next{hf}"
         )
 
     def rollout(self, rollout_id: str) -> Rollout:
@@ -134,23 +137,5 @@ class RecordedRun:
 
     def _rollouts(self) -> Iterator[Rollout]:
         yield from self.log.all_rollouts()
-        for name in OTHER_FILES:
-            if (self.path / name).exists():
-                yield from (found.rollout for found in JSONLRollouts(self.path / name).read())
-
-
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint of this library, without unpickling objects.
-
-    Raises:
-        DataError: if it is damaged, or something else.
-    """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        checkpoint["lightning_rl"]["iteration"]
-    except Exception as error:  # torch raises whatever the damaged bytes lead to
-        raise DataError(
-            f"{path}: no checkpoint of lightning_rl, or damaged ({error!r:.200})"
-        ) from (error)
-    loaded: dict[str, Any] = checkpoint
-    return loaded
+        for file in recorded_files(self.path):
+            yield from (found.rollout for found in file.read())
