@@ -36,11 +36,11 @@ from benchmarks.sync_receiver import TIMEOUT_S, ReceiverEngine
 from lightning_rl.engines.vllm_server import VLLMServer
 from lightning_rl.run.loop import background_loop
 from lightning_rl.sync.adapters import merge
+from lightning_rl.sync.broadcast import BroadcastGroup
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
-from lightning_rl.sync.group import Group
 from lightning_rl.sync.memory import MemoryTransport
-from lightning_rl.sync.remote import RemoteTransport
+from lightning_rl.sync.transport import StagedTransport
 from recipes.sort_digits.prepare import make_tokenizer
 
 ROUNDS = 5
@@ -88,7 +88,7 @@ def least_seconds(acts: Mapping[str, Callable[[], None]], rounds: int) -> dict[s
     return {name: min(values[1:]) for name, values in seconds.items()}
 
 
-def pushes(transport: RemoteTransport, weights: Mapping[str, Tensor]) -> Callable[[], None]:
+def pushes(transport: StagedTransport, weights: Mapping[str, Tensor]) -> Callable[[], None]:
     version = iter(range(10**6))
     return lambda: transport.push(weights.items(), next(version))
 
@@ -108,7 +108,7 @@ def measure(millions: float, directory: Path, rounds: int) -> dict[str, Any]:
         with (directory / "copy").open("rb") as copied:
             os.fsync(copied.fileno())
 
-    group = Group("127.0.0.1", 0, 0, 2, "gloo", TIMEOUT_S)
+    group = BroadcastGroup("127.0.0.1", 0, 0, 2, "gloo", TIMEOUT_S)
     meeting = asyncio.run_coroutine_threadsafe(
         engine.replica.transfer("meet", TIMEOUT_S, port=group.port, numel=count), background_loop()
     )
@@ -127,7 +127,7 @@ def measure(millions: float, directory: Path, rounds: int) -> dict[str, Any]:
         "checkpoint": copy_file,
         "collective": broadcast,
     }
-    transports: dict[str, RemoteTransport] = {
+    transports: dict[str, StagedTransport] = {
         "memory": MemoryTransport(),
         "checkpoint": CheckpointTransport(str(directory / "weights")),
         "collective": CollectiveTransport("gloo"),
@@ -169,7 +169,7 @@ def measure_adapters(
 ) -> dict[str, Any]:
     """Seconds and bytes of each transport, once it has brought the base."""
     adapters = make_adapters(weights)
-    transports: dict[str, RemoteTransport] = {
+    transports: dict[str, StagedTransport] = {
         "memory": MemoryTransport(adapters_only=True),
         "checkpoint": CheckpointTransport(str(directory / "weights"), adapters_only=True),
         "collective": CollectiveTransport("gloo", adapters_only=True),
@@ -201,7 +201,7 @@ def measure_vllm(millions: float, directory: Path, rounds: int) -> dict[str, flo
     make_tokenizer().save_pretrained(directory / "model")
     engine = VLLMServer(max_model_len=128, kv_cache_gb=0.05)
     engine.start(directory / "model")
-    transports: dict[str, RemoteTransport] = {
+    transports: dict[str, StagedTransport] = {
         "memory": MemoryTransport(),
         "checkpoint": CheckpointTransport(str(directory / "weights")),
         "collective": CollectiveTransport("gloo"),

@@ -15,8 +15,8 @@ from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.adapters import Merger
-from lightning_rl.sync.group import Group
-from lightning_rl.sync.sources import SOURCES
+from lightning_rl.sync.broadcast import BroadcastGroup
+from lightning_rl.sync.transport import receiver_of
 
 TIMEOUT_S = 120.0
 
@@ -26,8 +26,8 @@ class Receiver:
 
     def __init__(self) -> None:
         self.own: dict[str, Tensor] = {}
-        self.source: Any = None
-        self.group: Group | None = None
+        self.receiver: Any = None
+        self.group: BroadcastGroup | None = None
         self.copies = True
         self.received = 0
 
@@ -35,10 +35,10 @@ class Receiver:
         self.copies = copies
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        if self.source is not None:
-            self.source.close()
-        source = SOURCES[init_info["source"]]
-        self.source = source(torch.device("cpu"), 0, **init_info["options"])
+        if self.receiver is not None:
+            self.receiver.close()
+        transport, options = init_info["transport"], init_info["options"]
+        self.receiver = receiver_of(transport, torch.device("cpu"), 0, **options)
         self.merger = Merger(torch.device("cpu"))
 
     def start_weight_update(self) -> None:
@@ -50,7 +50,7 @@ class Receiver:
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
         if update_info["bucket"] is not None:
-            arrived = dict(self.source.fetch(update_info["bucket"]))
+            arrived = dict(self.receiver.fetch(update_info["bucket"]))
             self.received += sum(weight.nbytes for weight in arrived.values())
             merged = self.merger.take(arrived.items(), update_info["complete"])
             for name, weight in merged:
@@ -64,7 +64,7 @@ class Receiver:
         return float(sum(weight.double().sum() for weight in self.own.values()))
 
     def meet(self, port: int, numel: int) -> None:
-        self.group = Group("127.0.0.1", port, 1, 2, "gloo", TIMEOUT_S)
+        self.group = BroadcastGroup("127.0.0.1", port, 1, 2, "gloo", TIMEOUT_S)
         self.group.meet()
         self.flat = torch.zeros(numel)
 

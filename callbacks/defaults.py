@@ -16,6 +16,8 @@ from lightning_rl.callbacks.early_stopping import StopEarly
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.progress import RLProgressBar
 from lightning_rl.callbacks.report import RunReport
+from lightning_rl.callbacks.weight_sync import WeightSync
+from lightning_rl.datamodule import RLDataModule
 from lightning_rl.run.hooks import callbacks_of, datamodule_of, find_callbacks, is_fast_dev_run
 
 
@@ -75,4 +77,21 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
 
 def rl_callbacks(trainer: Trainer) -> list[Callback]:
     """What a run of ``PolicyModule`` has besides."""
+    push_weights(trainer)
     return [*StopEarly.where_needed(trainer), *default_callbacks(trainer)]
+
+
+def push_weights(trainer: Trainer) -> None:
+    """Have a ``WeightSync`` where there is an engine, unless one was given.
+
+    First among the callbacks: those after it use the engine with the weights that it pushed.
+    """
+    callbacks = callbacks_of(trainer)
+    for earlier in find_callbacks(trainer, _DefaultSync):  # it says nothing about this run
+        callbacks.remove(earlier)
+    if isinstance(datamodule_of(trainer), RLDataModule) and not find_callbacks(trainer, WeightSync):
+        callbacks.insert(0, _DefaultSync())
+
+
+class _DefaultSync(WeightSync):
+    """One that was not given."""

@@ -27,8 +27,8 @@ class Evaluate(RLCallback):
         before_training: evaluate the untrained policy too.
 
     Raises:
-        ConfigError: for a number below 1; at start, if there is nothing to evaluate on, no
-            ``WeightSync``, or a second such callback.
+        ConfigError: for a number below 1; at start, if there is nothing to evaluate on, or a
+            second such callback.
     """
 
     def __init__(self, every_n_iterations: int = 10, before_training: bool = True) -> None:
@@ -77,8 +77,8 @@ class Evaluate(RLCallback):
 
     def evaluate(self, trainer: Trainer, module: PolicyModule) -> None:
         """Roll out the held-out prompts with the present weights, and record what came of it."""
-        [sync] = find_callbacks(trainer, WeightSync)
-        sync.catch_up(trainer, module)
+        for sync in find_callbacks(trainer, WeightSync):
+            sync.catch_up(trainer, module)
         _, metrics = self.data_of(trainer).evaluate()
         module.record(metrics)
         self._evaluated = module.iteration
@@ -93,19 +93,14 @@ def is_last(trainer: Trainer, version: int) -> bool:
 
 
 def check_evaluations(trainer: Trainer) -> None:
-    """Check that a run's evaluations can measure its policy, and do so once.
+    """Check that a run is evaluated once at a time.
 
     Raises:
-        ConfigError: naming the callback that is missing, or there twice.
+        ConfigError: naming the callback that is there twice.
     """
     count = len(find_callbacks(trainer, Evaluate))
     if count > 1:
         raise ConfigError(
             f"trainer.callbacks: there are {count} Evaluate, which would roll out the same "
             "held-out prompts again; leave one, and set its every_n_iterations"
-        )
-    if count and not find_callbacks(trainer, WeightSync):
-        raise ConfigError(
-            "trainer.callbacks: Evaluate measures the policy's weights, but without WeightSync the "
-            "engine never gets them; add it"
         )

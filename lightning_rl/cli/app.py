@@ -1,5 +1,6 @@
 """LightningCLI for RL: the Trainer with ``rollout``, and messages that name key, value and fix."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lightning_rl.cli.parser import RLArgumentParser, trainer_help
 from lightning_rl.cli.trust import require_trusted, require_trusted_classes, split_options
 from lightning_rl.collect.checks import check_optimizer, check_sync
 from lightning_rl.config import names
+from lightning_rl.config.hints import import_object
 from lightning_rl.config.layers import config_files, flatten, read_sources
 from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision
 from lightning_rl.config.mistakes import check_sources, innermost
@@ -183,6 +185,23 @@ class RLCLI(LightningCLI):
         self.config = parser.parse_args([command, *rest])
         if self.trusted is not None:
             require_trusted_classes(self.config.as_dict(), self.trusted)
+        self._push_weights()
+
+    def _push_weights(self) -> None:
+        """Have a ``WeightSync`` where there is an engine, unless one is configured.
+
+        As a part of the configuration, which is kept, and compared when a run goes on.
+        """
+        own = self.config[self.config.subcommand]
+        given = _as_list(own.trainer.callbacks)
+        classes = [import_object(callback.class_path) for callback in given]
+        if not issubclass(import_object(own.data.class_path), RLDataModule):
+            return
+        if not any(inspect.isclass(c) and issubclass(c, WeightSync) for c in classes):
+            parser = LightningArgumentParser()
+            parser.add_argument("--callback", type=Callback)
+            default = parser.parse_object({"callback": {"class_path": "WeightSync"}}).callback
+            own.trainer.callbacks = [default, *given]
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         """Add what lets a run be gone on with, be rerun, and end if it hangs; unless given."""
@@ -259,11 +278,6 @@ class RLCLI(LightningCLI):
                 raise ConfigError(what) from error
         if isinstance(self.datamodule, RLDataModule):
             syncs = [sync.schedule for sync in find_callbacks(self.trainer, WeightSync)]
-            if not syncs:
-                raise ConfigError(
-                    "trainer.callbacks: WeightSync is missing, so the engine would never get the "
-                    "model's weights; add `- class_path: WeightSync`"
-                )
             check_sync(syncs, self.datamodule.collector)
             check_evaluations(self.trainer)
 

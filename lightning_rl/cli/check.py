@@ -78,9 +78,8 @@ def card_plan(
     engine.follow_dtype(compute_dtype(trainer))
     elements = sum(p.numel() for p in module.loaded_policy.lm.parameters())
     used, at_start = engine.memory_here(elements, card)
-    kept = sum(sync.transport.keeps_on_gpu for sync in find_callbacks(trainer, WeightSync))
-    copy = kept * engine.weight_bytes(elements)
-    return CardPlan(card, memory, used, at_start, copy, sleeps=engine.sleep_level is not None)
+    buckets = sum(sync.transport.gpu_bytes for sync in find_callbacks(trainer, WeightSync))
+    return CardPlan(card, memory, used, at_start, buckets, sleeps=engine.sleep_level is not None)
 
 
 HELP = """\

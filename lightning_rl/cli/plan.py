@@ -311,16 +311,16 @@ class CardPlan:
     """A training process and what works beside it, on one GPU; all in bytes.
 
     ``engine`` is what the engine takes of this GPU, and ``at_start`` what has to be free when it
-    starts, beside weights and other models; ``kept_copy``, what rank 0 keeps of what it sent. One
-    that ``sleeps`` takes nothing in between, but needs as much in each iteration as at its start,
-    and then the optimizer's state is there, too.
+    starts, beside weights and other models; ``push_buffers``, what rank 0 sends weights from. An
+    engine that ``sleeps`` takes nothing in between, but needs as much in each iteration as at its
+    start, and then the optimizer's state is there, too.
     """
 
     card: int
     training: MemoryPlan
     engine: int = 0
     at_start: int = 0
-    kept_copy: int = 0
+    push_buffers: int = 0
     sleeps: bool = False
 
     @property
@@ -328,7 +328,7 @@ class CardPlan:
         """Bytes that the GPU lacks; none or less: it fits."""
         asleep = ("optimizer", "master weights") if self.sleeps else ()
         stays = self.training.sum_of("weights", "other models", *asleep)
-        needed = self.training.total + self.engine + self.kept_copy
+        needed = self.training.total + self.engine + self.push_buffers
         return max(needed, stays + self.at_start) - self.card
 
     def lines(self) -> Iterator[str]:
@@ -337,7 +337,7 @@ class CardPlan:
             "training": self.training.total,
             "engine": self.engine,
             "engine in turn": self.at_start if self.sleeps else 0,
-            "keep_copy": self.kept_copy,
+            "buffers of a push": self.push_buffers,
         }
         together = " + ".join(f"{in_units(size)} {name}" for name, size in parts.items() if size)
         of = f"GPU of {in_units(self.card)}: {together}"

@@ -45,21 +45,37 @@ def require_same_weights(
     """Check names and shapes of a push before an engine changes anything.
 
     Raises:
-        IncompleteWeightsError: naming what is missing, unknown or of another shape.
+        IncompleteWeightsError: naming one that is unknown, of another shape, or left out.
     """
-    missing = sorted(expected.keys() - pushed.keys())
-    unknown = sorted(pushed.keys() - expected.keys())
-    if missing or unknown:
-        raise IncompleteWeightsError(
-            f"the push misses {missing[:3]} and brings unknown {unknown[:3]}; is {engine}'s model "
-            "the trainer's?"
-        )
-    for name, shape in expected.items():
-        if pushed[name].shape != shape:
+    for _ in checked(pushed.items(), expected, engine):
+        pass
+
+
+def checked(
+    weights: Iterable[tuple[str, Tensor]],
+    expected: Mapping[str, torch.Size],
+    engine: str = "the engine",
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass weights on, one by one, if they are the engine's.
+
+    Raises:
+        IncompleteWeightsError: naming one that is unknown, of another shape, or left out.
+    """
+    seen = set()
+    for name, weight in weights:
+        if name not in expected or weight.shape != expected[name]:
+            shape = tuple(expected[name]) if name in expected else "none of that name"
             raise IncompleteWeightsError(
-                f"the push brings {name!r} of shape {tuple(pushed[name].shape)}, {engine}'s is "
-                f"{tuple(shape)}; is its model the trainer's?"
+                f"the push brings {name!r} of shape {tuple(weight.shape)}, {engine}'s is "
+                f"{shape}; is its model the trainer's?"
             )
+        seen.add(name)
+        yield name, weight
+    if missing := sorted(expected.keys() - seen):
+        raise IncompleteWeightsError(
+            f"the push left out {len(missing)} of {engine}'s weights, first {missing[0]!r}; is "
+            "its model the trainer's?"
+        )
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -248,28 +264,3 @@ class Engine(ABC):
 def feeds_engine(engine: Engine) -> bool:
     """True if this rank gives work and weights to the engine."""
     return dist.rank() == 0 or not engine.serves_all_ranks
-
-
-def checked(
-    weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, torch.Size]
-) -> Iterator[tuple[str, Tensor]]:
-    """Pass weights on, one by one, if they are the engine's.
-
-    Raises:
-        IncompleteWeightsError: naming one that is unknown, of another shape, or left out.
-    """
-    seen = set()
-    for name, weight in weights:
-        if name not in expected or weight.shape != expected[name]:
-            shape = tuple(expected[name]) if name in expected else "none of that name"
-            raise IncompleteWeightsError(
-                f"the push brings {name!r} of shape {tuple(weight.shape)}, the engine's is "
-                f"{shape}; is its model the trainer's?"
-            )
-        seen.add(name)
-        yield name, weight
-    if missing := sorted(expected.keys() - seen):
-        raise IncompleteWeightsError(
-            f"the push left out {len(missing)} of the engine's weights, first {missing[0]!r}; is "
-            "its model the trainer's?"
-        )

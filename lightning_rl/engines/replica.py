@@ -57,6 +57,11 @@ class Replica(ABC):
     def alive(self) -> bool:
         return not self.gone.is_set()
 
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether it can open this process's files under ``/proc``."""
+        return self.host in ("127.0.0.1", "localhost", "::1")
+
     @abstractmethod
     async def start(self) -> None:
         """Start it anew if it is ours; wait until it answers.

@@ -20,6 +20,9 @@ from lightning_rl.engines.vllm_adapter import weight_shapes
 from lightning_rl.errors import EngineError, ReplicaError, SyncTimeoutError, require_at_least
 from lightning_rl.run.loop import run_async
 
+OUR_TRANSFER = "lightning_rl"
+"""The weight transfer that most transports go by; ``options`` may name one of vLLM's own."""
+
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 4
 """Replicas that one request may lose before it is taken for the cause."""
@@ -51,6 +54,7 @@ class ReplicatedEngine(Engine):
     """
 
     serves_all_ranks = True
+    transfer_backend = OUR_TRANSFER
 
     def __init__(
         self,

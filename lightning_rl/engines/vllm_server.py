@@ -11,15 +11,13 @@ from urllib.parse import urlsplit
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.http_replica import HTTPReplica
 from lightning_rl.engines.replica import Replica
-from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.engines.replicated import OUR_TRANSFER, ReplicatedEngine
 from lightning_rl.engines.server_process import ServerProcess, free_port
 from lightning_rl.engines.vllm_settings import VLLMEngine
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 
 _WORKER = "lightning_rl.sync.vllm_worker"
 SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
-OUR_TRANSFER = "lightning_rl"
-"""The weight transfer that most transports go by; ``options`` may name one of vLLM's own."""
 SERVER_ARGUMENTS = {
     "worker_extension_cls": f"{_WORKER}.WorkerExtension",
     "weight_transfer_config": {"backend": OUR_TRANSFER},

@@ -1,4 +1,4 @@
-"""Adapters alone on the way: an engine keeps the base, and merges what comes into it."""
+"""Adapters that go alone: an engine keeps the base, and merges into it what comes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from lightning_rl.errors import IncompleteWeightsError
-from lightning_rl.sync.buckets import unit_of
 
 _ENDS = (".lora_A", ".lora_B")
+
+
+def unit_of(name: str) -> str:
+    """The module within which engines fuse weights: q, k and v; gate and up; all experts."""
+    return name.partition(".experts.")[0] if ".experts." in name else ".".join(name.split(".")[:-2])
 
 
 def is_adapter(name: str) -> bool:

@@ -3,29 +3,43 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import Engine, checked
-from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
 from lightning_rl.run.rundir import sync_directory
-from lightning_rl.sync.adapters import divide
-from lightning_rl.sync.buckets import unit_of
-from lightning_rl.sync.remote import RemoteTransport
-from lightning_rl.sync.sources import Bucket, read_weights
+from lightning_rl.sync.adapters import unit_of
+from lightning_rl.sync.transport import Bucket, StagedTransport, Weights, WeightStream
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _SUFFIX = ".safetensors"
 
 
+def read_weights(path: str, version: int, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
+    """Stream a file's weights, or some of them.
+
+    Raises:
+        DamagedWeightsError: if the file is missing, cut short, or of another version.
+    """
+    name = Path(path).name  # vLLM blots out whole paths in what it tells
+    try:
+        with safe_open(path, "pt") as file:
+            written = (file.metadata() or {}).get("version")
+            if written != str(version):
+                raise DamagedWeightsError(f"{name} holds version {written} instead of {version}")
+            for weight in list(file.keys()) if names is None else names:
+                yield weight, file.get_tensor(weight)
+    except (SafetensorError, OSError) as error:
+        raise DamagedWeightsError(f"{name} cannot be read: {error}") from error
+
+
 @configurable
-class CheckpointTransport(RemoteTransport):
+class CheckpointTransport(StagedTransport):
     """One safetensors file per version, that the engines load; old ones are removed.
 
     A file appears under its name only when all of it is on the disk, and is written tensor by
@@ -42,8 +56,6 @@ class CheckpointTransport(RemoteTransport):
         ConfigError: for impossible values.
     """
 
-    source = "file"
-
     def __init__(
         self,
         directory: str,
@@ -52,17 +64,12 @@ class CheckpointTransport(RemoteTransport):
         adapters_only: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
-        super().__init__(timeout_s, changed_only, adapters_only)
+        super().__init__(timeout_s, True, changed_only, adapters_only)
         require_at_least(1, keep=keep)
         if changed_only and keep < 2:
             raise ConfigError(f"changed_only=true compares with the file before; {keep=} must be 2")
         self.directory = self._given = Path(directory).absolute()
         self.keep = keep
-        self._files: dict[str, Bucket] = {}  # of the last push; adapters before their base
-
-    @property
-    def _keeps(self) -> bool:
-        return True
 
     def use_scratch(self, scratch: bool) -> None:
         self.directory = self._given
@@ -71,101 +78,52 @@ class CheckpointTransport(RemoteTransport):
             self._scratch = tempfile.TemporaryDirectory(prefix="fast_dev_run_", dir=inside)
             self.directory = Path(self._scratch.name)
 
-    def _stage(
-        self,
-        engine: ReplicatedEngine,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        everything: bool,
-    ) -> Iterator[Bucket]:
-        dtype = getattr(torch, engine.dtype)
-        if not self.adapters_only:
-            before = self._newest()
-            told = self._write("weights", weights, engine.shapes, dtype, version)
-            names = None if everything or before is None else _changed(before, Path(told["path"]))
-            if names is None or names:
-                yield told | {"names": names}
-            return
-        adapters, base = divide(weights)
-        yield self._write("adapters", adapters.items(), _shapes(adapters), torch.float32, version)
-        if base is not None:
-            self._write("base", base, engine.shapes, dtype, version)
-            self._has_base = True
-        if everything:
-            yield self._files["base"]
+    def stage(self, weights: WeightStream) -> Iterator[Bucket]:
+        before = max(self.directory.glob(f"weights-*{_SUFFIX}"), default=None)
+        path = self._write(weights)
+        names = _changed(before, path) if weights.changed_only and before is not None else None
+        yield {"path": str(path), "version": weights.version, "names": names}
 
-    def _again(self, version: int) -> Iterator[Bucket]:
-        yield from self._files.values()
+    @staticmethod
+    def fetch(bucket: Bucket) -> Weights:
+        return read_weights(bucket["path"], bucket["version"], bucket["names"])
 
-    def _carry_here(
-        self, engine: Engine, weights: Iterable[tuple[str, Tensor]], version: int
-    ) -> Iterable[tuple[str, Tensor]]:
-        items = dict(weights)
-        stem, dtype = (
-            ("adapters", torch.float32)
-            if self.adapters_only
-            else ("weights", getattr(torch, engine.dtype))
-        )
-        told = self._write(stem, items.items(), _shapes(items), dtype, version)
-        return read_weights(told["path"], version, None)
-
-    # ---------------------------------------------------------------- files
-
-    def _newest(self) -> Path | None:
-        return max(self.directory.glob(f"weights-*{_SUFFIX}"), default=None)
-
-    def _write(
-        self,
-        stem: str,
-        weights: Iterable[tuple[str, Tensor]],
-        shapes: Mapping[str, torch.Size],
-        dtype: torch.dtype,
-        version: int,
-    ) -> Bucket:
-        """Write a version's file, remove those that are too old, and say where it is."""
+    def _write(self, weights: WeightStream) -> Path:
+        """Write a version's file, and remove those that are too old."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        path = self.directory / f"{stem}-{version:08d}{_SUFFIX}"
+        path = self.directory / f"{weights.kind}-{weights.version:08d}{_SUFFIX}"
         temporary = path.with_suffix(".partial")
         try:
-            write_safetensors(temporary, checked(weights, shapes), shapes, dtype, version)
+            write_safetensors(temporary, weights)
         except OSError as error:
             raise DamagedWeightsError(
-                f"cannot write version {version} to {self.directory}: {error}"
+                f"cannot write version {weights.version} to {self.directory}: {error}"
             ) from error
         os.replace(temporary, path)
         sync_directory(self.directory)
         # By age, not by number: a run that is resumed from an earlier version writes that anew.
         files = sorted(
-            self.directory.glob(f"{stem}-*{_SUFFIX}"), key=lambda file: file.stat().st_mtime_ns
+            self.directory.glob(f"{weights.kind}-*{_SUFFIX}"), key=lambda f: f.stat().st_mtime_ns
         )
-        for old in files[: -1 if stem == "base" else -self.keep]:
+        for old in files[: -1 if weights.kind == "base" else -self.keep]:
             old.unlink()
-        self._files[stem] = {"path": str(path), "version": version, "names": None}
-        return self._files[stem]
+        return path
 
 
-def write_safetensors(
-    path: Path,
-    weights: Iterable[tuple[str, Tensor]],
-    shapes: Mapping[str, torch.Size],
-    dtype: torch.dtype,
-    version: int,
-) -> None:
+def write_safetensors(path: Path, weights: WeightStream) -> None:
     """Write tensor by tensor, in any order, and return when all is on the disk.
 
     The format: 8 bytes of the header's length, little-endian; the header, JSON; then the data
     (https://huggingface.co/docs/safetensors).
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt", "version": str(version)}}
+    version, dtype = str(weights.version), weights.dtype
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "version": version}}
     places, end = {}, 0
-    for name, shape in shapes.items():
+    for name, shape in weights.shapes.items():
         places[name], begin = end, end
         end += shape.numel() * dtype.itemsize
-        header[name] = {
-            "dtype": _DTYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [begin, end],
-        }
+        offsets = [begin, end]
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 64)  # data aligned, for who maps it
     with path.open("wb", buffering=0) as file:
@@ -179,10 +137,6 @@ def write_safetensors(
             while view:
                 view = view[file.write(view) :]
         os.fsync(file.fileno())
-
-
-def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: weight.shape for name, weight in weights.items()}
 
 
 def _changed(before: Path, after: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Weights broadcast in a process group."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,10 +11,41 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
-from lightning_rl.errors import SyncTimeoutError
-from lightning_rl.sync.group import Group, require_backend
-from lightning_rl.sync.sources import Bucket
-from lightning_rl.sync.staged import StagedTransport
+from lightning_rl.errors import SyncTimeoutError, require_at_least
+from lightning_rl.sync.broadcast import BroadcastGroup, require_backend
+from lightning_rl.sync.memory import fill_buffers, unpack
+from lightning_rl.sync.transport import (
+    Bucket,
+    StagedTransport,
+    WeightReceiver,
+    Weights,
+    WeightStream,
+)
+
+
+class BroadcastReceiver(WeightReceiver):
+    """A process group; the sender broadcasts."""
+
+    def __init__(self, device: torch.device, rank: int, **options: Any) -> None:
+        super().__init__(self._fetch)
+        self._device = device
+        self._group = BroadcastGroup(rank=1 + rank, device=device, **options)
+        self._group.meet()
+        self._buffer = torch.empty(0)
+
+    def _fetch(self, bucket: Bucket) -> Weights:
+        dtype, numel = getattr(torch, bucket["dtype"]), bucket["numel"]
+        if self._buffer.dtype != dtype or self._buffer.numel() < numel:
+            self._buffer = torch.empty(numel, dtype=dtype, device=self._device)
+        flat = self._buffer[:numel]
+        self._group.wait(self._group.broadcast(flat))
+        return unpack(flat, bucket)
+
+    def fail(self) -> None:
+        self._group.close()
+
+    def close(self) -> None:
+        self._group.close()
 
 
 @configurable
@@ -37,7 +68,7 @@ class CollectiveTransport(StagedTransport):
         timeout_s: for meeting, for each step of a push, and each bucket.
     """
 
-    source = "group"
+    stages_in_memory = True
     reaches = (ReplicatedEngine,)
     instead = "it is in the trainer's own process: use MemoryTransport or CheckpointTransport"
 
@@ -51,7 +82,9 @@ class CollectiveTransport(StagedTransport):
         adapters_only: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
-        super().__init__(bucket_mb, keep_copy, changed_only, adapters_only, timeout_s)
+        super().__init__(timeout_s, keep_copy, changed_only, adapters_only)
+        require_at_least(0.001, bucket_mb=bucket_mb)
+        self.bucket_mb = bucket_mb
         self.backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         require_backend(self.backend)
         self.host = host
@@ -59,14 +92,14 @@ class CollectiveTransport(StagedTransport):
         self._copies: dict[int, Tensor] = {}
         self._on_device: dict[int, int] = {}  # which slot each of two buffers holds
         self._device = torch.device("cpu")
-        self._groups: dict[Replica, Group] = {}
+        self._groups: dict[Replica, BroadcastGroup] = {}
         self._buffers: dict[int, Tensor] = {}
         # Held until the slot is used again.
         self._sending: dict[tuple[int, Replica], Any] = {}
 
     @property
-    def keeps_on_gpu(self) -> bool:
-        return self.keep_copy and self.backend == "nccl"
+    def gpu_bytes(self) -> int:
+        return 2 * int(self.bucket_mb * 2**20) if self.backend == "nccl" else 0
 
     def connect(self, engine: Engine) -> None:
         super().connect(engine)
@@ -74,7 +107,7 @@ class CollectiveTransport(StagedTransport):
             # Asked here, for a thread that fills a restarted replica has a current device too: 0.
             self._device = torch.device("cuda", torch.cuda.current_device())
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def push(self, weights: Weights, version: int) -> None:
         super().push(weights, version)
         if self._copies_to_host and self._device.type == "cuda":
             # Another thread may read the copies, and the weights are about to change.
@@ -90,19 +123,20 @@ class CollectiveTransport(StagedTransport):
         self._copies.clear()
         self._on_device.clear()
 
+    @classmethod
+    def receiver(cls, device: torch.device, rank: int, **options: Any) -> WeightReceiver:
+        return BroadcastReceiver(device, rank, **options)
+
     def _join(self, replica: Replica) -> None:
         self._leave(replica)
-        size = 1 + replica.workers
-        group = Group(self.host, 0, 0, size, self.backend, self.timeout_s, self._device)
-        options = {
+        options: dict[str, Any] = {
             "host": self.host,
-            "port": group.port,
-            "size": size,
+            "size": 1 + replica.workers,
             "backend": self.backend,
             "timeout_s": self.timeout_s,
         }
-        info = {"source": self.source, "options": options}
-        joining = self._ask(replica, "init_weight_transfer_engine", init_info=info)
+        group = BroadcastGroup(port=0, rank=0, device=self._device, **options)
+        joining = self._invite(replica, port=group.port, **options)
         try:
             group.meet()
         except SyncTimeoutError as error:
@@ -117,7 +151,15 @@ class CollectiveTransport(StagedTransport):
             # Not here: gloo would wait until a send to a process that hangs has timed out.
             threading.Thread(target=group.close, name="leave_group", daemon=True).start()
 
-    def _buffer(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def stage(self, weights: WeightStream) -> Iterator[Bucket]:
+        for bucket, flat in fill_buffers(weights, self.bucket_mb, self.keep_copy, self._buffer):
+            if self._copies_to_host:
+                # Page-locked memory, so that the copy goes on while the bucket is sent and loaded.
+                copy = _at_least(self._copies, bucket["slot"], len(flat), flat.dtype, None)
+                copy.copy_(flat, non_blocking=True)
+            yield bucket
+
+    def _buffer(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
         if not self._copies_to_host:
             return _at_least(self._buffers, slot, numel, dtype, self._device)
         flat = _at_least(self._buffers, slot % 2, numel, dtype, self._device)
@@ -126,24 +168,17 @@ class CollectiveTransport(StagedTransport):
         self._on_device[slot % 2] = slot
         return flat
 
-    def _place(self, slot: int, flat: Tensor) -> Bucket:
-        if self._copies_to_host:
-            # Page-locked memory, so that the copy goes on while the bucket is sent and loaded.
-            copy = _at_least(self._copies, slot, len(flat), flat.dtype, None)
-            copy.copy_(flat, non_blocking=True)
-        return {}
-
-    def _staged(self, bucket: Bucket) -> Tensor:
+    def _staged_flat(self, bucket: Bucket) -> Tensor:
         """A bucket's buffer, for a restarted replica with what was sent of it."""
         slot, numel = bucket["slot"], bucket["numel"]
         if not self._copies_to_host:
             return self._buffers[slot][:numel]
         if self._on_device.get(slot % 2) != slot:
-            return self._buffer(slot, numel, getattr(torch, bucket["dtype"]), self._device)
+            return self._buffer(slot, numel, getattr(torch, bucket["dtype"]))
         return self._buffers[slot % 2][:numel]
 
     def _transmit(self, bucket: Bucket, replica: Replica) -> None:
-        flat = self._staged(bucket)
+        flat = self._staged_flat(bucket)
         # Nobody waits here: a replica answers its call when it has received all.
         try:
             self._sending[bucket["slot"], replica] = self._groups[replica].broadcast(flat)

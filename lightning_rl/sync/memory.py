@@ -1,6 +1,10 @@
-"""Weights handed over in memory."""
+"""Weights handed over in memory; and how weights are laid out in flat buffers."""
 
 import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count, cycle, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,11 +12,143 @@ from torch import Tensor
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replicated import ReplicatedEngine
-from lightning_rl.errors import ConfigError
-from lightning_rl.sync.sources import Bucket
-from lightning_rl.sync.staged import StagedTransport
+from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
+from lightning_rl.sync.adapters import unit_of
+from lightning_rl.sync.transport import (
+    Bucket,
+    Kind,
+    StagedTransport,
+    WeightReceiver,
+    Weights,
+    WeightStream,
+)
 
-THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+_ALIGNMENT = 64
+"""Elements; in a flat buffer a tensor starts at a multiple of it."""
+
+
+@dataclass(slots=True)
+class Layout:
+    """Weights, and where each starts in a flat buffer of ``numel`` elements."""
+
+    weights: list[tuple[str, Tensor]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    numel: int = 0
+
+    def add(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Append them."""
+        for name, weight in weights:
+            self.weights.append((name, weight))
+            self.starts.append(self.numel)
+            self.numel += _aligned(weight)
+
+    def copy_changed(self, flat: Tensor, everything: bool) -> list[str]:
+        """Write to ``flat``, casting, what differs from what it holds.
+
+        Returns the names of all weights in units that changed; ``everything``: of all.
+        """
+        changed: set[str] = set()
+        for (name, weight), start in zip(self.weights, self.starts, strict=True):
+            held = flat[start : start + weight.numel()].view(weight.shape)
+            if everything or not torch.equal(held, weight.to(held)):
+                held.copy_(weight)
+                changed.add(unit_of(name))
+        return [name for name, _ in self.weights if unit_of(name) in changed]
+
+    def entries(self) -> list[tuple[str, list[int], int]]:
+        """Name, shape and first element of all weights."""
+        return [
+            (name, list(weight.shape), start)
+            for (name, weight), start in zip(self.weights, self.starts, strict=True)
+        ]
+
+
+def _aligned(weight: Tensor) -> int:
+    return -(-weight.numel() // _ALIGNMENT) * _ALIGNMENT
+
+
+def cut(weights: Weights, max_numel: int) -> Iterator[Layout]:
+    """Layouts of at most ``max_numel`` elements, or of one unit where that is larger."""
+    layout = Layout()
+    for _, group in groupby(weights, key=lambda item: unit_of(item[0])):
+        unit = list(group)  # which an engine fuses, so it is not split
+        if layout.weights and layout.numel + sum(_aligned(w) for _, w in unit) > max_numel:
+            yield layout
+            layout = Layout()
+        layout.add(unit)
+    if layout.weights:
+        yield layout
+
+
+def fill_buffers(
+    weights: WeightStream,
+    bucket_mb: float,
+    keep_copy: bool,
+    buffer: Callable[[int, int, torch.dtype], Tensor],
+) -> Iterator[tuple[Bucket, Tensor]]:
+    """Copy weights to flat buffers, casting them on the way.
+
+    Args:
+        weights: what to copy.
+        bucket_mb: MiB per buffer; a larger module has one of its own size.
+        keep_copy: one buffer for each bucket; else two in turn.
+        buffer: gives one by its number, elements and dtype; what it held before is still in it.
+
+    Yields:
+        What :func:`unpack` needs to know of a bucket, and its buffer.
+    """
+    slots: Iterable[int] = cycle((0, 1))  # one is loaded by the engines while the next is written
+    if weights.kind == "adapters":
+        slots = count(-1, -1)
+    elif keep_copy:
+        slots = count()
+    max_numel = int(bucket_mb * 2**20) // weights.dtype.itemsize
+    for slot, layout in zip(slots, cut(weights, max_numel), strict=False):
+        flat = buffer(slot, layout.numel, weights.dtype)
+        changed = layout.copy_changed(flat, everything=not weights.changed_only)
+        bucket: Bucket = {"slot": slot, "numel": layout.numel, "tensors": layout.entries()}
+        bucket["dtype"] = str(weights.dtype).removeprefix("torch.")
+        yield bucket | {"names": changed if weights.changed_only else None}, flat
+
+
+def unpack(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """Views of a flat buffer: all that it holds, or some ``names``."""
+    for name, shape, start in bucket["tensors"]:
+        if bucket["names"] is None or name in bucket["names"]:
+            size = torch.Size(shape)
+            yield name, flat[start : start + size.numel()].view(size)
+
+
+class SharedMemoryReceiver(WeightReceiver):
+    """Memory of a sender on the same machine; it is mapped, not copied."""
+
+    def __init__(self) -> None:
+        super().__init__(self._fetch)
+        self._mapped: dict[str, tuple[int, Tensor]] = {}  # inode, bytes
+
+    def _fetch(self, bucket: Bucket) -> Weights:
+        path = f"/proc/{bucket['pid']}/fd/{bucket['descriptor']}"
+        return unpack(self._map(path, bucket["bytes"], getattr(torch, bucket["dtype"])), bucket)
+
+    def _map(self, path: str, size: int, dtype: torch.dtype) -> Tensor:
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise DamagedWeightsError(
+                f"the trainer's shared memory is out of reach ({error}): is the engine on another "
+                "machine, in another container, or another user's? Use CheckpointTransport or "
+                "CollectiveTransport"
+            ) from error
+        if found.st_size < size:
+            raise DamagedWeightsError(f"{path} holds {found.st_size} bytes instead of {size}")
+        inode, memory = self._mapped.get(path, (-1, torch.empty(0)))
+        if inode != found.st_ino:  # a descriptor's number may come to stand for another memory
+            memory = torch.from_file(path, shared=True, size=found.st_size, dtype=torch.uint8)
+            self._mapped[path] = found.st_ino, memory
+        return memory[:size].view(dtype)
+
+    def close(self) -> None:
+        self._mapped.clear()
 
 
 @configurable
@@ -31,7 +167,7 @@ class MemoryTransport(StagedTransport):
         timeout_s: for each step of a push, and each bucket.
     """
 
-    source = "memory"
+    stages_in_memory = True
 
     def __init__(
         self,
@@ -41,18 +177,29 @@ class MemoryTransport(StagedTransport):
         adapters_only: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
-        super().__init__(bucket_mb, keep_copy, changed_only, adapters_only, timeout_s)
+        super().__init__(timeout_s, keep_copy, changed_only, adapters_only)
+        require_at_least(0.001, bucket_mb=bucket_mb)
+        self.bucket_mb = bucket_mb
         self._segments: dict[int, tuple[int, Tensor]] = {}  # descriptor, bytes
 
     def connect(self, engine: Engine) -> None:
         super().connect(engine)
         if isinstance(engine, ReplicatedEngine):
             for replica in engine.replicas:
-                if replica.host not in THIS_MACHINE:
+                if not replica.on_this_machine:
                     raise ConfigError(
                         f"MemoryTransport cannot reach {replica.name} on another machine; use "
                         "CollectiveTransport, or CheckpointTransport on a shared file system"
                     )
+
+    @classmethod
+    def receiver(cls, device: torch.device, rank: int, **options: Any) -> WeightReceiver:
+        return SharedMemoryReceiver()
+
+    def stage(self, weights: WeightStream) -> Iterator[Bucket]:
+        for bucket, flat in fill_buffers(weights, self.bucket_mb, self.keep_copy, self._buffer):
+            descriptor, _ = self._segments[bucket["slot"]]
+            yield bucket | {"pid": os.getpid(), "descriptor": descriptor, "bytes": flat.nbytes}
 
     def close(self) -> None:
         super().close()
@@ -60,7 +207,10 @@ class MemoryTransport(StagedTransport):
             os.close(descriptor)
         self._segments.clear()
 
-    def _buffer(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _arriving(self, weights: Weights, dtype: torch.dtype, version: int, kind: Kind) -> Weights:
+        return weights
+
+    def _buffer(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
         size = numel * dtype.itemsize
         descriptor, memory = self._segments.get(slot, (-1, torch.empty(0)))
         if len(memory) < size:
@@ -72,7 +222,3 @@ class MemoryTransport(StagedTransport):
             memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
             self._segments[slot] = descriptor, memory
         return memory[:size].view(dtype)
-
-    def _place(self, slot: int, flat: Tensor) -> Bucket:
-        descriptor = self._segments[slot][0]
-        return {"pid": os.getpid(), "descriptor": descriptor, "bytes": flat.nbytes}

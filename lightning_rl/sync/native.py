@@ -1,15 +1,20 @@
 """vLLM's own weight transfer, of which it brings both ends, to servers started with it."""
 
+import base64
+import pickle
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import Engine
+from lightning_rl.engines.base import Engine, checked
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.server_process import free_port
 from lightning_rl.engines.vllm_process import last_line
@@ -22,9 +27,80 @@ from lightning_rl.errors import (
     require_at_least,
 )
 from lightning_rl.run.dist import world_size
-from lightning_rl.sync.base import WeightTransport
-from lightning_rl.sync.memory import THIS_MACHINE
-from lightning_rl.sync.native_client import Fleet, Stream
+from lightning_rl.sync.transport import Weights, WeightTransport, submit
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A weight that will come, as vLLM asks for it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class PushedWeights:
+    """The weights of a push, on the device and in the dtype that go over; vLLM's `source`."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> None:
+        self.shapes, self.dtype = shapes, dtype
+        self.device = torch.device("cpu")
+        self.weights: Weights = ()
+
+    def metadata(self) -> list[Declared]:
+        """What comes, in order."""
+        return [Declared(name, self.dtype, tuple(shape)) for name, shape in self.shapes.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in checked(self.weights, self.shapes):
+            yield name, weight.to(self.device, self.dtype)
+
+
+class ReplicaClient:
+    """Tells all replicas of each step at the same time; vLLM's `client`."""
+
+    def __init__(self, replicas: list[Replica], timeout_s: float) -> None:
+        self.replicas, self.timeout_s, self.version = replicas, timeout_s, -1
+        self.refused: Future[None] = Future()  # never done, but with an error
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connect; in a group, each replica's workers come after those of the one before."""
+        infos, rank = [], 1
+        for replica in self.replicas:
+            place = {"rank_offset": rank} if "rank_offset" in init_info else {}
+            infos.append(init_info | place)
+            rank += replica.workers
+        try:
+            self._all(
+                replica.transfer("init_weight_transfer_engine", self.timeout_s, init_info=info)
+                for replica, info in zip(self.replicas, infos, strict=True)
+            )
+        except Exception as error:
+            self.refused.set_exception(error)
+            raise
+
+    def start_weight_update(self) -> None:
+        """Begin a push."""
+        self._all(replica.begin(self.timeout_s) for replica in self.replicas)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Tell what comes; done when all have loaded it."""
+        info = dict(update_info)
+        if (handles := info.pop("ipc_handles", None)) is not None:  # JSON has no bytes
+            info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
+        told = {name: value for name, value in info.items() if value is not None}
+        self._all(
+            replica.transfer("update_weights", self.timeout_s, update_info=told)
+            for replica in self.replicas
+        )
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End it: caches are dropped, and each says the version."""
+        self._all(replica.set_version(self.version, self.timeout_s) for replica in self.replicas)
+
+    def _all(self, calls: Iterable[Coroutine[Any, Any, Any]]) -> None:
+        for answer in [submit(call) for call in calls]:
+            answer.result()
 
 
 class NativeTransport(WeightTransport):
@@ -39,6 +115,8 @@ class NativeTransport(WeightTransport):
     instead = "use MemoryTransport, or CollectiveTransport for RayEngine"
     backend: ClassVar[str]
     """vLLM's name of it."""
+    buffers: ClassVar[int]
+    """How many of ``bucket_mb`` a push takes of the GPU."""
 
     def __init__(self, bucket_mb: float, timeout_s: float) -> None:
         require_at_least(0.1, timeout_s=timeout_s)
@@ -48,6 +126,10 @@ class NativeTransport(WeightTransport):
         self._device = torch.device("cpu")
         self._met: list[tuple[Replica, int]] = []  # with the life in which each was connected
         self._sender: Any = None
+
+    @property
+    def gpu_bytes(self) -> int:
+        return self.buffers * int(self.bucket_mb * 2**20)
 
     def connect(self, engine: Engine) -> None:
         super().connect(engine)
@@ -65,7 +147,7 @@ class NativeTransport(WeightTransport):
         self._engine = engine
         self._device = torch.device("cuda", torch.cuda.current_device())
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def push(self, weights: Weights, version: int) -> None:
         engine = self._engine
         if engine is None:
             raise WeightSyncError(f"{type(self).__name__}.push before connect(engine)")
@@ -96,13 +178,18 @@ class NativeTransport(WeightTransport):
         if lives == self._met:
             return
         self._part()
-        fleet = Fleet(replicas, self.timeout_s)
-        stream = Stream(engine.shapes, getattr(torch, engine.dtype))
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        client = ReplicaClient(replicas, self.timeout_s)
+        source = PushedWeights(engine.shapes, getattr(torch, engine.dtype))
         info = self._init_info(sum(replica.workers for replica in replicas))
-        self._sender = _in_time(lambda: _vllms_end(info, fleet, stream), fleet, self._device)
+        meet = partial(
+            WeightTransferTrainerFactory.trainer_init, info, client=client, source=source
+        )
+        self._sender = _in_time(meet, client, self._device)
         self._met = lives
 
-    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def _send(self, weights: Weights, version: int) -> None:
         sender = self._sender
         sender.client.version = version
         sender.source.weights, sender.source.device = weights, self._device
@@ -146,6 +233,7 @@ class NCCLTransport(NativeTransport):
     """
 
     backend = "nccl"
+    buffers = 3  # two are sent in turn, and of one its parts
 
     def __init__(
         self, host: str = "127.0.0.1", bucket_mb: float = 256.0, timeout_s: float = 300.0
@@ -178,6 +266,7 @@ class IPCTransport(NativeTransport):
     """
 
     backend = "ipc"
+    buffers = 1
 
     def __init__(self, bucket_mb: float = 256.0, timeout_s: float = 300.0) -> None:
         super().__init__(bucket_mb, timeout_s)
@@ -185,7 +274,7 @@ class IPCTransport(NativeTransport):
     def connect(self, engine: Engine) -> None:
         super().connect(engine)
         assert isinstance(engine, VLLMServer)
-        apart = [replica.name for replica in engine.replicas if replica.host not in THIS_MACHINE]
+        apart = [replica.name for replica in engine.replicas if not replica.on_this_machine]
         workers = sum(replica.workers for replica in engine.replicas)
         if apart or workers > 1 or world_size() > 1:
             raise ConfigError(
@@ -201,38 +290,31 @@ class IPCTransport(NativeTransport):
         return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=0)
 
 
-def _vllms_end(info: Any, fleet: Fleet, stream: Stream) -> Any:
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
-    return WeightTransferTrainerFactory.trainer_init(info, client=fleet, source=stream)
-
-
-def _in_time(make: Callable[[], Any], fleet: Fleet, device: torch.device) -> Any:
-    """``make()``, unless a server refuses or it takes too long: NCCL waits for peers for ever.
+def _in_time(meet: Callable[[], Any], client: ReplicaClient, device: torch.device) -> Any:
+    """``meet()``, unless a server refuses or it takes too long: NCCL waits for peers for ever.
 
     Raises:
         SyncTimeoutError: if it does.
     """
-    made: list[Any] = []
+    met: Future[Any] = Future()
 
     def run() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # which each thread has for itself
         try:
-            made.append(make())
+            met.set_result(meet())
         except Exception as error:
-            fleet.refused = fleet.refused or error
+            met.set_exception(error)
 
-    thread = threading.Thread(target=run, name="meet_vllm", daemon=True)
-    thread.start()
-    waited, step = 0.0, 0.1
-    while thread.is_alive() and fleet.refused is None and waited < fleet.timeout_s:
-        thread.join(step)
-        waited += step
-    if isinstance(fleet.refused, LightningRLError):
-        raise fleet.refused
-    if fleet.refused is not None:
-        raise WeightSyncError(f"vLLM's weight transfer did not begin: {fleet.refused}")
-    if not made:
-        raise SyncTimeoutError(f"the servers did not meet within {fleet.timeout_s:g} s")
-    return made[0]
+    threading.Thread(target=run, name="meet_vllm", daemon=True).start()
+    done, _ = wait((met, client.refused), client.timeout_s, FIRST_COMPLETED)
+    if not done:
+        raise SyncTimeoutError(f"the servers did not meet within {client.timeout_s:g} s")
+    # Who refuses says why; vLLM's end then fails, too.
+    answer = client.refused if client.refused in done else met
+    try:
+        return answer.result()
+    except LightningRLError:
+        raise
+    except Exception as error:
+        raise WeightSyncError(f"vLLM's weight transfer did not begin: {error}") from error

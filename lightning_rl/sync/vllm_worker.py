@@ -1,7 +1,7 @@
 """Runs inside vLLM's processes: where pushed weights arrive.
 
 vLLM imports it for ``--worker-extension-cls`` and ``--middleware``. Importing it registers the
-weight-transfer backend ``lightning_rl``, which loads buckets of weights from one of ``SOURCES``
+weight-transfer backend ``lightning_rl``, which loads buckets of weights from a ``WeightReceiver``
 through the model's own loader: fused and tied weights are its business. Adapters are merged before.
 """
 
@@ -30,7 +30,7 @@ from lightning_rl.engines.vllm_cpu import skip_rank_compilation, use_cpu_kernels
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import WeightSyncError
 from lightning_rl.sync.adapters import Merger
-from lightning_rl.sync.sources import SOURCES, Source
+from lightning_rl.sync.transport import WeightReceiver, receiver_of
 
 
 class WorkerExtension:
@@ -38,10 +38,10 @@ class WorkerExtension:
 
 
 @dataclass
-class SourceInfo(WeightTransferInitInfo):
-    """Which source, and what it needs to connect."""
+class TransportInfo(WeightTransferInitInfo):
+    """Import path of the transport's class, and what its other end needs to connect."""
 
-    source: str
+    transport: str
     options: dict[str, Any]
 
 
@@ -56,20 +56,25 @@ class UpdateInfo(WeightTransferUpdateInfo):
     complete: bool
 
 
-class TransferEngine(WeightTransferEngine[SourceInfo, UpdateInfo]):
+class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
     """Loads bucket after bucket; what was left half done is put right by the next push."""
 
-    init_info_cls = SourceInfo
+    init_info_cls = TransportInfo
     update_info_cls = UpdateInfo
-    _source: Source | None = None
+    _receiver: WeightReceiver | None = None
     _merger: Merger
     _loaded: set[str] | None = None  # None: no push is under way
     _owned: dict[int, object]  # by id; held, so that no id is used twice
 
-    def init_transfer_engine(self, init_info: SourceInfo) -> None:
+    def init_transfer_engine(self, init_info: TransportInfo) -> None:
         self.shutdown()
         rank = self.parallel_config.rank
-        self._source = SOURCES[init_info.source](self.device, rank, **init_info.options)
+        try:
+            self._receiver = receiver_of(
+                init_info.transport, self.device, rank, **init_info.options
+            )
+        except WeightSyncError as error:
+            raise _raisable(error) from error
         self._merger = Merger(self.device)
         if self.device.type == "cpu" and self.model_config.enforce_eager:
             use_cpu_kernels(self.model)
@@ -82,10 +87,10 @@ class TransferEngine(WeightTransferEngine[SourceInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        assert self._source is not None and self._loaded is not None
+        assert self._receiver is not None and self._loaded is not None
         try:
             if update_info.bucket is not None:
-                arrived = self._source.fetch(update_info.bucket)
+                arrived = self._receiver.fetch(update_info.bucket)
                 weights = self._merger.take(arrived, with_base=update_info.complete)
                 self._loaded |= self.model.load_weights(weights)
                 self._own_what_waits()
@@ -94,7 +99,7 @@ class TransferEngine(WeightTransferEngine[SourceInfo, UpdateInfo]):
             if update_info.complete:
                 require_all_loaded(self.model, self._loaded)
         except Exception as error:  # each kind of layer has its own way to fail
-            self._source.fail()
+            self._receiver.fail()
             raise _raisable(error) from error
 
     def _own_what_waits(self) -> None:
@@ -116,9 +121,9 @@ class TransferEngine(WeightTransferEngine[SourceInfo, UpdateInfo]):
         self._loaded = None
 
     def shutdown(self) -> None:
-        if self._source is not None:
-            self._source.close()
-            self._source = None
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
 
 def _raisable(error: Exception) -> Exception:

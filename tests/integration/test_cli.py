@@ -10,9 +10,10 @@ import pytest
 import yaml
 from lightning.pytorch import Callback
 
-from lightning_rl.callbacks import IterationCheckpoint, RerunRecorder, Watchdog
+from lightning_rl.callbacks import IterationCheckpoint, RerunRecorder, Watchdog, WeightSync
 from lightning_rl.cli import main
 from lightning_rl.cli.app import RLCLI
+from lightning_rl.config.layers import flatten
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="VLLMLocal needs vLLM")
 
@@ -265,10 +266,6 @@ IN_FILE = {
             }
         },
         ["total_steps=3 must exceed warmup_steps=5"],
-    ),
-    "no WeightSync": (
-        {"trainer.callbacks": []},
-        ["trainer.callbacks: WeightSync is missing", "`- class_path: WeightSync`"],
     ),
     "accelerator": ({"trainer.accelerator": "cpuu"}, ["accelerator='cpuu'", "cuda"]),
 }
@@ -528,3 +525,45 @@ def test_fit_adds_what_saves_records_and_watches(config, workplace):
     assert [c.timeout_s for c in own if isinstance(c, Watchdog)] == [60.0]
     none = callbacks("--trainer.enable_checkpointing", "false", "--trainer.logger", "false")
     assert {type(c) for c in none} == {Watchdog}
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "rollout"])
+def test_weights_are_pushed_whether_or_not_it_is_said(config, workplace, command):
+    given = {"class_path": "WeightSync", "init_args": {"probe_prompts": 1}}
+    evaluate = {"class_path": "Evaluate"}
+    output = ["--output", "rollouts.jsonl"] if command == "rollout" else []
+    probes = []
+    for callbacks in (None, [], [evaluate], evaluate, [evaluate, given]):
+        config["trainer"]["callbacks"] = callbacks
+        (workplace / "pushed.yaml").write_text(yaml.safe_dump(config))
+        built = Built([command, "--config", "pushed.yaml", *output])
+        [sync] = [c for c in built.trainer.callbacks if isinstance(c, WeightSync)]
+        assert (built.trainer.callbacks[0] is sync) == (sync.probe_prompts == 4)
+        probes.append(sync.probe_prompts)
+        # As a part of the configuration, a run that goes on is compared with it.
+        table = flatten(yaml.safe_load(built._parser(command).dump(built.config[command])))
+        assert table["trainer.callbacks.WeightSync.probe_prompts"] == sync.probe_prompts
+        assert table["trainer.callbacks.WeightSync.schedule.every_n_iterations"] == 1
+    assert probes == [4, 4, 4, 4, 1]
+
+
+def test_a_default_push_is_configured_as_one_that_is_named(config, workplace):
+    tables = []
+    for callbacks in ([{"class_path": "RunReport"}], ["WeightSync", {"class_path": "RunReport"}]):
+        config["trainer"]["callbacks"] = callbacks
+        (workplace / "pushed.yaml").write_text(yaml.safe_dump(config))
+        built = Built(["fit", "--config", "pushed.yaml"])
+        dumped = built._parser("fit").dump(built.config.fit, skip_unset=False)
+        tables.append(flatten(yaml.safe_load(dumped)))
+    assert tables[0] == tables[1]
+
+
+def test_a_run_without_an_engine_pushes_nothing(config, workplace, tiny_model):
+    supervised = {
+        "model": {"class_path": "SFTModule", "init_args": {"model": str(tiny_model)}},
+        "data": {"class_path": "SFTDataModule", "init_args": {"train": "train.jsonl"}},
+        "trainer": {"accelerator": "cpu", "logger": False, "enable_checkpointing": False},
+    }
+    (workplace / "supervised.yaml").write_text(yaml.safe_dump(supervised))
+    built = Built(["fit", "--config", "supervised.yaml"])
+    assert not any(isinstance(c, WeightSync) for c in built.trainer.callbacks)

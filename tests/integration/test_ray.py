@@ -219,8 +219,8 @@ def test_errors_name_the_actor_and_its_node(weights, engine):
     class Forgetful(MemoryTransport):
         """Loses a tensor after it was counted."""
 
-        def _stage(self, *args):
-            for bucket in super()._stage(*args):
+        def stage(self, weights):
+            for bucket in super().stage(weights):
                 yield bucket | {"tensors": [t for t in bucket["tensors"] if "norm" not in t[0]]}
 
     who = r"replica \d of RayEngine \(actor [0-9a-f]{12} on node [\d.]+\): "

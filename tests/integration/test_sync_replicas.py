@@ -35,11 +35,11 @@ from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.adapters import Merger
+from lightning_rl.sync.broadcast import BroadcastGroup
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
-from lightning_rl.sync.group import Group
 from lightning_rl.sync.memory import MemoryTransport
-from lightning_rl.sync.sources import SOURCES
+from lightning_rl.sync.transport import receiver_of
 from tests.engine_checks import train_adapters
 
 pytestmark = pytest.mark.timeout(60)
@@ -53,7 +53,7 @@ class ThreadReplica(Replica):
 
     def __init__(self, name):
         super().__init__(name, "127.0.0.1")
-        self.held, self.source, self.buckets, self.said = {}, None, [], "default"
+        self.held, self.receiver, self.buckets, self.said = {}, None, [], "default"
         self.generated, self.dies_at, self.starts = 0, None, True
 
     async def start(self):
@@ -61,8 +61,8 @@ class ThreadReplica(Replica):
             raise ReplicaError(f"{self.name} does not start")
         self.life += 1
         self.held = {}
-        if self.source is not None:
-            self.source.close()
+        if self.receiver is not None:
+            self.receiver.close()
         self.gone.clear()
 
     async def answers(self):
@@ -89,8 +89,8 @@ class ThreadReplica(Replica):
         return await asyncio.to_thread(getattr(self, step), **arguments)
 
     def init_weight_transfer_engine(self, init_info):
-        source = SOURCES[init_info["source"]]
-        self.source = source(torch.device("cpu"), 0, **init_info["options"])
+        transport, options = init_info["transport"], init_info["options"]
+        self.receiver = receiver_of(transport, torch.device("cpu"), 0, **options)
         self.merger = Merger(torch.device("cpu"))
 
     def start_weight_update(self):
@@ -101,7 +101,7 @@ class ThreadReplica(Replica):
         if (bucket := update_info["bucket"]) is None:
             self.merger.finish()
             return
-        arrived = list(self.source.fetch(bucket))
+        arrived = list(self.receiver.fetch(bucket))
         self.received += sum(weight.nbytes for _, weight in arrived)
         taken = self.merger.take(arrived, update_info["complete"])
         weights = {name: weight.clone() for name, weight in taken}
@@ -227,7 +227,7 @@ def test_the_group_of_a_replica_that_dies_is_left_at_once(engine, weights):
     doomed.dies_at, doomed.starts = "update_weights", False
     transport.push(halved(weights).items(), 1)
     assert list(transport._groups) == [other]
-    doomed.source.close()  # as its process does when it ends
+    doomed.receiver.close()  # as its process does when it ends
     wait_for(lambda: group._group is None)
     # One that refuses ends the push, and no group is left in the middle of something.
     with pytest.raises(IncompleteWeightsError):
@@ -450,14 +450,14 @@ def test_a_request_that_kills_whoever_takes_it_does_not_go_round_for_ever(engine
 
 
 def test_a_peer_that_never_comes_is_an_error_in_time():
-    group = Group("127.0.0.1", 0, rank=0, size=2, backend="gloo", timeout_s=0.5)
+    group = BroadcastGroup("127.0.0.1", 0, rank=0, size=2, backend="gloo", timeout_s=0.5)
     with pytest.raises(SyncTimeoutError, match=r"2 processes .* did not meet .* within 0\.5 s"):
         group.meet()
 
 
 def pair(timeout_s):
-    sender = Group("127.0.0.1", 0, rank=0, size=2, backend="gloo", timeout_s=timeout_s)
-    receiver = Group("127.0.0.1", sender.port, 1, 2, "gloo", timeout_s)
+    sender = BroadcastGroup("127.0.0.1", 0, rank=0, size=2, backend="gloo", timeout_s=timeout_s)
+    receiver = BroadcastGroup("127.0.0.1", sender.port, 1, 2, "gloo", timeout_s)
     thread = threading.Thread(target=receiver.meet)
     thread.start()
     sender.meet()

@@ -33,7 +33,7 @@ def mine(tmp_path_factory):
 
 def test_there_is_a_page_for_each_part_on_public_names_alone():
     parts = {"loss", "advantage", "aggregation", "correction", "agent", "prompts", "filter"}
-    parts |= {"collector", "engine", "transport", "schedule", "guard"}
+    parts |= {"collector", "engine", "transport", "metered", "schedule", "guard"}
     assert {name.removeprefix("my_") for name in FILES} == parts
     for name, code in FILES.items():
         for node in ast.walk(ast.parse(code)):
@@ -46,7 +46,7 @@ def test_there_is_a_page_for_each_part_on_public_names_alone():
 
 
 def test_a_run_on_nothing_but_parts_of_ones_own(mine, tiny_model, tmp_path):
-    transport = mine["transport"].Metered()
+    transport = mine["metered"].Metered()
     guard = mine["guard"].LongRollouts(bound=0.01, action=mine["guard"].SlowDown(0.25))
     data = data_module(
         train_prompts=mine["prompts"].Sums(limit=5, seed=1),
@@ -84,6 +84,23 @@ def test_a_run_on_nothing_but_parts_of_ones_own(mine, tiny_model, tmp_path):
     assert transport.sent_mb == pytest.approx(3 * 4 * weights / 2**20)
     assert metrics["guard/truncated"] == 1
     assert metrics["policy/lr"] == pytest.approx(1e-3 * 0.25**3)
+
+
+def test_a_transport_of_ones_own_brings_the_trainers_weights(mine, tiny_model, tmp_path):
+    """The page's class, which is short, into a real engine, whose logprobs the probe compares."""
+    [definition] = ast.parse(FILES["my_transport"]).body[-1:]
+    assert definition.end_lineno - definition.lineno + 1 <= 30
+    transport = mine["transport"].CompressedFiles(str(tmp_path / "weights"))
+    data = data_module(group_size=2, groups_per_iteration=2, iterations_per_epoch=2)
+    trainer = trainer_of(tmp_path, [WeightSync(transport)])
+    module = grpo(tiny_model, optimizer=adamw(1e-2))
+    trainer.fit(module, data)
+    metrics = trainer.callback_metrics
+    assert metrics["sync/version"] == 2
+    assert metrics["sync/probe_gap"] < 1e-4
+    assert metrics["rollout/logprob_gap_max"] < 1e-4
+    names = {name for name, _ in module.policy.named_weights()}
+    assert {path.stem for path in (tmp_path / "weights").iterdir()} == names
 
 
 def test_the_formulas_are_what_their_docstrings_say(mine, make_rollout):

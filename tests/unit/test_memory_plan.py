@@ -108,8 +108,8 @@ TRAINING = MemoryPlan({"weights": 6 * GIB, "optimizer (AdamW)": 12 * GIB, "activ
     [
         (CardPlan(80 * GIB, TRAINING, 32 * GIB, 32 * GIB), -8 * GIB,
          "40.00 GiB training + 32.00 GiB engine: fits, 8.00 GiB to spare"),
-        (CardPlan(80 * GIB, TRAINING, 32 * GIB, 32 * GIB, kept_copy=9 * GIB), GIB,
-         "+ 9.00 GiB keep_copy: DOES NOT FIT, 1.00 GiB too much; lower the engine's gpu_memory"),
+        (CardPlan(80 * GIB, TRAINING, 32 * GIB, 32 * GIB, push_buffers=9 * GIB), GIB,
+         "+ 9.00 GiB buffers of a push: DOES NOT FIT, 1.00 GiB too much; lower the engine's gpu"),
         (CardPlan(24 * GIB, TRAINING), 16 * GIB, "too much; lower max_tokens_per_pack, or set"),
         (CardPlan(8 * GIB, MemoryPlan({"weights": 9 * GIB})), GIB, "too much; train with lora, or"),
         # Asleep while 40 are trained in; awake beside 6 of weights and 12 of the optimizer.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_rl.errors import SyncTimeoutError
-from lightning_rl.sync.group import Group
+from lightning_rl.sync.broadcast import BroadcastGroup
 
 SWITCH = "TORCH_NCCL_BLOCKING_WAIT"
 
@@ -56,8 +56,8 @@ def nccl(monkeypatch):
 
 
 def pair():
-    sender = Group("127.0.0.1", 0, 0, 2, "nccl", 3.0, torch.device("cpu"))
-    receiver = Group("127.0.0.1", sender.port, 1, 2, "nccl", 3.0, torch.device("cpu"))
+    sender = BroadcastGroup("127.0.0.1", 0, 0, 2, "nccl", 3.0, torch.device("cpu"))
+    receiver = BroadcastGroup("127.0.0.1", sender.port, 1, 2, "nccl", 3.0, torch.device("cpu"))
     thread = threading.Thread(target=receiver.meet)
     thread.start()
     sender.meet()
@@ -80,7 +80,7 @@ def test_it_has_no_watchdog_and_other_groups_are_made_as_before(monkeypatch, val
 
 
 def test_nothing_is_made_before_all_are_there():
-    group = Group("127.0.0.1", 0, 0, 2, "nccl", 0.3)
+    group = BroadcastGroup("127.0.0.1", 0, 0, 2, "nccl", 0.3)
     with pytest.raises(SyncTimeoutError, match=r"did not meet .* within 0\.3 s"):
         group.meet()
     assert NCCL.made == []

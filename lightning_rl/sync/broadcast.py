@@ -17,7 +17,7 @@ from lightning_rl.errors import ConfigError, SyncTimeoutError
 _log = logging.getLogger(__name__)
 
 
-class Group:
+class BroadcastGroup:
     """One sender (rank 0) and its receivers, that meet at a store; never the default group.
 
     Args:
@@ -162,7 +162,7 @@ def _without_watchdog() -> Iterator[None]:
             os.environ[name] = value
 
 
-_BACKENDS = {"gloo": Group._gloo, "nccl": Group._nccl}
+_BACKENDS = {"gloo": BroadcastGroup._gloo, "nccl": BroadcastGroup._nccl}
 
 
 def _listen(host: str, port: int) -> socket.socket:
