@@ -39,7 +39,7 @@ from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.offline.sft import SFTModule
 from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO, iteration_of, require_good
 from lightning_rl.run.hooks import find_callbacks
-from lightning_rl.run.resume import configured, going_on, going_on_from
+from lightning_rl.run.resume import configured_as, going_on_from
 from lightning_rl.run.rundir import require_writable_dirs, run_dir, write_whole
 from lightning_rl.run.seeding import LARGEST_SEED, drawn_seed
 
@@ -54,7 +54,7 @@ class KeepConfigs(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        directory, source = run_dir(trainer), going_on_from(trainer)
+        directory, source = run_dir(trainer), going_on_from.get(trainer)
         path = directory / self.config_filename
         config = self.config.clone()
         config.pop("allow_changes", None)  # of this start alone; other commands do not know it
@@ -286,10 +286,10 @@ class RLCLI(LightningCLI):
         require_writable_dirs(self.trainer)
         config = self.config.fit
         tree = yaml.safe_load(self._parser("fit").dump(config, skip_unset=False))
-        configured(self.trainer, flatten(tree))
+        configured_as[self.trainer] = flatten(tree)
         self.model.allow_changes = config.allow_changes
         if config.ckpt_path is not None and Path(config.ckpt_path).exists():
-            going_on(self.trainer, Path(config.ckpt_path))
+            going_on_from[self.trainer] = Path(config.ckpt_path)
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:

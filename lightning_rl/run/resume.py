@@ -49,23 +49,10 @@ HARMLESS = (
 )
 OPTIMIZER = ("model.optimizer", "model.lr_scheduler", "model.value_lr")
 
-_going_on: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
-_configured: WeakKeyDictionary[Trainer, Table] = WeakKeyDictionary()
-
-
-def configured(trainer: Trainer, table: Table) -> None:
-    """Tell, before ``fit``, what a run was configured with."""
-    _configured[trainer] = table
-
-
-def going_on(trainer: Trainer, checkpoint: Path) -> None:
-    """Tell, before ``fit``, from which checkpoint: what cannot go on is refused the earlier."""
-    _going_on[trainer] = checkpoint
-
-
-def going_on_from(trainer: Trainer) -> Path | None:
-    """The checkpoint, if that was told."""
-    return _going_on.get(trainer)
+configured_as: WeakKeyDictionary[Trainer, Table] = WeakKeyDictionary()
+"""What a run was configured with, if that was told before ``fit``."""
+going_on_from: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
+"""A run's checkpoint, if told before ``fit``: what cannot go on from it is refused the earlier."""
 
 
 # ---------------------------------------------------------------- the directory
@@ -140,7 +127,7 @@ def begin_only_if_new(trainer: Trainer, checkpoints: Path) -> None:
     Raises:
         ConfigError: if a run of the same configuration lies beside it, under another name.
     """
-    now = _configured.get(trainer)
+    now = configured_as.get(trainer)
     for path in _neighbours(trainer, checkpoints) if now is not None else ():
         then = about(path).get("run", {}).get("configuration") or {}
         if then and all(
@@ -173,7 +160,7 @@ def configuration_of(module: Any) -> Table:
         return dict(module.configuration or {})
     data = getattr(trainer, "datamodule", None)
     if module.configuration is None:
-        told = _configured.get(trainer)
+        told = configured_as.get(trainer)
         module.configuration = described(module, data, trainer) if told is None else told
     prompts = getattr(data, "train_prompts", None)
     content = getattr(prompts, "fingerprint", None)
@@ -199,7 +186,7 @@ def kind_of(change: Change, then: Table, now: Table) -> str:
 
 def check_early(trainer: Trainer) -> None:
     """Refuse before an engine starts, if it is known what the run goes on from."""
-    path = _going_on.get(trainer)
+    path = going_on_from.get(trainer)
     if trainer.state.fn == "fit" and path is not None:
         _check(trainer.lightning_module, about(path), path)
 
