@@ -282,10 +282,8 @@ def _described(value: Any, depth: int = 0) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, torch.Tensor) or not hasattr(value, "__dict__"):
         return _UNKNOWN
-    signatures = [
-        inspect.signature(c.__init__) for c in type(value).__mro__ if "__init__" in vars(c)
-    ]
-    names = [name for signature in signatures for name in list(signature.parameters)[1:]]
+    inits = [vars(c)["__init__"] for c in type(value).__mro__ if "__init__" in vars(c)]
+    names = [name for init in inits for name in list(inspect.signature(init).parameters)[1:]]
     held = {name: _held(value, name) for name in names if name not in ("optimizer", "lr_scheduler")}
     arguments = {n: _described(v, depth + 1) for n, v in held.items() if v is not _UNKNOWN}
     return {
