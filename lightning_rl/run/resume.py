@@ -7,13 +7,22 @@ from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch import Trainer
+import yaml  # type: ignore[import-untyped]
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_rl.config.layers import Change, Table, described, differences
+from lightning_rl.config.layers import (
+    Change,
+    Table,
+    config_files,
+    described,
+    differences,
+    flatten,
+)
 from lightning_rl.errors import ConfigError
 from lightning_rl.run import dist
-from lightning_rl.run.checkpoint_io import about, checkpoints_in
+from lightning_rl.run.checkpoint_io import about, checkpoints_in, iteration_of
 from lightning_rl.run.rundir import hold, release, run_dir, write_whole
 
 # What the weights or the optimizer's state are made for.
@@ -151,6 +160,38 @@ def _neighbours(trainer: Trainer, checkpoints: Path) -> list[Path]:
 
 
 # ---------------------------------------------------------------- the configuration
+
+_IGNORED = ("ckpt_path", "weights_only")
+
+
+class KeepConfigs(SaveConfigCallback):
+    """``config.yaml`` of the run; ``config_<n>.yaml`` if it goes on otherwise after iteration n."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        run_dir(trainer)  # on all ranks
+        super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        directory, source = run_dir(trainer), going_on_from.get(trainer)
+        path = directory / self.config_filename
+        config = self.config.clone()
+        config.pop("allow_changes", None)  # of this start alone; other commands do not know it
+        text = self.parser.dump(config, skip_unset=False)
+        inside = source is not None and directory.resolve() in source.resolve().parents
+        if source is not None and inside and path.exists():
+            iteration = iteration_of(source)
+            files = config_files(directory)
+            for number in [n for n in files if n > iteration]:
+                files.pop(number).unlink()  # what it led to is taken back
+            if _table(files[max(files)].read_text(encoding="utf-8")) == _table(text):
+                return
+            path = directory / f"config_{iteration}.yaml"
+        write_whole(path, text)
+
+
+def _table(text: str) -> Table:
+    table = flatten(yaml.safe_load(text))
+    return {key: value for key, value in table.items() if key not in _IGNORED}
 
 
 def configuration_of(module: Any) -> Table:
