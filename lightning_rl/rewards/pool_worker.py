@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+# Not used here, but by rewards: torch has to be imported before there is a sandbox, in which it
+# finds no directory for temporary files.
+import lightning_rl.config.arguments  # noqa: F401
 from lightning_rl.rewards.calling import RewardFailure, only_score
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.sandbox import adopt_orphans, die_with_parent, run_in_sandbox
