@@ -10,14 +10,14 @@ from lightning_rl.agents.base import (
     room as room,
 )
 from lightning_rl.agents.multi_turn import MultiTurn as MultiTurn
-from lightning_rl.agents.templates import TurnTemplate as TurnTemplate
-from lightning_rl.agents.tool_agent import ToolAgent as ToolAgent
-from lightning_rl.agents.tools import (
+from lightning_rl.agents.templates import (
     HermesParser as HermesParser,
     ParsedCall as ParsedCall,
     ToolParser as ToolParser,
+    TurnTemplate as TurnTemplate,
     VLLMParser as VLLMParser,
 )
+from lightning_rl.agents.tools import ToolAgent as ToolAgent
 from lightning_rl.agents.verifiers import (
     VerifiersEnvironment as VerifiersEnvironment,
     VerifiersPrompts as VerifiersPrompts,
@@ -122,14 +122,21 @@ from lightning_rl.collect.ahead import (
     AsyncCollector as AsyncCollector,
     OneStepOffCollector as OneStepOffCollector,
 )
-from lightning_rl.collect.collector import Collector as Collector, SyncCollector as SyncCollector
+from lightning_rl.collect.collector import (
+    Collector as Collector,
+    GroupFilter as GroupFilter,
+    RewardSpread as RewardSpread,
+    SyncCollector as SyncCollector,
+)
 from lightning_rl.collect.early_cut import (
     PartialCollector as PartialCollector,
     PartialTailCollector as PartialTailCollector,
     TailBatchingCollector as TailBatchingCollector,
 )
-from lightning_rl.collect.filters import GroupFilter as GroupFilter, RewardSpread as RewardSpread
-from lightning_rl.collect.pipeline import RolloutPipeline as RolloutPipeline
+from lightning_rl.collect.pipeline import (
+    GroupSource as GroupSource,
+    RolloutPipeline as RolloutPipeline,
+)
 from lightning_rl.collect.replay_buffer import ReplayBuffer as ReplayBuffer
 from lightning_rl.collect.samplers import (
     FIFO as FIFO,
@@ -140,17 +147,16 @@ from lightning_rl.collect.samplers import (
     Sampler as Sampler,
     Uniform as Uniform,
 )
-from lightning_rl.collect.source import GroupSource as GroupSource
 from lightning_rl.config.arguments import configurable as configurable
 from lightning_rl.data.curriculum import PassRateCurriculum as PassRateCurriculum
 from lightning_rl.data.packing import pack_rollouts as pack_rollouts, token_rows as token_rows
 from lightning_rl.data.prompts import PromptDataset as PromptDataset
-from lightning_rl.data.reasoning_gym import ReasoningGymPrompts as ReasoningGymPrompts
 from lightning_rl.data.sources import (
     HFDatasetPrompts as HFDatasetPrompts,
     IterablePrompts as IterablePrompts,
     JSONLPrompts as JSONLPrompts,
     ParquetPrompts as ParquetPrompts,
+    ReasoningGymPrompts as ReasoningGymPrompts,
 )
 from lightning_rl.data.views import (
     as_padded as as_padded,

@@ -12,34 +12,24 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.agents.base import Agent, SingleTurn, new_rollouts
+from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.collect.ahead import WorkingAhead
-from lightning_rl.collect.batches import (
-    RolloutBatches,
-    collect_share,
-    complete_together,
-    of_all_ranks,
-)
 from lightning_rl.collect.checks import (
+    check_collecting,
     check_experts,
-    check_filters,
-    check_group_size,
     check_groups,
-    check_sampling,
     room_for_prompts,
 )
-from lightning_rl.collect.collector import Collector, SyncCollector
-from lightning_rl.collect.experts import Experts
-from lightning_rl.collect.filters import GroupFilter
-from lightning_rl.collect.loader import LazyLoader, RolloutLoader, limited_epoch
-from lightning_rl.collect.pipeline import RolloutPipeline, in_groups
+from lightning_rl.collect.collector import Collector, GroupFilter, SyncCollector
+from lightning_rl.collect.loader import LazyLoader, RolloutBatches, RolloutLoader, limited_epoch
+from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
-from lightning_rl.collect.source import GroupSource
-from lightning_rl.collect.stats import evaluation_metrics, own_metrics, rollout_metrics
+from lightning_rl.collect.stats import evaluation_metrics, own_metrics
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
+from lightning_rl.data.curriculum import RepeatedPrompts
 from lightning_rl.data.prompts import PromptDataset, Prompts
-from lightning_rl.data.sources import RepeatedPrompts, prompts_of
+from lightning_rl.data.sources import expert_rollouts, prompts_of
 from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, RunState, feeds_engine
 from lightning_rl.engines.sampling import Sampling
@@ -145,9 +135,8 @@ class RLDataModule(LightningDataModule):
         self.eval_prompts = eval_prompts
         self.rewards = Rewards(rewards, reward_weights, max_failed_share)
         self.engine = engine if engine is not None else default_engine()
-        self.experts = (
-            None if expert_prompts is None else Experts(expert_prompts, expert_per_iteration)
-        )
+        self.expert_prompts = expert_prompts
+        self.expert_per_iteration = expert_per_iteration
         self.buffer = buffer
         self.filters = filters or []
         self.max_rounds = max_rounds
@@ -171,7 +160,7 @@ class RLDataModule(LightningDataModule):
         self._loader_state: dict[str, Any] | None = None
         self.first_iteration = 0  # of those collected without training
         self.generated: list[Rollout] = []
-        """All ranks' rollouts of the last iteration, for statistics: see ``of_all_ranks``."""
+        """All ranks' rollouts of the last iteration (where there are several, without logprobs)."""
 
     # ---------------------------------------------------------------- Lightning's hooks
 
@@ -185,8 +174,8 @@ class RLDataModule(LightningDataModule):
         assert self.trainer is not None
         enter_directory(self.trainer)
         if self.buffer is not None:
-            given = self.buffer.path
-            self.buffer.use_file(output_path(self.trainer, given, Path(given).name))
+            name = Path(self.buffer.path).name
+            self.buffer.use_file(output_path(self.trainer, self.buffer.path, name))
         self.load_prompts(stage)
         check_early(self.trainer)
         module = self._module()
@@ -199,25 +188,10 @@ class RLDataModule(LightningDataModule):
         self._pipeline = RolloutPipeline(
             self.engine, self.agent, self.rewards, self._tokenizer, module.clock
         )
-        # Where one engine serves all ranks, rank 0 issues all groups.
-        alone = self.engine.serves_all_ranks
-        rank, ranks = (0, 1) if alone else (dist.rank(), dist.world_size())
-        prompts: Prompts = self.train_prompts
-        if stage == "fit" and self.trainer.overfit_batches:  # type: ignore[attr-defined]
-            prompts = RepeatedPrompts(prompts, self._epoch() * self.groups_per_iteration)
-        source = GroupSource(
-            prompts,
-            self.groups_per_iteration // ranks,
-            self.group_size,
-            self.sampling,
-            self.seed,
-            rank=rank,
-            ranks=ranks,
-        )
         works = stage == "fit" and feeds_engine(self.engine)
         collector = self.collector if works else SyncCollector()
         self._batches = RolloutBatches(
-            self._pipeline, collector, source, self.filters, self.max_rounds
+            self._pipeline, collector, self._source(stage), self.filters, self.max_rounds
         )
 
     def _start_engine(self, module: PolicyModule) -> int:
@@ -232,19 +206,29 @@ class RLDataModule(LightningDataModule):
                 self.engine.start(Path(self._model_dir.name))
         return self.engine.max_length
 
+    def _source(self, stage: str) -> GroupSource:
+        # Where one engine serves all ranks, rank 0 issues all groups.
+        alone = self.engine.serves_all_ranks
+        rank, ranks = (0, 1) if alone else (dist.rank(), dist.world_size())
+        count = self.groups_per_iteration
+        prompts: Prompts = self.train_prompts
+        if stage == "fit" and self.trainer.overfit_batches:  # type: ignore[union-attr]
+            prompts = RepeatedPrompts(prompts, self._epoch() * count)
+        return GroupSource(
+            prompts, count // ranks, self.group_size, self.sampling, self.seed, None, rank, ranks
+        )
+
     def load_prompts(self, stage: str) -> None:
         """The part of ``setup`` that needs no engine: check the settings, load the prompts."""
         module = self._module()
         if stage == "fit":
-            check_group_size(module.advantage, self.group_size)
-            check_filters(self.filters, self.group_size)
-            check_sampling(self.sampling)
+            check_collecting(module.advantage, self.filters, self.sampling, self.group_size)
             check_groups(self.groups_per_iteration, module.minibatches)
             if isinstance(self.collector, WorkingAhead) and self.collector.max_staleness:
                 warn_if_uncorrected("asynchronous", module.objective, module.trust_engine_logprobs)
             if self.buffer is not None:
                 self.buffer.check(module.objective, module.trust_engine_logprobs)
-        if self.experts is not None:
+        if self.expert_prompts is not None:
             check_experts(module.advantage, module.objective)
         assert self.trainer is not None
         computes_in = compute_dtype(self.trainer)
@@ -255,11 +239,9 @@ class RLDataModule(LightningDataModule):
             if dist.rank() == 0:  # it reads the weights once
                 require_sound_model(module.model, module.random_init, module.loading)
         self.agent.configure(tokenizer)
-        self.train_prompts.load(tokenizer, self.agent.chat_options)
-        if self.experts is not None:
-            self.experts.load(tokenizer, self.agent.chat_options)
-        if self.eval_prompts is not None:
-            self.eval_prompts.load(tokenizer, self.agent.chat_options)
+        for prompts in (self.train_prompts, self.expert_prompts, self.eval_prompts):
+            if prompts is not None:
+                prompts.load(tokenizer, self.agent.chat_options)
         # Where the configuration tells the engine's length, do not start it only to refuse.
         limit = getattr(self.engine, "max_model_len", None)
         if limit is not None:
@@ -313,18 +295,11 @@ class RLDataModule(LightningDataModule):
 
     # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "loader": None if self._loader is None else self._loader.state_dict(),
-            "buffer": None if self.buffer is None else self.buffer.state_dict(),
-            "experts": None if self.experts is None else self.experts.state_dict(),
-        }
+        return _states(loader=self._loader, buffer=self.buffer, experts=self.expert_prompts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loader_state = state_dict["loader"]
-        if self.buffer is not None and state_dict.get("buffer") is not None:
-            self.buffer.load_state_dict(state_dict["buffer"])
-        if self.experts is not None and state_dict["experts"] is not None:
-            self.experts.load_state_dict(state_dict["experts"])
+        _load_states(state_dict, buffer=self.buffer, experts=self.expert_prompts)
 
     def val_dataloader(self) -> Any:
         # While fitting, the Evaluate callback evaluates: it also does so before training.
@@ -343,14 +318,11 @@ class RLDataModule(LightningDataModule):
 
     def rollout_state(self) -> dict[str, Any]:
         """Where collecting without training stands, as primitives."""
-        experts = None if self.experts is None else self.experts.state_dict()
-        return {"batches": self._ready_batches().state_dict(), "experts": experts}
+        return _states(batches=self._ready_batches(), experts=self.expert_prompts)
 
     def load_rollout_state(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, from ``first_iteration`` on."""
-        self._ready_batches().load_state_dict(state["batches"])
-        if self.experts is not None and state["experts"] is not None:
-            self.experts.load_state_dict(state["experts"])
+        _load_states(state, batches=self._ready_batches(), experts=self.expert_prompts)
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, TensorDict) else batch
@@ -363,30 +335,26 @@ class RLDataModule(LightningDataModule):
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
         self.rewards.state = self._reward_state(iteration)
-        collection = collect_share(batches, iteration)
-        rollouts = collection.rollouts
-        groups = of_all_ranks(in_groups(collection.generated, self.group_size))
-        generated = [rollout for group in groups for rollout in group]
-        seconds = dist.all_reduce_max(collection.seconds)
-        module.record(rollout_metrics(generated, seconds, module.iteration))
-        module.record(dist.all_reduce_sum(collection.metrics()))
+        rollouts = batches.collect(iteration)
+        groups, metrics = batches.of_all_ranks(module.iteration)
+        module.record(metrics)
         if self.train_prompts.dropped:
             module.record({"data/prompts_dropped": float(self.train_prompts.dropped)})
         self.train_prompts.observe(groups)
-        self.generated = generated
+        self.generated = [rollout for group in groups for rollout in group]
         call_hook(trainer, "on_collect_end", rollouts)
         if self.buffer is not None and trainer.state.fn == "fit":
-            groups = self.buffer.exchange(collection.kept, module.iteration)
+            groups = self.buffer.exchange(batches.kept, module.iteration)
             rollouts = [rollout for group in groups for rollout in group]
             module.record(self.buffer.metrics)
-        if self.experts is not None:
-            rollouts += self.experts.draw(iteration)
+        if self.expert_prompts is not None:
+            count = self.expert_per_iteration
+            rollouts += expert_rollouts(self.expert_prompts, count, iteration, self._tokenizer)
         batches.ack()
         return rollouts
 
     def _reward_state(self, iteration: int) -> TrainerState:
-        total = self._ready_batches().source.iterations or -1
-        length = self.iterations_per_epoch
+        total, length = self._ready_batches().source.iterations or -1, self.iterations_per_epoch
         return TrainerState(
             global_step=iteration,
             max_steps=total,
@@ -431,12 +399,9 @@ class RLDataModule(LightningDataModule):
         module = self._module()
         prompts = self.eval_prompts.first(self.eval_limit)
         with module.clock("eval"), self._ready_batches().yielding():
-            rollouts = new_rollouts(
+            rollouts = self._pipeline.run_together(
                 prompts, self.eval_samples, self.eval_sampling, self.seed, iteration=-1
             )
-            groups = in_groups(rollouts, self.eval_samples)
-            groups = complete_together(self._pipeline, groups, self.eval_sampling)
-        rollouts = [rollout for group in groups for rollout in group]
         metrics = evaluation_metrics(rollouts, self.success_reward)
         return rollouts, metrics | own_metrics(self.eval_metrics, rollouts, metrics)
 
@@ -467,3 +432,14 @@ class RLDataModule(LightningDataModule):
                 "supervised training use SFTDataModule"
             )
         return module
+
+
+def _states(**parts: Any) -> dict[str, Any]:
+    """The state of each part; None of one that is not there."""
+    return {name: None if part is None else part.state_dict() for name, part in parts.items()}
+
+
+def _load_states(states: dict[str, Any], **parts: Any) -> None:
+    for name, part in parts.items():
+        if part is not None and states.get(name) is not None:
+            part.load_state_dict(states[name])

@@ -10,8 +10,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import Strategy
 
 from lightning_rl.agents.base import SingleTurn
-from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.collect.source import GroupSource
+from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Sampling

@@ -34,7 +34,7 @@ from lightning_rl.callbacks import (
     StepTimer,
     WeightSync,
 )
-from lightning_rl.collect.filters import GroupFilter
+from lightning_rl.collect.collector import GroupFilter
 from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.samplers import Uniform
 from lightning_rl.data.curriculum import PassRateCurriculum

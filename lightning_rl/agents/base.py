@@ -1,5 +1,6 @@
 """Agents: how one rollout comes about from a prompt, an engine and perhaps an environment."""
 
+import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling, request_seed
+from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Prompt, Rollout, RolloutStatus
 
 
@@ -43,13 +45,8 @@ class SingleTurn(Agent):
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
         completion = await engine.generate(rollout.prompt.token_ids, sampling, rollout.seed)
-        rollout.token_ids += completion.token_ids
-        rollout.loss_mask += [True] * len(completion.token_ids)
-        rollout.logprobs += completion.logprobs
-        rollout.versions += completion.versions
-        rollout.finish_reason = completion.finish_reason
-        aborted = completion.finish_reason == "abort" or not completion.token_ids
-        rollout.status = RolloutStatus.ABORTED if aborted else RolloutStatus.COMPLETED
+        _append_written(rollout, completion)
+        end(rollout, completion.finish_reason)
         return rollout
 
 
@@ -85,11 +82,15 @@ async def generate_turn(
         replace(sampling, max_tokens=max_tokens, min_tokens=least),
         continuation_seed(rollout.seed, len(rollout.token_ids)),
     )
+    _append_written(rollout, completion)
+    return completion
+
+
+def _append_written(rollout: Rollout, completion: Completion) -> None:
     rollout.token_ids += completion.token_ids
     rollout.loss_mask += [True] * len(completion.token_ids)
     rollout.logprobs += completion.logprobs
     rollout.versions += completion.versions
-    return completion
 
 
 def append_given(rollout: Rollout, token_ids: Sequence[int]) -> None:
@@ -98,6 +99,35 @@ def append_given(rollout: Rollout, token_ids: Sequence[int]) -> None:
     rollout.loss_mask += [False] * len(token_ids)
     rollout.logprobs += [0.0] * len(token_ids)
     rollout.versions += [-1] * len(token_ids)
+
+
+def end(rollout: Rollout, reason: str) -> None:
+    """Set what ended a rollout: COMPLETED, or ABORTED by the engine or before its first token."""
+    rollout.finish_reason = reason
+    aborted = reason == "abort" or not rollout.token_ids
+    rollout.status = RolloutStatus.ABORTED if aborted else RolloutStatus.COMPLETED
+
+
+async def within(seconds: float | None, turns: Awaitable[str]) -> str:
+    """What ended the turns of a rollout; ``max_seconds`` if their time was over."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await turns
+    except TimeoutError:
+        if not limit.expired():  # the engine's own
+            raise
+        return "max_seconds"
+
+
+def require_seconds(max_seconds: float | None) -> None:
+    """Refuse a time that no rollout ends in.
+
+    Raises:
+        ConfigError: unless it is > 0 or None.
+    """
+    if max_seconds is not None and not max_seconds > 0:
+        raise ConfigError(f"max_seconds={max_seconds} must be > 0 (None: no limit)")
 
 
 def recorded_turns(rollout: Rollout) -> list[tuple[list[int], list[int]]]:

@@ -1,6 +1,5 @@
 """MultiTurn: the model and an environment take turns."""
 
-import asyncio
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +13,13 @@ from lightning_rl.agents.base import (
     EnvironmentFactory,
     Reply,
     append_given,
+    end,
     generate_turn,
     recorded_turns,
+    require_seconds,
     resolve,
     room,
+    within,
 )
 from lightning_rl.agents.templates import TurnTemplate
 from lightning_rl.config.arguments import configurable
@@ -65,8 +67,7 @@ class MultiTurn(Agent):
     ) -> None:
         require_at_least(1, max_turns=max_turns, max_turn_tokens=max_turn_tokens)
         require_at_least(0, min_tokens=min_tokens)
-        if max_seconds is not None and not max_seconds > 0:
-            raise ConfigError(f"max_seconds={max_seconds} must be > 0 (None: no limit)")
+        require_seconds(max_seconds)
         self.environment = environment
         self.max_turns = max_turns
         self.max_turn_tokens = max_turn_tokens
@@ -79,26 +80,16 @@ class MultiTurn(Agent):
         self._tokenizer = tokenizer
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
-        clock = asyncio.timeout(self.max_seconds)
         try:
-            async with clock:
-                rollout.finish_reason = await self._play(rollout, engine, sampling)
-        except TimeoutError:
-            if not clock.expired():  # the engine's own
-                raise
-            rollout.finish_reason = "max_seconds"
+            reason = await within(self.max_seconds, self._play(rollout, engine, sampling))
         except _EnvironmentFailure as failure:
-            rollout.status, rollout.error = RolloutStatus.FAILED, str(failure)
-            rollout.finish_reason = None
+            rollout.fail(str(failure))
             return rollout
+        end(rollout, reason)
         count = len(rollout.token_ids)
-        if rollout.finish_reason == "abort" or count == 0:
-            rollout.status = RolloutStatus.ABORTED
-        elif count < self.min_tokens:
+        if rollout.completed and count < self.min_tokens:
             rollout.status = RolloutStatus.SKIPPED
             rollout.error = f"{count} tokens after the prompt; min_tokens={self.min_tokens}"
-        else:
-            rollout.status = RolloutStatus.COMPLETED
         return rollout
 
     async def _play(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> str:

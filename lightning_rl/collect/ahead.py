@@ -7,11 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from lightning_rl.collect.collector import Collector
-from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.collect.source import Group, GroupSource
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
-from lightning_rl.rollout import RolloutStatus
+from lightning_rl.rollout import Group, RolloutStatus
 from lightning_rl.run.loop import innermost
 from lightning_rl.sync.schedule import CollectorStatus
 
@@ -37,23 +35,23 @@ class WorkingAhead(Collector):
         self._deadline: dict[str, int] = {}
         self._failure: BaseException | None = None
         self._progress = asyncio.Event()
-        self._work: tuple[RolloutPipeline, GroupSource] | None = None
+        self._active = False  # from the first batch of a run on, until it is closed
         self._batch = 0  # the iteration whose batch is being made
         self._missing = 0  # groups that this batch still lacks
         self._yielding = False
 
     # ---------------------------------------------------------------- batches
 
-    async def take(self, pipeline: RolloutPipeline, source: GroupSource, count: int) -> list[Group]:
+    async def take(self, count: int) -> list[Group]:
         """``count`` groups that are done; those with the earliest deadline first.
 
         Raises:
             ConfigError: if weights are synced too seldom for ``max_staleness``.
             EngineError: if the engine fails.
         """
-        pipeline.engine.require_ready()
-        self._work = pipeline, source
-        self._batch, self._missing = source.iteration, count
+        self.pipeline.engine.require_ready()
+        self._active = True
+        self._batch, self._missing = self.source.iteration, count
         while True:
             self._progress.clear()
             self._fill()
@@ -62,7 +60,7 @@ class WorkingAhead(Collector):
             if self._ready(count):
                 break
             if not self._running:
-                raise self._stuck(pipeline.engine.version)
+                raise self._stuck(self.pipeline.engine.version)
             await self._progress.wait()
         taken, self._done = self._done[:count], self._done[count:]
         self._missing = 0
@@ -72,7 +70,7 @@ class WorkingAhead(Collector):
         super().ack(groups)
         for group in groups:
             self._deadline.pop(group[0].group_id)
-        self._batch, self._missing = self._batch + 1, self._num_groups
+        self._batch, self._missing = self._batch + 1, self.source.num_groups
         self._fill_or_fail()
 
     def _ready(self, count: int) -> bool:
@@ -98,18 +96,13 @@ class WorkingAhead(Collector):
 
     def _slots(self, iteration: int, missing: int) -> int:
         """Places in all batches up to this iteration; the current one has ``missing``."""
-        return missing + (iteration - self._batch) * self._num_groups
+        return missing + (iteration - self._batch) * self.source.num_groups
 
     def _due(self, iteration: int, groups: list[Group]) -> int:
         return sum(self._deadline_of(group) <= iteration for group in groups)
 
     def _deadline_of(self, group: Group) -> int:
         return self._deadline[group[0].group_id]
-
-    @property
-    def _num_groups(self) -> int:
-        assert self._work is not None
-        return self._work[1].num_groups
 
     @abstractmethod
     def _allowance(self) -> int:
@@ -119,38 +112,38 @@ class WorkingAhead(Collector):
 
     def _fill(self) -> None:
         """Issue as many groups as may be, those of a checkpoint first."""
-        if self._work is None or self._yielding or self._failure is not None:
+        if not self._active or self._yielding or self._failure is not None:
             return
-        pipeline, source = self._work
-        version = pipeline.engine.version
+        version = self.pipeline.engine.version
         if version < 0:  # weights are being pushed, by the trainer's thread
             return
         newest = version + self.max_staleness
-        while len(self._running) + len(self._done) < min(self._allowance(), self._to_come(source)):
+        while len(self._running) + len(self._done) < min(self._allowance(), self._to_come()):
             if self._restored:
-                group = self.issue(source)
+                group = self.issue()
                 deadline = _oldest_version(group, default=version) + self.max_staleness
                 if deadline < self._batch or not self._fits(deadline):
-                    self._drop(group, source, RolloutStatus.EXPIRED)
+                    self._drop(group, RolloutStatus.EXPIRED)
+                    self.source.give_back(group[0].prompt)
                     continue
             elif newest >= self._batch and self._fits(newest):
-                group, deadline = self.issue(source), newest
+                group, deadline = self.issue(), newest
             else:
                 return
             self._deadline[group[0].group_id] = deadline
-            task = asyncio.get_running_loop().create_task(self._finish(group, pipeline, source))
+            task = asyncio.get_running_loop().create_task(self._finish(group))
             self._running[task] = group
             task.add_done_callback(self._on_done)
 
-    def _to_come(self, source: GroupSource) -> float:
+    def _to_come(self) -> float:
         """Groups that the run can still train on."""
-        if source.iterations is None:
+        if self.source.iterations is None:
             return math.inf
-        return (source.iterations - 1 - self._batch) * source.num_groups + self._missing
+        return self._slots(self.source.iterations - 1, self._missing)
 
-    async def _finish(self, group: Group, pipeline: RolloutPipeline, source: GroupSource) -> None:
-        await pipeline.generate(group, source.sampling)
-        await pipeline.rewards.grade_ahead([group])
+    async def _finish(self, group: Group) -> None:
+        await self.pipeline.generate(group, self.source.sampling)
+        await self.pipeline.rewards.grade_ahead([group])
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         group = self._running.pop(task, None)
@@ -172,14 +165,6 @@ class WorkingAhead(Collector):
             self._failure = failure
             self._progress.set()
 
-    def _drop(self, group: Group, source: GroupSource, status: RolloutStatus) -> None:
-        """Give a group up; its prompt is issued again."""
-        for rollout in group:
-            rollout.status = status
-        del self._issued[group[0].group_id]
-        self.dropped.append(group)
-        source.give_back(group[0].prompt)
-
     def _stuck(self, version: int) -> Exception:
         if self._yielding:
             return EngineError("a batch was asked for while an evaluation had the engine")
@@ -192,14 +177,13 @@ class WorkingAhead(Collector):
     # ---------------------------------------------------------------- around it
 
     async def status(self) -> CollectorStatus:
-        if self._work is None:
+        if not self._active:
             return CollectorStatus(closed=True)
-        pipeline, source = self._work
-        newest = pipeline.engine.version + self.max_staleness
+        newest = self.pipeline.engine.version + self.max_staleness
         return CollectorStatus(
             in_flight=len(self._running),
             done=len(self._done),
-            wanted=source.num_groups,
+            wanted=self.source.num_groups,
             may_issue=newest >= self._batch and self._fits(newest),
             # Groups in hand may go on: their deadlines are no later than that of a new one.
             used_up=newest < self._batch,
@@ -227,7 +211,7 @@ class WorkingAhead(Collector):
         await asyncio.gather(*tasks, return_exceptions=True)
         await super().close()
         self._done, self._deadline, self._missing = [], {}, 0
-        self._work = self._failure = None
+        self._active, self._failure = False, None
         self._progress = asyncio.Event()  # another run may have another loop
 
     def metrics(self) -> dict[str, float]:

@@ -13,8 +13,7 @@ from lightning_rl.algos.kl import KLPenalty
 from lightning_rl.algos.losses import SFTMix
 from lightning_rl.algos.objective import Objective
 from lightning_rl.collect.ahead import WorkingAhead
-from lightning_rl.collect.collector import Collector
-from lightning_rl.collect.filters import GroupFilter
+from lightning_rl.collect.collector import Collector, GroupFilter
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.models.reference import Reference
@@ -87,11 +86,14 @@ def check_optimizer(make: Callable[[Any], Optimizer]) -> None:
         require_finite(**{f"optimizer.{name}": value for name, value in options.items()})
 
 
-def check_group_size(advantage: Advantage, group_size: int) -> None:
-    """Check that groups are large enough to be compared.
+def check_collecting(
+    advantage: Advantage, filters: Sequence[GroupFilter], sampling: Sampling, group_size: int
+) -> None:
+    """Check that groups can be compared, kept and scored.
 
     Raises:
-        ConfigError: naming size and advantage.
+        ConfigError: naming the size and what it is too small for, or a form that the trainer cannot
+            know.
     """
     if group_size < advantage.min_group_size:
         raise ConfigError(
@@ -99,14 +101,6 @@ def check_group_size(advantage: Advantage, group_size: int) -> None:
             f"{type(advantage).__name__}, which compares the rollouts of a group; raise it, or use "
             "GAE"
         )
-
-
-def check_filters(filters: Sequence[GroupFilter], group_size: int) -> None:
-    """Check that each filter can keep a group of this size.
-
-    Raises:
-        ConfigError: naming the first that cannot.
-    """
     for group_filter in filters:
         if group_size < group_filter.min_group_size:
             raise ConfigError(
@@ -114,14 +108,6 @@ def check_filters(filters: Sequence[GroupFilter], group_size: int) -> None:
                 f"{type(group_filter).__name__}, which would reject every group; raise it, or "
                 "remove the filter"
             )
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Check that what is sampled for training can be scored.
-
-    Raises:
-        ConfigError: for a form that the trainer cannot know.
-    """
     if sampling.structured_outputs is not None:
         raise ConfigError(
             f"sampling.structured_outputs={sampling.structured_outputs.as_dict()} changes which "

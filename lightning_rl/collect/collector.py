@@ -1,15 +1,16 @@
-"""Collectors: when which group is generated."""
+"""Collectors: when which group is generated; filters: which are worth training on."""
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.collect.source import Group, GroupSource
+from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import require_at_least
-from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.rollout import Group, Rollout, RolloutStatus
 from lightning_rl.sync.schedule import CollectorStatus
 
 
@@ -18,10 +19,15 @@ class Collector(ABC):
 
     It remembers every group that was issued until ``ack`` says that it became part of a batch:
     what a checkpoint holds, so that no prompt is lost or trained on twice.
+
+    ``pipeline`` (generates and grades) and ``source`` (issues groups) are those of the present run.
     """
 
     works_between_batches = False
     """Whether it generates while the trainer trains."""
+
+    pipeline: RolloutPipeline
+    source: GroupSource
 
     def __init__(self) -> None:
         self._issued: dict[str, Group] = {}
@@ -29,15 +35,47 @@ class Collector(ABC):
         self.dropped: list[Group] = []
         """Groups that were cut since this list was last emptied; their prompts are kept."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "settle" in vars(cls):
+            raise ConfigError(f"{cls.__name__}.settle: the method is called ack now; rename it")
+        signature = inspect.signature(cls.take)
+        try:
+            signature.bind("self", "count")
+        except TypeError as error:
+            raise ConfigError(
+                f"{cls.__name__}.take{signature} must be take(self, count): the pipeline is "
+                "self.pipeline now, the source self.source, and self.issue() is given none"
+            ) from error
+
+    def bind(self, pipeline: RolloutPipeline, source: GroupSource) -> None:
+        """Called once per run, before the first batch."""
+        self.pipeline, self.source = pipeline, source
+
     @abstractmethod
-    async def take(self, pipeline: RolloutPipeline, source: GroupSource, count: int) -> list[Group]:
-        """The next ``count`` generated groups, for iteration ``source.iteration``.
+    async def take(self, count: int) -> list[Group]:
+        """The next ``count`` generated groups, for iteration ``self.source.iteration``.
 
         What works ahead grades its groups too, as they are done.
 
         Raises:
             EngineError: if the engine fails.
         """
+
+    def issue(self) -> Group:
+        """A restored group, or a new one; from now on remembered."""
+        return self._remember(self._restored.pop(0) if self._restored else self.source.next())
+
+    def _remember(self, group: Group) -> Group:
+        self._issued[group[0].group_id] = group
+        return group
+
+    def _drop(self, group: Group, status: RolloutStatus) -> None:
+        """Give a group up that was issued."""
+        for rollout in group:
+            rollout.status = status
+        del self._issued[group[0].group_id]
+        self.dropped.append(group)
 
     def ack(self, groups: list[Group]) -> None:
         """These groups, that ``take`` returned, are in a batch (or rejected by a filter)."""
@@ -82,11 +120,17 @@ class Collector(ABC):
             [_retried(Rollout.from_dict(record)) for record in group] for group in state["groups"]
         ]
 
-    def issue(self, source: GroupSource) -> Group:
-        """A restored group, or a new one; from now on remembered."""
-        group = self._restored.pop(0) if self._restored else source.next()
-        self._issued[group[0].group_id] = group
-        return group
+
+def _retried(rollout: Rollout) -> Rollout:
+    if rollout.status is not RolloutStatus.FAILED:
+        return rollout
+    if rollout.finish_reason is None:  # what its agent left behind may be why it failed
+        rollout.clear()
+    else:
+        rollout.status = RolloutStatus.COMPLETED
+    rollout.error = None
+    rollout.reward_parts = {}
+    return rollout
 
 
 @configurable
@@ -102,20 +146,46 @@ class SyncCollector(Collector):
         require_at_least(1, max_concurrency=max_concurrency)
         self.max_concurrency = max_concurrency
 
-    async def take(self, pipeline: RolloutPipeline, source: GroupSource, count: int) -> list[Group]:
-        groups = [self.issue(source) for _ in range(count)]
+    async def take(self, count: int) -> list[Group]:
+        groups = [self.issue() for _ in range(count)]
         rollouts = [rollout for group in groups for rollout in group]
-        await pipeline.generate(rollouts, source.sampling, self.max_concurrency)
+        await self.pipeline.generate(rollouts, self.source.sampling, self.max_concurrency)
         return groups
 
 
-def _retried(rollout: Rollout) -> Rollout:
-    if rollout.status is not RolloutStatus.FAILED:
-        return rollout
-    if rollout.finish_reason is None:  # what its agent left behind may be why it failed
-        rollout.clear()
-    else:
-        rollout.status = RolloutStatus.COMPLETED
-    rollout.error = None
-    rollout.reward_parts = {}
-    return rollout
+class GroupFilter(ABC):
+    """Keeps or rejects a graded group; rejected ones are replaced by groups of new prompts.
+
+    ``min_group_size``: it would reject every group with fewer rollouts.
+    """
+
+    min_group_size: ClassVar[int] = 1
+
+    @abstractmethod
+    def keep(self, group: Sequence[Rollout]) -> bool:
+        """Whether to train on this group."""
+
+
+@configurable
+@dataclass(frozen=True)
+class RewardSpread(GroupFilter):
+    """Rejects groups whose rewards are all alike: they have no advantage (DAPO, section 3.2).
+
+    Args:
+        min_spread: largest minus smallest reward must exceed this.
+
+    Raises:
+        ConfigError: if ``min_spread`` is negative or not finite.
+    """
+
+    min_group_size: ClassVar[int] = 2
+
+    min_spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_finite(min_spread=self.min_spread)
+        require_at_least(0, min_spread=self.min_spread)
+
+    def keep(self, group: Sequence[Rollout]) -> bool:
+        rewards = [r.reward for r in group if r.completed and r.reward is not None]
+        return bool(rewards) and max(rewards) - min(rewards) > self.min_spread

@@ -10,11 +10,9 @@ from typing import Any
 
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.collector import Collector
-from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.collect.source import Group, GroupSource
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.rollout import Prompt, RolloutStatus
+from lightning_rl.rollout import Group, Prompt, RolloutStatus
 
 
 @configurable
@@ -40,14 +38,14 @@ class PartialCollector(WorkingAhead):
         self.over_issue = over_issue
         self._awake = False  # between batches nothing starts
 
-    async def take(self, pipeline: RolloutPipeline, source: GroupSource, count: int) -> list[Group]:
-        await pipeline.engine.resume()
+    async def take(self, count: int) -> list[Group]:
+        await self.pipeline.engine.resume()
         self._awake = True
         try:
-            return await super().take(pipeline, source, count)
+            return await super().take(count)
         finally:
             self._awake = False
-            await pipeline.engine.pause()
+            await self.pipeline.engine.pause()
 
     def _allowance(self) -> int:
         return math.ceil(self.over_issue * self._missing) if self._awake else 0
@@ -55,8 +53,8 @@ class PartialCollector(WorkingAhead):
     @asynccontextmanager
     async def yielding(self) -> AsyncIterator[None]:
         async with super().yielding():
-            if self._work is not None:
-                await self._work[0].engine.resume()  # weights may not have been synced since
+            if self._active:
+                await self.pipeline.engine.resume()  # weights may not have been synced since
             yield
 
 
@@ -97,14 +95,14 @@ class PartialTailCollector(PartialCollector):
         self.candidate_step = candidate_step
         self._tail: set[str] = set()  # ids of the groups that this batch waits for
 
-    async def take(self, pipeline: RolloutPipeline, source: GroupSource, count: int) -> list[Group]:
+    async def take(self, count: int) -> list[Group]:
         slow = {
             group[0].group_id
             for group in (*self._done, *self._running.values())
-            if self._age(group, source.iteration) >= self.candidate_step
+            if self._age(group, self.source.iteration) >= self.candidate_step
         }
         self._tail = slow if len(slow) >= (self.trigger_size or count) else set()
-        return await super().take(pipeline, source, count)
+        return await super().take(count)
 
     def _age(self, group: Group, iteration: int) -> int:
         """Iterations since the weights that wrote its first tokens."""
@@ -155,48 +153,60 @@ class TailBatchingCollector(Collector):
         self._again: deque[tuple[Prompt, int]] = deque()  # put off so many times, not slow yet
         self._put_off_before: dict[str, int] = {}  # of groups of this round
 
-    async def take(self, pipeline: RolloutPipeline, source: GroupSource, count: int) -> list[Group]:
-        if len(self._tail) >= (self.trigger_size or count) and not self._restored:
-            return await self._long_round(pipeline, source, count)
-        return await self._short_round(pipeline, source, count)
-
-    async def _long_round(
-        self, pipeline: RolloutPipeline, source: GroupSource, count: int
-    ) -> list[Group]:
-        slow = min(count, len(self._tail))
-        groups = [source.issue(self._tail.popleft()) for _ in range(slow)]
-        self._issued |= {group[0].group_id: group for group in groups}
-        groups += [self._next_or_again(source) for _ in range(count - slow)]
+    async def take(self, count: int) -> list[Group]:
+        long = len(self._tail) >= (self.trigger_size or count) and not self._restored
+        groups = await (self._long_round(count) if long else self._short_round(count))
         self._put_off_before.clear()
-        rollouts = [rollout for group in groups for rollout in group]
-        await pipeline.generate(rollouts, source.sampling)
         return groups
 
-    async def _short_round(
-        self, pipeline: RolloutPipeline, source: GroupSource, count: int
-    ) -> list[Group]:
-        groups = [self._next_or_again(source) for _ in range(math.ceil(self.over_issue * count))]
-        done = await _first_done(pipeline, source, groups, count)
+    async def _long_round(self, count: int) -> list[Group]:
+        slow = min(count, len(self._tail))
+        groups = [self._issue_again(self._tail.popleft()) for _ in range(slow)]
+        groups += [self._next_or_again() for _ in range(count - slow)]
+        rollouts = [rollout for group in groups for rollout in group]
+        await self.pipeline.generate(rollouts, self.source.sampling)
+        return groups
+
+    async def _short_round(self, count: int) -> list[Group]:
+        groups = [self._next_or_again() for _ in range(math.ceil(self.over_issue * count))]
+        done = await self._first_done(groups, count)
         for group in groups:
             if group[0].group_id not in done:
                 self._put_off(group)
-        self._put_off_before.clear()
         return [group for group in groups if group[0].group_id in done]
 
-    def _next_or_again(self, source: GroupSource) -> Group:
+    async def _first_done(self, groups: list[Group], count: int) -> set[str]:
+        """Generate all until ``count`` are done; ids of those."""
+        tasks = {
+            asyncio.create_task(self.pipeline.generate(group, self.source.sampling)): group
+            for group in groups
+        }
+        finished: list[Group] = []
+        try:
+            while len(finished) < count:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in tasks if task in done]:  # in the order of issue
+                    task.result()  # raises what went wrong
+                    finished.append(tasks.pop(task))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return {group[0].group_id for group in finished[:count]}
+
+    def _next_or_again(self) -> Group:
         if self._restored or not self._again:
-            return self.issue(source)
+            return self.issue()
         prompt, times = self._again.popleft()
-        group = source.issue(prompt)
-        self._issued[group[0].group_id] = group
+        group = self._issue_again(prompt)
         self._put_off_before[group[0].group_id] = times
         return group
 
+    def _issue_again(self, prompt: Prompt) -> Group:
+        return self._remember(self.source.issue(prompt))
+
     def _put_off(self, group: Group) -> None:
-        for rollout in group:
-            rollout.status = RolloutStatus.ABORTED
-        del self._issued[group[0].group_id]
-        self.dropped.append(group)
+        self._drop(group, RolloutStatus.ABORTED)
         prompt, times = group[0].prompt, self._put_off_before.get(group[0].group_id, 0) + 1
         if times >= self.candidate_step:
             self._tail.append(prompt)
@@ -213,27 +223,6 @@ class TailBatchingCollector(Collector):
         super().load_state_dict(state)
         self._tail = deque(Prompt(**record) for record in state["tail"])
         self._again = deque((Prompt(**record), times) for record, times in state.get("again", []))
-
-
-async def _first_done(
-    pipeline: RolloutPipeline, source: GroupSource, groups: list[Group], count: int
-) -> set[str]:
-    """Generate all until ``count`` are done; ids of those."""
-    tasks = {
-        asyncio.create_task(pipeline.generate(group, source.sampling)): group for group in groups
-    }
-    finished: list[Group] = []
-    try:
-        while len(finished) < count:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in [task for task in tasks if task in done]:  # in the order of issue
-                task.result()  # raises what went wrong
-                finished.append(tasks.pop(task))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return {group[0].group_id for group in finished[:count]}
 
 
 def _require_more_than_one(over_issue: float) -> None:

@@ -1,16 +1,25 @@
-"""RolloutLoader: Lightning's view of collection, one batch per RL iteration."""
+"""Batches of graded groups, and Lightning's view of them: one batch per RL iteration."""
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
 from tensordict import TensorDict
 
+from lightning_rl.collect.collector import Collector, GroupFilter
+from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
+from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.errors import RewardError
-from lightning_rl.rollout import Rollout
+from lightning_rl.engines.base import RunState, feeds_engine
+from lightning_rl.errors import FilterError, RewardError
+from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
 from lightning_rl.run import dist
+from lightning_rl.run.loop import background_loop, run_async
 
 
 class Resumable(Protocol):
@@ -153,3 +162,216 @@ def trainable(rollouts: list[Rollout]) -> list[Rollout]:
             f"none of {len(rollouts)} rollouts can be trained on; first error: {first}", rollouts
         )
     return kept
+
+
+class RolloutBatches:
+    """Takes groups from a collector, grades them, and replaces those that filters reject.
+
+    Of the last batch it tells: ``kept`` groups, all rollouts that were ``generated``, how many
+    groups each filter ``rejected``, and the ``seconds`` that they took to come about; what works
+    while the trainer trains has had the time since the batch before.
+
+    Args:
+        pipeline: generates and grades.
+        collector: decides when which group is generated.
+        source: issues the groups.
+        filters: rejected groups are replaced by groups of new prompts (DAPO's dynamic sampling).
+        max_rounds: how often to ask for replacements in one iteration.
+    """
+
+    def __init__(
+        self,
+        pipeline: RolloutPipeline,
+        collector: Collector,
+        source: GroupSource,
+        filters: Sequence[GroupFilter] = (),
+        max_rounds: int = 1,
+    ) -> None:
+        self.pipeline = pipeline
+        self.collector = collector
+        self.source = source
+        self.filters = filters
+        self.max_rounds = max_rounds
+        self._acked: float | None = None
+        self._clear()
+        collector.bind(pipeline, source)
+
+    def _clear(self) -> None:
+        self.generated: list[Rollout] = []
+        self.kept: list[Group] = []
+        self.rejected: Counter[str] = Counter()
+        self.seconds = 0.0
+        self._ahead: dict[str, float] = {}
+        self._taken: list[Group] = []
+
+    def collect(self, iteration: int) -> list[Rollout]:
+        """This rank's share of an iteration's groups that all filters keep; held until ``ack``.
+
+        Raises:
+            EngineError: if the engine is not ready, or fails.
+            FilterError: if too few groups were kept in ``max_rounds`` rounds.
+            RewardError: if too large a share could not be graded.
+        """
+        self._clear()
+        engine = self.pipeline.engine
+        with dist.every_rank():
+            if feeds_engine(engine):
+                self._fill(iteration)
+        if engine.serves_all_ranks:
+            self.kept = dist.scatter(self.kept)
+        else:
+            # Filters make ranks draw more or fewer prompts. A curriculum needs all to go on from
+            # one place.
+            self._catch_up(int(dist.all_reduce_max(self.source.drawn)))
+        return self.rollouts
+
+    def _fill(self, iteration: int) -> None:
+        """Keep ``source.num_groups`` groups."""
+        self.pipeline.engine.require_ready()
+        for _ in range(self.max_rounds):
+            missing = self.source.num_groups - len(self.kept)
+            if missing == 0:
+                return
+            groups = self._take(iteration, missing)
+            self._taken += groups
+            for group in groups:
+                self.add(group)
+            self.pipeline.rewards.require_graded([r for group in groups for r in group])
+        if len(self.kept) < self.source.num_groups:
+            raise FilterError(
+                f"after {self.max_rounds} rounds only {len(self.kept)} of "
+                f"groups_per_iteration={self.source.num_groups} groups passed the filters "
+                f"({self.tell()}): the prompts are exhausted, too easy or too hard; raise "
+                "max_rounds, change the prompts, or drop the filter"
+            )
+
+    def _take(self, iteration: int, count: int) -> list[Group]:
+        begin, since = time.perf_counter(), self._acked
+        if self.collector.works_between_batches and since is not None:
+            begin, self._acked = since, None
+        with self.pipeline.clock("generate"):
+            groups = run_async(self._in_loop(iteration, count))
+        self.seconds += time.perf_counter() - begin
+        self.pipeline.grade(groups)
+        return groups
+
+    async def _in_loop(self, iteration: int, count: int) -> list[Group]:
+        # All that works ahead is in this thread too, so nothing changes in the middle of it.
+        self.source.begin(iteration)
+        groups = await self.collector.take(count)
+        dropped, self.collector.dropped = self.collector.dropped, []
+        self.generated += [rollout for group in dropped for rollout in group]
+        self._ahead = self.collector.metrics()
+        if self.pipeline.engine.replica_count > 1:
+            states = [replica.state for replica in self.pipeline.engine.replica_states()]
+            self._ahead["collect/replicas"] = float(states.count(RunState.RUNNING))
+        return groups
+
+    def add(self, group: Group) -> None:
+        """Keep a group, or mark its rollouts SKIPPED and note which filter rejected it."""
+        self.generated += group
+        for group_filter in self.filters:
+            if not group_filter.keep(group):
+                self.rejected[type(group_filter).__name__] += 1
+                for rollout in group:
+                    if rollout.completed:
+                        rollout.status = RolloutStatus.SKIPPED
+                return
+        self.kept.append(group)
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The kept ones."""
+        return [rollout for group in self.kept for rollout in group]
+
+    def metrics(self) -> dict[str, float]:
+        """Groups that each filter rejected, and what the collector has in hand."""
+        return self._ahead | {f"filter/{name}": float(n) for name, n in self.rejected.items()}
+
+    def of_all_ranks(self, version: int) -> tuple[list[Group], dict[str, float]]:
+        """Every rank's groups of the last batch in the order of their places, and what they say.
+
+        On several ranks without logprobs, and of prompts only the id: less to send.
+        """
+        groups = in_groups(self.generated, self.source.group_size)
+        if dist.world_size() > 1:
+            light = [[_without_logprobs(rollout) for rollout in group] for group in groups]
+            groups = dist.interleaved(dist.gather(light))
+        rollouts = [rollout for group in groups for rollout in group]
+        metrics = rollout_metrics(rollouts, dist.all_reduce_max(self.seconds), version)
+        return groups, metrics | dist.all_reduce_sum(self.metrics())
+
+    def tell(self) -> str:
+        """Which filter rejected how many groups, in words."""
+        parts = (f"{name} rejected {count}" for name, count in self.rejected.items())
+        return ", ".join(parts) or "none was rejected"
+
+    def _catch_up(self, drawn: int) -> None:
+        """Let the source draw as far as another rank's has."""
+
+        async def in_loop() -> None:
+            self.source.catch_up(drawn)
+
+        run_async(in_loop())
+
+    def ack(self) -> None:
+        """What ``collect`` returned is in safe hands; begin to work on the next batch."""
+        # Nobody waits: the loop may be in the middle of an engine's step.
+        background_loop().call_soon_threadsafe(self.collector.ack, self._taken)
+        self._acked = time.perf_counter()
+
+    @contextmanager
+    def yielding(self) -> Iterator[None]:
+        """Let an evaluation have the engine first."""
+        context = self.collector.yielding()
+        run_async(context.__aenter__())
+        try:
+            yield
+        finally:
+            run_async(context.__aexit__(None, None, None))
+
+    # Taken in the loop, between two steps of whatever works ahead there.
+    def state_dict(self) -> dict[str, Any]:
+        """Where the source stands, and every group that is not in a batch yet; primitives only."""
+
+        async def snapshot() -> dict[str, Any]:
+            return {
+                "source": self.source.state_dict(),
+                "collector": self.collector.state_dict(),
+            }
+
+        return run_async(snapshot())
+
+    def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on where all ranks stood; what they had in hand is dealt out anew to another number.
+
+        An engine that serves all ranks is fed by the first of them only.
+        """
+        if dist.rank() > 0 and self.pipeline.engine.serves_all_ranks:
+            return
+        feeding = states[: states[0]["source"]["ranks"]]
+        self.source.load_shares([state["source"] for state in feeding])
+        collectors = [state["collector"] for state in feeding]
+        rank, ranks = self.source.rank, self.source.ranks
+        self.collector.load_state_dict(
+            {
+                name: dist.reshard([c[name] for c in collectors], rank, ranks)
+                for name in collectors[0]
+            }
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state of one process was taken."""
+        self.load_shares([state])
+
+    def close(self, timeout: float | None = None) -> None:
+        """Stop what is in flight; it stays in the state.
+
+        Raises:
+            TimeoutError: if something blocks the loop for longer than ``timeout`` seconds.
+        """
+        run_async(self.collector.close(), timeout)
+
+
+def _without_logprobs(rollout: Rollout) -> Rollout:
+    return replace(rollout, prompt=Prompt(rollout.prompt.id, "", []), logprobs=[])

@@ -1,20 +1,251 @@
-"""From prompts to graded rollouts: generate, decode, grade; a fault fails its rollout alone."""
+"""From prompts to graded rollouts: issue, generate, decode, grade."""
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from traceback import walk_tb
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent, new_rollouts
-from lightning_rl.engines.base import Engine
+from lightning_rl.data.prompts import Prompts
+from lightning_rl.engines.base import Engine, feeds_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError, RunInterrupted
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
+from lightning_rl.run import dist
 from lightning_rl.run.hooks import StageClock
 from lightning_rl.run.loop import note_progress, run_async
+
+
+class GroupSource:
+    """Draws prompts and turns each into a group; knows how many groups make a batch.
+
+    On several ranks each has a source. All draw the same prompts, and each keeps every n-th, with
+    the place and the seeds that it would have on one process.
+
+    Args:
+        prompts: where prompts come from; loaded.
+        num_groups: groups per iteration (B), of this rank.
+        group_size: rollouts per group (G).
+        sampling: for all of them.
+        seed: from which every rollout's own is derived.
+        iterations: how many the run has; no collector works ahead beyond them. None: no end.
+        rank: which of the ``ranks`` this one is.
+        ranks: how many share the prompts.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        num_groups: int,
+        group_size: int,
+        sampling: Sampling,
+        seed: int = 0,
+        iterations: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.prompts = prompts
+        self.num_groups = num_groups
+        self.group_size = group_size
+        self.sampling = sampling
+        self.seed = seed
+        self.iterations = iterations
+        self.rank = rank
+        self.ranks = ranks
+        self.iteration = 0
+        self.drawn = 0
+        """Prompts of this rank's that were drawn, over the whole run."""
+        self._place = 0
+        self._again: deque[Prompt] = deque()
+
+    def begin(self, iteration: int) -> None:
+        """From now on groups are issued for this iteration (or ahead of later ones)."""
+        if iteration != self.iteration:
+            self.iteration, self._place = iteration, 0
+
+    def next(self) -> Group:
+        """The next prompt's group; prompts that were given back come first."""
+        return self.issue(self._again.popleft() if self._again else self._draw())
+
+    def _draw(self) -> Prompt:
+        self.drawn += 1
+        return self.prompts.draw(self.ranks)[self.rank]
+
+    def catch_up(self, drawn: int) -> None:
+        """Draw as far as another rank has, so that all go on from the same place."""
+        while self.drawn < drawn:
+            self.give_back(self._draw())
+
+    def issue(self, prompt: Prompt) -> Group:
+        """A new group of this prompt."""
+        place = self._place * self.ranks + self.rank
+        group = new_rollouts(
+            [prompt], self.group_size, self.sampling, self.seed, self.iteration, place
+        )
+        self._place += 1
+        return group
+
+    def give_back(self, prompt: Prompt) -> None:
+        """Issue a prompt again whose group came to nothing."""
+        self._again.append(prompt)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives only."""
+        return {
+            "prompts": self.prompts.state_dict(),
+            "ranks": self.ranks,
+            "drawn": self.drawn,
+            "iteration": self.iteration,
+            "place": self._place,
+            "again": [asdict(prompt) for prompt in self._again],
+        }
+
+    def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on where the sources of all ranks stood; there may have been more of them, or fewer.
+
+        Prompts that only some had come to yet, and those to be issued again, are dealt out anew.
+        """
+        if len(states) == self.ranks:
+            self.load_state_dict(states[self.rank])
+            return
+        furthest = max(state["drawn"] for state in states)
+        again = []
+        for rank, state in enumerate(states):
+            one = GroupSource(self.prompts, 1, 1, self.sampling, rank=rank, ranks=len(states))
+            one.load_state_dict(state)
+            one.catch_up(furthest)  # afterwards the prompts stand where all of them do
+            again.append(one._again)
+        self._again = deque(dist.reshard(list(map(list, again)), self.rank, self.ranks))
+        self.drawn = furthest
+        # Places that no rank has used: those of an iteration tell its groups apart.
+        used = max(state["place"] for state in states) * len(states)
+        self.iteration, self._place = states[0]["iteration"], math.ceil(used / self.ranks)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken, with as many ranks."""
+        self.prompts.load_state_dict(state["prompts"])
+        self.drawn = state["drawn"]
+        self.iteration, self._place = state["iteration"], state["place"]
+        self._again = deque(Prompt(**record) for record in state["again"])
+
+
+@dataclass
+class RolloutPipeline:
+    """Fills and grades rollouts; needs no Trainer, so a script of your own can use it.
+
+    ``clock`` times the stages.
+    """
+
+    engine: Engine
+    agent: Agent
+    rewards: Rewards
+    tokenizer: PreTrainedTokenizerBase
+    clock: StageClock = field(default_factory=StageClock)
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: int = 0,
+        iteration: int = 0,
+    ) -> list[Rollout]:
+        """``group_size`` graded rollouts of every prompt, group by group, all at once.
+
+        Raises:
+            EngineError: if the engine is not ready, or fails.
+            RewardError: if too large a share could not be graded.
+        """
+        rollouts = new_rollouts(prompts, group_size, sampling, seed, iteration)
+        self.complete(in_groups(rollouts, group_size), sampling)
+        return rollouts
+
+    def complete(self, groups: Sequence[Group], sampling: Sampling) -> None:
+        """Generate and grade empty groups; raises what :meth:`run` does."""
+        self.engine.require_ready()
+        rollouts = [rollout for group in groups for rollout in group]
+        with self.clock("generate"):
+            run_async(self.generate(rollouts, sampling))
+        self.grade(groups)
+        self.rewards.require_graded(rollouts)
+
+    def run_together(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        iteration: int,
+    ) -> list[Rollout]:
+        """What :meth:`run` returns of prompts that all ranks have: they share the work."""
+        groups = in_groups(new_rollouts(prompts, group_size, sampling, seed, iteration), group_size)
+        share = groups if self.engine.serves_all_ranks else dist.shard(groups)
+        with dist.every_rank():
+            if feeds_engine(self.engine):
+                self.complete(share, sampling)
+            else:
+                share = []
+        groups = dist.interleaved(dist.gather(share))
+        return [rollout for group in groups for rollout in group]
+
+    async def generate(
+        self, rollouts: Sequence[Rollout], sampling: Sampling, max_concurrency: int | None = None
+    ) -> None:
+        """Let the agent fill those that are not done yet, ``max_concurrency`` at a time.
+
+        A rollout whose agent raises is FAILED with that reason; the others go on.
+
+        Raises:
+            EngineError: if the engine fails.
+            ConfigError: if an agent refuses what it was configured with.
+        """
+        unfinished = [r for r in rollouts if r.status is RolloutStatus.INIT]
+        gate = asyncio.Semaphore(max_concurrency or max(1, len(unfinished)))
+
+        async def fill(rollout: Rollout) -> None:
+            async with gate:
+                await run_agent(self.agent, rollout, self.engine, sampling)
+            note_progress()
+
+        async with asyncio.TaskGroup() as tasks:
+            for rollout in unfinished:
+                tasks.create_task(fill(rollout))
+        self._decode([r for r in rollouts if r.finish_reason is not None])  # also of a checkpoint
+
+    def grade(self, groups: Sequence[Group]) -> None:
+        """Grade what is not graded yet, and wait for it."""
+        ungraded = [group for group in groups if any(_is_ungraded(r) for r in group)]
+        if ungraded:
+            with self.clock("reward"):
+                self.rewards.grade_here(ungraded)
+
+    def _decode(self, rollouts: list[Rollout]) -> None:
+        """Set ``completion``, unless the agent did (it knows which tokens are whose message)."""
+        rollouts = [rollout for rollout in rollouts if not rollout.completion]
+        if not rollouts:
+            return
+        token_ids = [rollout.token_ids for rollout in rollouts]
+        texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        for rollout, text in zip(rollouts, texts, strict=True):
+            # A chat prompt gets a chat completion, as in TRL.
+            chat = not isinstance(rollout.prompt.prompt, str)
+            rollout.completion = [{"role": "assistant", "content": text}] if chat else text
+
+
+def in_groups(rollouts: list[Rollout], group_size: int) -> list[Group]:
+    """Cut group by group."""
+    return [rollouts[i : i + group_size] for i in range(0, len(rollouts), group_size)]
+
+
+def _is_ungraded(rollout: Rollout) -> bool:
+    return rollout.completed and rollout.reward is None
+
 
 _ENDS_THE_RUN = (EngineError, ConfigError, RunInterrupted)
 
@@ -73,96 +304,3 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield error
         inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
         left += [e for e in (*inner, error.__cause__, error.__context__) if e is not None]
-
-
-def in_groups(rollouts: list[Rollout], group_size: int) -> list[Group]:
-    """Cut group by group."""
-    return [rollouts[i : i + group_size] for i in range(0, len(rollouts), group_size)]
-
-
-@dataclass
-class RolloutPipeline:
-    """Fills and grades rollouts; needs no Trainer, so a script of your own can use it.
-
-    ``clock`` times the stages.
-    """
-
-    engine: Engine
-    agent: Agent
-    rewards: Rewards
-    tokenizer: PreTrainedTokenizerBase
-    clock: StageClock = field(default_factory=StageClock)
-
-    def run(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        sampling: Sampling,
-        seed: int = 0,
-        iteration: int = 0,
-    ) -> list[Rollout]:
-        """``group_size`` graded rollouts of every prompt, group by group, all at once.
-
-        Raises:
-            EngineError: if the engine is not ready, or fails.
-            RewardError: if too large a share could not be graded.
-        """
-        rollouts = new_rollouts(prompts, group_size, sampling, seed, iteration)
-        self.complete(in_groups(rollouts, group_size), sampling)
-        return rollouts
-
-    def complete(self, groups: Sequence[Group], sampling: Sampling) -> None:
-        """Generate and grade empty groups; raises what :meth:`run` does."""
-        self.engine.require_ready()
-        rollouts = [rollout for group in groups for rollout in group]
-        with self.clock("generate"):
-            run_async(self.generate(rollouts, sampling))
-        self.grade(groups)
-        self.rewards.require_graded(rollouts)
-
-    async def generate(
-        self, rollouts: Sequence[Rollout], sampling: Sampling, max_concurrency: int | None = None
-    ) -> None:
-        """Let the agent fill those that are not done yet, ``max_concurrency`` at a time.
-
-        A rollout whose agent raises is FAILED with that reason; the others go on.
-
-        Raises:
-            EngineError: if the engine fails.
-            ConfigError: if an agent refuses what it was configured with.
-        """
-        unfinished = [r for r in rollouts if r.status is RolloutStatus.INIT]
-        gate = asyncio.Semaphore(max_concurrency or max(1, len(unfinished)))
-
-        async def fill(rollout: Rollout) -> None:
-            async with gate:
-                await run_agent(self.agent, rollout, self.engine, sampling)
-            note_progress()
-
-        async with asyncio.TaskGroup() as tasks:
-            for rollout in unfinished:
-                tasks.create_task(fill(rollout))
-        self._decode([r for r in rollouts if r.finish_reason is not None])  # also of a checkpoint
-
-    def grade(self, groups: Sequence[Group]) -> None:
-        """Grade what is not graded yet, and wait for it."""
-        ungraded = [group for group in groups if any(_is_ungraded(r) for r in group)]
-        if ungraded:
-            with self.clock("reward"):
-                self.rewards.grade_here(ungraded)
-
-    def _decode(self, rollouts: list[Rollout]) -> None:
-        """Set ``completion``, unless the agent did (it knows which tokens are whose message)."""
-        rollouts = [rollout for rollout in rollouts if not rollout.completion]
-        if not rollouts:
-            return
-        token_ids = [rollout.token_ids for rollout in rollouts]
-        texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        for rollout, text in zip(rollouts, texts, strict=True):
-            # A chat prompt gets a chat completion, as in TRL.
-            chat = not isinstance(rollout.prompt.prompt, str)
-            rollout.completion = [{"role": "assistant", "content": text}] if chat else text
-
-
-def _is_ungraded(rollout: Rollout) -> bool:
-    return rollout.completed and rollout.reward is None

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.collect.collector import Collector
-from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.collect.source import Group, GroupSource
+from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import EngineError
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.rollout import Group, Prompt, Rollout
 from lightning_rl.run.loop import innermost
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule, SyncState
 
@@ -282,11 +281,12 @@ def simulate(
             sampling,
             iterations=None if ahead else iterations,
         )
+        collector.bind(pipeline, source)
         try:
             for iteration in range(first, iterations):
                 source.begin(iteration)
                 begin = clock()
-                groups = await collector.take(pipeline, source, num_groups)
+                groups = await collector.take(num_groups)
                 result.waited += clock() - begin
                 result.batches.append(groups)
                 result.dropped += collector.dropped

@@ -6,7 +6,6 @@ from math import comb, fsum
 from numbers import Real
 from typing import Any
 
-from lightning_rl.agents.tools import tool_metrics
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.log import mean
 from lightning_rl.rollout import Rollout, RolloutStatus
@@ -54,6 +53,24 @@ def rollout_metrics(
     # Such groups teach a group-relative method nothing.
     metrics["reward/zero_spread_share"] = _share(len(g) == 1 for g in groups.values())
     return metrics
+
+
+def tool_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Tool calls per rollout, and the share of them with each kind of error; {} without calls."""
+    replies = [
+        message
+        for rollout in rollouts
+        if isinstance(rollout.completion, list)
+        for message in rollout.completion
+        if message["role"] == "tool"
+    ]
+    if not replies:
+        return {}
+    kinds = Counter(message["error"] for message in replies if "error" in message)
+    return {
+        "tool/calls_mean": len(replies) / len(rollouts),
+        "tool/error_share": kinds.total() / len(replies),
+    } | {f"tool/error_{kind}": count / len(replies) for kind, count in kinds.items()}
 
 
 def logged_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -70,8 +70,9 @@ def _read_moved() -> dict[str, str]:
 MOVED = _read_moved()
 """Where modules were, and where they are now."""
 
-STILL_IMPORTED = ("lightning_rl.engines.vllm_worker",)
-"""Of these, the old name stands in commands that start servers elsewhere, and is the new module."""
+STILL_IMPORTED = ("lightning_rl.data.reasoning_gym", "lightning_rl.engines.vllm_worker")
+"""Of these, the old name is the new module: it stands in configurations, or in commands that start
+servers elsewhere."""
 
 GONE_PACKAGES = {old for old in MOVED if any(other.startswith(f"{old}.") for other in MOVED)}
 

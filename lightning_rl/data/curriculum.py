@@ -1,13 +1,14 @@
-"""PassRateCurriculum: prompts that are sometimes solved are drawn more often."""
+"""The order of prompts: those that are sometimes solved more often, or the same ones again."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.prompts import PromptDataset, Prompts
 from lightning_rl.data.sources import prompts_of
 from lightning_rl.errors import ConfigError, DataError, require_finite
 from lightning_rl.rollout import Prompt, Rollout
@@ -75,28 +76,13 @@ class PassRateCurriculum(PromptDataset):
         super().load(tokenizer, chat_options)
         if not fresh:
             return
-        rows = self._loaded()
-        self.pass_rates = np.full(len(rows), 0.5)
-        self._index = {self._prompt_id(index, row): index for index, (_, row) in enumerate(rows)}
-        if len(self._index) < len(rows):
+        self.pass_rates = np.full(len(self), 0.5)
+        self._index = {self._prompt_id(index): index for index in range(len(self))}
+        if len(self._index) < len(self):
             raise DataError(
                 f"{self!r}: {self.id_column!r} is not unique ({len(self._index)} different ids in "
-                f"{len(rows)} rows), so pass rates cannot be told apart; name another id_column"
+                f"{len(self)} rows), so pass rates cannot be told apart; name another id_column"
             )
-
-    def draw(self, count: int) -> list[Prompt]:
-        self._loaded()
-        prompts: list[Prompt] = []
-        while len(prompts) < count:
-            index = self._draw_index()
-            prompt = self[index]
-            if self.fits(prompt):
-                self._waiting.add(index)
-                prompts.append(prompt)
-            else:
-                self._dropped_rows.add(index)
-                self.dropped = len(self._dropped_rows)
-        return prompts
 
     def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Learn from graded groups, also from those that a filter rejected."""
@@ -121,7 +107,7 @@ class PassRateCurriculum(PromptDataset):
         learned = np.flatnonzero(self.pass_rates != 0.5)
         return super().state_dict() | {
             "draws": self._draws,
-            "waiting": sorted(self._waiting),
+            "waiting": sorted(self._waiting - self._dropped_rows),
             "learned": learned.tolist(),
             "pass_rates": self.pass_rates[learned].tolist(),
         }
@@ -132,7 +118,7 @@ class PassRateCurriculum(PromptDataset):
         self.pass_rates = np.full(len(self), 0.5)
         self.pass_rates[state["learned"]] = state["pass_rates"]
 
-    def _draw_index(self) -> int:
+    def _next_index(self) -> int:
         weights = self.weights()
         if not weights.any():
             raise self._all_too_long()
@@ -144,7 +130,44 @@ class PassRateCurriculum(PromptDataset):
         # Stateless, so that a resumed run draws the same.
         random = np.random.default_rng([self.seed, self._draws])
         self._draws += 1
-        return int(random.choice(len(free), p=free / free.sum()))
+        index = int(random.choice(len(free), p=free / free.sum()))
+        self._waiting.add(index)
+        return index
 
-    def _prompt_id(self, index: int, row: Mapping[str, Any]) -> str:
-        return str(row[self.id_column] if self.id_column else index)
+
+class RepeatedPrompts:
+    """The first ``period`` prompts that a data set draws, over and over.
+
+    With n x ``groups_per_iteration`` of them, iteration i has the prompts of iteration i mod n.
+
+    Args:
+        prompts: where they come from.
+        period: how many.
+    """
+
+    def __init__(self, prompts: Prompts, period: int) -> None:
+        self._prompts = prompts
+        self._period = period
+        self._kept: list[Prompt] = []
+        self._place = 0
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next ``count`` of them."""
+        drawn = []
+        for _ in range(count):
+            if self._place == len(self._kept) < self._period:
+                self._kept += self._prompts.draw(1)
+            drawn.append(self._kept[self._place])
+            self._place = (self._place + 1) % self._period
+        return drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        """The data set's own, with what is repeated; primitives only."""
+        kept = [asdict(prompt) for prompt in self._kept]
+        return self._prompts.state_dict() | {"repeated": kept, "repeated_place": self._place}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken; one of a run without repetition begins to repeat."""
+        self._prompts.load_state_dict(state)
+        self._kept = [Prompt(**record) for record in state.get("repeated", [])][: self._period]
+        self._place = state.get("repeated_place", 0) % self._period

@@ -95,9 +95,12 @@ class PromptDataset(ABC):
         where, row = self._loaded()[index]
         columns = dict(row)
         text = columns.pop(self.prompt_column)
-        prompt_id = str(columns[self.id_column] if self.id_column else index)
         token_ids = self._tokenize(where, text)
-        return Prompt(id=prompt_id, prompt=text, token_ids=token_ids, columns=columns)
+        return Prompt(self._prompt_id(index), text, token_ids, columns)
+
+    def _prompt_id(self, index: int) -> str:
+        _, row = self._loaded()[index]
+        return str(row[self.id_column] if self.id_column else index)
 
     def draw(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts that are short enough; goes on into the next epoch.
@@ -109,11 +112,7 @@ class PromptDataset(ABC):
         prompts: list[Prompt] = []
         misses = 0
         while len(prompts) < count:
-            if self._cursor == len(self._order):
-                self._epoch, self._cursor = self._epoch + 1, 0
-                self._order = self._permutation(self._epoch)
-            index = self._order[self._cursor]
-            self._cursor += 1
+            index = self._next_index()
             prompt = self[index]
             if self.fits(prompt):
                 prompts.append(prompt)
@@ -122,9 +121,17 @@ class PromptDataset(ABC):
             misses += 1
             self._dropped_rows.add(index)
             self.dropped = len(self._dropped_rows)
-            if misses >= len(self._order):
+            if misses >= len(self):
                 raise self._all_too_long()
         return prompts
+
+    def _next_index(self) -> int:
+        """The row to draw next, however long its prompt is."""
+        if self._cursor == len(self._order):
+            self._epoch, self._cursor = self._epoch + 1, 0
+            self._order = self._permutation(self._epoch)
+        self._cursor += 1
+        return self._order[self._cursor - 1]
 
     def first(self, count: int | None = None) -> list[Prompt]:
         """The first ``count`` rows (all for None) that are short enough, in file order."""

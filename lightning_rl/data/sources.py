@@ -1,8 +1,8 @@
-"""Where prompts come from: files, datasets folders, or Python; also the same ones again."""
+"""Sources of prompts: files, folders of data sets, Python or reasoning-gym; rows to imitate."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.prompts import PromptDataset, Prompts
-from lightning_rl.errors import DataError
+from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from lightning_rl.run import dist
 
 
 def _existing(path: str | Path, what: str) -> Path:
@@ -35,15 +36,17 @@ def _existing_file(path: str | Path, what: str) -> Path:
 
 
 @configurable
-class JSONLPrompts(PromptDataset):
-    """One JSON object per line of the file ``path``; blank lines are skipped."""
-
+class _FilePrompts(PromptDataset):
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(**options)
         self.path = path
 
     def __repr__(self) -> str:
-        return f"JSONLPrompts({self.path!r})"
+        return f"{type(self).__name__}({self.path!r})"
+
+
+class JSONLPrompts(_FilePrompts):
+    """One JSON object per line of the file ``path``; blank lines are skipped."""
 
     def read(self) -> Iterable[tuple[str, Any]]:
         with _existing_file(self.path, "prompt file").open("rb") as lines:
@@ -64,16 +67,8 @@ class JSONLPrompts(PromptDataset):
                     ) from error
 
 
-@configurable
-class ParquetPrompts(PromptDataset):
+class ParquetPrompts(_FilePrompts):
     """The rows of a Parquet file or of a directory of them."""
-
-    def __init__(self, path: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.path = path
-
-    def __repr__(self) -> str:
-        return f"ParquetPrompts({self.path!r})"
 
     def read(self) -> Iterable[tuple[str, Any]]:
         import pyarrow.lib
@@ -152,6 +147,65 @@ class IterablePrompts(PromptDataset):
             yield f"{self!r}: row {number}", {self.prompt_column: row} if alone else row
 
 
+@configurable
+class ReasoningGymPrompts(PromptDataset):
+    """Procedural questions; grade them with :func:`reasoning_gym_score`.
+
+    Args:
+        task: a reasoning-gym dataset name, e.g. ``chain_sum``.
+        size: how many questions.
+        task_seed: which questions. Question i is made from ``task_seed + i``, so held-out prompts
+            need one that is at least ``size`` away; short tasks may repeat questions even then.
+        config: the task's own options, e.g. ``{"min_terms": 2}``.
+        system: a system message; None: the question is the only message.
+        chat: render through the tokenizer's chat template; False: plain text.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        size: int = 1000,
+        task_seed: int = 0,
+        config: dict[str, Any] | None = None,
+        system: str | None = None,
+        chat: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.task = task
+        self.size = size
+        self.task_seed = task_seed
+        self.config = config or {}
+        self.system = system
+        self.chat = chat
+
+    def __repr__(self) -> str:
+        return f"ReasoningGymPrompts({self.task!r})"
+
+    def read(self) -> Iterable[tuple[str, Any]]:
+        for number, entry in enumerate(self._dataset()):
+            question: Any = entry["question"]
+            if self.chat:
+                system = [] if self.system is None else [{"role": "system", "content": self.system}]
+                question = [*system, {"role": "user", "content": question}]
+            row = {self.prompt_column: question, "entry": entry, "task": self.task}
+            yield f"{self!r}: row {number}", row
+
+    def _dataset(self) -> Iterable[dict[str, Any]]:
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            raise ConfigError(
+                "ReasoningGymPrompts needs `pip install lightning_rl[recipes]` (reasoning-gym)"
+            ) from error
+        try:
+            return reasoning_gym.create_dataset(
+                self.task, size=self.size, seed=self.task_seed, **self.config
+            )
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ConfigError(f"reasoning-gym task={self.task!r} {self.config}: {error}") from error
+
+
 def prompts_of(value: Any) -> Any:
     """The dataset that a path or rows in Python stand for; what is neither, as it is.
 
@@ -183,42 +237,19 @@ _KINDS: dict[str, type[JSONLPrompts | ParquetPrompts]] = {
 }
 
 
-class RepeatedPrompts:
-    """The first ``period`` prompts that a data set draws, over and over.
+def expert_rollouts(
+    prompts: PromptDataset, count: int, iteration: int, tokenizer: PreTrainedTokenizerBase
+) -> list[Rollout]:
+    """This rank's share of the next ``count`` rows with a ``completion``, to be imitated.
 
-    With n x ``groups_per_iteration`` of them, iteration i has the prompts of iteration i mod n.
-
-    Args:
-        prompts: where they come from.
-        period: how many.
+    Each is a group of its own, so that its advantage is zero.
     """
-
-    def __init__(self, prompts: Prompts, period: int) -> None:
-        self._prompts = prompts
-        self._period = period
-        self._kept: list[Prompt] = []
-        self._place = 0
-
-    def draw(self, count: int) -> list[Prompt]:
-        """The next ``count`` of them."""
-        drawn = []
-        for _ in range(count):
-            if self._place == len(self._kept) < self._period:
-                self._kept += self._prompts.draw(1)
-            drawn.append(self._kept[self._place])
-            self._place = (self._place + 1) % self._period
-        return drawn
-
-    def state_dict(self) -> dict[str, Any]:
-        """The data set's own, with what is repeated; primitives only."""
-        kept = [asdict(prompt) for prompt in self._kept]
-        return self._prompts.state_dict() | {"repeated": kept, "repeated_place": self._place}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken; one of a run without repetition begins to repeat."""
-        self._prompts.load_state_dict(state)
-        self._kept = [Prompt(**record) for record in state.get("repeated", [])][: self._period]
-        self._place = state.get("repeated_place", 0) % self._period
+    rollouts = []
+    for number, prompt in dist.shard(list(enumerate(prompts.draw(count)))):
+        rollout = supervised_rollout(prompt, "completion", tokenizer)
+        rollout.group_id = f"{iteration}/expert/{number}"
+        rollouts.append(rollout)
+    return rollouts
 
 
 def supervised_rollout(
@@ -258,3 +289,31 @@ def supervised_rollout(
         reward=0.0,
         expert=True,
     )
+
+
+def reasoning_gym_score(
+    completions: list[Any], entry: list[dict[str, Any]], task: list[str], **columns: Any
+) -> list[float]:
+    """The task's own verifier on each answer, in [0, 1].
+
+    The answer is what stands between the last ``<answer>`` and ``</answer>``, else the whole text.
+    """
+    scores = []
+    for completion, item, name in zip(completions, entry, task, strict=True):
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        scores.append(float(_scorer(name)(_answer(text), item)))
+    return scores
+
+
+@cache
+def _scorer(task: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.get_score_answer_fn(task)
+
+
+def _answer(text: str) -> str:
+    opened = text.rfind("<answer>")
+    if opened < 0:
+        return text.strip()
+    return text[opened + len("<answer>") :].split("</answer>")[0].strip()

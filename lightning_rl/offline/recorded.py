@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from tensordict import TensorDict
 
 from lightning_rl.collect.checks import check_groups
-from lightning_rl.collect.filters import GroupFilter
+from lightning_rl.collect.collector import GroupFilter
 from lightning_rl.collect.loader import RolloutLoader, limited_epoch
 from lightning_rl.collect.replay_buffer import warn_if_uncorrected
 from lightning_rl.config.arguments import configurable

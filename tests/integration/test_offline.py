@@ -14,7 +14,7 @@ from lightning_rl.callbacks import RLCallback, RunReport, WeightSync
 from lightning_rl.callbacks.recorder import collected_rollouts
 from lightning_rl.cli import main
 from lightning_rl.cli.app import RLTrainer
-from lightning_rl.collect.filters import RewardSpread
+from lightning_rl.collect.collector import RewardSpread
 from lightning_rl.data.curriculum import PassRateCurriculum
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts

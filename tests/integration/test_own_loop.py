@@ -6,8 +6,7 @@ import torch
 from lightning_rl import SequenceTIS, WarmupLinear
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.callbacks import RLCallback, WeightSync
-from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.collect.source import GroupSource
+from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, RewardError, StaleWeightsError

@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_rl.agents.templates import TurnTemplate
-from lightning_rl.agents.tool_agent import ToolAgent
-from lightning_rl.agents.tools import HermesParser, ParsedCall, VLLMParser, tool_schema
+from lightning_rl.agents.templates import HermesParser, ParsedCall, TurnTemplate, VLLMParser
+from lightning_rl.agents.tools import ToolAgent, tool_schema
 from lightning_rl.engines import Sampling, VLLMLocal
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton

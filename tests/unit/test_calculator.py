@@ -5,8 +5,7 @@ import random
 import pytest
 
 from lightning_rl.agents.templates import TurnTemplate
-from lightning_rl.agents.tool_agent import ToolAgent
-from lightning_rl.agents.tools import tool_schema
+from lightning_rl.agents.tools import ToolAgent, tool_schema
 from recipes.calculator.prepare import (
     STRATEGIES,
     draw_questions,

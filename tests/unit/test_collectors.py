@@ -10,15 +10,14 @@ from hypothesis import given, settings, strategies as st
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
-from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.collector import Collector, SyncCollector
 from lightning_rl.collect.early_cut import (
     PartialCollector,
     PartialTailCollector,
     TailBatchingCollector,
 )
-from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.simulate import CountedPrompts, SimulatedEngine, run_virtual, simulate
-from lightning_rl.collect.source import GroupSource
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rewards.base import Rewards
@@ -304,8 +303,8 @@ def test_nothing_is_issued_while_an_evaluation_has_the_engine():
         prompts = CountedPrompts()
         source = GroupSource(prompts, 2, 1, Sampling())
         collector = AsyncCollector(max_staleness=3)
-        collector._work = pipeline, source
-        collector._missing = 2
+        collector.bind(pipeline, source)
+        collector._active, collector._missing = True, 2
         async with collector.yielding():
             collector._fill()
             assert prompts.drawn == 0
@@ -324,7 +323,7 @@ def test_a_simulation_that_would_hang_says_so():
 
 
 def ready_to_take(collector, engine, num_groups):
-    """A pipeline and a source, to call a collector's own methods with."""
+    """Bound to a pipeline and a source, to call a collector's own methods."""
 
     async def reward(completions):
         return [0.0] * len(completions)
@@ -334,16 +333,16 @@ def ready_to_take(collector, engine, num_groups):
             pass
 
     pipeline = Undecoded(engine, SingleTurn(), Rewards([reward]), None)
-    return pipeline, GroupSource(CountedPrompts(), num_groups, 1, Sampling())
+    collector.bind(pipeline, GroupSource(CountedPrompts(), num_groups, 1, Sampling()))
+    return collector
 
 
 def test_what_is_in_flight_and_what_waits():
     async def run():
         # With room for two batches of two: prompts 0 and 2 take 10 s, 1 and 3 take 20.
         engine = SimulatedEngine(lambda prompt, seed: 20 if prompt % 2 else 10, step=1.0)
-        collector = AsyncCollector(max_staleness=1)
-        pipeline, source = ready_to_take(collector, engine, 2)
-        taken = await collector.take(pipeline, source, 2)
+        collector = ready_to_take(AsyncCollector(max_staleness=1), engine, 2)
+        taken = await collector.take(2)
         assert [group[0].prompt.id for group in taken] == ["0", "2"]
         assert collector.metrics() == {"collect/in_flight": 2, "collect/waiting": 0}
         collector.ack(taken)
@@ -359,8 +358,8 @@ def test_what_is_in_flight_and_what_waits():
 def test_an_interrupted_batch_leaves_the_engine_paused_for_the_trainer():
     async def run():
         engine = SimulatedEngine(lengths(50), step=1.0)
-        collector = PartialCollector(over_issue=1.5)
-        task = asyncio.create_task(collector.take(*ready_to_take(collector, engine, 2), 2))
+        collector = ready_to_take(PartialCollector(over_issue=1.5), engine, 2)
+        task = asyncio.create_task(collector.take(2))
         await asyncio.sleep(5)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -384,12 +383,11 @@ def test_the_first_failure_in_the_background_is_the_one_told():
 
     async def run():
         engine = Dies(lengths(2), step=1.0)
-        collector = AsyncCollector(max_staleness=3)
-        pipeline, source = ready_to_take(collector, engine, 1)
-        collector.ack(await collector.take(pipeline, source, 1))
+        collector = ready_to_take(AsyncCollector(max_staleness=3), engine, 1)
+        collector.ack(await collector.take(1))
         await asyncio.sleep(30)
         with pytest.raises(EngineError, match="prompt 1 broke it"):
-            await collector.take(pipeline, source, 1)
+            await collector.take(1)
         await collector.close()
 
     run_virtual(run())
@@ -407,3 +405,18 @@ def test_the_collectors_schedule_pushes_as_seldom_as_staleness_allows(make, max_
     # Version 0 is good for iterations 0 to max_staleness, the next push for as many.
     assert result.pushes == list(range(max_staleness + 1, 13, max_staleness + 1))
     assert max(result.staleness) == max_staleness
+
+
+def test_a_collector_written_for_an_earlier_interface_is_refused():
+    message = r"Waves\.take.* must be take\(self, count\): the pipeline"
+    with pytest.raises(ConfigError, match=message):
+
+        class Waves(Collector):
+            async def take(self, pipeline, source, count):
+                return [self.issue(source) for _ in range(count)]
+
+    with pytest.raises(ConfigError, match=r"Noted\.settle: the method is called ack now"):
+
+        class Noted(SyncCollector):
+            def settle(self, groups):
+                pass

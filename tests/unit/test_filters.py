@@ -5,11 +5,9 @@ import json
 import pytest
 
 from lightning_rl.agents.base import SingleTurn
-from lightning_rl.collect.batches import Collection, RolloutBatches
-from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.collect.filters import GroupFilter, RewardSpread
-from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.collect.source import GroupSource
+from lightning_rl.collect.collector import GroupFilter, RewardSpread, SyncCollector
+from lightning_rl.collect.loader import RolloutBatches
+from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
@@ -79,9 +77,9 @@ class Noted(SyncCollector):
         super().__init__()
         self.asked = asked
 
-    async def take(self, pipeline, source, count):
+    async def take(self, count):
         self.asked.append(count)
-        return await super().take(pipeline, source, count)
+        return await super().take(count)
 
 
 class Collecting:
@@ -106,9 +104,9 @@ class Collecting:
         sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5)
         source = GroupSource(self.prompts, groups, 3, sampling, seed=4)
         batches = RolloutBatches(self.pipeline, self.collector, source, filters, rounds)
-        collection = batches.collect(iteration)
+        batches.collect(iteration)
         batches.ack()
-        return collection
+        return batches
 
 
 def numbers(rollouts) -> list[int]:
@@ -190,10 +188,10 @@ def test_all_filters_must_agree_and_each_counts_what_it_rejected_first(tiny_mode
 
 
 def test_a_kept_group_keeps_its_failures_for_what_they_are(tiny_model, make_rollout):
-    collection = Collection()
+    collection = RolloutBatches(None, SyncCollector(), None, [RewardSpread()])
     group = group_of(make_rollout, 1.0, 1.0, None)
     group[2].status = RolloutStatus.FAILED
-    collection.add(group, [RewardSpread()])
+    collection.add(group)
     assert [r.status.value for r in group] == ["skipped", "skipped", "failed"]
     assert collection.kept == []
 
@@ -212,6 +210,6 @@ def test_a_collection_that_failed_is_gone_on_with_as_it_was(tiny_model):
     second = batches(Collecting(tiny_model, useful=3), rounds=10)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     again = second.collect(0)
-    assert [r.to_dict() for r in again.rollouts] == [r.to_dict() for r in whole.rollouts]
+    assert [r.to_dict() for r in again] == [r.to_dict() for r in whole.rollouts]
     second.ack()
     assert second.state_dict()["collector"] == {"groups": []}

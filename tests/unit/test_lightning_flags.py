@@ -11,9 +11,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_rl.callbacks import WeightSync
-from lightning_rl.collect.source import GroupSource
+from lightning_rl.collect.pipeline import GroupSource
 from lightning_rl.config.lightning_flags import CALLBACKS, TRAINER, Verdict, compute_dtype
-from lightning_rl.data.sources import IterablePrompts, RepeatedPrompts
+from lightning_rl.data.curriculum import RepeatedPrompts
+from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy, load_tokenizer

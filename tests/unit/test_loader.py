@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 
 from lightning_rl.collect.loader import RolloutLoader, trainable
-from lightning_rl.collect.source import GroupSource
+from lightning_rl.collect.pipeline import GroupSource
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import RewardError

@@ -7,10 +7,10 @@ from itertools import chain
 import pytest
 
 from lightning_rl.algos.advantages import GRPO
-from lightning_rl.collect.batches import RolloutBatches
 from lightning_rl.collect.checks import check_groups
 from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.collect.source import GroupSource
+from lightning_rl.collect.loader import RolloutBatches
+from lightning_rl.collect.pipeline import GroupSource
 from lightning_rl.data.packing import empty_like, pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Sampling
@@ -142,7 +142,7 @@ def held(batches: RolloutBatches) -> list[str]:
 def test_groups_in_hand_are_dealt_anew(batches):
     before = batches(0, 1)
     for _ in range(5):
-        before.collector.issue(before.source)
+        before.collector.issue()
     state = json.loads(json.dumps(before.state_dict()))
     names = held(before)
     after = [batches(rank, 2) for rank in range(2)]
@@ -158,7 +158,7 @@ def test_an_engine_for_all_ranks_has_its_groups_on_rank_0(batches):
     """And on the way to engines of their own, or back, none is lost."""
     shared = [batches(rank, 2, shared=True) for rank in range(2)]
     for _ in range(4):
-        shared[0].collector.issue(shared[0].source)
+        shared[0].collector.issue()
     names = held(shared[0])
     own = [batches(rank, 2) for rank in range(2)]
     for one in own:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_rl.data.reasoning_gym import ReasoningGymPrompts, reasoning_gym_score
+from lightning_rl.data.sources import ReasoningGymPrompts, reasoning_gym_score
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import load_tokenizer
 

@@ -10,9 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.agents.base import Agent, continuation_seed
-from lightning_rl.agents.templates import TurnTemplate
-from lightning_rl.agents.tool_agent import ToolAgent
-from lightning_rl.agents.tools import HermesParser, ParsedCall, ToolParser, tool_schema
+from lightning_rl.agents.templates import HermesParser, ParsedCall, ToolParser, TurnTemplate
+from lightning_rl.agents.tools import ToolAgent, tool_schema
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling

@@ -7,7 +7,9 @@ from typing import Literal
 
 import pytest
 
-from lightning_rl.agents.tools import HermesParser, ParsedCall, Toolbox, tool_metrics, tool_schema
+from lightning_rl.agents.templates import HermesParser, ParsedCall
+from lightning_rl.agents.tools import Toolbox, tool_schema
+from lightning_rl.collect.stats import tool_metrics
 from lightning_rl.errors import ConfigError
 
 
