@@ -195,7 +195,7 @@ class RLDataModule(LightningDataModule):
         )
 
     def _start_engine(self, module: PolicyModule) -> int:
-        """Returns the longest prompt plus completion; 0 without an engine."""
+        """Start it where it is needed; return its longest prompt plus completion, else 0."""
         if not feeds_engine(self.engine):
             return 0
         if not self.engine.running:
@@ -311,13 +311,13 @@ class RLDataModule(LightningDataModule):
         return LazyLoader(lambda _: self.evaluate()[1], 1)
 
     def predict_dataloader(self) -> Any:
-        """What ``lightning-rl rollout`` runs through: batches of graded rollouts."""
+        """Batches of graded rollouts, as ``lightning-rl rollout`` runs through."""
         return LazyLoader(
             lambda place: self.collect(self.first_iteration + place), self.iterations_per_epoch
         )
 
     def rollout_state(self) -> dict[str, Any]:
-        """Where collecting without training stands, as primitives."""
+        """Tell where collecting without training stands, as primitives."""
         return _states(batches=self._ready_batches(), experts=self.expert_prompts)
 
     def load_rollout_state(self, state: dict[str, Any]) -> None:
@@ -364,7 +364,7 @@ class RLDataModule(LightningDataModule):
         )
 
     def sync_state(self, trainer_version: int) -> SyncState:
-        """What a schedule of weight syncs decides by, and who is doing what; ask it any time."""
+        """Tell what a schedule of weight syncs decides by, and who does what; ask it any time."""
         return SyncState(
             trainer_version,
             self.engine.version,
@@ -380,12 +380,12 @@ class RLDataModule(LightningDataModule):
         return RunState.WAITING if waits else RunState.RUNNING
 
     def before_sync(self) -> None:
-        """Called before the engine's weights change."""
+        """Let the collector prepare for a change of the engine's weights."""
         with self._module().clock("generate"):
             run_async(self._ready_batches().collector.before_sync())
 
     def after_sync(self) -> None:
-        """Called when they have."""
+        """Let it go on with them."""
         run_async(self._ready_batches().collector.after_sync())
 
     def evaluate(self) -> tuple[list[Rollout], dict[str, float]]:

@@ -29,7 +29,7 @@ class Agent(ABC):
     chat_options: Mapping[str, Any] = {}
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Called once, before the first rollout; what encodes or decodes text keeps it.
+        """Take over the tokenizer, before the first rollout; what encodes or decodes keeps it.
 
         Raises:
             ConfigError: if the agent cannot work with this tokenizer or its chat template.
@@ -109,7 +109,7 @@ def end(rollout: Rollout, reason: str) -> None:
 
 
 async def within(seconds: float | None, turns: Awaitable[str]) -> str:
-    """What ended the turns of a rollout; ``max_seconds`` if their time was over."""
+    """Return what ended the turns of a rollout; ``max_seconds`` if their time was over."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -190,7 +190,7 @@ EnvironmentFactory = Callable[[Prompt], Environment]
 
 
 async def resolve(value: Any) -> Any:
-    """What a plain or an ``async`` method returned."""
+    """Await the result of an ``async`` method; that of a plain one is there."""
     return await value if inspect.isawaitable(value) else value
 
 

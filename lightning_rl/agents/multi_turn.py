@@ -108,7 +108,7 @@ class MultiTurn(Agent):
 
     @cached_property
     def _chat(self) -> TurnTemplate:
-        """How chats go on; made for the first, since text prompts need no template."""
+        """The way chats go on; made for the first, since text prompts need no template."""
         assert self._tokenizer is not None
         template = TurnTemplate(self._tokenizer)
         template.check([_user("Reply.")], allow_rewrites=self.allow_rewrites)
@@ -177,7 +177,7 @@ class _Episode:
         return turn, None if over else completion.finish_reason
 
     def _is_over(self, turn: list[int], sampling: Sampling) -> bool:
-        """Whether a turn found in a rollout had been written to its end."""
+        """Tell if a turn found in a rollout had been written to its end."""
         if not turn:
             return False
         ended = turn[-1] == self.tokenizer.eos_token_id

@@ -93,7 +93,7 @@ class TurnTemplate:
         return token_ids[1:] if ended else token_ids
 
     def call_text(self, call: Message) -> str:
-        """How the template writes a turn that is one tool call, without the end token."""
+        """Write a turn that is one tool call as the template does, without the end token."""
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         # A reply follows, because some templates treat a last message otherwise.
         text = self.render([QUESTION, turn, tool_reply(call, "A result.")])
@@ -170,7 +170,7 @@ class TurnTemplate:
         return text
 
     def _rewritten_turns(self, reply: Sequence[Message], calls: Sequence[Message]) -> list[str]:
-        """What becomes of several ways to write a turn, once a reply follows."""
+        """Find ways to write a turn that become others, once a reply follows."""
         opened = self.render([QUESTION])
         inside = opened.rstrip().endswith("<think>")  # the opening begins the thought already
         found = []
@@ -186,7 +186,7 @@ class TurnTemplate:
     def _changed_later(
         self, reply: Sequence[Message], calls: Sequence[Message], suffix: str
     ) -> list[str]:
-        """Whether a second exchange leaves the first as it was, and is rendered as it was."""
+        """Find what a second exchange changes in the first, or in its own rendering."""
         turn = _turn("Plain.", calls)
         once = self.render([QUESTION, turn, *reply])
         try:
@@ -202,7 +202,7 @@ class TurnTemplate:
         return []
 
     def _dated(self) -> list[str]:
-        """Whether the prompt changes from day to day, which no resumed run could repeat."""
+        """Find prompts that change from day to day, which no resumed run could repeat."""
         days = [self.render([QUESTION], strftime_now=lambda _, d=d: d) for d in ("May 1", "May 2")]
         return [] if days[0] == days[1] else ["the prompt holds today's date"]
 
@@ -235,7 +235,7 @@ def _difference(before: str, after: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """What a model asked for: a tool's name and its arguments, or why that cannot be read."""
+    """A model's request: a tool's name and its arguments, or why that cannot be read."""
 
     name: str = ""
     arguments: Any = None
@@ -248,7 +248,7 @@ class ToolParser(ABC):
     def configure(
         self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]]
     ) -> None:
-        """Called once, before the first turn, with the tools' OpenAI-style schemas.
+        """Take over the tools' OpenAI-style schemas, once, before the first turn.
 
         Raises:
             ConfigError: if it cannot work with this tokenizer.

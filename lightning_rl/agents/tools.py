@@ -209,7 +209,7 @@ def _renders_two(template: TurnTemplate, call: ParsedCall) -> bool:
 
 
 def _last_turn(rollout: Rollout) -> list[int]:
-    """What the model wrote since it was last given anything."""
+    """The tokens that the model wrote since it was last given any."""
     mask = reversed(rollout.loss_mask)
     length = sum(1 for _ in takewhile(bool, mask))
     return rollout.token_ids[len(rollout.token_ids) - length :]

@@ -74,7 +74,7 @@ class WorkingAhead(Collector):
         self._fill_or_fail()
 
     def _ready(self, count: int) -> bool:
-        """Whether the first ``count`` done groups may go without making others miss deadlines."""
+        """Tell if the first ``count`` done groups may go without making others miss deadlines."""
         self._done.sort(key=self._deadline_of)
         taken, left = self._done[:count], [*self._done[count:], *self._running.values()]
         return len(taken) == count and all(
@@ -83,7 +83,7 @@ class WorkingAhead(Collector):
         )
 
     def _fits(self, deadline: int) -> bool:
-        """Whether one more group with this deadline leaves a place in time for every group."""
+        """Tell if one more group with this deadline leaves a place in time for every group."""
         groups = [*self._done, *self._running.values()]
         return all(
             self._due(iteration, groups) < self._slots(iteration, self._missing)
@@ -106,7 +106,7 @@ class WorkingAhead(Collector):
 
     @abstractmethod
     def _allowance(self) -> int:
-        """How many groups may be in flight or waiting, for all the collector cares."""
+        """Most groups that may be in flight or waiting, for all the collector cares."""
 
     # ---------------------------------------------------------------- groups in flight
 

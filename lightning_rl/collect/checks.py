@@ -1,4 +1,7 @@
-"""Which parts of an algorithm do not go together; each refusal says what to change."""
+"""Parts of an algorithm that do not go together.
+
+Each check raises a ConfigError that names the keys that contradict each other, and what to change.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -31,11 +34,7 @@ def check_parts(
     trust_engine_logprobs: bool,
     max_grad_norm: float | None,
 ) -> None:
-    """Check what ``PolicyModule`` was given.
-
-    Raises:
-        ConfigError: naming the keys that contradict each other.
-    """
+    """Check what ``PolicyModule`` was given."""
     if max_grad_norm is not None and max_grad_norm <= 0:
         raise ConfigError(f"max_grad_norm={max_grad_norm} must be > 0; null for no clipping")
     if advantage.needs_values and not has_critic:
@@ -68,11 +67,7 @@ def check_parts(
 
 
 def check_optimizer(make: Callable[[Any], Optimizer]) -> None:
-    """Check what an optimizer is and was given, on a parameter of no consequence.
-
-    Raises:
-        ConfigError: if it cannot step on one gradient, or has an option that is no finite number.
-    """
+    """Check what an optimizer is and was given, on a parameter of no consequence."""
     optimizer = make([Parameter(torch.zeros(1, 1))])
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -89,12 +84,7 @@ def check_optimizer(make: Callable[[Any], Optimizer]) -> None:
 def check_collecting(
     advantage: Advantage, filters: Sequence[GroupFilter], sampling: Sampling, group_size: int
 ) -> None:
-    """Check that groups can be compared, kept and scored.
-
-    Raises:
-        ConfigError: naming the size and what it is too small for, or a form that the trainer cannot
-            know.
-    """
+    """Check that groups can be compared, kept and scored."""
     if group_size < advantage.min_group_size:
         raise ConfigError(
             f"group_size={group_size} must be >= {advantage.min_group_size} for "
@@ -117,11 +107,7 @@ def check_collecting(
 
 
 def check_groups(groups_per_iteration: int, minibatches: int) -> None:
-    """Check that an iteration's groups can be shared by ranks and minibatches.
-
-    Raises:
-        ConfigError: naming the keys, and the number of processes.
-    """
+    """Check that an iteration's groups can be shared by ranks and minibatches."""
     ranks = world_size()
     if groups_per_iteration % ranks:
         raise ConfigError(
@@ -137,15 +123,7 @@ def check_groups(groups_per_iteration: int, minibatches: int) -> None:
 
 
 def check_sync(schedules: Sequence[SyncSchedule], collector: Collector) -> None:
-    """Check that weights are pushed by one callback, and as often as the collector needs.
-
-    Args:
-        schedules: of all ``WeightSync`` callbacks of a run, of which there is at least one.
-        collector: of its data module.
-
-    Raises:
-        ConfigError: naming the callbacks, or both bounds.
-    """
+    """Check that weights are pushed by one callback, and as often as the collector needs."""
     if len(schedules) > 1:
         raise ConfigError(
             f"trainer.callbacks: there are {len(schedules)} WeightSync, which would push the same "
@@ -166,11 +144,7 @@ def check_sync(schedules: Sequence[SyncSchedule], collector: Collector) -> None:
 
 
 def check_sleep(level: int | None, schedule: SyncSchedule, collector: Collector) -> None:
-    """Check that an engine may sleep while the trainer trains.
-
-    Raises:
-        ConfigError: if it would be asked for tokens meanwhile, or for some by weights it gave up.
-    """
+    """Check that an engine may sleep while the trainer trains."""
     if level is None:
         return
     if collector.works_between_batches:
@@ -186,11 +160,7 @@ def check_sleep(level: int | None, schedule: SyncSchedule, collector: Collector)
 
 
 def check_experts(advantage: Advantage, objective: Objective) -> None:
-    """Check that rows without a reward can be trained on.
-
-    Raises:
-        ConfigError: if the loss does not imitate, or the advantage does not compare groups.
-    """
+    """Check that rows without a reward can be trained on."""
     if not isinstance(objective.loss, SFTMix) or advantage.min_group_size < 2:
         raise ConfigError(
             "data.expert_prompts needs model.loss=SFTMix and an advantage that compares groups "
@@ -199,11 +169,7 @@ def check_experts(advantage: Advantage, objective: Objective) -> None:
 
 
 def room_for_prompts(max_length: int, sampling: Sampling) -> int:
-    """Tokens that a prompt may have in an engine that takes ``max_length`` with the completion.
-
-    Raises:
-        ConfigError: if there are none.
-    """
+    """Tokens that a prompt may have in an engine that takes ``max_length`` with the completion."""
     room = max_length - sampling.max_tokens
     if room < 1:
         raise ConfigError(

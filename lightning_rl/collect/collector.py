@@ -49,7 +49,7 @@ class Collector(ABC):
             ) from error
 
     def bind(self, pipeline: RolloutPipeline, source: GroupSource) -> None:
-        """Called once per run, before the first batch."""
+        """Take over the parts of a run, before its first batch."""
         self.pipeline, self.source = pipeline, source
 
     @abstractmethod
@@ -83,14 +83,14 @@ class Collector(ABC):
             del self._issued[group[0].group_id]
 
     async def status(self) -> CollectorStatus:
-        """Where it stands between two batches; one that does not work ahead has nothing."""
+        """Tell where it stands between two batches; one that does not work ahead has nothing."""
         return CollectorStatus()
 
     async def before_sync(self) -> None:
-        """Called before the engine's weights change."""
+        """Prepare for a change of the engine's weights."""
 
     async def after_sync(self) -> None:
-        """Called when they have."""
+        """Go on with the new weights."""
 
     @asynccontextmanager
     async def yielding(self) -> AsyncIterator[None]:
@@ -103,7 +103,7 @@ class Collector(ABC):
         self._issued = {}
 
     def metrics(self) -> dict[str, float]:
-        """What it has in hand when a batch is complete."""
+        """Numbers of what it has in hand when a batch is complete."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class GroupFilter(ABC):
 
     @abstractmethod
     def keep(self, group: Sequence[Rollout]) -> bool:
-        """Whether to train on this group."""
+        """Decide whether to train on this group."""
 
 
 @configurable

@@ -23,7 +23,7 @@ from lightning_rl.run.loop import background_loop, run_async
 
 
 class Resumable(Protocol):
-    """What a checkpoint can hold, and any number of ranks go on from."""
+    """Something that a checkpoint can hold, and any number of ranks go on from."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -126,7 +126,7 @@ class RolloutLoader:
 
 
 def limited_epoch(trainer: Trainer, length: int) -> int:
-    """How many of an epoch's iterations ``limit_train_batches`` and ``overfit_batches`` leave."""
+    """Count an epoch's iterations that ``limit_train_batches`` and ``overfit_batches`` leave."""
     limit = trainer.limit_train_batches
     return min(limit, length) if isinstance(limit, int) else int(length * limit)
 
@@ -302,7 +302,7 @@ class RolloutBatches:
         return groups, metrics | dist.all_reduce_sum(self.metrics())
 
     def tell(self) -> str:
-        """Which filter rejected how many groups, in words."""
+        """Say in words which filter rejected how many groups."""
         parts = (f"{name} rejected {count}" for name, count in self.rejected.items())
         return ", ".join(parts) or "none was rejected"
 
@@ -315,7 +315,7 @@ class RolloutBatches:
         run_async(in_loop())
 
     def ack(self) -> None:
-        """What ``collect`` returned is in safe hands; begin to work on the next batch."""
+        """Take note that the batch is in safe hands, and begin to work on the next one."""
         # Nobody waits: the loop may be in the middle of an engine's step.
         background_loop().call_soon_threadsafe(self.collector.ack, self._taken)
         self._acked = time.perf_counter()
@@ -332,7 +332,7 @@ class RolloutBatches:
 
     # Taken in the loop, between two steps of whatever works ahead there.
     def state_dict(self) -> dict[str, Any]:
-        """Where the source stands, and every group that is not in a batch yet; primitives only."""
+        """The place of the source, and every group that is not in a batch yet; primitives only."""
 
         async def snapshot() -> dict[str, Any]:
             return {

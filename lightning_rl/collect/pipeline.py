@@ -183,7 +183,7 @@ class RolloutPipeline:
         seed: int,
         iteration: int,
     ) -> list[Rollout]:
-        """What :meth:`run` returns of prompts that all ranks have: they share the work."""
+        """Do what :meth:`run` does, of prompts that all ranks have: they share the work."""
         groups = in_groups(new_rollouts(prompts, group_size, sampling, seed, iteration), group_size)
         share = groups if self.engine.serves_all_ranks else dist.shard(groups)
         with dist.every_rank():
@@ -286,7 +286,7 @@ def _is_cancelled_from_outside() -> bool:
 
 
 def _comes_from(engine: Engine, error: BaseException) -> bool:
-    """Whether the engine's ``generate`` raised it, of whatever class it is."""
+    """Tell if the engine's ``generate`` raised it, of whatever class it is."""
     if isinstance(error, asyncio.CancelledError):  # which goes through it, from the agent's timeout
         return False
     code = getattr(engine.generate, "__code__", None)

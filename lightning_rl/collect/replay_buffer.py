@@ -130,7 +130,7 @@ class ReplayBuffer:
         return added
 
     def state_dict(self) -> dict[str, Any]:
-        """Which groups of the file are in the buffer, as primitives; the groups stay there."""
+        """Name the groups of the file that are in the buffer, in primitives; they stay there."""
         return {
             "run": self._run,
             "exchanges": self._exchanges,
@@ -193,7 +193,7 @@ class ReplayBuffer:
         }
 
     def _mark(self, state: str, entries: Sequence[Entry]) -> int:
-        """Returns how many rollouts their groups have."""
+        """Set the state of groups in the file; return how many rollouts they have."""
         return self.store.set_state(state, [entry.place for entry in entries]) if entries else 0
 
 

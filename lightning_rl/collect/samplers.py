@@ -42,11 +42,11 @@ class Sampler(ABC):
 
     @property
     def gives_experts(self) -> bool:
-        """Whether some of what :meth:`experts` returns is to be imitated (``SFTMix``)."""
+        """True if some of the groups of :meth:`experts` are to be imitated (``SFTMix``)."""
         return False
 
     def count(self, fresh: int) -> int:
-        """How many groups to replay beside so many fresh ones."""
+        """Number of groups to replay beside so many fresh ones."""
         return self.groups
 
     @abstractmethod

@@ -217,7 +217,7 @@ class _Silent(Agent):
 
 @dataclass
 class Simulation:
-    """What came of it, in simulated seconds; ``tokens`` are those trained on, ``staleness`` theirs.
+    """The outcome, in simulated seconds; ``tokens`` are those trained on, ``staleness`` theirs.
 
     ``waited`` is the trainer's time without a batch, ``trained_seconds`` its time with one,
     ``slot_seconds`` the time in which requests ran, summed over them, ``pushes`` the versions that

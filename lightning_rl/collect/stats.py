@@ -1,4 +1,4 @@
-"""What a set of graded rollouts says: of an iteration, and of a policy."""
+"""Metrics of graded rollouts: of an iteration, and of a policy."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -98,7 +98,7 @@ class PassRateCurriculum(PromptDataset):
                 self.pass_rates[index] = self.memory * old + (1 - self.memory) * share
 
     def weights(self) -> np.ndarray:
-        """How likely each row is drawn next, up to a factor, shape (rows,)."""
+        """Probability that each row is drawn next, up to a factor, shape (rows,)."""
         weights = self.floor + 4 * self.pass_rates * (1 - self.pass_rates)
         weights[list(self._dropped_rows)] = 0.0
         return weights

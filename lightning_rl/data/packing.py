@@ -134,7 +134,7 @@ def _turn_starts(rollout: Rollout) -> list[int]:
 
 
 def _no_end(rollout: Rollout) -> list[bool]:
-    """Which tokens, prompt included, are among the first ``min_tokens`` of a turn."""
+    """Flags of the tokens, prompt included, among the first ``min_tokens`` of a turn."""
     flags, written = [False] * len(rollout.prompt.token_ids), 0
     for mine in rollout.loss_mask:
         written = written + 1 if mine else 0
@@ -151,7 +151,7 @@ def token_rows(batch: TensorDict) -> Tensor:
 
 
 def host_of(batch: TensorDict) -> TensorDict:
-    """What decides a batch's layout, on the CPU: a batch of ``loss_mask`` and a few columns.
+    """The columns that decide a batch's layout, on the CPU: ``loss_mask`` and a few others.
 
     It is ``batch["host"]``, or the batch itself if it is on the CPU, or else copied anew, for which
     a GPU's host waits.
@@ -214,7 +214,7 @@ def select(batch: TensorDict, rows: Tensor) -> TensorDict:
 
 
 def has_zero_advantage(batch: TensorDict) -> Tensor:
-    """Which rollouts, (R,), are sampled and have no advantage on any of their loss tokens."""
+    """Flags, (R,), of rollouts that are sampled and have no advantage on any loss token."""
     tokens = batch["tokens"]
     idle = ~batch["rollouts", "expert"]
     idle[token_rows(batch)[(tokens["advantages"] != 0) & tokens["loss_mask"]]] = False

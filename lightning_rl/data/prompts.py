@@ -145,14 +145,14 @@ class PromptDataset(ABC):
         return prompts
 
     def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        """Told of every group of these prompts that was graded, kept or not; here: nothing."""
+        """Hear of every group of these prompts that was graded, kept or not; here: nothing."""
 
     def bound(self, room: int) -> None:
         """Drop prompts of more than ``room`` tokens too: the engine takes no longer ones."""
         self._room = room
 
     def fits(self, prompt: Prompt) -> bool:
-        """Whether the prompt is within ``max_prompt_tokens``, and the engine has room for it."""
+        """Tell if the prompt is within ``max_prompt_tokens``, and the engine has room for it."""
         limits = (self.max_prompt_tokens, self._room)
         return all(limit is None or len(prompt.token_ids) <= limit for limit in limits)
 
