@@ -226,10 +226,12 @@ class StagedTransport(WeightTransport):
                     f"backend: {engine.transfer_backend}; leave that out, or use NCCLTransport or "
                     "IPCTransport"
                 )
-            if self._other_end().startswith("__main__."):
+            place, _, name = self._other_end().partition(".")
+            if place == "__main__" or "<locals>" in name:
                 raise ConfigError(
                     f"{type(self).__name__} takes weights in the engine's processes, which cannot "
-                    "import it from the script that runs; move it to a module of its own"
+                    "import it from a function or the script that runs; move it to a module of its "
+                    "own"
                 )
             engine.refill = self.refill
         self._engine = engine

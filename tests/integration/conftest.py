@@ -1,15 +1,19 @@
 """What integration tests share: the tiny model as engines take it, and the fault table."""
 
 import json
+import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
 from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.sync.transport import StagedTransport
 from tests.bad_configs import furnish
 
 Fault = Callable[..., AbstractContextManager[None]]
@@ -26,6 +30,20 @@ def skeleton(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     directory = tmp_path_factory.mktemp("skeleton")
     save_skeleton(str(tiny_model), directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def own_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[StagedTransport]]:
+    """The class of docs/extend/transport.md, where processes that are started find it, too."""
+    page = Path(__file__).parents[2] / "docs" / "extend" / "transport.md"
+    found = re.search(r'```python title="my_transport\.py"\n(.*?)```', page.read_text(), re.DOTALL)
+    assert found is not None
+    place = tmp_path_factory.mktemp("own_transport")
+    (place / "my_transport.py").write_text(found[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(place)
+        patch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
+        yield import_module("my_transport").CompressedFiles
 
 
 @pytest.fixture

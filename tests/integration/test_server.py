@@ -18,6 +18,7 @@ from lightning_rl.errors import (
     IncompleteWeightsError,
     ReplicaError,
     SyncTimeoutError,
+    WeightSyncError,
 )
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
@@ -45,7 +46,7 @@ KEY = "LIGHTNING_RL_TEST_KEY"
 
 
 @pytest.fixture(scope="module")
-def engine(skeleton):
+def engine(skeleton, own_transport):
     engine = VLLMServer(
         replicas=2, max_model_len=128, kv_cache_gb=0.05, health_every_s=1.0, recovery_timeout_s=200
     )
@@ -251,6 +252,30 @@ def test_a_push_replaces_all_weights_of_all_replicas(tiny_model, tmp_path, weigh
                 assert replica.version == version
                 assert gap(replica, plain) < ROUNDING
         assert gap(engine.replicas[0], plain_model(tiny_model, states[2])) > 1e-2
+
+
+def test_a_transport_of_ones_own_reaches_all_replicas(
+    tiny_model, tmp_path, weights, engine, own_transport
+):
+    with connected(own_transport(str(tmp_path)), engine) as transport:
+        for version, factor in enumerate((1.0, 0.8)):
+            state = scaled(weights, factor)
+            transport.push(state.items(), version)
+            plain = plain_model(tiny_model, state)
+            assert all(gap(replica, plain) < ROUNDING for replica in engine.replicas)
+
+
+def test_a_transport_that_servers_cannot_import_is_named(tmp_path, weights, engine, own_transport):
+    class Elsewhere(own_transport):
+        """Of a module that only this process has."""
+
+        __module__, __qualname__ = "only_here", "Elsewhere"
+        fetch = staticmethod(own_transport.fetch)
+
+    with connected(Elsewhere(str(tmp_path)), engine) as transport:
+        with pytest.raises(WeightSyncError, match=r"cannot import its end: .*Elsewhere"):
+            transport.push(weights.items(), 0)
+        assert engine.version == -1
 
 
 @pytest.fixture

@@ -238,6 +238,51 @@ def test_the_group_of_a_replica_that_dies_is_left_at_once(engine, weights):
     transport.close()
 
 
+def test_a_transport_of_ones_own_fills_replicas_too(tmp_path, engine, weights, own_transport):
+    transport = own_transport(str(tmp_path))
+    transport.connect(engine)
+    transport.push(weights.items(), 0)
+    assert all(holds(replica, weights) for replica in engine.replicas)
+    doomed, other = engine.replicas
+    doomed.dies_at = "update_weights"
+    state = halved(weights)
+    transport.push(state.items(), 1)
+    assert holds(other, state)
+    wait_for(lambda: doomed.version == 1)
+    assert holds(doomed, state)
+    with pytest.raises(IncompleteWeightsError, match=r"left out 1 .*'model\.norm\.weight'"):
+        transport.push([(n, w) for n, w in weights.items() if n != "model.norm.weight"], 2)
+    transport.close()
+
+
+def test_a_transport_of_ones_own_sends_adapters_alone(tmp_path, engine, lora_policy, own_transport):
+    transport = own_transport(str(tmp_path))
+    transport.adapters_only = True  # as its constructor may tell that of StagedTransport
+    transport.connect(engine)
+    for version, seed in enumerate((1, 2)):
+        merged = train_adapters(lora_policy, seed)
+        transport.push(transport.weights_of(lora_policy), version)
+        assert all(holds(replica, merged) for replica in engine.replicas)
+    run_async(lose(engine, engine.replicas[0]))
+    wait_for(lambda: engine.replicas[0].version == 1 and engine.replicas[0].life == 2)
+    assert holds(engine.replicas[0], merged)
+    transport.close()
+
+
+def test_a_transport_in_the_script_that_runs_is_refused(tmp_path, engine, own_transport):
+    class Own(own_transport):
+        """As if it stood in the script."""
+
+        __module__ = "__main__"
+        fetch = staticmethod(own_transport.fetch)
+
+    with pytest.raises(
+        ConfigError, match=r"Own takes weights in .* move it to a module of its own"
+    ):
+        Own(str(tmp_path)).connect(engine)
+    Own(str(tmp_path)).connect(TransformersEngine(device="cpu"))  # which is in this process
+
+
 @pytest.mark.parametrize("changed_only", [False, True])
 def test_with_nccl_copies_are_on_the_host_and_two_buckets_on_the_device(
     engine, weights, changed_only

@@ -281,10 +281,13 @@ def test_adapters_alone_make_the_merged_weights(tiny_model, tmp_path, engine, na
     transport.close()
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_a_push_replaces_all_weights(tiny_model, tmp_path, weights, changed, engine, name):
+@pytest.mark.parametrize("name", [*TRANSPORTS, "own"])
+def test_a_push_replaces_all_weights(
+    tiny_model, tmp_path, weights, changed, engine, own_transport, name
+):
     sampling = Sampling(max_tokens=12, temperature=0.7)
-    transport = TRANSPORTS[name](tmp_path)
+    ways = TRANSPORTS | {"own": own_transport}
+    transport = ways[name](tmp_path)
     transport.connect(engine)
     transport.push(weights.items(), 3)
     before = generate(engine, PROMPTS, sampling)
