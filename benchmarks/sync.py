@@ -36,11 +36,10 @@ from benchmarks.sync_receiver import TIMEOUT_S, ReceiverEngine
 from lightning_rl.engines.vllm_server import VLLMServer
 from lightning_rl.run.loop import background_loop
 from lightning_rl.sync.adapters import merge
-from lightning_rl.sync.broadcast import BroadcastGroup
 from lightning_rl.sync.checkpoint import CheckpointTransport
-from lightning_rl.sync.collective import CollectiveTransport
+from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
-from lightning_rl.sync.transport import StagedTransport
+from lightning_rl.sync.staged import StagedTransport
 from recipes.sort_digits.prepare import make_tokenizer
 
 ROUNDS = 5

@@ -18,9 +18,9 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.dist import all_reduce_max, any_rank, every_rank
 from lightning_rl.run.hooks import call_hook, find_callbacks, is_fast_dev_run
+from lightning_rl.sync.base import WeightTransport, push
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
-from lightning_rl.sync.transport import WeightTransport, push
 from lightning_rl.sync.verify import probe_again, probe_gap, require_agreement
 
 

@@ -270,6 +270,11 @@ from lightning_rl.rollouts.files import RolloutFile as RolloutFile, open_rollout
 from lightning_rl.rollouts.store import RolloutStore as RolloutStore
 from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO as VerifiedCheckpointIO
 from lightning_rl.run.dist import global_mean_std as global_mean_std
+from lightning_rl.sync.base import (
+    WeightReceiver as WeightReceiver,
+    WeightStream as WeightStream,
+    WeightTransport as WeightTransport,
+)
 from lightning_rl.sync.checkpoint import CheckpointTransport as CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport as CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport as MemoryTransport
@@ -282,10 +287,5 @@ from lightning_rl.sync.schedule import (
     SyncState as SyncState,
     TrainerSchedule as TrainerSchedule,
 )
-from lightning_rl.sync.transport import (
-    StagedTransport as StagedTransport,
-    WeightReceiver as WeightReceiver,
-    WeightStream as WeightStream,
-    WeightTransport as WeightTransport,
-)
+from lightning_rl.sync.staged import StagedTransport as StagedTransport
 from lightning_rl.sync.verify import probe_gap as probe_gap

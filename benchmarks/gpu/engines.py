@@ -22,7 +22,7 @@ from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.rollout import SAMPLED_BY
 from lightning_rl.run.loop import run_async
-from lightning_rl.sync.transport import push as push_weights
+from lightning_rl.sync.base import push as push_weights
 
 KEPT_AFTER_CLOSE = (("before", "first closed", 1.5), ("first closed", "second closed", 0.1))
 """GiB that engines may leave taken: CUDA's libraries and kernels, which come once; no cache."""

@@ -20,8 +20,8 @@ from lightning_rl.learn.recording import RecordingModule
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.dist import every_rank
+from lightning_rl.sync.base import WeightTransport, push
 from lightning_rl.sync.memory import MemoryTransport
-from lightning_rl.sync.transport import WeightTransport, push
 from lightning_rl.sync.verify import probe_again, probe_gap, require_agreement
 
 

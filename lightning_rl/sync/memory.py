@@ -14,14 +14,8 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
 from lightning_rl.sync.adapters import unit_of
-from lightning_rl.sync.transport import (
-    Bucket,
-    Kind,
-    StagedTransport,
-    WeightReceiver,
-    Weights,
-    WeightStream,
-)
+from lightning_rl.sync.base import Bucket, Kind, WeightReceiver, Weights, WeightStream
+from lightning_rl.sync.staged import StagedTransport
 
 _ALIGNMENT = 64
 """Elements; in a flat buffer a tensor starts at a multiple of it."""

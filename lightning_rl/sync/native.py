@@ -6,9 +6,8 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +26,11 @@ from lightning_rl.errors import (
     require_at_least,
 )
 from lightning_rl.run.dist import world_size
-from lightning_rl.sync.transport import Weights, WeightTransport, submit
+from lightning_rl.sync.base import Weights, WeightTransport
+from lightning_rl.sync.staged import submit
 
 
-@dataclass(frozen=True)
-class Declared:
+class Declared(NamedTuple):
     """A weight that will come, as vLLM asks for it."""
 
     name: str

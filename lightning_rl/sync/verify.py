@@ -59,15 +59,35 @@ class Gap:
         return float(torch.cat(counted).mean()), worst
 
 
+@torch.no_grad()
 def probe_gap(
-    engine: Engine, policy: Policy, prompts: Sequence[Prompt], temperature: float, tokens: int = 2
+    engine: Engine,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    tokens: int = 2,
+    samples: int = 1,
+    number: int = 0,
 ) -> Gap:
     """Let the engine write ``tokens`` tokens per prompt, score them with the policy, and compare.
 
     Generating (rather than asking for prompt logprobs) goes through the prefix cache, so that a
-    stale one shows up too. On several ranks call it on all of them.
+    stale one shows up too. On several ranks call it on all of them. ``samples`` are completions of
+    each prompt; probes of another ``number`` have other seeds.
     """
-    return _compare(engine, policy, prompts, temperature, tokens, samples=1, number=0)
+    sampling = Sampling(max_tokens=tokens, temperature=temperature)
+    rollouts = new_rollouts(prompts, samples, sampling, seed=0, iteration=-2 - number)
+    agent = SingleTurn()
+
+    async def run() -> None:
+        await asyncio.gather(*(agent.run(rollout, engine, sampling) for rollout in rollouts))
+
+    with every_rank():
+        if feeds_engine(engine):
+            run_async(run())
+    if engine.serves_all_ranks:
+        rollouts = from_rank_zero(rollouts)
+    return _gap(policy, rollouts)
 
 
 def probe_again(
@@ -83,33 +103,7 @@ def probe_again(
             longest = max(len(prompt.token_ids) for prompt in prompts)
             room = max(1, min(AGAIN_TOKENS, engine.max_length - longest))
     samples = -(-AGAIN_TOKENS // room)
-    return _compare(engine, policy, prompts, temperature, room, samples, number=1)
-
-
-@torch.no_grad()
-def _compare(
-    engine: Engine,
-    policy: Policy,
-    prompts: Sequence[Prompt],
-    temperature: float,
-    tokens: int,
-    samples: int,
-    number: int,
-) -> Gap:
-    """Of ``samples`` completions per prompt; probes of another ``number`` have other seeds."""
-    sampling = Sampling(max_tokens=tokens, temperature=temperature)
-    rollouts = new_rollouts(prompts, samples, sampling, seed=0, iteration=-2 - number)
-    agent = SingleTurn()
-
-    async def run() -> None:
-        await asyncio.gather(*(agent.run(rollout, engine, sampling) for rollout in rollouts))
-
-    with every_rank():
-        if feeds_engine(engine):
-            run_async(run())
-    if engine.serves_all_ranks:
-        rollouts = from_rank_zero(rollouts)
-    return _gap(policy, rollouts)
+    return probe_gap(engine, policy, prompts, temperature, room, samples, number=1)
 
 
 def _gap(policy: Policy, rollouts: Sequence[Rollout]) -> Gap:

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from lightning_rl.models.policy import Policy, save_skeleton
-from lightning_rl.sync.transport import StagedTransport
+from lightning_rl.sync.staged import StagedTransport
 from tests.bad_configs import furnish
 
 Fault = Callable[..., AbstractContextManager[None]]

@@ -23,8 +23,8 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.log import Outcome
 from lightning_rl.run import dist
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
+from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.memory import MemoryTransport
-from lightning_rl.sync.transport import WeightTransport
 
 # Whatever says when a run stops, or makes it a trial run.
 _TRAINER = {
