@@ -15,31 +15,28 @@ from lightning_rl.callbacks.checkpoint import IterationCheckpoint
 from lightning_rl.callbacks.defaults import ParameterSummary
 from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.callbacks.export import HFExport
-from lightning_rl.callbacks.guard_actions import (
+from lightning_rl.callbacks.guards import (
+    BatchGuard,
     Correct,
+    EntropyGuard,
     Finding,
+    Guard,
     GuardAction,
+    KLGuard,
     Mask,
+    MetricFloorGuard,
+    MetricGuard,
+    NonFiniteGuard,
     SkipUpdate,
     StopRun,
     Warn,
 )
-from lightning_rl.callbacks.guards import (
-    BatchGuard,
-    EntropyGuard,
-    Guard,
-    KLGuard,
-    MetricFloorGuard,
-    MetricGuard,
-    NonFiniteGuard,
-)
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.preview import PreviewTable
-from lightning_rl.callbacks.progress import RLProgressBar
+from lightning_rl.callbacks.progress import RLProgressBar, StepTimer
 from lightning_rl.callbacks.recorder import RerunRecorder, RolloutRecorder, RolloutWriter
 from lightning_rl.callbacks.report import RunReport
 from lightning_rl.callbacks.reward_alarms import RewardAlarms
-from lightning_rl.callbacks.timer import StepTimer
 from lightning_rl.callbacks.watchdog import Watchdog
 from lightning_rl.callbacks.weight_sync import WeightSync
 from lightning_rl.config.names import refuse_renamed

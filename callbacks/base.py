@@ -3,6 +3,7 @@
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tensordict import TensorDict
 
+from lightning_rl.algos.objective import Decision
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
@@ -31,8 +32,12 @@ class RLCallback(Callback):
 
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
-    ) -> None:
-        """Called with an iteration's packed batch, advantages included, before the update."""
+    ) -> Decision | None:
+        """Called with an iteration's packed batch, advantages included, before the update.
+
+        What it returns is done to the update, before the next callback is called.
+        """
+        return None
 
     def on_sync_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before weights are pushed to the engine."""

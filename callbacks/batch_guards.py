@@ -6,13 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.callbacks.guard_actions import (
-    GuardAction,
-    Warn,
-    trained_tokens,
-    trainer_logprobs,
-)
-from lightning_rl.callbacks.guards import BatchGuard
+from lightning_rl.callbacks.guards import BatchGuard, GuardAction, Warn
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import has_zero_advantage, token_rows
 from lightning_rl.module import PolicyModule
@@ -36,12 +30,12 @@ class LogprobGapGuard(BatchGuard):
         super().__init__(bound, action, patience)
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
-        gap = log_weights(module, batch)[trained_tokens(module, batch)].abs().double()
+        gap = log_weights(module, batch)[module.trained_tokens(batch)].abs().double()
         total, count = all_sum(torch.stack([gap.sum(), torch.ones_like(gap).sum()])).tolist()
         return total / count if count else None
 
     def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
-        row, trained = token_rows(batch), trained_tokens(module, batch)
+        row, trained = token_rows(batch), module.trained_tokens(batch)
         gap = log_weights(module, batch).abs() * trained
         zeros = gap.new_zeros(len(batch["rollouts"]))
         count = zeros.index_add(0, row, trained.to(gap.dtype)).clamp(min=1)
@@ -61,7 +55,7 @@ class LogprobSpikeGuard(BatchGuard):
         super().__init__(bound, action, patience)
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
-        gap = log_weights(module, batch)[trained_tokens(module, batch)].abs()
+        gap = log_weights(module, batch)[module.trained_tokens(batch)].abs()
         return largest_of(gap)
 
     def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
@@ -87,7 +81,7 @@ class EffectiveSampleGuard(BatchGuard):
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
         # Bounded so that one absurd weight leaves a number; it is near 0 then.
-        log_w = log_weights(module, batch)[trained_tokens(module, batch)].clamp(max=30.0)
+        log_w = log_weights(module, batch)[module.trained_tokens(batch)].clamp(max=30.0)
         w = log_w.double().exp()
         sums = torch.stack([w.sum(), (w**2).sum(), torch.ones_like(w).sum()])
         total, squares, count = all_sum(sums).tolist()
@@ -109,7 +103,7 @@ class StalenessGuard(BatchGuard):
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
         ages = module.iteration - batch["tokens", "versions"]
-        return largest_of(ages[trained_tokens(module, batch)].double())
+        return largest_of(ages[module.trained_tokens(batch)].double())
 
     def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
         return module.iteration - batch["tokens", "versions"] > self.bound
@@ -136,7 +130,7 @@ class ZeroAdvantageGuard(BatchGuard):
 
 @configurable
 class RewardAlarmGuard(BatchGuard):
-    """How many of the alarms of ``RewardAlarms`` are on; that callback comes first in the list."""
+    """Number of alarms of ``RewardAlarms`` that are on; that callback comes first in the list."""
 
     name = "reward_alarms"
     what = "the number of alarm/* that are on"
@@ -151,8 +145,8 @@ class RewardAlarmGuard(BatchGuard):
 
 
 def log_weights(module: PolicyModule, batch: TensorDict) -> Tensor:
-    """log p_trainer - log p_engine, (T,); meaningful where ``trained_tokens`` is True."""
-    return trainer_logprobs(module, batch) - batch["tokens", "rollout_logprobs"]
+    """log p_trainer - log p_engine, (T,); meaningful at ``trained_tokens``."""
+    return module.trainer_logprobs(batch) - batch["tokens", "rollout_logprobs"]
 
 
 def largest_of(values: Tensor) -> float | None:

@@ -34,7 +34,7 @@ from lightning_rl.run.checkpoint_io import (
 )
 from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.loop import Interrupts, is_waiting, replace_loop_if_blocked, seconds_of
-from lightning_rl.run.resume import begin_only_if_new, enter_run, going_on_from, run_id_of
+from lightning_rl.run.resume import begin_only_if_new, enter_run, going_on, run_id_of
 from lightning_rl.run.rundir import continue_in, output_path, own_runs, require_free
 
 
@@ -236,7 +236,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             self._interrupts.remove()
 
     def _rank(self, module: PolicyModule) -> bool:
-        """Whether this iteration is among the best so far; if so, remember it."""
+        """Remember this iteration if it is among the best so far; tell whether it is."""
         value = None if self.monitor is None else module.recorded.get(self.monitor)
         if value is None or not math.isfinite(value):
             return False
@@ -293,7 +293,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             self._announced = set(self.saved)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """What Lightning asks for on ``ckpt_path="last"``."""
+        """Answer Lightning on ``ckpt_path="last"``."""
         if self._given is None:
             _continue_newest_run(trainer)
         directory = output_path(trainer, self._given, "checkpoints")
@@ -301,12 +301,12 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         if found is None:
             begin_only_if_new(trainer, directory)
             return set()
-        going_on_from[trainer] = found
+        going_on(trainer, found)
         return {str(found)}
 
 
 def _continue_newest_run(trainer: Trainer) -> None:
-    """Where every run begins a new folder, go on in the last that holds a checkpoint.
+    """Go on in the last folder that holds a checkpoint, where every run begins a new one.
 
     Raises:
         ConfigError: if another process is at it.

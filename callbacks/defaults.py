@@ -1,4 +1,4 @@
-"""What every run of ours has, in a script as from the command line."""
+"""Callbacks of every run of ours, in a script as from the command line."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def default_callbacks(trainer: Trainer) -> list[Callback]:
 
 
 def rl_callbacks(trainer: Trainer) -> list[Callback]:
-    """What a run of ``PolicyModule`` has besides."""
+    """Callbacks of a run of ``PolicyModule``; a ``WeightSync`` among them."""
     push_weights(trainer)
     return [*StopEarly.where_needed(trainer), *default_callbacks(trainer)]
 

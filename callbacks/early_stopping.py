@@ -66,7 +66,7 @@ class StopEarly(RLCallback):
 
     @classmethod
     def where_needed(cls, trainer: Trainer) -> list[Callback]:
-        """What to add to a Trainer's callbacks; nothing if it has it, or needs it not."""
+        """The addition to a Trainer's callbacks; none if it has it, or needs it not."""
         found = find_callbacks(trainer, EarlyStopping)
         stoppers = [stopper for stopper in found if not stopper._check_on_train_epoch_end]
         if not stoppers or find_callbacks(trainer, cls):

@@ -67,7 +67,7 @@ class Evaluate(RLCallback):
             module.flush_metrics()  # the iteration's row is written already
 
     def should_evaluate(self, trainer: Trainer, version: int) -> bool:
-        """Whether to evaluate the policy of this version; override to change when.
+        """Tell whether to evaluate the policy of this version; override to change when.
 
         The last one is evaluated in any case.
         """
@@ -85,7 +85,7 @@ class Evaluate(RLCallback):
 
 
 def is_last(trainer: Trainer, version: int) -> bool:
-    """Whether the run ends with this iteration, as far as its number of steps tells."""
+    """Tell whether the run ends with this iteration, as far as its number of steps tells."""
     epochs, batches = trainer.max_epochs, trainer.num_training_batches
     if 0 < trainer.max_steps <= trainer.global_step:
         return True

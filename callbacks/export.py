@@ -6,7 +6,8 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.config.arguments import configurable
-from lightning_rl.models.policy import Policy
+from lightning_rl.errors import ConfigError
+from lightning_rl.learn.base import LearningModule
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.run.rundir import output_path
 
@@ -26,8 +27,9 @@ class HFExport(RLCallback):
         self.directory = directory
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        policy = pl_module.policy
-        assert isinstance(policy, Policy)
+        if not isinstance(pl_module, LearningModule):
+            raise ConfigError(f"HFExport: {type(pl_module).__name__} has no policy; remove it")
+        policy = pl_module.loaded_policy
         require_finite_weights(policy, f"exported to {self.target(trainer)}")
         policy.save_pretrained(self.target(trainer))  # on all ranks; the first writes
 

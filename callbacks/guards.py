@@ -1,26 +1,113 @@
-"""Guards: each watches one number in every iteration, and acts when it leaves its bound."""
+"""Guards: each watches one number in every iteration, and acts when it leaves its bound.
+
+Actions come first, from a line in the log to the end of the run.
+"""
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.algos.correction import Correction, TokenTIS
+from lightning_rl.algos.objective import Decision
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.callbacks.guard_actions import (
-    Finding,
-    GuardAction,
-    Mask,
-    Warn,
-)
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.errors import ConfigError, GuardError, require_at_least, require_finite
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.dist import gather
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A bound that was broken, while something can be done about it.
+
+    ``batch`` is what the update is about to train on, None if it is over. ``offenders`` tells which
+    tokens, (T,), broke the bound by themselves.
+    """
+
+    module: PolicyModule
+    batch: TensorDict | None
+    offenders: Callable[[], Tensor]
+    reason: str
+
+
+class GuardAction(ABC):
+    """Taken by a guard in every iteration in which it goes off; it also logs a warning.
+
+    ``changes_update``: it comes too late once the update is over, when only ``stop`` of a decision
+    is heeded.
+    """
+
+    changes_update: ClassVar[bool] = False
+
+    @abstractmethod
+    def act(self, finding: Finding) -> Decision | None:
+        """Do it, or decide what is done to the update."""
+
+
+@dataclass(frozen=True)
+class Warn(GuardAction):
+    """Nothing but the line in the log."""
+
+    def act(self, finding: Finding) -> None:
+        """The guard has logged it already."""
+
+
+@configurable
+@dataclass(frozen=True)
+class Correct(GuardAction):
+    """Trains on this batch with importance weights, whatever ``model.correction`` is.
+
+    Args:
+        correction: ``TokenTIS()`` (truncated importance sampling) or another.
+    """
+
+    correction: Correction = TokenTIS()
+    changes_update: ClassVar[bool] = True
+
+    def act(self, finding: Finding) -> Decision:
+        return Decision(correction=self.correction)
+
+
+@dataclass(frozen=True)
+class Mask(GuardAction):
+    """Takes the tokens that break the bound by themselves out of the loss.
+
+    If none is left, there is no update.
+    """
+
+    changes_update: ClassVar[bool] = True
+
+    def act(self, finding: Finding) -> Decision:
+        return Decision(mask=finding.offenders())
+
+
+@dataclass(frozen=True)
+class SkipUpdate(GuardAction):
+    """Leaves this batch's update out: no optimizer steps, the iteration is counted all the same."""
+
+    changes_update: ClassVar[bool] = True
+
+    def act(self, finding: Finding) -> Decision:
+        return Decision(skip=True)
+
+
+@dataclass(frozen=True)
+class StopRun(GuardAction):
+    """Leaves the update out if it is still to come, saves, and ends the run with a ``GuardError``.
+
+    ``IterationCheckpoint`` is what saves.
+    """
+
+    def act(self, finding: Finding) -> Decision:
+        return Decision(stop=GuardError(finding.reason))
 
 
 @configurable
@@ -34,7 +121,7 @@ class Guard(RLCallback, ABC):
 
     Args:
         bound: the last value that is still good.
-        action: what to do; a class of :mod:`lightning_rl.callbacks.guard_actions`.
+        action: what to do; a :class:`GuardAction`.
         patience: iterations in a row that break the bound before it acts.
 
     Raises:
@@ -47,9 +134,9 @@ class Guard(RLCallback, ABC):
     what: str
     """The number, in words."""
     fix: ClassVar[str] = "look at some rollouts"
-    """What a person can do about it."""
+    """Advice to a person."""
     before_update: ClassVar[bool]
-    """Whether it is known before the update."""
+    """True where it is known before the update."""
 
     def __init__(self, bound: float, action: GuardAction = Warn(), patience: int = 1) -> None:
         require_at_least(1, patience=patience)
@@ -76,18 +163,20 @@ class Guard(RLCallback, ABC):
         return self._generate_state_key(name=self.name, bound=self.bound)
 
     def breaks(self, value: float) -> bool:
-        """Whether a value is bad."""
+        """Tell whether a value is bad."""
         return not value <= self.bound
 
     def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
-        """Which tokens, (T,), are to blame: what ``Mask`` takes out. Override it to allow that."""
+        """Tokens, (T,), that are to blame: ``Mask`` takes them out. Override it to allow that."""
         raise NotImplementedError
 
-    def judge(self, module: PolicyModule, value: float | None, batch: TensorDict | None) -> None:
+    def judge(
+        self, module: PolicyModule, value: float | None, batch: TensorDict | None
+    ) -> Decision | None:
         """Record a value, and act on it; all ranks have to come here, with a value or None."""
         values = [v for v in gather(value) if v is not None]
         if not values:
-            return
+            return None
         # A rank that skips an update by itself would leave the others waiting for its gradients.
         value = next((v for v in values if self.breaks(v)), values[0])
         self.broken = self.broken + 1 if self.breaks(value) else 0
@@ -97,7 +186,7 @@ class Guard(RLCallback, ABC):
             {key: float(self.broken > 0), f"{key}_acted": float(acts), f"{key}_value": value}
         )
         if not acts:
-            return
+            return None
         reason = (
             f"{type(self).__name__} at iteration {module.iteration - (batch is None)}: {self.what} "
             f"is {value:.4g}, bound={self.bound:g}; {self.fix}"
@@ -109,7 +198,7 @@ class Guard(RLCallback, ABC):
             assert batch is not None
             return self.offenders(module, batch)
 
-        self.action.act(Finding(module, batch, offenders, reason))
+        return self.action.act(Finding(module, batch, offenders, reason))
 
     def state_dict(self) -> dict[str, Any]:
         return {"broken": self.broken}
@@ -132,9 +221,9 @@ class BatchGuard(Guard, ABC):
 
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
-    ) -> None:
+    ) -> Decision | None:
         module = self.module_of(pl_module)
-        self.judge(module, self.measure(module, batch), batch)
+        return self.judge(module, self.measure(module, batch), batch)
 
 
 @configurable
@@ -164,7 +253,9 @@ class MetricGuard(Guard):
         module = self.module_of(pl_module)
         value = module.recorded.get(self.metric)
         self._measured = self._measured or value is not None
-        self.judge(module, value, None)
+        decision = self.judge(module, value, None)
+        if decision is not None:
+            module.stopping = module.stopping or decision.stop
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._measured:

@@ -61,7 +61,7 @@ class Ends:
         self.last: list[list[float]] = []
 
     def add(self, values: Sequence[float]) -> None:
-        """Those of the next iteration."""
+        """Add those of the next iteration."""
         if not self._enough(self.first):
             self.first.append(list(values))
             return
@@ -74,7 +74,7 @@ class Ends:
 
     @property
     def full(self) -> bool:
-        """Whether both ends are complete, and do not overlap."""
+        """Tell whether both ends are complete, and do not overlap."""
         return self._enough(self.last)
 
     @property
@@ -84,7 +84,7 @@ class Ends:
 
     @property
     def iterations(self) -> tuple[int, int]:
-        """How many each end has."""
+        """Number of iterations at each end."""
         return len(self.first), len(self.last)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""RLProgressBar: iteration, reward, accuracy, speed, and what is going on right now."""
+"""RLProgressBar and StepTimer: how a run goes, what it is doing now, and where its time goes."""
 
 import math
 import sys
@@ -97,7 +97,7 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
 
 
 def draws() -> bool:
-    """Whether the output can be drawn on again: a terminal, or a notebook."""
+    """Tell whether the output can be drawn on again: a terminal, or a notebook."""
     return sys.stdout.isatty() or "ipykernel" in sys.modules
 
 
@@ -111,3 +111,28 @@ def _total(trainer: Trainer) -> float:
     """Iterations of the run; infinite where its number of epochs does not tell."""
     epochs, batches = trainer.max_epochs, trainer.num_training_batches
     return epochs * batches if epochs is not None and epochs > 0 else math.inf
+
+
+class StepTimer(RLCallback):
+    """Records ``time/generate``, ``reward``, ``logprob``, ``train``, ``sync``, ``eval``, ``other``.
+
+    In seconds of wall time; they sum to ``time/iteration``. A stage of your own,
+    ``with pl_module.clock("mine"): ...`` in a callback, becomes ``time/mine``.
+    The first iteration's clock starts when training starts, so it holds the first sync and
+    evaluation.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.module_of(pl_module).clock.take()
+        self._since = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        module = self.module_of(pl_module)
+        parts = module.clock.take()
+        now = time.perf_counter()
+        wall, self._since = now - self._since, now
+        row = {f"time/{stage}": seconds for stage, seconds in parts.items()}
+        row["time/other"] = wall - sum(parts.values())
+        module.record(row | {"time/iteration": wall})

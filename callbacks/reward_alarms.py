@@ -160,7 +160,7 @@ def duplicate_shares(rollouts: Sequence[Rollout]) -> tuple[float, float]:
 
 
 def summary_row(rollouts: Sequence[Rollout], duplicates: float) -> Row:
-    """What the alarms need to know of an iteration; mean and spread of each reward part too."""
+    """Summary of an iteration for the alarms; mean and spread of each reward part too."""
     row = {
         "tokens": sum(len(r.token_ids) for r in rollouts) / len(rollouts),
         "duplicates": duplicates,

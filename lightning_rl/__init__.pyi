@@ -26,6 +26,7 @@ from lightning_rl.algos.advantages import (
     GAE as GAE,
     GRPO as GRPO,
     Advantage as Advantage,
+    GroupAdvantage as GroupAdvantage,
     group_means as group_means,
     group_stds as group_stds,
     spread_over_tokens as spread_over_tokens,
@@ -35,7 +36,6 @@ from lightning_rl.algos.baselines import (
     OPMD as OPMD,
     RLOO as RLOO,
     DrGRPO as DrGRPO,
-    GroupAdvantage as GroupAdvantage,
     MaxRL as MaxRL,
     PassAtK as PassAtK,
     ReinforcePlusPlus as ReinforcePlusPlus,
@@ -75,6 +75,7 @@ from lightning_rl.algos.losses import (
 )
 from lightning_rl.algos.objective import (
     Aggregation as Aggregation,
+    Decision as Decision,
     PromptMean as PromptMean,
     SequenceMean as SequenceMean,
     TokenMean as TokenMean,

@@ -1,44 +1,54 @@
 """PolicyModule: everything that is learning. One Lightning batch is one RL iteration."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import DDPStrategy
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from lightning_rl.algos.advantages import GRPO, Advantage
 from lightning_rl.algos.correction import Correction, add_effective_share
 from lightning_rl.algos.kl import EntropyBonus, KLPenalty
-from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
-from lightning_rl.algos.objective import Aggregation, Objective, TokenMean, loss_tokens
-from lightning_rl.collect.checks import check_parts
+from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, ValueLoss
+from lightning_rl.algos.objective import (
+    Aggregation,
+    Objective,
+    TokenMean,
+    check_parts,
+    loss_tokens,
+)
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.data.packing import (
+    empty_like,
     has_zero_advantage,
     host_of,
     select,
     split_minibatches,
+    split_packs,
     token_rows,
-    without_zero_advantage,
+    with_host,
+    without,
 )
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.learn.gradients import accumulate
+from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
-from lightning_rl.learn.recording import save_primitive_hparams
 from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA, as_lora
+from lightning_rl.models.memory import smaller_budget
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading, model_of
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.sharding import full_tensor, read_by_rank_zero, shard
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.dist import every_rank
-from lightning_rl.run.hooks import call_hook, is_fast_dev_run, named_callbacks
+from lightning_rl.run.dist import all_reduce_max, all_sum, every_rank
+from lightning_rl.run.hooks import answers, is_fast_dev_run, named_callbacks
 from lightning_rl.run.metrics import TokenMetrics
 from lightning_rl.run.seeding import derived_seed, run_seed
 
@@ -161,8 +171,12 @@ class PolicyModule(OwnLoop):
         self.advantage = advantage
         self.aggregation = aggregation
         self.objective = objective
-        self.skip_update = False
-        self.skips_zero_advantage = objective.advantage_moves_alone and kl_reward is None
+        # Where nothing but an advantage gives a sampled token a gradient.
+        self.skips_zero_advantage = (
+            loss.zero_at_zero_advantage
+            and (kl, kl_reward, entropy) == (None, None, None)
+            and not advantage.needs_values
+        )
         self.kl = kl
         self.kl_reward = kl_reward
         self.lora = lora
@@ -182,7 +196,6 @@ class PolicyModule(OwnLoop):
         self.trust_remote_code = trust_remote_code
         self.loading = Loading(trust_remote_code, model_kwargs or {})
         self.seed = run_seed(seed)
-        self.policy: Policy | None = None
         self.reference: Reference | None = None
         # Tuples hide modules from nn.Module until they are configured.
         self._value_head, self._reference = (value_head,), (reference,)
@@ -238,23 +251,45 @@ class PolicyModule(OwnLoop):
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "skip_update" or (name == "objective" and hasattr(self, name)):
+            raise ConfigError(
+                f"PolicyModule.{name} is no longer set by callbacks; return Decision(skip=True) or "
+                "Decision(correction=...) from on_update_start, or from act of a GuardAction"
+            )
+        super().__setattr__(name, value)
+
     # ---------------------------------------------------------------- the named steps
 
-    def compute_old_logprobs(self, batch: TensorDict) -> TensorDict:
-        """Add ``old_logprobs`` (T,), the policy's before any update (with a critic, ``values``).
+    def score(self, batch: TensorDict, name: str) -> TensorDict:
+        """Add the present policy's logprobs as ``name`` (T,), and with a critic ``values`` (T,).
 
         Rollouts that are known to be left out of the update get zeros.
         """
+        left_out = self.left_out(batch) if "advantages" in batch["tokens"] else None
+        rows = None if left_out is None else (~left_out).nonzero().squeeze(1)
+        with self.clock("logprob"):
+            return self.loaded_policy.score(batch, name, self.max_tokens_per_pack, rows)
+
+    def compute_old_logprobs(self, batch: TensorDict) -> TensorDict:
+        """Add ``old_logprobs`` (T,), the policy's before any update (with a critic, ``values``)."""
         if self.advantage.needs_values or not self.trust_engine_logprobs:
-            known = self.skips_zero_advantage and "advantages" in batch["tokens"]
-            rows = (~has_zero_advantage(batch)).nonzero().squeeze(1) if known else None
-            with self.clock("logprob"):
-                batch = self.loaded_policy.score(
-                    batch, "old_logprobs", self.max_tokens_per_pack, rows
-                )
+            batch = self.score(batch, "old_logprobs")
         if self.trust_engine_logprobs:
             batch["tokens", "old_logprobs"] = batch["tokens", "rollout_logprobs"]
         return batch
+
+    def trainer_logprobs(self, batch: TensorDict) -> Tensor:
+        """Logprobs (T,) of the weights before the update, at least of the tokens it trains on.
+
+        Where the update does without them, it is one forward pass, whoever asks.
+        """
+        tokens = batch["tokens"]
+        if "old_logprobs" in tokens and not self.trust_engine_logprobs:
+            return tokens["old_logprobs"]
+        if "trainer_logprobs" not in tokens:
+            self.score(batch, "trainer_logprobs")
+        return tokens["trainer_logprobs"]
 
     def compute_ref_logprobs(self, batch: TensorDict) -> TensorDict:
         """Add ``ref_logprobs`` (T,) of the frozen reference; needs ``kl``."""
@@ -280,26 +315,9 @@ class PolicyModule(OwnLoop):
             tokens["token_rewards"] = -self.kl_reward.coef * penalty * tokens["loss_mask"]
         return self.advantage(batch)
 
-    def update(self, batch: TensorDict) -> dict[str, float]:
-        """PPO epochs x minibatches x packs of optimisation; returns the iteration's metrics."""
-        metrics, self.nonfinite_steps = TokenMetrics(), 0
-        with self.clock("train"):
-            for epoch in range(self.ppo_epochs):
-                seed = derived_seed(self.seed, self.iteration, epoch)
-                generator = torch.Generator().manual_seed(seed)
-                with every_rank():
-                    parts = split_minibatches(batch, self.minibatches, generator)
-                for rows in parts:
-                    self._optimize(select(batch, rows), metrics)
-        return add_effective_share(metrics.compute()) | {
-            "policy/nonfinite_skipped": float(self.nonfinite_steps)
-        }
-
     def compute_all(self, batch: TensorDict) -> TensorDict:
         """Add all that an update needs: advantages, and the logprobs and values that count."""
-        if (
-            self.skips_zero_advantage
-        ):  # then advantages depend on rewards alone, and tell what to score
+        if self.skips_zero_advantage:  # advantages need rewards alone, and tell what to score
             batch = self.compute_advantages(batch)
         # With one update per batch the current policy is the old one: nothing to recompute.
         if self.ppo_epochs * self.minibatches > 1 or self.trust_engine_logprobs or self.kl_reward:
@@ -313,63 +331,58 @@ class PolicyModule(OwnLoop):
         return batch
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
-        """One RL iteration on a packed batch."""
+        """One RL iteration on a packed batch: compute, let callbacks decide, update."""
         batch = self.compute_all(batch)
-        objective, self.skip_update = self.objective, False
-        try:  # callbacks may leave this update out, or give it another objective
-            call_hook(self.trainer, "on_update_start", batch)
-            metrics = {} if self.skip_update else self.update(batch)
-        finally:
-            self.objective = objective
+        objective = self._decided(batch)
+        metrics = {} if objective is None else self.update(batch, objective)
         self.end_iteration(metrics)
         self.record(metrics)
 
-    def validation_step(self, batch: dict[str, float], batch_idx: int) -> None:
-        """Log ``eval/*`` of the held-out rollouts (``lightning-rl validate`` and ``test``)."""
-        self.log_dict(batch, batch_size=1, sync_dist=True)
+    def _decided(self, batch: TensorDict) -> Objective | None:
+        """Apply what callbacks decide, each before the next is asked; None: no update."""
+        objective, skip = self.objective, False
+        for decision in answers(self.trainer, "on_update_start", batch):
+            skip = skip or decision.skip or decision.stop is not None
+            self.stopping = self.stopping or decision.stop
+            if decision.mask is not None:
+                batch["tokens", "loss_mask"] = batch["tokens", "loss_mask"] & ~decision.mask
+                skip = skip or not all_sum(self.trained_tokens(batch).sum())
+            if decision.correction is not None:
+                objective = replace(objective, correction=decision.correction)
+                if self.trust_engine_logprobs:  # else every weight would be 1
+                    batch["tokens", "old_logprobs"] = self.trainer_logprobs(batch)
+        return None if skip else objective
 
-    test_step = validation_step
+    def update(self, batch: TensorDict, objective: Objective | None = None) -> dict[str, float]:
+        """PPO epochs x minibatches x packs of optimisation; returns the iteration's metrics.
 
-    def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[Rollout]:
-        """Collected rollouts as they are (``lightning-rl rollout``)."""
-        return batch
-
-    # ---------------------------------------------------------------- inside the steps
-
-    @property
-    def loaded_policy(self) -> Policy:
-        """The policy, once ``configure_model`` has loaded it.
-
-        Raises:
-            ConfigError: before.
+        ``objective``: in place of the module's own.
         """
-        if self.policy is None:
-            raise ConfigError("the model is not loaded yet; call configure_model() first")
-        return self.policy
+        metrics, self.nonfinite_steps = TokenMetrics(), 0
+        with self.clock("train"):
+            for epoch in range(self.ppo_epochs):
+                seed = derived_seed(self.seed, self.iteration, epoch)
+                generator = torch.Generator().manual_seed(seed)
+                with every_rank():
+                    parts = split_minibatches(batch, self.minibatches, generator)
+                for rows in parts:
+                    self._optimize(select(batch, rows), objective or self.objective, metrics)
+        return add_effective_share(metrics.compute()) | {
+            "policy/nonfinite_skipped": float(self.nonfinite_steps)
+        }
 
-    def end_iteration(self, metrics: dict[str, float]) -> None:
-        """Count the iteration, and let what adapts over iterations do so."""
-        self.iteration += 1
-        if self.reference is not None:
-            self.reference.on_iteration_end(self.loaded_policy, self.iteration)
-        for penalty, measured in ((self.kl, "policy/kl_ref"), (self.kl_reward, "reward/kl")):
-            if penalty is not None and measured in metrics:
-                metrics[f"{measured}_coef"] = penalty.coef
-                penalty.coefficient.update(metrics[measured])
-
-    def _optimize(self, minibatch: TensorDict, metrics: TokenMetrics) -> None:
+    def _optimize(self, minibatch: TensorDict, objective: Objective, metrics: TokenMetrics) -> None:
         """One optimizer step on a minibatch, its gradient accumulated over packs."""
         optimizer: Any = self.optimizers()  # one, so not a list
         if self.mask_truncated:
             truncated_T = minibatch["rollouts", "truncated"][token_rows(minibatch)]
             minibatch["tokens", "loss_mask"] = minibatch["tokens", "loss_mask"] & ~truncated_T
         minibatch["tokens", "loss_weights"] = self.aggregation(minibatch)
-        if self.skips_zero_advantage:  # only now: they count where the loss is averaged
-            metrics.add({"policy/skipped_share": has_zero_advantage(minibatch)})
-            minibatch = without_zero_advantage(minibatch)
-        for pack_metrics in accumulate(
-            self, self.loaded_policy, minibatch, self.max_tokens_per_pack, self._pack_loss
-        ):
+        left_out = self.left_out(minibatch)
+        if left_out is not None:  # only now: they count where the loss is averaged
+            metrics.add({"policy/skipped_share": left_out})
+            minibatch = without(minibatch, left_out)
+        for pack_metrics in self._add_gradients(with_host(minibatch), objective):
             metrics.add(pack_metrics)
         parameters = [p for p in self.loaded_policy.parameters() if p.grad is not None]
         norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or float("inf"))
@@ -383,14 +396,82 @@ class PolicyModule(OwnLoop):
             scheduler: Any = self.lr_schedulers()
             scheduler.step()
 
-    def _pack_loss(self, pack: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+    def _add_gradients(self, minibatch: TensorDict, objective: Objective) -> list[Metrics]:
+        """Leave the sum of all packs' gradients in the policy; returns the packs' metrics.
+
+        When a pack does not fit into memory, all is done again with packs of half its size.
+
+        Raises:
+            PackMemoryError: if that does not help, or other ranks cannot take part.
+        """
+        budget = self.max_tokens_per_pack
+        while True:
+            self.loaded_policy.zero_grad()  # also of what a pass left that ran out of memory
+            packs = split_packs(minibatch, budget)
+            # Sharded weights are gathered by all ranks together, for as many packs as any has.
+            count = int(all_reduce_max(len(packs)))
+            measured: list[Metrics] = []
+            for place in range(count):
+                own = place < len(packs)
+                pack = select(minibatch, packs[place]) if own else empty_like(minibatch)
+                try:
+                    measured.append(self._backward(pack, objective, last=place == count - 1))
+                except RuntimeError as error:
+                    budget = smaller_budget(pack, error)
+                    break  # out of here first: the error holds on to what was computed so far
+            else:
+                return measured
+
+    def _backward(self, pack: TensorDict, objective: Objective, last: bool) -> Metrics:
+        """Add a pack's gradient; under DDP it is averaged with the last pack's."""
         scores = self.loaded_policy(pack)
         tokens = loss_tokens(pack, scores)
         all_sampled = not bool(host_of(pack)["rollouts", "expert"].any())
-        loss, metrics = self.objective(scores, tokens, self.iteration, all_sampled)
+        loss, metrics = objective(scores, tokens, self.iteration, all_sampled)
         if "token_rewards" in tokens and self.kl_reward is not None:
             metrics["reward/kl"] = -tokens["token_rewards"] / self.kl_reward.coef
-        return (loss * tokens["loss_weights"]).sum(), metrics
+        strategy: Any = self.trainer.strategy
+        blocks = isinstance(strategy, DDPStrategy) and not last
+        with strategy.block_backward_sync() if blocks else nullcontext():
+            self.manual_backward((loss * tokens["loss_weights"]).sum())
+        return metrics
+
+    def left_out(self, batch: TensorDict) -> Tensor | None:
+        """Rollouts, (R,), that the update leaves out since they cannot move the policy; None: none.
+
+        They have no advantage, where nothing else gives a token a gradient.
+        """
+        return has_zero_advantage(batch) if self.skips_zero_advantage else None
+
+    def trained_tokens(self, batch: TensorDict) -> Tensor:
+        """Tokens, (T,), that an engine wrote and the update is going to train on."""
+        without_loss = batch["rollouts", "expert"]
+        if self.mask_truncated:
+            without_loss = without_loss | batch["rollouts", "truncated"]
+        left_out = self.left_out(batch)
+        if left_out is not None:
+            without_loss = without_loss | left_out
+        return batch["tokens", "loss_mask"] & ~without_loss[token_rows(batch)]
+
+    def end_iteration(self, metrics: dict[str, float]) -> None:
+        """Count the iteration, and let what adapts over iterations do so."""
+        self.iteration += 1
+        if self.reference is not None:
+            self.reference.on_iteration_end(self.loaded_policy, self.iteration)
+        for penalty, measured in ((self.kl, "policy/kl_ref"), (self.kl_reward, "reward/kl")):
+            if penalty is not None and measured in metrics:
+                metrics[f"{measured}_coef"] = penalty.coef
+                penalty.coefficient.update(metrics[measured])
+
+    def validation_step(self, batch: dict[str, float], batch_idx: int) -> None:
+        """Log ``eval/*`` of the held-out rollouts (``lightning-rl validate`` and ``test``)."""
+        self.log_dict(batch, batch_size=1, sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[Rollout]:
+        """Collected rollouts as they are (``lightning-rl rollout``)."""
+        return batch
 
     def stateful_parts(self) -> dict[str, Any]:
         parts = {"advantage": self.advantage, "kl": self.kl, "kl_reward": self.kl_reward}

@@ -88,7 +88,7 @@ class Advantage(ABC):
 
     needs_values: ClassVar[bool] = False
     takes_kl_reward: ClassVar[bool] = True
-    """Whether a reward may have a KL taken off; not where it says how good a rollout was."""
+    """True where a reward may have a KL taken off; not where it says how good a rollout was."""
 
     @property
     def min_group_size(self) -> int:
@@ -107,9 +107,25 @@ def spread_over_tokens(batch: TensorDict, advantages_R: Tensor) -> TensorDict:
     return batch
 
 
+class GroupAdvantage(Advantage):
+    """An advantage that is a function of rewards (R,) and group ids (R,)."""
+
+    @property
+    def min_group_size(self) -> int:
+        return 2
+
+    def __call__(self, batch: TensorDict) -> TensorDict:
+        advantages_R = self.compare(total_rewards(batch), batch["rollouts", "group"])
+        return spread_over_tokens(batch, advantages_R)
+
+    @abstractmethod
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+        """Advantages (R,)."""
+
+
 @configurable
 @dataclass(frozen=True)
-class GRPO(Advantage):
+class GRPO(GroupAdvantage):
     """Group-relative advantages, one per rollout (Shao et al. 2024, DeepSeekMath, eq. 20).
 
     A = (r - mean of its group) / (std of its group + eps). A group of one gets zero.
@@ -129,16 +145,11 @@ class GRPO(Advantage):
         require_finite(eps=self.eps)
         require_at_least(0, eps=self.eps)
 
-    @property
-    def min_group_size(self) -> int:
-        return 2
-
-    def __call__(self, batch: TensorDict) -> TensorDict:
-        rewards_R, group_R = total_rewards(batch), batch["rollouts", "group"]
+    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
         advantages_R = rewards_R - group_means(rewards_R, group_R)
-        if self.normalize_std:
-            advantages_R = advantages_R / (group_stds(rewards_R, group_R) + self.eps)
-        return spread_over_tokens(batch, advantages_R)
+        if not self.normalize_std:
+            return advantages_R
+        return advantages_R / (group_stds(rewards_R, group_R) + self.eps)
 
 
 @configurable

@@ -1,7 +1,6 @@
 """More advantages: compared with the rollouts of a group, with the batch, or with the past."""
 
-from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import comb
 from typing import Any, ClassVar
 
@@ -10,7 +9,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.algos.advantages import (
+    GRPO,
     Advantage,
+    GroupAdvantage,
     gae,
     group_means,
     spread_over_tokens,
@@ -23,31 +24,16 @@ from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.run.dist import global_mean_std
 
 
-class GroupAdvantage(Advantage):
-    """An advantage that is a function of rewards (R,) and group ids (R,)."""
-
-    @property
-    def min_group_size(self) -> int:
-        return 2
-
-    def __call__(self, batch: TensorDict) -> TensorDict:
-        advantages_R = self.compare(total_rewards(batch), batch["rollouts", "group"])
-        return spread_over_tokens(batch, advantages_R)
-
-    @abstractmethod
-    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
-        """Advantages (R,)."""
-
-
 @dataclass(frozen=True)
-class DrGRPO(GroupAdvantage):
+class DrGRPO(GRPO):
     """A = r - mean of the group (Liu et al. 2025, "Understanding R1-Zero-Like Training").
 
-    Their other half is the aggregation: use it with ``TokenSum``, which has no length bias.
+    That is ``GRPO(normalize_std=False)``. Their other half is the aggregation: use it with
+    ``TokenSum``, which has no length bias.
     """
 
-    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
-        return rewards_R - group_means(rewards_R, group_R)
+    normalize_std: bool = field(default=False, init=False)
+    eps: float = field(default=0.0, init=False)
 
 
 @dataclass(frozen=True)
@@ -58,7 +44,8 @@ class RLOO(GroupAdvantage):
     """
 
     def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
-        size = _sizes(group_R)
+        _, inverse, counts = group_R.unique(return_inverse=True, return_counts=True)
+        size = counts[inverse]
         return (rewards_R - group_means(rewards_R, group_R)) * size / (size - 1).clamp(min=1)
 
 
@@ -158,11 +145,6 @@ class OPMD(GroupAdvantage):
         ]
         soft = group_means(((rewards_R - peak) / self.tau).exp(), group_R).log()
         return (rewards_R - peak - self.tau * soft) / (1 + self.tau)
-
-
-def _sizes(group_R: Tensor) -> Tensor:
-    _, inverse, counts = group_R.unique(return_inverse=True, return_counts=True)
-    return counts[inverse]
 
 
 @configurable

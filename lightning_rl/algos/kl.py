@@ -1,4 +1,4 @@
-"""What holds the update back: ratios of probabilities, KL penalties, entropy bonuses."""
+"""Holds on the update: ratios of probabilities, KL penalties, entropy bonuses."""
 
 import math
 from abc import ABC, abstractmethod

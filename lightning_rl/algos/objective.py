@@ -7,13 +7,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.correction import Correction
 from lightning_rl.algos.kl import EntropyBonus, KLPenalty
 from lightning_rl.algos.losses import Metrics, PolicyLoss, ValueLoss
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import token_rows
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.models.policy import Scores
+from lightning_rl.models.reference import Reference
 from lightning_rl.run.dist import all_sum, world_size
 
 
@@ -99,7 +101,7 @@ def loss_tokens(pack: TensorDict, scores: Scores) -> TensorDict:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised; each part but the policy loss may be missing."""
+    """The function to minimise; each part but the policy loss may be missing."""
 
     loss: PolicyLoss
     correction: Correction | None = None
@@ -107,12 +109,6 @@ class Objective:
     entropy: EntropyBonus | None = None
     value_loss: ValueLoss | None = None
     value_warmup_iterations: int = 0
-
-    @property
-    def advantage_moves_alone(self) -> bool:
-        """Nothing but an advantage gives a sampled token a gradient."""
-        others = (self.kl, self.entropy, self.value_loss)
-        return self.loss.zero_at_zero_advantage and others == (None, None, None)
 
     def __call__(
         self, scores: Scores, tokens: TensorDict, iteration: int, all_sampled: bool = False
@@ -158,3 +154,68 @@ class Objective:
         if self.entropy is not None:
             loss = loss - self.entropy.at(iteration) * scores.entropy * ours
         return loss
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A callback's wishes about the update that is about to begin; by default none.
+
+    Returned from ``RLCallback.on_update_start``, or from ``GuardAction.act``; on all ranks alike.
+
+    Args:
+        skip: no optimizer steps; the iteration is counted all the same.
+        mask: tokens (T,) to take out of the loss; if none is left anywhere, there is no update.
+        correction: weigh this batch by it, whatever ``model.correction`` is.
+        stop: raised when the iteration is over, without its update if that is still to come.
+    """
+
+    skip: bool = False
+    mask: Tensor | None = None
+    correction: Correction | None = None
+    stop: LightningRLError | None = None
+
+
+def check_parts(
+    advantage: Advantage,
+    objective: Objective,
+    *,
+    has_critic: bool,
+    kl_reward: KLPenalty | None,
+    reference: Reference | None,
+    trust_engine_logprobs: bool,
+    max_grad_norm: float | None,
+) -> None:
+    """Check what ``PolicyModule`` was given.
+
+    Raises:
+        ConfigError: naming the keys that contradict each other.
+    """
+    if max_grad_norm is not None and max_grad_norm <= 0:
+        raise ConfigError(f"max_grad_norm={max_grad_norm} must be > 0; null for no clipping")
+    if advantage.needs_values and not has_critic:
+        raise ConfigError(
+            f"advantage={type(advantage).__name__} needs a critic; set value_head to "
+            "SharedValueHead or SeparateValueHead"
+        )
+    if kl_reward is not None and not advantage.takes_kl_reward:
+        raise ConfigError(
+            f"advantage={type(advantage).__name__} reads the reward as it was graded, which "
+            "kl_reward would take a KL off: no rollout would count as it should; set kl instead, "
+            "the same penalty in the loss"
+        )
+    if objective.value_warmup_iterations and not advantage.needs_values:
+        raise ConfigError(
+            f"value_warmup_iterations={objective.value_warmup_iterations} needs a critic to warm "
+            "up; set advantage to GAE, or leave it out"
+        )
+    if reference is not None and objective.kl is None and kl_reward is None:
+        raise ConfigError(
+            f"reference={type(reference).__name__} is compared with nothing; set kl or kl_reward, "
+            "or leave it out"
+        )
+    if trust_engine_logprobs and objective.correction is not None:
+        raise ConfigError(
+            f"correction={type(objective.correction).__name__} has nothing to correct with "
+            "trust_engine_logprobs=true, which takes the engine's logprobs for the old ones; leave "
+            "one of them out"
+        )

@@ -21,11 +21,11 @@ COLUMNS = (
     "id", "group_id", "prompt_id", "iteration", "version_min", "version_max", "reward", "status",
     "finish_reason", "tokens", "created", "run", "state",
 )  # fmt: skip
-"""Columns to sort and search by."""
+"""What can be sorted and searched by."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line.
+    """What the command line says.
 
     Raises:
         ConfigError: for what it cannot mean.

@@ -3,82 +3,17 @@
 Each check raises a ConfigError that names the keys that contradict each other, and what to change.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
-from torch.nn import Parameter
-from torch.optim import Optimizer
+from collections.abc import Sequence
 
 from lightning_rl.algos.advantages import Advantage
-from lightning_rl.algos.kl import KLPenalty
 from lightning_rl.algos.losses import SFTMix
 from lightning_rl.algos.objective import Objective
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.collector import Collector, GroupFilter
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.errors import ConfigError, require_finite
-from lightning_rl.models.reference import Reference
+from lightning_rl.errors import ConfigError
 from lightning_rl.run.dist import world_size
 from lightning_rl.sync.schedule import SyncSchedule
-
-
-def check_parts(
-    advantage: Advantage,
-    objective: Objective,
-    *,
-    has_critic: bool,
-    kl_reward: KLPenalty | None,
-    reference: Reference | None,
-    trust_engine_logprobs: bool,
-    max_grad_norm: float | None,
-) -> None:
-    """Check what ``PolicyModule`` was given."""
-    if max_grad_norm is not None and max_grad_norm <= 0:
-        raise ConfigError(f"max_grad_norm={max_grad_norm} must be > 0; null for no clipping")
-    if advantage.needs_values and not has_critic:
-        raise ConfigError(
-            f"advantage={type(advantage).__name__} needs a critic; set value_head to "
-            "SharedValueHead or SeparateValueHead"
-        )
-    if kl_reward is not None and not advantage.takes_kl_reward:
-        raise ConfigError(
-            f"advantage={type(advantage).__name__} reads the reward as it was graded, which "
-            "kl_reward would take a KL off: no rollout would count as it should; set kl instead, "
-            "the same penalty in the loss"
-        )
-    if objective.value_warmup_iterations and not advantage.needs_values:
-        raise ConfigError(
-            f"value_warmup_iterations={objective.value_warmup_iterations} needs a critic to warm "
-            "up; set advantage to GAE, or leave it out"
-        )
-    if reference is not None and objective.kl is None and kl_reward is None:
-        raise ConfigError(
-            f"reference={type(reference).__name__} is compared with nothing; set kl or kl_reward, "
-            "or leave it out"
-        )
-    if trust_engine_logprobs and objective.correction is not None:
-        raise ConfigError(
-            f"correction={type(objective.correction).__name__} has nothing to correct with "
-            "trust_engine_logprobs=true, which takes the engine's logprobs for the old ones; leave "
-            "one of them out"
-        )
-
-
-def check_optimizer(make: Callable[[Any], Optimizer]) -> None:
-    """Check what an optimizer is and was given, on a parameter of no consequence."""
-    optimizer = make([Parameter(torch.zeros(1, 1))])
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"optimizer={type(optimizer).__name__} evaluates the loss again and again within a "
-            "step (its step() needs a closure), and here a step has one gradient; use AdamW, or "
-            "another that needs none"
-        )
-    for group in optimizer.param_groups:
-        options = {k: v for k, v in group.items() if isinstance(v, float | tuple)}
-        require_finite(**{f"optimizer.{name}": value for name, value in options.items()})
 
 
 def check_collecting(

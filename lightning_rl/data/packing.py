@@ -221,13 +221,12 @@ def has_zero_advantage(batch: TensorDict) -> Tensor:
     return idle
 
 
-def without_zero_advantage(batch: TensorDict) -> TensorDict:
-    """The rollouts that are not idle; if all are, the first one, without loss tokens.
+def without(batch: TensorDict, left_out: Tensor) -> TensorDict:
+    """The other rollouts than those ``left_out`` (R,); if none is, the first, without loss tokens.
 
     Its gradient is zero, and not missing: the optimizer steps as ever, together with other ranks.
     """
-    idle = has_zero_advantage(batch)
-    return empty_like(batch) if idle.all() else select(batch, (~idle).nonzero().squeeze(1))
+    return empty_like(batch) if left_out.all() else select(batch, (~left_out).nonzero().squeeze(1))
 
 
 def empty_like(batch: TensorDict) -> TensorDict:

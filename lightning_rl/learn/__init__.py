@@ -1,1 +1,1 @@
-"""What learning needs besides mathematics: gradients, precision, schedules, a row of metrics."""
+"""Around the mathematics of learning: gradients, precision, schedules, a row of metrics."""

@@ -16,8 +16,7 @@ from lightning_rl.collect.loader import trainable
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import Engine
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.recording import RecordingModule
-from lightning_rl.models.policy import Policy
+from lightning_rl.learn.base import RecordingModule
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.dist import every_rank
 from lightning_rl.sync.base import WeightTransport, push
@@ -43,11 +42,6 @@ class OwnLoop(RecordingModule):
     @abstractmethod
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Count the iteration, and let what adapts over iterations do so."""
-
-    @property
-    @abstractmethod
-    def loaded_policy(self) -> Policy:
-        """What is trained."""
 
     def prepare(self, fabric: Fabric | None = None) -> None:
         """Load the model, make optimizer and learning-rate schedule, move all to its device.

@@ -1,5 +1,6 @@
 """Training with weights in bfloat16: Lightning's ``bf16-true``, with float32 master weights."""
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -12,8 +13,8 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_rl.collect.checks import check_optimizer
 from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError, require_finite
 
 SAVED = "master_weight"
 """The copy's name in a parameter's state, beside the optimizer's own."""
@@ -90,7 +91,7 @@ class MasterWeights(Optimizer):
                     yield weight, master
 
     def _share_state(self) -> None:
-        """What is saved is the optimizer's own state, under the weights that it is of."""
+        """Save the optimizer's own state, under the weights that it is of."""
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             for weight, master in zip(ours["params"], inner["params"], strict=True):
                 if master in self._inner.state:
@@ -102,7 +103,7 @@ def _master(weight: Tensor) -> Tensor:
 
 
 def is_half(weight: Tensor) -> bool:
-    """Whether a weight has 16 bits."""
+    """Tell whether a weight has 16 bits."""
     return weight.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -158,7 +159,7 @@ class BFloat16Precision(HalfPrecision):
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """What a step creates keeps its dtype."""
+        """Leave the dtype of what a step creates."""
         return nullcontext()
 
     def convert_input(self, data: Any) -> Any:
@@ -188,6 +189,25 @@ def make_optimizer(module: LightningModule, make: OptimizerCallable, params: Ite
         return MasterWeights(groups, make)
     _warn_of_lost_steps(optimizer)
     return optimizer
+
+
+def check_optimizer(make: Callable[[Any], Optimizer]) -> None:
+    """Check what an optimizer is and was given, on a parameter of no consequence.
+
+    Raises:
+        ConfigError: if it cannot step on one gradient, or has an option that is no finite number.
+    """
+    optimizer = make([nn.Parameter(torch.zeros(1, 1))])
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer={type(optimizer).__name__} evaluates the loss again and again within a "
+            "step (its step() needs a closure), and here a step has one gradient; use AdamW, or "
+            "another that needs none"
+        )
+    for group in optimizer.param_groups:
+        options = {k: v for k, v in group.items() if isinstance(v, float | tuple)}
+        require_finite(**{f"optimizer.{name}": value for name, value in options.items()})
 
 
 def _warn_of_lost_steps(optimizer: Optimizer) -> None:

@@ -18,7 +18,7 @@ class WarmupConstant(LambdaLR):
         super().__init__(optimizer, self.factor)
 
     def factor(self, step: int) -> float:
-        """What the learning rate of step ``step`` (from 0) is multiplied by."""
+        """Factor of the learning rate at step ``step`` (from 0)."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         return self.after_warmup(step)

@@ -1,4 +1,4 @@
-"""What to do about a pack that does not fit into memory."""
+"""Smaller packs for one that does not fit into memory."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ def each_pack(
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether it is torch's way to say so: a class of its own on GPUs, only a message on CPUs."""
+    """Recognise torch's ways to say so: a class of its own on GPUs, only a message on CPUs."""
     texts = ("out of memory", "allocate memory", "not enough memory")
     return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in texts)
 

@@ -5,29 +5,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.config.lightning_flags import refuse_precision
 from lightning_rl.data.packing import pack_rollouts, token_rows
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.sources import prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError, require_finite
-from lightning_rl.learn.gradients import FiniteSteps
-from lightning_rl.learn.precision import make_optimizer, use_our_precision
-from lightning_rl.learn.recording import save_primitive_hparams
+from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.models.lora import LoRA, as_lora
-from lightning_rl.models.policy import Policy, Scores
+from lightning_rl.models.policy import Scores
 from lightning_rl.models.pretrained import Loading, model_of
 from lightning_rl.models.reference import FrozenReference, Reference
-from lightning_rl.models.sharding import refuse_mesh
-from lightning_rl.offline.sft import SFTDataModule
+from lightning_rl.offline.sft import SFTDataModule, SupervisedModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.files import open_rollouts
-from lightning_rl.run.hooks import named_callbacks
 
 
 def dpo(policy_margin: Tensor, ref_margin: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
@@ -42,7 +36,7 @@ def dpo(policy_margin: Tensor, ref_margin: Tensor, beta: float, smoothing: float
 
 
 @configurable(model=model_of, lora=as_lora)
-class DPOModule(FiniteSteps):
+class DPOModule(SupervisedModule):
     """Raises the chosen completion of a pair over the rejected one, relative to a reference.
 
     Automatic optimisation: gradient clipping and accumulation are the Trainer's. The two
@@ -77,7 +71,8 @@ class DPOModule(FiniteSteps):
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__()
+        loading = Loading(trust_remote_code, model_kwargs or {})
+        super().__init__(model, optimizer, lr_scheduler, gradient_checkpointing, loading, lora=lora)
         require_finite(beta=beta)
         if beta <= 0 or not 0 <= smoothing < 0.5:
             raise ConfigError(
@@ -85,49 +80,17 @@ class DPOModule(FiniteSteps):
                 "[0, 0.5)"
             )
         save_primitive_hparams(self)
-        self.model = model
         self.beta = beta
         self.smoothing = smoothing
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.lora = lora
-        self.gradient_checkpointing = gradient_checkpointing
-        self.trust_remote_code = trust_remote_code
-        self.loading = Loading(trust_remote_code, model_kwargs or {})
-        self.policy: Policy | None = None
         self.reference: Reference | None = None
         self._reference = (reference,)  # a tuple hides it from nn.Module until it is configured
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Refuse a precision that this cannot compute in; add our display.
-
-        The first hook that Lightning calls.
-        """
-        refuse_precision(self.trainer, "16-mixed")
-        use_our_precision(self.trainer)
-        return named_callbacks("own_display", self.trainer)
-
     def configure_model(self) -> None:
         """Load the model and its reference, once."""
-        refuse_mesh(self)
-        if self.policy is None:
-            self.policy = Policy(
-                self.model,
-                gradient_checkpointing=self.gradient_checkpointing,
-                lora=self.lora,
-                loading=self.loading,
-            )
+        super().configure_model()
+        if self.reference is None:
             self.reference = self._reference[0] or FrozenReference()
-            self.reference.configure(self.policy)
-
-    def configure_optimizers(self) -> Any:
-        assert self.policy is not None
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        optimizer = make_optimizer(self, self.optimizer, trained)
-        if self.lr_scheduler is None:
-            return optimizer
-        scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+            self.reference.configure(self.loaded_policy)
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
         """The mean loss of a batch of pairs: rows 2i are chosen, 2i + 1 rejected."""
@@ -146,11 +109,11 @@ class DPOModule(FiniteSteps):
 
     def _loss(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
         """Mean loss, and how far (P,) the policy's margin exceeds the reference's."""
-        if self.policy is None or self.reference is None:
-            raise ConfigError("the model is not loaded yet; call configure_model() first")
-        with torch.no_grad(), self.reference.scoring(self.policy) as reference:
+        policy = self.loaded_policy
+        assert self.reference is not None  # it comes with the policy
+        with torch.no_grad(), self.reference.scoring(policy) as reference:
             ref_margin = _margins(reference(batch), batch)
-        margin = _margins(self.policy(batch), batch)
+        margin = _margins(policy(batch), batch)
         return dpo(margin, ref_margin, self.beta, self.smoothing).mean(), margin - ref_margin
 
 

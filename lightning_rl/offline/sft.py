@@ -16,9 +16,9 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.sources import prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.gradients import FiniteSteps
+from lightning_rl.learn.base import LearningModule, save_primitive_hparams
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
-from lightning_rl.learn.recording import save_primitive_hparams
+from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading, model_of
 from lightning_rl.models.sharding import refuse_mesh
@@ -28,8 +28,60 @@ from lightning_rl.run.hooks import named_callbacks
 from lightning_rl.run.seeding import derived_seed, run_seed
 
 
+class SupervisedModule(LearningModule):
+    """Learns from fixed completions: what ``SFTModule`` and ``DPOModule`` have in common."""
+
+    def __init__(
+        self,
+        model: str,
+        optimizer: OptimizerCallable,
+        lr_scheduler: LRSchedulerCallable | None,
+        gradient_checkpointing: bool,
+        loading: Loading,
+        random_init: bool = False,
+        lora: LoRA | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.gradient_checkpointing = gradient_checkpointing
+        self.loading = loading
+        self.random_init = random_init
+        self.lora = lora
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse a precision that this cannot compute in; add our display.
+
+        The first hook that Lightning calls.
+        """
+        refuse_precision(self.trainer, "16-mixed")
+        use_our_precision(self.trainer)
+        return named_callbacks("own_display", self.trainer)
+
+    def configure_model(self) -> None:
+        """Load the model, once."""
+        refuse_mesh(self)
+        if self.policy is None:
+            self.policy = Policy(
+                self.model,
+                random_init=self.random_init,
+                gradient_checkpointing=self.gradient_checkpointing,
+                lora=self.lora,
+                loading=self.loading,
+            )
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.loaded_policy.parameters() if p.requires_grad]
+        optimizer = make_optimizer(self, self.optimizer, trained)
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
 @configurable(model=model_of)
-class SFTModule(FiniteSteps):
+class SFTModule(SupervisedModule):
     """Maximises the likelihood of given completions; automatic optimisation, plain Lightning.
 
     Gradient clipping and accumulation are the Trainer's (``gradient_clip_val``, ...).
@@ -56,44 +108,12 @@ class SFTModule(FiniteSteps):
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__()
+        loading = Loading(trust_remote_code, model_kwargs or {})
+        super().__init__(
+            model, optimizer, lr_scheduler, gradient_checkpointing, loading, random_init
+        )
         save_primitive_hparams(self)
-        self.model = model
         self.aggregation = aggregation
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.gradient_checkpointing = gradient_checkpointing
-        self.random_init = random_init
-        self.trust_remote_code = trust_remote_code
-        self.loading = Loading(trust_remote_code, model_kwargs or {})
-        self.policy: Policy | None = None
-
-    def configure_callbacks(self) -> list[Callback]:
-        """Refuse a precision that this cannot compute in; add our display.
-
-        The first hook that Lightning calls.
-        """
-        refuse_precision(self.trainer, "16-mixed")
-        use_our_precision(self.trainer)
-        return named_callbacks("own_display", self.trainer)
-
-    def configure_model(self) -> None:
-        """Load the model, once."""
-        refuse_mesh(self)
-        if self.policy is None:
-            self.policy = Policy(
-                self.model,
-                random_init=self.random_init,
-                gradient_checkpointing=self.gradient_checkpointing,
-                loading=self.loading,
-            )
-
-    def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(self, self.optimizer, self.parameters())
-        if self.lr_scheduler is None:
-            return optimizer
-        scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> Tensor:
         """Cross-entropy of the completion tokens of a packed batch."""
@@ -106,9 +126,7 @@ class SFTModule(FiniteSteps):
         self.log("sft/val_loss", self._loss(batch), batch_size=len(batch["rollouts"]))
 
     def _loss(self, batch: TensorDict) -> Tensor:
-        if self.policy is None:
-            raise ConfigError("the model is not loaded yet; call configure_model() first")
-        scores = self.policy(batch)
+        scores = self.loaded_policy(batch)
         return -(scores.logprobs * self.aggregation(batch)[scores.live]).sum()
 
 
@@ -175,7 +193,7 @@ class SFTDataModule(LightningDataModule):
         return DataLoader(rows, self.batch_size, collate_fn=self.collate, **options)  # type: ignore[arg-type]
 
     def rows(self, prompts: PromptDataset) -> list[Any]:
-        """What batches are made of: one rollout to imitate per row of ``prompts``."""
+        """Rows that batches are made of: one rollout to imitate per row of ``prompts``."""
         return [
             supervised_rollout(prompt, self.completion_column, self._tokenizer)
             for prompt in prompts.first()

@@ -1,4 +1,4 @@
-"""What happens when: hooks beside Lightning's, and a clock that says how long each stage took."""
+"""Hooks beside Lightning's, and a clock that says how long each stage took."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
 
 
 def find_callbacks(trainer: Trainer, kind: type[T]) -> list[T]:
-    """Those of a kind, in order."""
+    """Find the run's callbacks of a kind, in order."""
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, kind)]
 
 
@@ -33,19 +33,30 @@ def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:
-    """Whether this is a try-out, which leaves nothing behind."""
+    """Tell whether this is a try-out, which leaves nothing behind."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
 def call_hook(trainer: Trainer, hook: str, *arguments: Any) -> None:
     """Call a hook of ``RLCallback`` on every callback that has it, in order."""
+    for _ in answers(trainer, hook, *arguments):
+        """No callback answers such a call."""
+
+
+def answers(trainer: Trainer, hook: str, *arguments: Any) -> Iterator[Any]:
+    """Call a hook likewise; what a callback returns, unless None, before the next one is called."""
     for callback in callbacks_of(trainer):
-        if hasattr(callback, hook):
-            getattr(callback, hook)(trainer, trainer.lightning_module, *arguments)
+        answer = getattr(callback, hook, _silent)(trainer, trainer.lightning_module, *arguments)
+        if answer is not None:
+            yield answer
+
+
+def _silent(*arguments: Any) -> None:
+    """Stand in for a hook that a callback lacks."""
 
 
 def named_callbacks(which: str, trainer: Trainer) -> list[Callback]:
-    """What ``callbacks/defaults.py`` adds to a run; ``which`` of its functions.
+    """Callbacks that ``callbacks/defaults.py`` adds to a run; ``which`` of its functions.
 
     By name, as in a configuration: callbacks know the modules, not the other way round.
     """

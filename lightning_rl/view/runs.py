@@ -1,4 +1,4 @@
-"""Run directories, as the viewer reads them."""
+"""What run directories hold, as the viewer reads it."""
 
 import json
 from dataclasses import dataclass, field

@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.algos.correction import TokenMIS, TokenTIS
 from lightning_rl.algos.losses import PPOClip
+from lightning_rl.algos.objective import Decision
 from lightning_rl.callbacks import (
     Correct,
     EffectiveSampleGuard,
@@ -368,3 +369,37 @@ def test_warn_is_the_default_of_all():
     guards = (LogprobGapGuard(), EffectiveSampleGuard(), StalenessGuard(), ZeroAdvantageGuard(),
               RewardAlarmGuard(), KLGuard(), EntropyGuard(), NonFiniteGuard())  # fmt: skip
     assert {type(guard.action) for guard in guards} == {Warn}
+
+
+class Decides(RLCallback):
+    """Returns what it is given."""
+
+    def __init__(self, decision) -> None:
+        self.decision = decision
+
+    def on_update_start(self, trainer, pl_module, batch):
+        return self.decision(batch)
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [
+        lambda batch: Decision(skip=True),
+        lambda batch: Decision(mask=batch["tokens", "loss_mask"]),  # nothing is left
+    ],
+    ids=["skip", "mask"],
+)
+def test_any_callback_may_decide(tiny_model, scored, train_on, decision):
+    module, batch = scored
+    start = torch.cat([w.flatten() for _, w in module.policy.named_weights()])
+    module = PolicyModule(str(tiny_model), optimizer=adamw(1e-2))
+    train_on(module, [batch.clone()], callbacks=[Decides(decision)])
+    assert module.iteration == 1
+    assert torch.equal(torch.cat([w.flatten() for _, w in module.policy.named_weights()]), start)
+
+
+@pytest.mark.parametrize("name", ["skip_update", "objective"])
+def test_the_former_way_to_decide_is_refused(name):
+    module = PolicyModule("model")
+    with pytest.raises(ConfigError, match=rf"PolicyModule\.{name} .* return Decision\(skip=True\)"):
+        setattr(module, name, True)

@@ -11,11 +11,11 @@ from tensordict import TensorDict
 import lightning_rl as rl
 from lightning_rl.algos.kl import k2, k3
 from lightning_rl.algos.losses import ValueLoss, ppo_clip
-from lightning_rl.collect.checks import check_optimizer
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.precision import check_optimizer
 from lightning_rl.learn.schedulers import WarmupLinear
 from lightning_rl.rewards.base import Rewards
 from tests.small_run import adamw, data_module, grpo

@@ -14,7 +14,7 @@ from lightning_rl.algos.correction import Correction
 from lightning_rl.algos.kl import EntropyBonus, KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
 from lightning_rl.algos.objective import Aggregation, Objective, loss_tokens
-from lightning_rl.data.packing import select, split_minibatches, without_zero_advantage
+from lightning_rl.data.packing import has_zero_advantage, select, split_minibatches, without
 from lightning_rl.models.policy import Scores
 from tests.pretended import DEVICE
 
@@ -118,7 +118,7 @@ def test_what_is_selected(batch):
     both = (batch.to(DEVICE), batch)
     for cut in (
         lambda given: select(given, torch.tensor([5, 2, 7], device=given["tokens"].device)),
-        without_zero_advantage,
+        lambda given: without(given, has_zero_advantage(given)),
         lambda given: select(
             given, split_minibatches(given, 2, torch.Generator().manual_seed(0))[1]
         ),

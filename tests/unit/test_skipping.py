@@ -9,7 +9,7 @@ from lightning_rl.algos.correction import SequenceMIS, TokenTIS
 from lightning_rl.algos.kl import EntropyBonus, K1Penalty, K3Penalty
 from lightning_rl.algos.losses import CISPO, GSPO, SAPO, PolicyLoss, PPOClip, Reinforce, SFTMix
 from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
-from lightning_rl.data.packing import has_zero_advantage, pack_rollouts, without_zero_advantage
+from lightning_rl.data.packing import has_zero_advantage, pack_rollouts, without
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from tests.tolerances import distance, gradient_rounding, scores_rounding
@@ -146,7 +146,8 @@ def test_is_idle_by_hand(make_rollout):
     batch["tokens", "advantages"] = torch.tensor(advantages, dtype=torch.float32)
     batch["rollouts", "expert"][2] = True
     assert has_zero_advantage(batch).tolist() == [False, True, False, True]
-    assert without_zero_advantage(batch)["tokens", "input_ids"].tolist() == [3, 4, 1, 3, 6]
+    others = without(batch, has_zero_advantage(batch))
+    assert others["tokens", "input_ids"].tolist() == [3, 4, 1, 3, 6]
 
 
 def test_equal_rewards_have_no_advantage_at_all(make_rollout):

@@ -9,7 +9,7 @@ from lightning_rl.errors import ConfigError, require_at_least
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line.
+    """What the command line says.
 
     Raises:
         ConfigError: for what it cannot mean.

@@ -1,18 +1,26 @@
-"""RecordingModule: one row of metrics per iteration, and hyper-parameters without pickles."""
+"""Modules that learn: finite optimizer steps, a row of metrics per iteration, plain hparams."""
 
 import inspect
+import logging
+import math
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from lightning_rl.config.layers import Change
-from lightning_rl.errors import LightningRLError
-from lightning_rl.learn.gradients import FiniteSteps
+from lightning_rl.errors import ConfigError, LightningRLError
+from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import GivenModel
+from lightning_rl.models.sharding import full_tensor
+from lightning_rl.run.dist import any_rank, rank
 from lightning_rl.run.hooks import StageClock, call_hook
 from lightning_rl.run.resume import check_resume, configuration_of, use_new_optimizer_settings
 from lightning_rl.run.seeding import gather_random_states, restore_random_states
+
+_log = logging.getLogger(__name__)
 
 
 def save_primitive_hparams(module: LightningModule) -> None:
@@ -43,8 +51,50 @@ def _primitive(value: Any) -> bool:
     return value is None or (isinstance(value, kinds) and not isinstance(value, GivenModel))
 
 
-class RecordingModule(FiniteSteps):
-    """A LightningModule that counts iterations, times stages and gathers metrics.
+class LearningModule(LightningModule):
+    """A module with a policy, whose optimizer steps are left out where a gradient is not finite.
+
+    On all ranks alike. Weights and the optimizer's state stay as if the batch had never been; a NaN
+    in the loss makes one in the gradient.
+    """
+
+    nonfinite_steps = 0
+    """Steps left out since the module was built, or since it was set to 0."""
+    _warned = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy: Policy | None = None
+
+    @property
+    def loaded_policy(self) -> Policy:
+        """The policy, once ``configure_model`` has loaded it.
+
+        Raises:
+            ConfigError: before.
+        """
+        if self.policy is None:
+            raise ConfigError("the model is not loaded yet; call configure_model() first")
+        return self.policy
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = full_tensor(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        if not any_rank(not math.isfinite(float(norm))):
+            return
+        optimizer.zero_grad(set_to_none=True)  # an optimizer leaves such parameters alone
+        self.nonfinite_steps += 1
+        if not self._warned and rank() == 0:
+            self._warned = True
+            _log.warning(
+                "the gradient is NaN or infinite: this optimizer step is left out, as all such are "
+                "(policy/nonfinite_skipped counts them); look for extreme logprobs or advantages, "
+                "or lower lr"
+            )
+
+
+class RecordingModule(LearningModule):
+    """A module that counts iterations, times stages and gathers metrics.
 
     ``iteration`` is the number of iterations trained, which is also the version of the weights.
     """
@@ -59,17 +109,17 @@ class RecordingModule(FiniteSteps):
         self.run_id = ""
         """Of the run that checkpoints are of; a run that goes on keeps it."""
         self.configuration: dict[str, Any] | None = None
-        """What the run was configured with, by key; None: as far as the objects tell."""
+        """Configuration of the run, by key; None: as far as the objects tell."""
         self.allow_changes: bool | list[str] = False
-        """Which keys may be others than in the checkpoint that a run goes on from, or all."""
+        """Keys that may be others than in the checkpoint that a run goes on from, or all."""
         self.changes: list[Change] | None = None
-        """What is configured otherwise than in the checkpoint, when that was compared."""
+        """Differences from the checkpoint's configuration, when that was compared."""
         self.stopping: LightningRLError | None = None
         """Raised when the iteration is over: its row is written, and all callbacks have seen it."""
 
     @property
     def recorded(self) -> dict[str, float]:
-        """What was recorded since the last row."""
+        """Metrics since the last row."""
         return dict(self._recorded)
 
     def record(self, metrics: dict[str, float]) -> None:
