@@ -6,13 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import Message, Prompt, Rollout
-from lightning_rl.run.seeding import derived_seed, run_seed
+from lightning_rl.run.seeding import permutation, run_seed
 
 Row = dict[str, Any]
 
@@ -206,10 +205,7 @@ class PromptDataset(ABC):
 
     def _permutation(self, epoch: int) -> list[int]:
         count = len(self._loaded())
-        if not self.shuffle:
-            return list(range(count))
-        generator = torch.Generator().manual_seed(derived_seed(self.seed, epoch))
-        return torch.randperm(count, generator=generator).tolist()
+        return permutation(count, self.seed, epoch) if self.shuffle else list(range(count))
 
     def _check(self, where: str, row: Any) -> None:
         if not isinstance(row, Mapping):

@@ -6,9 +6,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningDataModule
-from tensordict import TensorDict
 
 from lightning_rl.collect.checks import check_groups
 from lightning_rl.collect.collector import GroupFilter
@@ -23,7 +21,7 @@ from lightning_rl.rollouts.files import open_rollouts
 from lightning_rl.run import dist
 from lightning_rl.run.metrics import summarize
 from lightning_rl.run.resume import enter_directory
-from lightning_rl.run.seeding import derived_seed, run_seed
+from lightning_rl.run.seeding import permutation, run_seed
 
 
 class RecordedGroups:
@@ -49,11 +47,14 @@ class RecordedGroups:
 
     def draw(self, count: int) -> list[Rollout]:
         """The rollouts of the next ``count`` groups; each draw of a group has an id of its own."""
-        rollouts = []
+        rollouts, size = [], len(self._groups)
         for _ in range(count):
-            lap, place = divmod(self._drawn, len(self._groups))
+            lap, place = divmod(self._drawn, size)
             if lap != self._lap:
-                self._lap, self._order = lap, self._permutation(lap)
+                self._lap = lap
+                self._order = list(range(size))
+                if self._shuffle:
+                    self._order = permutation(size, self._seed, lap)
             group = self._groups[self._order[place]]
             # Ids may repeat in a file of several runs, and a group in a batch that spans two laps.
             rollouts += [replace(r, group_id=f"{self._drawn}/{r.group_id}") for r in group]
@@ -84,12 +85,6 @@ class RecordedGroups:
                     " use the same file, filters and seed to go on where the run stopped"
                 )
         self._drawn = state["drawn"]
-
-    def _permutation(self, lap: int) -> list[int]:
-        if not self._shuffle:
-            return list(range(len(self._groups)))
-        generator = torch.Generator().manual_seed(derived_seed(self._seed, lap))
-        return torch.randperm(len(self._groups), generator=generator).tolist()
 
 
 @configurable
@@ -188,9 +183,6 @@ class OfflineDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loader_state = state_dict["loader"]
-
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        return batch.to(device) if isinstance(batch, TensorDict) else batch
 
     # ---------------------------------------------------------------- reading
 

@@ -53,6 +53,12 @@ def derived_seed(seed: int, *places: int) -> int:
     return seed % 2**64
 
 
+def permutation(count: int, seed: int, lap: int) -> list[int]:
+    """An order for one pass over ``count`` things, another for each pass."""
+    generator = torch.Generator().manual_seed(derived_seed(seed, lap))
+    return torch.randperm(count, generator=generator).tolist()
+
+
 def gather_random_states() -> list[dict[str, Any]]:
     """The states of torch, numpy, Python and CUDA generators of every rank; primitives, tensors."""
     numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002

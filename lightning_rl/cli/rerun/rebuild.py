@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from tensordict import TensorDict
 
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.callbacks.base import RLCallback
@@ -217,9 +216,6 @@ class _RecordedBatches(LightningDataModule):
 
     def val_dataloader(self) -> Any:
         return []
-
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        return batch.to(device) if isinstance(batch, TensorDict) else batch
 
     def _read(self, place: int) -> list[Rollout]:
         return self.run.log.rollouts(self.first + place, dist.rank())
