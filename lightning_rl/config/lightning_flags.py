@@ -104,12 +104,13 @@ _USED: dict[str, Callable[[Any], Any]] = {
 """Flags and callbacks of which not every use is refused or warned of: see ``Entry.used``."""
 
 
+_SAID = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+
 def _entries(part: str) -> dict[str, Entry]:
-    """Read a part of the table."""
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return {
         name: Entry(Verdict(verdict), words, _USED.get(name, lambda _: True))
-        for name, said in yaml.safe_load(text)[part].items()
+        for name, said in _SAID[part].items()
         for verdict, words in said.items()
     }
 
