@@ -1,6 +1,6 @@
 """Facts about this machine and installation, and what is wrong: ``lightning-rl doctor``.
 
-``diagnose`` reads facts; the ``judge_*`` functions turn a fact into a `Check` and can be called
+``diagnose`` reads facts; the ``check_*`` functions turn a fact into a `Check` and can be called
 with any value. A problem is *serious* when training would crash or compute something wrong (a
 package missing or outside its range, a broken torchvision, a GPU that torch cannot use), and a
 warning when it is only slower, smaller or untested. The exit code is 1 for serious problems.
