@@ -11,7 +11,7 @@ from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.checks import check_sleep, check_sync
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
-from lightning_rl.engines.base import feeds_engine
+from lightning_rl.engines.base import drives_engine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.module import PolicyModule
@@ -112,7 +112,7 @@ class WeightSync(RLCallback):
         datamodule, module = self.data_of(trainer), self.module_of(pl_module)
         wanted = self.schedule.should_sync(datamodule.sync_state(module.iteration))
         # All ranks push together: as soon as one engine needs new weights.
-        if any_rank(wanted and feeds_engine(datamodule.engine)):
+        if any_rank(wanted and drives_engine(datamodule.engine)):
             self.sync(trainer, module)
 
     def catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -31,7 +31,7 @@ from lightning_rl.data.curriculum import RepeatedPrompts
 from lightning_rl.data.prompts import PromptDataset, Prompts
 from lightning_rl.data.sources import expert_rollouts, prompts_of
 from lightning_rl.engines import default_engine
-from lightning_rl.engines.base import Engine, RunState, feeds_engine
+from lightning_rl.engines.base import Engine, RunState, drives_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.models.policy import require_sound_model, save_skeleton
@@ -188,7 +188,7 @@ class RLDataModule(LightningDataModule):
         self._pipeline = RolloutPipeline(
             self.engine, self.agent, self.rewards, self._tokenizer, module.clock
         )
-        works = stage == "fit" and feeds_engine(self.engine)
+        works = stage == "fit" and drives_engine(self.engine)
         collector = self.collector if works else SyncCollector()
         self._batches = RolloutBatches(
             self._pipeline, collector, self._source(stage), self.filters, self.max_rounds
@@ -196,7 +196,7 @@ class RLDataModule(LightningDataModule):
 
     def _start_engine(self, module: PolicyModule) -> int:
         """Start it where it is needed; return its longest prompt plus completion, else 0."""
-        if not feeds_engine(self.engine):
+        if not drives_engine(self.engine):
             return 0
         if not self.engine.running:
             self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")

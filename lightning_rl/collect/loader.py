@@ -15,7 +15,7 @@ from lightning_rl.collect.collector import Collector, GroupFilter
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
 from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.engines.base import RunState, feeds_engine
+from lightning_rl.engines.base import RunState, drives_engine
 from lightning_rl.errors import FilterError, RewardError
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
 from lightning_rl.run import dist
@@ -215,7 +215,7 @@ class RolloutBatches:
         self._clear()
         engine = self.pipeline.engine
         with dist.every_rank():
-            if feeds_engine(engine):
+            if drives_engine(engine):
                 self._fill(iteration)
         if engine.serves_all_ranks:
             self.kept = dist.scatter(self.kept)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent, new_rollouts
 from lightning_rl.data.prompts import Prompts
-from lightning_rl.engines.base import Engine, feeds_engine
+from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError, RunInterrupted
 from lightning_rl.rewards.base import Rewards
@@ -187,7 +187,7 @@ class RolloutPipeline:
         groups = in_groups(new_rollouts(prompts, group_size, sampling, seed, iteration), group_size)
         share = groups if self.engine.serves_all_ranks else dist.shard(groups)
         with dist.every_rank():
-            if feeds_engine(self.engine):
+            if drives_engine(self.engine):
                 self.complete(share, sampling)
             else:
                 share = []

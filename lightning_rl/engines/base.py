@@ -261,6 +261,6 @@ class Engine(ABC):
             )
 
 
-def feeds_engine(engine: Engine) -> bool:
+def drives_engine(engine: Engine) -> bool:
     """True if this rank gives work and weights to the engine."""
     return dist.rank() == 0 or not engine.serves_all_ranks

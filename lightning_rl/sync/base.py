@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.config.hints import import_object
-from lightning_rl.engines.base import Engine, checked, feeds_engine
+from lightning_rl.engines.base import Engine, checked, drives_engine
 from lightning_rl.errors import ConfigError, WeightSyncError
 from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
@@ -75,7 +75,7 @@ def push(transport: WeightTransport, engine: Engine, policy: Policy, version: in
     """
     weights = iter(transport.weights_of(policy))
     try:
-        if not feeds_engine(engine):
+        if not drives_engine(engine):
             return
         run_async(engine.pause())
         try:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rl.engines.base import Engine, feeds_engine
+from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import OUR_TRANSFER, ReplicatedEngine
 from lightning_rl.errors import ConfigError, SyncTimeoutError, WeightSyncError, require_at_least
@@ -138,7 +138,9 @@ class StagedTransport(WeightTransport):
             return
         yield from policy.named_adapter_weights()
         # Sharded weights are gathered by all ranks, also those whose transport pushes nothing.
-        if any_rank(self._engine is not None and feeds_engine(self._engine) and not self._has_base):
+        if any_rank(
+            self._engine is not None and drives_engine(self._engine) and not self._has_base
+        ):
             yield from policy.named_base_weights()
 
     def kept_bytes(self, engine: Engine, elements: int) -> int:

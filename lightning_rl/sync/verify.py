@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.data.packing import pack_rollouts, token_rows
-from lightning_rl.engines.base import Engine, feeds_engine, logprob_tolerance
+from lightning_rl.engines.base import Engine, drives_engine, logprob_tolerance
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import StaleWeightsError
 from lightning_rl.models.policy import Policy
@@ -83,7 +83,7 @@ def probe_gap(
         await asyncio.gather(*(agent.run(rollout, engine, sampling) for rollout in rollouts))
 
     with every_rank():
-        if feeds_engine(engine):
+        if drives_engine(engine):
             run_async(run())
     if engine.serves_all_ranks:
         rollouts = from_rank_zero(rollouts)
@@ -99,7 +99,7 @@ def probe_again(
     """
     room = 1
     with every_rank():
-        if feeds_engine(engine):
+        if drives_engine(engine):
             longest = max(len(prompt.token_ids) for prompt in prompts)
             room = max(1, min(AGAIN_TOKENS, engine.max_length - longest))
     samples = -(-AGAIN_TOKENS // room)
