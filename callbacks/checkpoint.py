@@ -34,7 +34,7 @@ from lightning_rl.run.checkpoint_io import (
 )
 from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.loop import Interrupts, is_waiting, replace_loop_if_blocked, seconds_of
-from lightning_rl.run.resume import begin_only_if_new, enter_run, going_on, run_id_of
+from lightning_rl.run.resume import begin_only_if_new, enter_run, going_on_from, run_id_of
 from lightning_rl.run.rundir import continue_in, output_path, own_runs, require_free
 
 
@@ -301,7 +301,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         if found is None:
             begin_only_if_new(trainer, directory)
             return set()
-        going_on(trainer, found)
+        going_on_from[trainer] = found
         return {str(found)}
 
 

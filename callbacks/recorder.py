@@ -47,12 +47,12 @@ class RolloutSelection(RLCallback, ABC):
         self._resumed = False
 
     def is_due(self, iteration: int) -> bool:
-        """Whether this iteration is recorded."""
+        """Tell whether this iteration is recorded."""
         return iteration % self.every_n_iterations == 0
 
     @abstractmethod
     def choose(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Those of an iteration's rollouts that are recorded."""
+        """Choose those of an iteration's rollouts that are recorded."""
 
     def write(
         self,
@@ -133,7 +133,7 @@ class RolloutRecorder(RolloutSelection):
         self.write(trainer, module.iteration, chosen, told)
 
     def choose(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Whole groups, the first ``num_groups``, and what cannot be trained on. Override it."""
+        """Take the first ``num_groups`` groups, and what cannot be trained on. Override it."""
         groups = list(dict.fromkeys(rollout.group_id for rollout in rollouts))
         kept = set(groups[: self.num_groups])
         good = {rollout.id for rollout in trainable(rollouts)}
@@ -190,7 +190,7 @@ def outcome(trainer: Trainer, module: PolicyModule, metrics: dict[str, float]) -
 
 
 def collected_rollouts(trainer: Trainer) -> list[Rollout]:
-    """What the batch in training was made of, also after a resume.
+    """Rollouts that the batch in training was made of, also after a resume.
 
     Raises:
         ConfigError: if it does not come from an ``RLDataModule``.
@@ -208,7 +208,7 @@ def collected_rollouts(trainer: Trainer) -> list[Rollout]:
 def token_columns(
     module: PolicyModule, batch: TensorDict, rows: list[int]
 ) -> list[dict[str, list[float]]]:
-    """For each of the given rollouts of a batch, a number per completion token by column name."""
+    """Read off numbers per completion token by column name, for each of the given rollouts."""
     batch, chosen = batch.copy(), torch.tensor(rows, dtype=torch.long)
     # The engine's where it is trusted, and zero where a rollout is left out of the update.
     partial = module.trust_engine_logprobs or module.skips_zero_advantage
@@ -254,13 +254,13 @@ class RolloutWriter(RLCallback):
         self.choose_file(trainer)
 
     def choose_file(self, trainer: Trainer) -> None:
-        """Where this trainer's rollouts go."""
+        """Choose where this trainer's rollouts go."""
         path = output_path(trainer, self.path, Path(self.path).name)
         if path != self.file.path:
             self.file = open_rollouts(str(path))
 
     def done(self) -> int:
-        """How many whole iterations the file holds; what a killed run left behind is removed."""
+        """Count whole iterations in the file; what a killed run left behind is removed."""
         progress = self.file.recover()
         return 0 if progress is None else int(progress["iterations"])
 
@@ -307,7 +307,7 @@ class RolloutWriter(RLCallback):
 
 
 def _origin(datamodule: RLDataModule, module: PolicyModule) -> dict[str, Any]:
-    """What a run must share with the one that began the file."""
+    """Settings that a run must share with the one that began the file."""
     return {
         "model": module.model,
         "seed": datamodule.seed,

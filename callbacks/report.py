@@ -249,7 +249,7 @@ class RunReport(RLCallback):
         return self.history[-1] if trained else {}
 
     def _outcome(self) -> str:
-        """How it went, from where to where."""
+        """Say how it went, from where to where."""
         if not self.history:
             return "nothing was measured"
         last = self.history[-1]["iteration"]

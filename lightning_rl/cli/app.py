@@ -8,7 +8,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -27,7 +27,7 @@ from lightning_rl.cli.trust import require_trusted, require_trusted_classes, spl
 from lightning_rl.collect.checks import check_sync
 from lightning_rl.config import names
 from lightning_rl.config.hints import import_object
-from lightning_rl.config.layers import config_files, flatten, read_sources
+from lightning_rl.config.layers import flatten, read_sources
 from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision
 from lightning_rl.config.mistakes import check_sources, innermost
 from lightning_rl.datamodule import RLDataModule
@@ -38,44 +38,11 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.offline.dpo import DPOModule
 from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.offline.sft import SFTModule
-from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO, iteration_of, require_good
+from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO, require_good
 from lightning_rl.run.hooks import find_callbacks
-from lightning_rl.run.resume import configured, going_on, going_on_from
-from lightning_rl.run.rundir import require_writable_dirs, run_dir, write_whole
+from lightning_rl.run.resume import KeepConfigs, configured_as, going_on_from
+from lightning_rl.run.rundir import require_writable_dirs
 from lightning_rl.run.seeding import LARGEST_SEED, drawn_seed
-
-IGNORED = ("ckpt_path", "weights_only")
-
-
-class KeepConfigs(SaveConfigCallback):
-    """``config.yaml`` of the run; ``config_<n>.yaml`` if it goes on otherwise after iteration n."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        run_dir(trainer)  # on all ranks
-        super().setup(trainer, pl_module, stage)
-
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        directory, source = run_dir(trainer), going_on_from(trainer)
-        path = directory / self.config_filename
-        config = self.config.clone()
-        config.pop("allow_changes", None)  # of this start alone; other commands do not know it
-        text = self.parser.dump(config, skip_unset=False)
-        inside = source is not None and directory.resolve() in source.resolve().parents
-        if source is not None and inside and path.exists():
-            iteration = iteration_of(source)
-            files = config_files(directory)
-            for number in [n for n in files if n > iteration]:
-                files.pop(number).unlink()  # what it led to is taken back
-            if _table(files[max(files)].read_text(encoding="utf-8")) == _table(text):
-                return
-            path = directory / f"config_{iteration}.yaml"
-        write_whole(path, text)
-
-
-def _table(text: str) -> dict[str, object]:
-    table = flatten(yaml.safe_load(text))
-    return {key: value for key, value in table.items() if key not in IGNORED}
-
 
 # Short class names work in YAML for what has been imported: all that is public.
 names.load_all()
@@ -206,24 +173,24 @@ class RLCLI(LightningCLI):
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         """Add what lets a run be gone on with, be rerun, and end if it hangs; unless given."""
-        plugins = _as_list(config["plugins"])
-        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+        plugins, given = _as_list(config["plugins"]), _as_list(config["callbacks"])
+
+        def lacks(kind: type) -> bool:
+            return not any(isinstance(part, kind) for part in [*plugins, *given])
+
+        if lacks(CheckpointIO):
             config["plugins"] = [*plugins, VerifiedCheckpointIO()]
-        given = _as_list(config["callbacks"])
         # With these Lightning refuses a Trainer that has one.
         off = config["enable_checkpointing"] is False or config["barebones"]
         off = off or config["fast_dev_run"]
-        own = any(isinstance(callback, Checkpoint) for callback in given)
-        if isinstance(self.model, RecordingModule) and not own and not off:
+        if isinstance(self.model, RecordingModule) and lacks(Checkpoint) and not off:
             callbacks = [*callbacks, IterationCheckpoint()]
         generates = isinstance(self.datamodule, RLDataModule)
-        own = any(isinstance(callback, Watchdog) for callback in given)
-        if generates and not own:
+        if generates and lacks(Watchdog):
             callbacks = [*callbacks, Watchdog()]
         collects = generates or isinstance(self.datamodule, OfflineDataModule)
         unlogged = config["logger"] is False or config["fast_dev_run"]
-        own = any(isinstance(callback, RerunRecorder) for callback in given)
-        if collects and not own and not unlogged:
+        if collects and lacks(RerunRecorder) and not unlogged:
             callbacks = [*callbacks, RerunRecorder()]
         return super()._instantiate_trainer(config, callbacks)
 
@@ -287,10 +254,10 @@ class RLCLI(LightningCLI):
         require_writable_dirs(self.trainer)
         config = self.config.fit
         tree = yaml.safe_load(self._parser("fit").dump(config, skip_unset=False))
-        configured(self.trainer, flatten(tree))
+        configured_as[self.trainer] = flatten(tree)
         self.model.allow_changes = config.allow_changes
         if config.ckpt_path is not None and Path(config.ckpt_path).exists():
-            going_on(self.trainer, Path(config.ckpt_path))
+            going_on_from[self.trainer] = Path(config.ckpt_path)
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:

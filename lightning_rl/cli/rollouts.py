@@ -21,11 +21,11 @@ COLUMNS = (
     "id", "group_id", "prompt_id", "iteration", "version_min", "version_max", "reward", "status",
     "finish_reason", "tokens", "created", "run", "state",
 )  # fmt: skip
-"""What can be sorted and searched by."""
+"""Columns to sort and search by."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """What the command line says.
+    """Parse the command line.
 
     Raises:
         ConfigError: for what it cannot mean.

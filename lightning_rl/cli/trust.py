@@ -8,6 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from lightning.pytorch import Callback
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, LayerSync, Precision
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.config import names
 from lightning_rl.config.hints import import_object
@@ -93,6 +101,14 @@ def _children(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
 
 TRUSTED = ("lightning_rl", "lightning.pytorch", "torch.optim")
 """Where classes may come from in any case: public names, and parts of a Trainer or optimizer."""
+_KINDS = {
+    "lightning.pytorch": (
+        Callback, Accelerator, Logger, CheckpointIO, ClusterEnvironment, LayerSync, Precision,
+        Profiler, Strategy,
+    ),
+    "torch.optim": (Optimizer, LRScheduler),
+}  # fmt: skip
+"""Which classes of a module may be named."""
 _INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"  # which Lightning notes in checkpoints
 
 
@@ -207,11 +223,9 @@ def _is_trusted(path: str, trusted: Sequence[str]) -> bool:
     if not (inspect.isclass(found) or inspect.isfunction(found)):
         return False
     if module == "lightning_rl":
-        return _is_public(found)
-    if module == "lightning.pytorch":
-        return inspect.isclass(found) and issubclass(found, _trainer_parts())
-    if module == "torch.optim":
-        return inspect.isclass(found) and issubclass(found, _optimizers())
+        return any(found is names.public(name) for name in names.MODULE_OF)
+    if module in _KINDS:
+        return inspect.isclass(found) and issubclass(found, _KINDS[module])
     return any(_within(found.__module__, other) for other in trusted[len(TRUSTED) :])
 
 
@@ -224,29 +238,6 @@ def _stays_inside(path: str) -> bool:
         if inspect.ismodule(found) and found.__name__ != place:
             return False
     return True
-
-
-def _is_public(found: Any) -> bool:
-    return any(found is names.public(name) for name in names.MODULE_OF)
-
-
-def _trainer_parts() -> tuple[type, ...]:
-    from lightning.pytorch import Callback
-    from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.loggers import Logger
-    from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, LayerSync, Precision
-    from lightning.pytorch.profilers import Profiler
-    from lightning.pytorch.strategies import Strategy
-
-    return (Callback, Accelerator, Logger, CheckpointIO, ClusterEnvironment, LayerSync, Precision,
-            Profiler, Strategy)  # fmt: skip
-
-
-def _optimizers() -> tuple[type, ...]:
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
-
-    return Optimizer, LRScheduler
 
 
 def _within(path: str, module: str) -> bool:

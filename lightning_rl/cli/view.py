@@ -11,7 +11,7 @@ from lightning_rl.view.runs import find_runs, is_rollout_file, read_run
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """What the command line says.
+    """Parse the command line.
 
     Raises:
         ConfigError: for what it cannot mean.

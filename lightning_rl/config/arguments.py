@@ -51,7 +51,9 @@ def configurable_class(cls: Class, convert: Mapping[str, Converter]) -> Class:
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
-            _refuse_names(type(self), signature, args, kwargs)
+            from lightning_rl.config.mistakes import check_names
+
+            check_names(type(self), args, kwargs)  # of what else is wrong, Python tells
             raise
         hints = _hints(init)
         for name, value in bound.arguments.items():
@@ -75,24 +77,6 @@ def _hints(init: Callable[..., None]) -> dict[str, Any]:
     kinds = {name: p.kind for name, p in inspect.signature(init).parameters.items()}
     hints = get_type_hints(init)
     return {name: h for name, h in hints.items() if name in kinds and kinds[name] not in variable}
-
-
-def _refuse_names(
-    cls: type, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Say which names are unknown or missing; of what else is wrong with a call, Python does."""
-    from lightning_rl.config.mistakes import check_names
-
-    expected = list(signature.parameters.values())[1:]
-    given = {p.name for p in expected[: len(args)]} | kwargs.keys()
-    missing = {
-        p.name: p.annotation
-        for p in expected
-        if p.name not in given
-        and p.default is p.empty
-        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    }
-    check_names(cls, kwargs, missing)
 
 
 def _taken(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> Any:

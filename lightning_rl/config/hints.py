@@ -91,7 +91,7 @@ def accepts(hint: Any, value: Any) -> bool:
 def parse(hint: Any, value: Any) -> Any:
     """Make of a value what the parser makes of it under a hint."""
     parser = _parser_of(hint)
-    return parser.instantiate_classes(parser.parse_object({"value": value})).value
+    return parser.instantiate(parser.parse_object({"value": value})).value
 
 
 def _parser_of(hint: Any) -> ArgumentParser:

@@ -282,17 +282,14 @@ def _described(value: Any, depth: int = 0) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, torch.Tensor) or not hasattr(value, "__dict__"):
         return _UNKNOWN
-    names = [p for c in type(value).__mro__ if "__init__" in vars(c) for p in _parameters(c)]
+    inits = [vars(c)["__init__"] for c in type(value).__mro__ if "__init__" in vars(c)]
+    names = [name for init in inits for name in list(inspect.signature(init).parameters)[1:]]
     held = {name: _held(value, name) for name in names if name not in ("optimizer", "lr_scheduler")}
     arguments = {n: _described(v, depth + 1) for n, v in held.items() if v is not _UNKNOWN}
     return {
         "class_path": f"{type(value).__module__}.{type(value).__qualname__}",
         "init_args": arguments,
     }
-
-
-def _parameters(cls: type) -> list[str]:
-    return list(inspect.signature(cls.__init__).parameters)[1:]  # type: ignore[misc]
 
 
 def _held(owner: Any, name: str) -> Any:

@@ -70,23 +70,11 @@ def _validation_interval(trainer: Trainer) -> Any:
     return None if isinstance(value, float) and value == 1.0 else value
 
 
-def _no_batches(trainer: Trainer) -> Any:
-    return 0 if trainer.limit_train_batches == 0 else None
-
-
-def _layer_sync(trainer: Trainer) -> Any:
-    return True if trainer._accelerator_connector._layer_sync is not None else None
-
-
-def _counts_steps(callback: Any) -> Any:
-    return callback._every_n_train_steps or None
-
-
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 _USED: dict[str, Callable[[Any], Any]] = {
     "precision": _unless("precision", *_PRECISIONS),
-    "limit_train_batches": _no_batches,
+    "limit_train_batches": lambda trainer: 0 if trainer.limit_train_batches == 0 else None,
     "limit_val_batches": _limit("limit_val_batches"),
     "limit_test_batches": _limit("limit_test_batches"),
     "limit_predict_batches": _limit("limit_predict_batches"),
@@ -96,10 +84,10 @@ _USED: dict[str, Callable[[Any], Any]] = {
     "accumulate_grad_batches": _unless("accumulate_grad_batches", 1),
     "gradient_clip_val": _unless("gradient_clip_val", None),
     "gradient_clip_algorithm": _unless("gradient_clip_algorithm", None),
-    "sync_batchnorm": _layer_sync,
+    "sync_batchnorm": lambda trainer: trainer._accelerator_connector._layer_sync and True,
     "reload_dataloaders_every_n_epochs": _unless("reload_dataloaders_every_n_epochs", 0),
     "model_registry": _unless("_model_registry", None),
-    "ModelCheckpoint": _counts_steps,
+    "ModelCheckpoint": lambda callback: callback._every_n_train_steps or None,
 }
 """Flags and callbacks of which not every use is refused or warned of: see ``Entry.used``."""
 

@@ -7,7 +7,7 @@ value what the parser takes for its type hint.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -243,23 +243,20 @@ def check_value(value: Any, hint: Any, default: Any, key: Key) -> None:
         raise ConfigError(f"{name_of(mistake.key)}: {mistake.what}") from mistake.__cause__
 
 
-def check_names(component: Any, given: Iterable[str], missing: Mapping[str, Any]) -> None:
+def check_names(component: Any, args: Sequence[Any], kwargs: Iterable[str]) -> None:
     """Check that a class knows the names of what it is given, and gets all that it needs.
-
-    Args:
-        component: the class.
-        given: names of arguments.
-        missing: required ones that are not among them, with their type hints.
 
     Raises:
         ConfigError: naming the first that is unknown or missing.
     """
     owner, known = component.__name__, parameters(component)
-    for name in given:
+    for name in kwargs:
         if name not in known:
             raise ConfigError(f"{owner}.{name}: {_no_such_key(name, known, owner)}")
-    for name, hint in missing.items():
-        raise ConfigError(f"{owner}.{name}: {_missing(owner, hint)}")
+    given = {*list(known)[: len(args)], *kwargs}
+    for name, parameter in known.items():
+        if name not in given and _required(parameter):
+            raise ConfigError(f"{owner}.{name}: {_missing(owner, parameter.annotation)}")
 
 
 def innermost(error: BaseException) -> LightningRLError:

@@ -1,4 +1,4 @@
-"""What a rollout file is, whatever its format: by its ending, and a rollout as a record in it."""
+"""Rollout files of any format, told by their ending, and a rollout as a record in them."""
 
 import json
 from abc import ABC, abstractmethod
@@ -210,11 +210,11 @@ _KINDS = {
 
 
 RUN_FILES = ("recorded.jsonl", "rollouts.jsonl")
-"""What RolloutRecorder and PreviewTable leave in a run directory; the first tells more."""
+"""Files of RolloutRecorder and PreviewTable in a run directory; the first tells more."""
 
 
 def recorded_files(run: Path) -> list[RolloutFile]:
-    """Those of ``RUN_FILES`` that a run directory holds."""
+    """Open those of ``RUN_FILES`` that a run directory holds."""
     return [open_rollouts(run / name) for name in RUN_FILES if (run / name).exists()]
 
 

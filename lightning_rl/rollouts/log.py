@@ -21,7 +21,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a version of the weights came out as.
+    """A version of the weights, to compare another with.
 
     ``weights`` holds the checksum of each tensor of the policy, ``metrics`` the row of the
     iteration that made it, ``ranks`` how many processes trained.
@@ -70,7 +70,7 @@ class RerunLog:
             write_whole(self._versions, "".join(json.dumps(asdict(o)) + "\n" for o in kept))
 
     def rollouts(self, iteration: int, rank: int = 0) -> list[Rollout]:
-        """What an iteration was trained on, on one rank.
+        """Rollouts that an iteration was trained on, on one rank.
 
         Raises:
             DataError: if it is not there, or damaged.
@@ -85,21 +85,21 @@ class RerunLog:
         return [recorded.rollout for recorded in ParquetRollouts(file).read()]
 
     def iterations(self) -> set[int]:
-        """Whose rollouts it holds."""
+        """Iterations whose rollouts it holds."""
         return {int(file.name.split("-")[0]) for file in self._files()}
 
     def span(self) -> str:
-        """The same in words."""
+        """Say in words which iterations it holds."""
         held = sorted(self.iterations())
         return f"iterations {held[0]} to {held[-1]}" if held else "no iteration"
 
     def all_rollouts(self) -> Iterator[Rollout]:
-        """Of all iterations and ranks."""
+        """Rollouts of all iterations and ranks."""
         for file in self._files():
             yield from (recorded.rollout for recorded in ParquetRollouts(file).read())
 
     def outcomes(self) -> dict[int, Outcome]:
-        """By version, which may have several lines.
+        """Outcomes by version, which may have several lines.
 
         One that was cut off is left out; so is one that is damaged, with a warning.
         """

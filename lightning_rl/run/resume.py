@@ -7,13 +7,22 @@ from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from lightning.pytorch import Trainer
+import yaml  # type: ignore[import-untyped]
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_rl.config.layers import Change, Table, described, differences
+from lightning_rl.config.layers import (
+    Change,
+    Table,
+    config_files,
+    described,
+    differences,
+    flatten,
+)
 from lightning_rl.errors import ConfigError
 from lightning_rl.run import dist
-from lightning_rl.run.checkpoint_io import about, checkpoints_in
+from lightning_rl.run.checkpoint_io import about, checkpoints_in, iteration_of
 from lightning_rl.run.rundir import hold, release, run_dir, write_whole
 
 # What the weights or the optimizer's state are made for.
@@ -49,23 +58,10 @@ HARMLESS = (
 )
 OPTIMIZER = ("model.optimizer", "model.lr_scheduler", "model.value_lr")
 
-_going_on: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
-_configured: WeakKeyDictionary[Trainer, Table] = WeakKeyDictionary()
-
-
-def configured(trainer: Trainer, table: Table) -> None:
-    """Tell, before ``fit``, what a run was configured with."""
-    _configured[trainer] = table
-
-
-def going_on(trainer: Trainer, checkpoint: Path) -> None:
-    """Tell, before ``fit``, from which checkpoint: what cannot go on is refused the earlier."""
-    _going_on[trainer] = checkpoint
-
-
-def going_on_from(trainer: Trainer) -> Path | None:
-    """The checkpoint, if that was told."""
-    return _going_on.get(trainer)
+configured_as: WeakKeyDictionary[Trainer, Table] = WeakKeyDictionary()
+"""What a run was configured with, if that was told before ``fit``."""
+going_on_from: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
+"""A run's checkpoint, if told before ``fit``: what cannot go on from it is refused the earlier."""
 
 
 # ---------------------------------------------------------------- the directory
@@ -140,7 +136,7 @@ def begin_only_if_new(trainer: Trainer, checkpoints: Path) -> None:
     Raises:
         ConfigError: if a run of the same configuration lies beside it, under another name.
     """
-    now = _configured.get(trainer)
+    now = configured_as.get(trainer)
     for path in _neighbours(trainer, checkpoints) if now is not None else ():
         then = about(path).get("run", {}).get("configuration") or {}
         if then and all(
@@ -165,6 +161,38 @@ def _neighbours(trainer: Trainer, checkpoints: Path) -> list[Path]:
 
 # ---------------------------------------------------------------- the configuration
 
+_IGNORED = ("ckpt_path", "weights_only")
+
+
+class KeepConfigs(SaveConfigCallback):
+    """``config.yaml`` of the run; ``config_<n>.yaml`` if it goes on otherwise after iteration n."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        run_dir(trainer)  # on all ranks
+        super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        directory, source = run_dir(trainer), going_on_from.get(trainer)
+        path = directory / self.config_filename
+        config = self.config.clone()
+        config.pop("allow_changes", None)  # of this start alone; other commands do not know it
+        text = self.parser.dump(config, skip_unset=False)
+        inside = source is not None and directory.resolve() in source.resolve().parents
+        if source is not None and inside and path.exists():
+            iteration = iteration_of(source)
+            files = config_files(directory)
+            for number in [n for n in files if n > iteration]:
+                files.pop(number).unlink()  # what it led to is taken back
+            if _table(files[max(files)].read_text(encoding="utf-8")) == _table(text):
+                return
+            path = directory / f"config_{iteration}.yaml"
+        write_whole(path, text)
+
+
+def _table(text: str) -> Table:
+    table = flatten(yaml.safe_load(text))
+    return {key: value for key, value in table.items() if key not in _IGNORED}
+
 
 def configuration_of(module: Any) -> Table:
     """The table of a run's configuration, with a fingerprint of its prompts."""
@@ -173,7 +201,7 @@ def configuration_of(module: Any) -> Table:
         return dict(module.configuration or {})
     data = getattr(trainer, "datamodule", None)
     if module.configuration is None:
-        told = _configured.get(trainer)
+        told = configured_as.get(trainer)
         module.configuration = described(module, data, trainer) if told is None else told
     prompts = getattr(data, "train_prompts", None)
     content = getattr(prompts, "fingerprint", None)
@@ -199,7 +227,7 @@ def kind_of(change: Change, then: Table, now: Table) -> str:
 
 def check_early(trainer: Trainer) -> None:
     """Refuse before an engine starts, if it is known what the run goes on from."""
-    path = _going_on.get(trainer)
+    path = going_on_from.get(trainer)
     if trainer.state.fn == "fit" and path is not None:
         _check(trainer.lightning_module, about(path), path)
 

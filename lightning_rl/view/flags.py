@@ -1,4 +1,4 @@
-"""What a record of a rollout tells: what is wrong with it, and which text each token stands for."""
+"""Flags of a recorded rollout: what is wrong with it; and the text that each token stands for."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -84,7 +84,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _length(record: Record, name: str) -> int:
-    """Of a per-token list; one that was not recorded is as long as it should be."""
+    """Length of a per-token list; one that was not recorded is as long as it should be."""
     values = record.get(name)
     return len(record["token_ids"] if values is None else values)
 
@@ -108,7 +108,7 @@ _TOKEN_CHECKS: dict[str, Callable[[Record], list[int]]] = {
 
 
 UNFINISHED = "\ufffd"
-"""What decoders put for bytes that are not (yet) a character."""
+"""The mark of decoders for bytes that are not (yet) a character."""
 
 
 class TokenPieces:

@@ -1,4 +1,4 @@
-"""What run directories hold, as the viewer reads it."""
+"""Run directories, as the viewer reads them."""
 
 import json
 from dataclasses import dataclass, field

@@ -9,7 +9,7 @@ from lightning_rl.errors import ConfigError, require_at_least
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """What the command line says.
+    """Parse the command line.
 
     Raises:
         ConfigError: for what it cannot mean.

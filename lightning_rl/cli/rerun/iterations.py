@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lightning_rl.cli.rerun.rebuild import Retrained, rebuilt, retrain
+from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.errors import DataError
 from lightning_rl.rollouts.log import Outcome, first_difference
@@ -15,7 +15,7 @@ SHOWN = ("policy/loss", "policy/grad_norm", "policy/entropy", "value/loss")
 
 @dataclass(frozen=True)
 class IterationRerun:
-    """What iteration ``again.version - 1`` came out as, ``recorded`` and ``again``.
+    """Outcomes of iteration ``again.version - 1``, as ``recorded`` and ``again``.
 
     It was trained again from ``kept``. ``diverged_at`` is the first version whose weights have
     other checksums than recorded, and ``checkpoint_differs`` the first entry that differs from the
@@ -31,12 +31,12 @@ class IterationRerun:
 
     @property
     def equal(self) -> bool:
-        """Whether loss, gradient norm, every other metric of the update and all weights are."""
+        """Compare loss, gradient norm, every other metric of the update, and all weights."""
         same = all(self.recorded.metrics.get(k) == v for k, v in self.again.metrics.items())
         return same and self.diverged_at is None and not self.checkpoint_differs
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Tell a person."""
         iteration = self.recorded.version - 1
         lines = [f"iteration {iteration}, from {self.kept.lead_to(iteration)}"]
         metrics = self.again.metrics
@@ -85,31 +85,21 @@ def rerun_iteration(run: RecordedRun, iteration: int, since: int | None = None) 
         raise DataError(
             f"{run.path} did not record what came of iteration {iteration} (recorded: {held})"
         )
-    kept = run.nearest(iteration + 1, iteration, since)
-    with rebuilt(run, iteration) as parts:
-        made = retrain(run, parts, kept, iteration + 1)
+    with remade(run, iteration + 1, iteration, since) as made:
         checkpoint = next((k for k in run.kept if k.version == iteration + 1), None)
-        if not parts.trainer.is_global_zero:  # which gathers what is sharded
+        if not made.trainer.is_global_zero:  # which gathers what is sharded
             checkpoint = None
         return IterationRerun(
-            kept,
+            made.kept,
             recorded[iteration + 1],
             made.outcomes[iteration + 1],
-            diverged_at(recorded, made),
+            made.diverged_at(recorded),
             checkpoint,
             None if checkpoint is None else _compared(checkpoint.load(), made),
         )
 
 
-def diverged_at(recorded: dict[int, Outcome], made: Retrained) -> int | None:
-    """The first version whose checksums are others than recorded."""
-    for version, outcome in sorted(made.outcomes.items()):
-        if version in recorded and recorded[version].weights != outcome.weights:
-            return version
-    return None
-
-
-def _compared(checkpoint: dict[str, Any], made: Retrained) -> str:
+def _compared(checkpoint: dict[str, Any], made: Remade) -> str:
     """The first entry that is not equal, bit by bit; "" if all are."""
     state = made.state
     for name, weight in checkpoint["state_dict"].items():

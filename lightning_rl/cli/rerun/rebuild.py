@@ -58,7 +58,7 @@ class _Rebuilt(RLCLI):
 
 
 def callbacks_that_rerun(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Those that take part again: they say so by ``reruns``.
+    """Keep those that take part again: they say so by ``reruns``.
 
     Raises:
         ConfigError: for one that says so by the word of an earlier release.
@@ -81,25 +81,52 @@ def _readable(config: Path, scratch: Path) -> Path:
 
 
 @dataclass
-class Parts:
-    """Of one run: module without a model yet, data module, trainer without onlookers."""
+class Remade:
+    """A version of the weights, made again from ``kept``, among the run's other parts.
 
+    The trainer is without onlookers. ``outcomes`` tells what each version on the way came out as;
+    ``state`` and ``optimizers`` are what a checkpoint would hold, if anything was trained; on ranks
+    above 0 they may be empty.
+    """
+
+    kept: KeptWeights
     module: PolicyModule
     datamodule: LightningDataModule
     trainer: Trainer
     transport: WeightTransport
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+
+    def diverged_at(self, recorded: dict[int, Outcome]) -> int | None:
+        """The first version whose checksums are others than recorded."""
+        for version, made in sorted(self.outcomes.items()):
+            if version in recorded and recorded[version].weights != made.weights:
+                return version
+        return None
 
 
 @contextmanager
-def rebuilt(run: RecordedRun, iteration: int) -> Iterator[Parts]:
-    """The parts of a run as it was at an iteration.
+def remade(
+    run: RecordedRun, version: int, iteration: int, since: int | None = None
+) -> Iterator[Remade]:
+    """Make a version of the weights again: from the nearest kept ones, on the recorded rollouts.
 
-    Of its callbacks, only those with ``reruns`` take part again.
+    With as many processes as trained: all of them have to come here. Of the run's callbacks, only
+    those with ``reruns`` take part again.
+
+    Args:
+        run: what to do again.
+        version: of the weights.
+        iteration: whose configuration to build the parts from; also the last to begin with.
+        since: begin with the kept weights of this version; None: the nearest.
 
     Raises:
         ConfigError: if the configuration does not work here (any more).
-        DataError: if the run trained no policy on rollouts.
+        DataError: if the run trained no policy on rollouts, if not enough was kept, or if there
+            are more or fewer processes now.
     """
+    kept = run.nearest(version, iteration, since)
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch:
         cli = _Rebuilt(run, iteration, scratch)
         if not isinstance(cli.model, PolicyModule):
@@ -111,45 +138,25 @@ def rebuilt(run: RecordedRun, iteration: int) -> Iterator[Parts]:
         transports = [sync.transport for sync in find_callbacks(cli.trainer, WeightSync)]
         transport = transports[0] if transports else MemoryTransport()
         callbacks[:] = callbacks_that_rerun(callbacks)
-        yield Parts(cli.model, cli.datamodule, cli.trainer, transport)
+        made = Remade(kept, cli.model, cli.datamodule, cli.trainer, transport)
+        if version == kept.version:
+            _load(made)
+        else:
+            _require_ranks(run, range(kept.version + 1, version + 1), cli.trainer.world_size)
+            # First, so that whatever takes part sees the weights that were kept.
+            callbacks.insert(0, _Retraining(made))
+            batches = _RecordedBatches(run, kept.version, version - kept.version)
+            cli.trainer.fit(cli.model, datamodule=batches)
+        yield made
 
 
-@dataclass
-class Retrained:
-    """What came of it: every version's outcome.
-
-    ``state`` and ``optimizers`` are what a checkpoint would hold, if anything was trained; on ranks
-    above 0 they may be empty.
-    """
-
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    optimizers: list[dict[str, Any]] = field(default_factory=list)
-
-
-def retrain(run: RecordedRun, parts: Parts, kept: KeptWeights, version: int) -> Retrained:
-    """Train again from kept weights up to ``version``, on the recorded rollouts.
-
-    With as many processes as trained: all of them have to come here.
-
-    Raises:
-        DataError: if there are more or fewer of them now.
-    """
-    made = Retrained()
-    if version == kept.version:
-        parts.module.configure_model()
-        if kept.path is not None:
-            checkpoint = kept.load()
-            parts.module.load_state_dict(checkpoint["state_dict"])
-            parts.module.on_load_checkpoint(checkpoint)
-        made.outcomes[version] = outcome(parts.trainer, parts.module, {})
-        return made
-    _require_ranks(run, range(kept.version + 1, version + 1), parts.trainer.world_size)
-    # First, so that whatever takes part sees the weights that were kept.
-    callbacks_of(parts.trainer).insert(0, _Retraining(kept, made))
-    batches = _RecordedBatches(run, kept.version, version - kept.version)
-    parts.trainer.fit(parts.module, datamodule=batches)
-    return made
+def _load(made: Remade) -> None:
+    made.module.configure_model()
+    if made.kept.path is not None:
+        checkpoint = made.kept.load()
+        made.module.load_state_dict(checkpoint["state_dict"])
+        made.module.on_load_checkpoint(checkpoint)
+    made.outcomes[made.kept.version] = outcome(made.trainer, made.module, {})
 
 
 def _require_ranks(run: RecordedRun, versions: range, world_size: int) -> None:
@@ -166,17 +173,16 @@ def _require_ranks(run: RecordedRun, versions: range, world_size: int) -> None:
 class _Retraining(RLCallback):
     """Begins with kept weights, and notes what comes of them."""
 
-    def __init__(self, kept: KeptWeights, made: Retrained) -> None:
-        self.kept = kept
+    def __init__(self, made: Remade) -> None:
         self.made = made
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.kept.path is not None:
-            self._restore(trainer, pl_module, self.kept.path)
+        if self.made.kept.path is not None:
+            self._restore(trainer, pl_module, self.made.kept.path)
         self.on_iteration_end(trainer, pl_module, {})
 
     def _restore(self, trainer: Trainer, pl_module: LightningModule, path: Path) -> None:
-        """What ``ckpt_path`` would, but for the place in an epoch, which is another here."""
+        """Do what ``ckpt_path`` would, but for the place in an epoch, which is another here."""
         strategy = trainer.strategy
         checkpoint = strategy.load_checkpoint(path, weights_only=True)
         strategy.load_model_state_dict(checkpoint)

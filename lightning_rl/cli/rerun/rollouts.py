@@ -8,8 +8,7 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.cli.rerun.iterations import diverged_at
-from lightning_rl.cli.rerun.rebuild import Parts, rebuilt, retrain
+from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
@@ -54,11 +53,11 @@ class RolloutRerun:
 
     @property
     def equal(self) -> bool:
-        """Whether the same tokens came out. Logprobs depend on what else was in the batch."""
+        """Compare tokens. Logprobs depend on what else was in the batch."""
         return self.first_difference is None
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Tell a person."""
         exact = ", NOT as recorded: checksums differ" if self.weights_differ else ""
         lines = [
             f"rollout {self.recorded.id}: {len(self.recorded.token_ids)} tokens, seed "
@@ -91,7 +90,7 @@ class RolloutRerun:
 
 
 def _total(rollout: Rollout) -> float:
-    """Of the tokens that the model wrote, in nats."""
+    """Sum over the tokens that the model wrote, in nats."""
     return fsum(p for p, mine in zip(rollout.logprobs, rollout.loss_mask, strict=True) if mine)
 
 
@@ -119,21 +118,21 @@ def rerun_rollout(
     if recorded.expert or not wrote:
         raise DataError(f"rollout {rollout_id!r} was written by no engine: nothing to rerun")
     for used in wrote if version is None else [version]:
-        kept = run.nearest(used, used)
-        with rebuilt(run, used) as parts:
-            made = retrain(run, parts, kept, used)
-            if not parts.trainer.is_global_zero:  # it has helped to train
+        with remade(run, used, used) as made:
+            if not made.trainer.is_global_zero:  # it has helped to train
                 continue
             generated = version is None and len(wrote) == 1
-            again = (_generate if generated else _score)(parts, recorded)
-            differ = diverged_at(run.log.outcomes(), made) is not None
-            tokenizer = load_tokenizer(parts.module.model, parts.module.loading)
-            yield RolloutRerun(recorded, again, used, kept, differ, generated, tokenizer.decode)
+            again = (_generate if generated else _score)(made, recorded)
+            differ = made.diverged_at(run.log.outcomes()) is not None
+            tokenizer = load_tokenizer(made.module.model, made.module.loading)
+            yield RolloutRerun(
+                recorded, again, used, made.kept, differ, generated, tokenizer.decode
+            )
 
 
-def _generate(parts: Parts, recorded: Rollout) -> Rollout:
+def _generate(made: Remade, recorded: Rollout) -> Rollout:
     """Let the run's agent and engine write the rollout once more, alone."""
-    data = parts.datamodule
+    data = made.datamodule
     if not isinstance(data, RLDataModule):
         raise DataError(
             f"{type(data).__name__} has no engine; use --version N to score the rollout"
@@ -146,35 +145,33 @@ def _generate(parts: Parts, recorded: Rollout) -> Rollout:
         recorded.seed,
         **sampled_by,
     )
-    data.agent.configure(data.load_tokenizer(parts.module))
-    with _engine(parts, data):
+    data.agent.configure(data.load_tokenizer(made.module))
+    with _engine(made, data):
         return run_async(data.agent.run(again, data.engine, replace(data.sampling, **sampled_by)))
 
 
 @contextmanager
-def _engine(parts: Parts, data: RLDataModule) -> Iterator[None]:
+def _engine(made: Remade, data: RLDataModule) -> Iterator[None]:
     """The run's engine with the module's weights."""
-    module = parts.module
-    assert module.policy is not None
+    module = made.module
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as directory:
         save_skeleton(module.model, directory, module.loading)
         data.engine.trust_remote_code = module.trust_remote_code
         try:
             data.engine.start(Path(directory))
-            parts.transport.connect(data.engine)
-            parts.transport.push(parts.transport.weights_of(module.policy), module.iteration)
+            made.transport.connect(data.engine)
+            made.transport.push(made.transport.weights_of(module.loaded_policy), module.iteration)
             yield
         finally:
-            parts.transport.close()
+            made.transport.close()
             data.engine.close()
 
 
-def _score(parts: Parts, recorded: Rollout) -> Rollout:
+def _score(made: Remade, recorded: Rollout) -> Rollout:
     """The recorded tokens with the logprobs that the policy gives them."""
-    policy = parts.module.policy
-    assert policy is not None
+    policy = made.module.loaded_policy
     batch = pack_rollouts([recorded]).to(policy.lm.device)
-    with parts.trainer.precision_plugin.forward_context():
-        batch = policy.score(batch, "again", parts.module.max_tokens_per_pack)
+    with made.trainer.precision_plugin.forward_context():
+        batch = policy.score(batch, "again", made.module.max_tokens_per_pack)
     values = batch["tokens", "again"].tolist()[len(recorded.prompt.token_ids) :]
     return replace(recorded, logprobs=values)

@@ -28,7 +28,7 @@ class KeptWeights:
         return "the initial weights" if self.path is None else f"checkpoint {self.path.name}"
 
     def lead_to(self, version: int) -> str:
-        """The same in words, with how a version was made from them."""
+        """Say how a version was made from them."""
         steps = version - self.version
         how = f" and {steps} iterations trained again" if steps else ""
         return f"{self} (version {self.version}){how}"
@@ -47,7 +47,7 @@ class KeptWeights:
 
 
 class RecordedRun:
-    """What a run left behind.
+    """The directory that a run left behind.
 
     Args:
         path: its directory.
