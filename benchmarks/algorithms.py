@@ -11,14 +11,12 @@ after the last iteration, for each seed. The last line is JSON; `--save` writes 
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-GOAL = 0.90
+from benchmarks.seeds import GOAL, fitted
+
 CONFIG = "recipes/sort_digits/grpo.yaml"
 RESULTS = Path("benchmarks/results/algorithms-cpu.json")
 
@@ -100,17 +98,9 @@ def options(algorithm: dict[str, Any]) -> list[str]:
 
 def run(algorithm: dict[str, Any], seed: int, iterations: int) -> dict[str, Any]:
     """One run in a process of its own."""
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "lightning_rl", "fit", "--config", CONFIG]
-        command += ["--seed_everything", str(seed), *options(algorithm)]
-        command += ["--data.init_args.iterations_per_epoch", str(iterations)]
-        command += ["--trainer.logger.init_args.save_dir", directory]
-        command += ["--trainer.enable_checkpointing", "false"]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{result.stderr[-2000:]}")
-        (path,) = Path(directory).rglob("metrics.jsonl")
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    length = ["--data.init_args.iterations_per_epoch", str(iterations)]
+    unsaved = ["--trainer.enable_checkpointing", "false"]
+    _, rows = fitted(CONFIG, seed, [*options(algorithm), *length, *unsaved])
     evaluated = [row for row in rows if "eval/accuracy" in row]
     reached = next((row for row in evaluated if row["eval/accuracy"] >= GOAL), None)
     return {

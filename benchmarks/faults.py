@@ -9,7 +9,6 @@ assertions held, and its seconds. The last line is JSON. ``--save`` also writes 
 docs/sync.md. Takes some minutes, of which most is servers that start anew.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.results import report, write_block
+from benchmarks.results import parser_of, report, write_block
 
 ROOT = Path(__file__).parents[1]
 SERVER, RAY = "tests/integration/test_server.py", "tests/integration/test_ray.py"
@@ -75,9 +74,8 @@ def table(faults: list[Fault]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--ray", action="store_true", help="also Ray actors and a node")
-    parser.add_argument("--save", action="store_true", help="keep the result and the table")
     arguments = parser.parse_args()
     faults = measure([SERVER, RAY] if arguments.ray else [SERVER])
     lines = table(faults)

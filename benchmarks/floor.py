@@ -13,7 +13,6 @@ out by the library, which is exact; `skipped` is their share. The last line is J
 logprobs, and each request has a seed, as ours are).
 """
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -22,21 +21,21 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks.plain_step import PlainStep
-from benchmarks.results import report
-from benchmarks.task import LR, MODEL, fit, make_data, make_module, prepare
-from lightning_rl import PolicyModule, PreviewTable, RLCallback, Rollout, StepTimer, WeightSync
+from benchmarks.results import parser_of, report
+from benchmarks.task import LR, MODEL, Rows, fit, make_data, make_module, prepare
+from lightning_rl import PolicyModule, PreviewTable, Rollout, StepTimer, WeightSync
 
 PHASES = ("generate", "train", "sync")
 """Of an iteration, as StepTimer records them: in wall seconds."""
 FLOORS = ("shared", "unshared", "skipping", "asking")
 
 
-class Floor(RLCallback):
+class Floor(Rows):
     """Times each iteration's CPU seconds, then the bare work of the same rollouts."""
 
     def __init__(self, warmup: int) -> None:
+        super().__init__()
         self.warmup = warmup
-        self.rows: list[dict[str, float]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         from vllm import LLM
@@ -63,11 +62,6 @@ class Floor(RLCallback):
 
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begin = time.process_time()
-
-    def on_collect_end(
-        self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
-    ) -> None:
-        self.rollouts = rollouts
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
@@ -141,12 +135,10 @@ def run(iterations: int, warmup: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3, help="runs whose iterations are counted")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--save", action="store_true", help="keep the result")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     prepare()

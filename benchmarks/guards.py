@@ -10,7 +10,6 @@ learning rate come to with a sync in every iteration. Held-out accuracy is greed
 right after a sync, so of the trainer's own weights (in bfloat16). The last line is JSON.
 """
 
-import argparse
 import logging
 import statistics
 import time
@@ -18,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.results import report
+from benchmarks.results import parser_of, report
 from benchmarks.schedulers_real import Clock
 from benchmarks.task import OUT, KeptEngine, fit, make_data, make_module, prepare
 from lightning_rl import (
@@ -92,7 +91,7 @@ def measured(seeds: int) -> dict[str, Any]:
             runs[arm].append(run)
             accuracy = " ".join(f"{value:.2f}" for _, value in run["accuracy"])
             print(f"seed {seed} {arm:>10}: accuracy {accuracy}", flush=True)
-    VLLMLocal.close(engine)
+    engine.end()
     last = {arm: [run["accuracy"][-1][1] for run in runs[arm]] for arm in ARMS}
     return {
         "accuracy_before": statistics.mean(run["accuracy"][0][1] for run in runs["unguarded"]),
@@ -144,10 +143,9 @@ def draw(result: dict[str, Any], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--plot", help="write the figure to this file")
-    parser.add_argument("--save", action="store_true", help="keep the result")
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

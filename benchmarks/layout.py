@@ -13,7 +13,6 @@ each (medians) and the bytes of masks:
 The last line is JSON.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from benchmarks.results import report
+from benchmarks.results import parser_of, report
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models import attention_batches
 from lightning_rl.models.attention import build_layout
@@ -90,9 +89,8 @@ def measure(pack: TensorDict, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--save", action="store_true", help="keep the result")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {}

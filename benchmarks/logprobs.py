@@ -11,19 +11,19 @@ and a quarter of the tokens, and memory, linear in the tokens, is extrapolated
 JSON; goal: `memory_ratio` <= 0.25.
 """
 
-import argparse
 import json
 import resource
 import subprocess
 import sys
 import time
+from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.results import report
+from benchmarks.results import parser_of, report
 from lightning_rl.models.heads import token_logprobs
 
 VOCABULARY, HIDDEN, TOKENS = 151_936, 896, 8_192
@@ -132,11 +132,9 @@ def run(tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--save", action="store_true", help="keep the result")
-    parser.add_argument("--method", choices=[*METHODS, "compare"], help=argparse.SUPPRESS)
+    parser.add_argument("--method", choices=[*METHODS, "compare"], help=SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.method:

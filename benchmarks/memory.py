@@ -8,12 +8,14 @@ every allocation of torch. The last line is JSON.
 
 import json
 import sys
+from pathlib import Path
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.task import quiet_trainer
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.plan import Placement, cut, largest_rollouts, training_memory
 from lightning_rl.collect.loader import LazyLoader
@@ -59,17 +61,8 @@ def main(config: str, *options: str) -> None:
     module, data = cli.model, cli.datamodule
     assert isinstance(module, PolicyModule)
     assert isinstance(data, RLDataModule)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        precision=cli.trainer.precision,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[follow := FollowAllocations()],
-    )
+    follow = FollowAllocations()
+    trainer = quiet_trainer(Path.cwd(), [follow], precision=cli.trainer.precision)
     trainer.strategy.connect(module)
     data.trainer = module.trainer = trainer
     data.load_prompts("fit")

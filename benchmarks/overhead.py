@@ -10,7 +10,6 @@ part of both. The last line is JSON with `ratio`, the median of CPU seconds per 
 bare; goal: <= 1.03.
 """
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -19,11 +18,12 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 
-from benchmarks.results import report
+from benchmarks.results import parser_of, report
 from benchmarks.task import (
     GROUP_SIZE,
     GROUPS,
     SAMPLING,
+    Rows,
     fit,
     make_data,
     make_module,
@@ -34,7 +34,6 @@ from lightning_rl import (
     PolicyModule,
     PreviewTable,
     Rewards,
-    RLCallback,
     Rollout,
     RolloutPipeline,
     SingleTurn,
@@ -79,15 +78,15 @@ class BareLoop:
         return rollouts
 
 
-class Compare(RLCallback):
+class Compare(Rows):
     """Times the Trainer's iterations and the bare loop's, in turn the one and the other first.
 
     For whoever comes second finds warm caches: both do the same.
     """
 
     def __init__(self, warmup: int) -> None:
+        super().__init__()
         self.warmup = warmup
-        self.rows: list[dict[str, float]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.engine = trainer.datamodule.engine  # type: ignore[attr-defined]
@@ -95,11 +94,6 @@ class Compare(RLCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begin(pl_module)
-
-    def on_collect_end(
-        self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
-    ) -> None:
-        self.rollouts = rollouts
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
@@ -146,11 +140,9 @@ def run(iterations: int, warmup: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--save", action="store_true", help="keep the result")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     prepare()

@@ -14,7 +14,6 @@ All compute the same gradient, which is checked. Steps alternate; seconds are me
 The last line is JSON: ratios of CPU seconds, other / ours.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.results import report
+from benchmarks.results import parser_of, report
 from benchmarks.task import LR, OUT
 from lightning_rl.data.packing import pack_rollouts, select, split_packs, token_rows
 from lightning_rl.models.policy import Policy
@@ -171,10 +170,8 @@ def long_prompts(steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--save", action="store_true", help="keep the result")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     prepare(OUT)

@@ -19,7 +19,6 @@ median iteration, `heavy_ratio` and `long_prompt_ratio` the same on these tasks;
 wall seconds per iteration on the quickstart task, which tells something on an idle machine only.
 """
 
-import argparse
 import json
 import os
 import random
@@ -34,7 +33,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import report
+from benchmarks.results import parser_of, report
 from benchmarks.task import MODEL, OUT, prepare
 from recipes.sort_digits.prepare import draw_sft, rl_rows, write_missing
 
@@ -278,12 +277,11 @@ def ratios(results: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max-iterations", type=int, default=40)
     parser.add_argument("--few", type=int, default=3, help="iterations of heavy and long")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--save", action="store_true", help="keep the result")
     arguments = parser.parse_args()
     prepare()
     make_environment()

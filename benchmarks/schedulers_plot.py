@@ -5,7 +5,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from benchmarks.schedulers import (
+from benchmarks.schedulers_simulated import (
     COLOCATED,
     HEADLINE,
     LENGTHS,

@@ -9,13 +9,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from benchmarks.task import OUT, KeptEngine, fit, make_data, make_module, prepare
+from benchmarks.task import OUT, KeptEngine, Rows, fit, make_data, make_module, prepare
 from lightning_rl import (
     AsyncCollector,
     Evaluate,
     JSONLPrompts,
     OneStepOffCollector,
-    RLCallback,
     SyncCollector,
     VLLMLocal,
     WeightSync,
@@ -39,12 +38,12 @@ async def slow_match(prompts: list[str], completions: list[str], **columns: Any)
     return exact_match(prompts, completions, **columns)
 
 
-class Clock(RLCallback):
+class Clock(Rows):
     """Notes when iterations end, and their metrics."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.times: list[float] = []
-        self.rows: list[dict[str, float]] = []
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
@@ -85,7 +84,7 @@ def measured() -> dict[str, Any]:
             worst = max(row.get("rollout/staleness_max", 0.0) for row in clock.rows)
             staleness[name] = max(worst, staleness.get(name, 0.0))
             print(f"{name:>12}: {seconds[name][-1]:.2f} s per iteration", flush=True)
-    VLLMLocal.close(engine)
+    engine.end()
     wall = {name: statistics.mean(values) for name, values in seconds.items()}
     return {
         "async_over_sync": wall["sync"] / wall["async"],

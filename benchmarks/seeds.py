@@ -9,26 +9,38 @@ after. The last line is JSON.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 GOAL = 0.90
 
 
-def run(config: str, seed: int, overrides: list[str]) -> dict[str, float | None]:
-    """One run in a process of its own; raises CalledProcessError if it fails."""
+def fitted(
+    config: str, seed: int, overrides: list[str]
+) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """Summary and metrics of one run, in a process of its own.
+
+    Raises:
+        RuntimeError: if it fails.
+    """
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "lightning_rl", "fit", "--config", config]
         command += ["--seed_everything", str(seed)]
         command += ["--trainer.logger.init_args.save_dir", directory, *overrides]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ)
-        (summary_file,) = Path(directory).rglob("summary.json")
-        summary = json.loads(summary_file.read_text())
-        lines = summary_file.with_name("metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{result.stderr[-2000:]}")
+        (summary,) = Path(directory).rglob("summary.json")
+        lines = summary.with_name("metrics.jsonl").read_text().splitlines()
+        return json.loads(summary.read_text()), [json.loads(line) for line in lines]
+
+
+def run(config: str, seed: int, overrides: list[str]) -> dict[str, float | None]:
+    """The line of one seed."""
+    summary, rows = fitted(config, seed, overrides)
     reached = [r["iteration"] for r in rows if r.get("eval/accuracy", 0.0) >= GOAL]
     return {
         "seed": seed,

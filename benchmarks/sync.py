@@ -16,7 +16,6 @@ alone, until the other process has merged it, and how much of that merging is. W
 seconds to a real vLLM server, loading included.
 """
 
-import argparse
 import asyncio
 import os
 import shutil
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from benchmarks.results import report
+from benchmarks.results import parser_of, report
 from benchmarks.sync_receiver import TIMEOUT_S, ReceiverEngine
 from lightning_rl.engines.vllm_server import VLLMServer
 from lightning_rl.run.loop import background_loop
@@ -42,6 +41,7 @@ from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.staged import StagedTransport
 from recipes.sort_digits.prepare import make_tokenizer
 
+NAMES = ("memory", "checkpoint", "collective")
 ROUNDS = 5
 RANK = 16
 
@@ -87,6 +87,15 @@ def least_seconds(acts: Mapping[str, Callable[[], None]], rounds: int) -> dict[s
     return {name: min(values[1:]) for name, values in seconds.items()}
 
 
+def make_transports(directory: Path, adapters_only: bool = False) -> dict[str, StagedTransport]:
+    """The three ways."""
+    return {
+        "memory": MemoryTransport(adapters_only=adapters_only),
+        "checkpoint": CheckpointTransport(str(directory / "weights"), adapters_only=adapters_only),
+        "collective": CollectiveTransport("gloo", adapters_only=adapters_only),
+    }
+
+
 def pushes(transport: StagedTransport, weights: Mapping[str, Tensor]) -> Callable[[], None]:
     version = iter(range(10**6))
     return lambda: transport.push(weights.items(), next(version))
@@ -126,14 +135,9 @@ def measure(millions: float, directory: Path, rounds: int) -> dict[str, Any]:
         "checkpoint": copy_file,
         "collective": broadcast,
     }
-    transports: dict[str, StagedTransport] = {
-        "memory": MemoryTransport(),
-        "checkpoint": CheckpointTransport(str(directory / "weights")),
-        "collective": CollectiveTransport("gloo"),
-    }
     expected = float(sum(weight.double().sum() for weight in weights.values()))
     result: dict[str, Any] = {"parameters": count}
-    for name, transport in transports.items():
+    for name, transport in make_transports(directory).items():
         transport.connect(engine)
         push = pushes(transport, weights)
 
@@ -168,11 +172,6 @@ def measure_adapters(
 ) -> dict[str, Any]:
     """Seconds and bytes of each transport, once it has brought the base."""
     adapters = make_adapters(weights)
-    transports: dict[str, StagedTransport] = {
-        "memory": MemoryTransport(adapters_only=True),
-        "checkpoint": CheckpointTransport(str(directory / "weights"), adapters_only=True),
-        "collective": CollectiveTransport("gloo", adapters_only=True),
-    }
 
     def merging() -> None:
         for name, weight in weights.items():
@@ -180,7 +179,7 @@ def measure_adapters(
 
     engine.replica.ask("set_copies", copies=False)
     result: dict[str, Any] = least_seconds({"merging": merging}, rounds)
-    for name, transport in transports.items():
+    for name, transport in make_transports(directory, adapters_only=True).items():
         transport.connect(engine)
         transport.push((adapters | dict(weights)).items(), 0)
         with_base = engine.replica.ask("bytes_received")
@@ -200,14 +199,9 @@ def measure_vllm(millions: float, directory: Path, rounds: int) -> dict[str, flo
     make_tokenizer().save_pretrained(directory / "model")
     engine = VLLMServer(max_model_len=128, kv_cache_gb=0.05)
     engine.start(directory / "model")
-    transports: dict[str, StagedTransport] = {
-        "memory": MemoryTransport(),
-        "checkpoint": CheckpointTransport(str(directory / "weights")),
-        "collective": CollectiveTransport("gloo"),
-    }
     result = {}
     try:
-        for name, transport in transports.items():
+        for name, transport in make_transports(directory).items():
             transport.connect(engine)
             result[name] = least_seconds({name: pushes(transport, weights)}, rounds)[name]
             transport.close()
@@ -222,11 +216,10 @@ def measure_vllm(millions: float, directory: Path, rounds: int) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--millions", type=float, nargs="+", default=[1, 100])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--vllm", action="store_true", help="also push to a real vLLM server")
-    parser.add_argument("--save", action="store_true", help="keep the result")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: dict[str, Any] = {}
@@ -239,7 +232,7 @@ def main() -> None:
                 )
     for size, row in rows.items():
         print(f"\n{size}: {row['parameters']:,} parameters, float32")
-        for name in ("memory", "checkpoint", "collective"):
+        for name in NAMES:
             r = row[name]
             vllm = row.get("vllm_seconds", {}).get(name)
             print(
@@ -248,7 +241,7 @@ def main() -> None:
                 f"{r['copied_ratio']:.2f}" + ("" if vllm is None else f"; to vLLM {vllm:.3f} s")
             )
         a = row["adapters"]
-        seconds = (f"{name} {a[name]:.3f} s" for name in ("memory", "checkpoint", "collective"))
+        seconds = (f"{name} {a[name]:.3f} s" for name in NAMES)
         print(
             f"  adapters alone: {a['bytes'] / 1e6:.2f} MB ({a['share']:.1%}), merging included "
             f"{', '.join(seconds)}; merging here {a['merging']:.3f} s"
@@ -256,7 +249,7 @@ def main() -> None:
         if "vllm_seconds" in row:
             print(f"  adapters alone to vLLM, in memory: {row['vllm_seconds']['adapters']:.3f} s")
     nearest = rows[f"{min(arguments.millions, key=lambda m: abs(m - 100)):g}M"]
-    ratios = {name: nearest[name]["ratio"] for name in ("memory", "checkpoint", "collective")}
+    ratios = {name: nearest[name]["ratio"] for name in NAMES}
     report("sync", ratios | {"sizes": rows}, arguments.save)
 
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_rl import (
     GRPO,
     JSONLPrompts,
     PolicyModule,
+    RLCallback,
     RLDataModule,
+    Rollout,
     Sampling,
     VLLMLocal,
 )
@@ -75,26 +77,49 @@ def make_data(
     )
 
 
+def quiet_trainer(
+    directory: Path | str, callbacks: Sequence[Callback] = (), **options: Any
+) -> Trainer:
+    """For one epoch on the CPU, without bars, logs and checkpoints."""
+    given: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(default_root_dir=directory, callbacks=list(callbacks), **given | options)
+
+
 def fit(
     module: PolicyModule, data: RLDataModule, callbacks: Sequence[Callback], logs: bool = True
 ) -> None:
-    """One epoch on the CPU, without bars and checkpoints; what it writes is deleted."""
+    """One epoch on the CPU; what it writes is deleted."""
     with tempfile.TemporaryDirectory() as directory:
-        trainer = Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            logger=TensorBoardLogger(directory) if logs else False,
-            default_root_dir=directory,
-            callbacks=list(callbacks),
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
-        trainer.fit(module, datamodule=data)
+        logger = TensorBoardLogger(directory) if logs else False
+        quiet_trainer(directory, callbacks, logger=logger).fit(module, datamodule=data)
+
+
+class Rows(RLCallback):
+    """Keeps a row of figures per iteration, and the rollouts that were collected last."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.rollouts: list[Rollout] = []
+
+    def on_collect_end(
+        self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
+    ) -> None:
+        self.rollouts = rollouts
 
 
 class KeptEngine(VLLMLocal):
-    """One engine for several runs; ``VLLMLocal.close(engine)`` ends it."""
+    """One engine for several runs: a run neither starts it again nor ends it."""
 
     def close(self) -> None:
         self.version = -1
+
+    def end(self) -> None:
+        super().close()

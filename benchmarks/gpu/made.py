@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.gpu.bench import Bench
+from benchmarks.task import quiet_trainer
 from lightning_rl import Prompt, Rollout, RolloutStatus
 from recipes.sort_digits.prepare import make_tokenizer
 
@@ -117,16 +118,7 @@ def rollouts_of(
 
 def trainer_of(bench: Bench, **options: Any) -> Trainer:
     """On the one device, without bars, logs and files."""
-    return Trainer(
-        accelerator=bench.device,
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=bench.scratch,
-        **({"max_epochs": 1} | options),
-    )
+    return quiet_trainer(bench.scratch, accelerator=bench.device, **options)
 
 
 def adamw(lr: float) -> Any:
