@@ -16,7 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
+
+from tests.tiny_models import save_random_model
 
 PAGE = Path(__file__).parents[1] / "docs" / "check.md"
 BEGIN, END = "<!-- bad configurations -->", "<!-- end -->"
@@ -289,17 +291,17 @@ def furnish(place: Path, model: Path | None = None) -> None:
     tokenizer.save_pretrained(place / "no_eos")
 
 
+def files(place: Path) -> dict[Path, int]:
+    """What lies there, and when it was written."""
+    return {p: p.stat().st_mtime_ns for p in place.rglob("*") if "__pycache__" not in p.parts}
+
+
 def make_model(directory: Path) -> None:
     """As small as one can be; for the table, where no test has made one."""
     from recipes.sort_digits.prepare import make_tokenizer
 
-    config = Qwen2Config(
-        vocab_size=16, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
+    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 128}
+    save_random_model(directory, make_tokenizer(), vocab_size=16, **sizes)
 
 
 def arguments(case: str) -> list[str]:

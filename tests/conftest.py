@@ -19,6 +19,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from recipes.sort_digits.prepare import make_tokenizer
+from tests.bad_configs import furnish
+from tests.small_run import trainer_of
 
 torch.set_num_threads(1)
 
@@ -61,6 +63,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="module")
+def furnished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a good configuration, and the files and modules that it names."""
+    here = tmp_path_factory.mktemp("furnished")
+    furnish(here, tiny_model)
+    return here
 
 
 @pytest.fixture(scope="session")
@@ -152,18 +162,14 @@ class Batches:
 def train_on(tmp_path: Path) -> Callable[..., Trainer]:
     """Train a PolicyModule on given packed batches, through a real Trainer."""
 
-    def train(module: LightningModule, batches: list[TensorDict], **options: Any) -> Trainer:
-        trainer = Trainer(
-            devices=1,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            **({"accelerator": "cpu"} | options),
-        )
-        trainer.fit(module, Batches(batches))
+    def train(
+        module: LightningModule,
+        batches: list[TensorDict],
+        ckpt_path: Path | None = None,
+        **options: Any,
+    ) -> Trainer:
+        trainer = trainer_of(tmp_path, **({"logger": False} | options))
+        trainer.fit(module, Batches(batches), ckpt_path=ckpt_path)
         return trainer
 
     return train

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.run.loop import run_async
+from lightning_rl.sync.memory import MemoryTransport
 from tests.tolerances import rounding
 
 LONG = [3 + i % 10 for i in range(70)]  # more than two cache blocks of 32 tokens
@@ -74,9 +76,35 @@ def true_logprobs(
     return result
 
 
+def own_logprobs(plain: Any, prompt: list[int], token_ids: list[int]) -> Tensor:
+    """Of a completion's tokens, by the Hugging Face model at temperature 1."""
+    ids = torch.tensor([prompt + token_ids])
+    with torch.no_grad():
+        logprobs = plain(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
 def scaled(weights: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
     """Weights of another policy."""
     return {name: weight * factor for name, weight in weights.items()}
+
+
+class FakeEngine(Engine):
+    """Has no model: what it generates is a test's to say."""
+
+    dtype, version, running, max_length = "float32", 0, True, 1000
+
+    def start(self, model_dir) -> None: ...
+    def load_weights(self, weights, version) -> None: ...
+    def close(self) -> None: ...
+
+
+class Forgetful(MemoryTransport):
+    """Loses a tensor after it was counted."""
+
+    def stage(self, weights):
+        for bucket in super().stage(weights):
+            yield bucket | {"tensors": [t for t in bucket["tensors"] if "norm" not in t[0]]}
 
 
 @contextmanager
@@ -100,7 +128,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.1)
+        time.sleep(0.01)
 
 
 def train_adapters(policy, seed):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.callbacks import (
@@ -32,6 +31,7 @@ from lightning_rl.errors import GuardError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollouts.log import checksums
 from lightning_rl.run import dist
+from tests.small_run import trainer_of
 
 
 class OnRankOne(BatchGuard):
@@ -74,10 +74,10 @@ def guarded(model: str, where: Path, rows: Any, reward: Any) -> dict[str, Any]:
         OnRankOne(1, Mask()),
         MetricGuard("local/metric", 1.5, StopRun()),
     ]
-    trainer = Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=CSVLogger(where),
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=where,
-        callbacks=[WeightSync(), noted, *guards, IterationCheckpoint(100)],
+    callbacks = [WeightSync(), noted, *guards, IterationCheckpoint(100)]
+    trainer = trainer_of(
+        where, callbacks, devices=2, strategy="ddp", logger=CSVLogger(where),
+        enable_checkpointing=True,
     )  # fmt: skip
     data = RLDataModule(
         IterablePrompts(rows, seed=3), [reward], TransformersEngine(), sampling=Sampling(6),

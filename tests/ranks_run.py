@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
@@ -50,6 +49,7 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.run import dist
 from tests.ranks_bare import bare_loop
 from tests.ranks_checks import guarded, rerun
+from tests.small_run import trainer_of
 
 GROUPS, GROUP_SIZE = 4, 3
 ITERATIONS = 3
@@ -148,18 +148,15 @@ def fit(
         },
     )
     seen = Seen()
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = trainer_of(
+        where,
+        [WeightSync(), *extra, seen, StepTimer()],
         devices=1 if strategy == "auto" else processes,
         strategy=strategy,
         precision=precision,
         max_epochs=epochs,
         logger=CSVLogger(where),
         enable_checkpointing=any(isinstance(e, IterationCheckpoint) for e in extra),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=where,
-        callbacks=[WeightSync(), *extra, seen, StepTimer()],
     )
     trainer.fit(module, RLDataModule(**settings), ckpt_path=ckpt_path)
     kept = ("rows", "monitored", "rollouts", "start")

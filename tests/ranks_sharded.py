@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -18,6 +17,7 @@ from lightning_rl.models.reference import FrozenReference
 from lightning_rl.models.sharding import ShardedStrategy
 from lightning_rl.module import PolicyModule
 from tests.ranks_run import fit, run_all
+from tests.small_run import trainer_of
 
 
 class Seen(RLCallback):
@@ -64,10 +64,7 @@ def separate(model: str) -> dict[str, Any]:
 def loaded(model: str, where: Path) -> dict[str, int]:
     """The most memory that building and sharding a model takes, and the bytes of the model."""
     strategy = ShardedStrategy()
-    trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, logger=False, default_root_dir=where,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = trainer_of(where, devices=2, strategy=strategy, logger=False)
     module = PolicyModule(model, random_init=True, kl=K3Penalty())
     module.trainer = trainer
     trainer.strategy.connect(module)

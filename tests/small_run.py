@@ -1,7 +1,7 @@
 """A run of seconds: the tiny model learns to write sevens."""
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl import GAE
@@ -18,11 +18,15 @@ def share_of_sevens(completions, completion_ids, **columns):
     return [text.count("7") / len(ids) for text, ids in pairs]
 
 
+def numbers(*bounds: int, **options) -> IterablePrompts:
+    """The prompts of a range of numbers."""
+    return IterablePrompts([{"prompt": f"{n}="} for n in range(*bounds)], **options)
+
+
 def data_module(**options) -> RLDataModule:
-    rows = [{"prompt": f"{n}="} for n in range(100, 140)]
     options = {
-        "train_prompts": IterablePrompts(rows[8:], seed=1),
-        "eval_prompts": IterablePrompts(rows[:8]),
+        "train_prompts": numbers(108, 140, seed=1),
+        "eval_prompts": numbers(100, 108),
         "rewards": [share_of_sevens],
         "engine": TransformersEngine(device="cpu"),
         "sampling": Sampling(max_tokens=6),
@@ -36,17 +40,29 @@ def data_module(**options) -> RLDataModule:
     return RLDataModule(**options)
 
 
-def trainer_of(tmp_path, callbacks, **options) -> Trainer:
-    given = {"logger": CSVLogger(tmp_path, "csv"), "accelerator": "cpu", "max_epochs": 1} | options
-    options = {"enable_checkpointing": False} | given
-    return Trainer(
-        devices=1,
-        callbacks=callbacks,
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+def trainer_of(tmp_path, callbacks=(), **options) -> Trainer:
+    """For one epoch on the CPU; prints nothing, and keeps nothing but metrics."""
+    options = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": CSVLogger(tmp_path, "csv"),
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    } | options
+    return Trainer(callbacks=list(callbacks), default_root_dir=tmp_path, **options)
+
+
+class SaveAfter(Callback):
+    """A checkpoint after some iteration."""
+
+    def __init__(self, iteration: int, path) -> None:
+        self.iteration, self.path = iteration, path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if pl_module.iteration == self.iteration:
+            trainer.save_checkpoint(self.path)
 
 
 def adamw(lr: float):

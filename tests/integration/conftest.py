@@ -46,6 +46,12 @@ def own_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Sta
         yield import_module("my_transport").CompressedFiles
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the processes of a module's scenarios leave."""
+    return tmp_path_factory.mktemp("ranks")
+
+
 @pytest.fixture
 def fault(record_property: Callable[[str, object], None]) -> Fault:
     """A line of the fault table (``python -m benchmarks.faults``): what is broken in the block.

@@ -7,13 +7,10 @@ import os
 import signal
 import sys
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger
-
 from lightning_rl.callbacks import IterationCheckpoint, RLCallback, RunReport, WeightSync
 from lightning_rl.errors import RunInterrupted
 from lightning_rl.module import PolicyModule
-from tests.small_run import adamw, data_module
+from tests.small_run import adamw, data_module, trainer_of
 
 
 class SignalOneRank(RLCallback):
@@ -28,16 +25,8 @@ class SignalOneRank(RLCallback):
 def main() -> int:
     out, model, *rank = sys.argv[1:]
     extra = [SignalOneRank(int(rank[0]))] if rank else []
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=1,
-        callbacks=[WeightSync(), RunReport(), *extra, IterationCheckpoint(100)],
-        logger=CSVLogger(out, "csv"),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = [WeightSync(), RunReport(), *extra, IterationCheckpoint(100)]
+    trainer = trainer_of(out, callbacks, devices=2, strategy="ddp", enable_checkpointing=True)
     data = data_module(
         eval_prompts=None, groups_per_iteration=2, group_size=4, iterations_per_epoch=4
     )

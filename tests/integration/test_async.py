@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
+from benchmarks.task import KeptEngine
 from lightning_rl.agents.base import Agent, append_given, generate_turn
 from lightning_rl.callbacks import (
     Evaluate,
@@ -30,10 +31,11 @@ from lightning_rl.collect.early_cut import PartialCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.engines import Sampling, VLLMLocal
+from lightning_rl.engines import Sampling
 from lightning_rl.errors import EngineError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus
+from tests.small_run import numbers, trainer_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,13 +63,9 @@ def sevens(completions, **columns):
 def engine():
     """One engine for all runs in this process."""
 
-    class Kept(VLLMLocal):
-        def close(self) -> None:
-            self.version = -1
-
-    kept = Kept(max_model_len=64, kv_cache_gb=0.05)
+    kept = KeptEngine(max_model_len=64, kv_cache_gb=0.05)
     yield kept
-    VLLMLocal.close(kept)
+    kept.end()
 
 
 class Watch(RLCallback):
@@ -93,12 +91,12 @@ def fit(tiny_model, tmp_path, engine, collector, *callbacks, epochs=1, **options
         str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), seed=7
     )
     data = RLDataModule(
-        IterablePrompts([{"prompt": f"{n}="} for n in range(100, 300)], seed=1),
+        numbers(100, 300, seed=1),
         [sevens],
         engine=engine,
         agent=SlowTurns(),
         collector=collector,
-        eval_prompts=IterablePrompts([{"prompt": f"{n}="} for n in range(8)]),
+        eval_prompts=numbers(8),
         sampling=Sampling(max_tokens=22),
         group_size=4,
         groups_per_iteration=4,
@@ -106,16 +104,11 @@ def fit(tiny_model, tmp_path, engine, collector, *callbacks, epochs=1, **options
         seed=7,
     )
     report = RunReport()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = trainer_of(
+        tmp_path,
+        [WeightSync(), *callbacks, report],
         max_epochs=epochs,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        default_root_dir=tmp_path,
         logger=CSVLogger(tmp_path, "run"),
-        callbacks=[WeightSync(), *callbacks, report],
     )
     trainer.fit(module, data, **options)
     return module, data, report.history

@@ -6,7 +6,6 @@ import threading
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.callbacks import RLCallback, RunReport, WeightSync
 from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
@@ -16,7 +15,6 @@ from lightning_rl.collect.early_cut import (
     PartialTailCollector,
     TailBatchingCollector,
 )
-from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.engines.base import RunState
@@ -24,6 +22,8 @@ from lightning_rl.errors import EngineError, RewardError
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.schedule import FixedSchedule
+from tests import small_run
+from tests.small_run import numbers, trainer_of
 
 COLLECTORS = [
     SyncCollector, lambda: AsyncCollector(2), OneStepOffCollector, PartialCollector,
@@ -56,16 +56,14 @@ class Trained(RLCallback):
 
 def data_module(collector, **options) -> RLDataModule:
     options = {
-        "train_prompts": IterablePrompts([{"prompt": f"{n}="} for n in range(100, 180)], seed=1),
+        "train_prompts": numbers(100, 180, seed=1),
+        "eval_prompts": None,
         "rewards": [sevens],
-        "engine": TransformersEngine(device="cpu"),
-        "sampling": Sampling(max_tokens=6),
         "group_size": 2,
         "groups_per_iteration": 3,
         "iterations_per_epoch": 4,
-        "seed": 7,
     } | options
-    return RLDataModule(collector=collector, **options)
+    return small_run.data_module(collector=collector, **options)
 
 
 def make_module(tiny_model) -> PolicyModule:
@@ -73,17 +71,7 @@ def make_module(tiny_model) -> PolicyModule:
 
 
 def make_trainer(tmp_path, *callbacks, **options) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        devices=1,
-        callbacks=[WeightSync(), *callbacks],
-        default_root_dir=tmp_path,
-        logger=CSVLogger(tmp_path, "csv"),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        **({"max_epochs": 1} | options),
-    )
+    return trainer_of(tmp_path, [WeightSync(), *callbacks], **options)
 
 
 class StopsAfter(Callback):
@@ -113,7 +101,7 @@ def test_a_resumed_run_trains_on_no_prompt_twice_and_skips_none(tiny_model, tmp_
     state = json.loads(json.dumps(data._batches.state_dict()))
     waiting = [g[0]["prompt"]["prompt"] for g in state["collector"]["groups"]]
     waiting += [p["prompt"] for p in state["collector"].get("tail", [])]
-    drawn = IterablePrompts([{"prompt": f"{n}="} for n in range(100, 180)], seed=1)
+    drawn = numbers(100, 180, seed=1)
     drawn.load(data._tokenizer)
     count = len(trained + waiting)
     assert sorted(trained + waiting) == sorted(p.prompt for p in drawn.draw(count))

@@ -2,23 +2,16 @@
 
 import pytest
 
-from tests.bad_configs import CASES, SECTIONS, complaint, furnish
+from tests.bad_configs import CASES, SECTIONS, complaint
 
 AT_ONCE = ("typos", "wrong types", "configurations of strangers")
 SLOW = [case for name, cases in SECTIONS.items() if name not in AT_ONCE for case in cases]
 
 
-@pytest.fixture(scope="module")
-def workplace(tiny_model, tmp_path_factory):
-    here = tmp_path_factory.mktemp("workplace")
-    furnish(here, tiny_model)
-    return here
-
-
 @pytest.mark.parametrize("case", SLOW)
-def test_the_message_names_key_value_and_fix(case, workplace, monkeypatch):
-    monkeypatch.chdir(workplace)
-    monkeypatch.syspath_prepend(workplace)
+def test_the_message_names_key_value_and_fix(case, furnished, monkeypatch):
+    monkeypatch.chdir(furnished)
+    monkeypatch.syspath_prepend(furnished)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
         monkeypatch.setenv(name, "0")
     status, message = complaint(case)

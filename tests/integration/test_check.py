@@ -20,11 +20,7 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt
-from tests.bad_configs import CONFIG
-
-
-def files(place: Path) -> dict[Path, int]:
-    return {p: p.stat().st_mtime_ns for p in place.rglob("*") if "__pycache__" not in p.parts}
+from tests.bad_configs import CONFIG, files
 
 
 def test_all_is_checked_and_nothing_written(workplace, capsys):

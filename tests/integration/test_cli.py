@@ -10,9 +10,9 @@ import pytest
 import yaml
 from lightning.pytorch import Callback
 
+from benchmarks.memory import Built
 from lightning_rl.callbacks import IterationCheckpoint, RerunRecorder, Watchdog, WeightSync
 from lightning_rl.cli import main
-from lightning_rl.cli.app import RLCLI
 from lightning_rl.config.layers import flatten
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="VLLMLocal needs vLLM")
@@ -502,13 +502,6 @@ def test_from_print_config_to_fit_validate_and_rollout(config, workplace, capsys
     assert {row["reward"] for row in rows} <= {0.0, 1.0}
     assert main(["rollout", *output, "--iterations", "3"]) == 0  # goes on where it stopped
     assert len((workplace / "out.jsonl").read_text().splitlines()) == 24
-
-
-class Built(RLCLI):
-    """What ``fit`` would run."""
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
 
 
 def test_fit_adds_what_saves_records_and_watches(config, workplace):

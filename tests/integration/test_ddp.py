@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,6 @@ from tests.two_ranks import TOLERANCE, Results, comparable, run_two
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
 def results(tiny_model, folder) -> Results:
     return run_two("tests.ranks_run", tiny_model, folder)
 
@@ -51,14 +47,7 @@ def alone(tiny_model, folder) -> Callable[[str], dict[str, Any]]:
         "curriculum": lambda where: fit(model, where, curriculum=True),
         "replay": lambda where: fit(model, where, **replaying(where)),
     }
-    done: dict[str, dict[str, Any]] = {}
-
-    def run(name: str) -> dict[str, Any]:
-        if name not in done:
-            done[name] = runs[name](folder / "alone" / name)
-        return done[name]
-
-    return run
+    return cache(lambda name: runs[name](folder / "alone" / name))
 
 
 @pytest.mark.parametrize(

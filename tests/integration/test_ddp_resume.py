@@ -3,9 +3,8 @@
 import math
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +16,6 @@ from lightning_rl.errors import CheckpointError, LightningRLError
 from tests.ranks_resume import StopsWhenCollected, checkpoint_of, gone_on, saved
 from tests.ranks_run import GROUP_SIZE, GROUPS, replaying
 from tests.two_ranks import SECONDS, TOLERANCE, Results, comparable, run_two
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +33,11 @@ def results(tiny_model, folder, stopped) -> Results:
 @pytest.fixture(scope="module")
 def alone(tiny_model, folder) -> Callable[[bool], dict[str, Any]]:
     """The whole run on one process; with a replay buffer if so asked."""
-    done: dict[bool, dict[str, Any]] = {}
 
+    @cache
     def run(replays: bool) -> dict[str, Any]:
-        if replays not in done:
-            where = folder / "alone" / f"whole_{replays}"
-            done[replays] = saved(
-                str(tiny_model), where, "auto", **(replaying(where) if replays else {})
-            )
-        return done[replays]
+        where = folder / "alone" / f"whole_{replays}"
+        return saved(str(tiny_model), where, "auto", **(replaying(where) if replays else {}))
 
     return run
 

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from benchmarks.memory import Built
 from lightning_rl.cli import COMMANDS, main
-from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.check import card_of
 from lightning_rl.cli.convert.main import parse_arguments as parse_convert
 from lightning_rl.cli.rerun import parse_arguments as parse_rerun
@@ -143,13 +143,6 @@ def stand_in(workplaces, monkeypatch):
     return go
 
 
-class Parsed(RLCLI):
-    """Builds everything that a command needs, and does not run it."""
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
-
-
 def test_every_block_says_what_it_is():
     assert len(BLOCKS) > 40
     assert not [block.place for block in BLOCKS if block.language not in LANGUAGES]
@@ -183,7 +176,7 @@ def test_yaml_builds_what_it_names(block, stand_in):
     ):  # what differs from a recipe
         recipe = block.page.parent.name if block.page.name == "README.md" else "sort_digits"
         configs = ["--config", f"recipes/{recipe}/grpo.yaml", *configs]
-    Parsed(["fit", *configs])
+    Built(["fit", *configs])
 
 
 @pytest.mark.parametrize(
@@ -212,10 +205,10 @@ def test_our_command_is_understood(block, words, stand_in, capsys):
         own[arguments[0]](arguments[1:])
         return
     if not any(a in ("--help", "--print_config") or a.endswith(".help") for a in arguments):
-        Parsed(arguments)
+        Built(arguments)
         return
     with pytest.raises(SystemExit) as done:
-        Parsed(arguments)
+        Built(arguments)
     assert done.value.code in (0, None)
     assert len(capsys.readouterr().out) > 100
 

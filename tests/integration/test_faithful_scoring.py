@@ -4,8 +4,7 @@ import re
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.algos.losses import PolicyLoss
@@ -18,6 +17,8 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
+from tests.small_run import trainer_of
+from tests.tiny_models import save_random_model
 
 VOCABULARY = 2048  # large enough for a nucleus of hundreds of tokens
 
@@ -30,16 +31,10 @@ def share_of_even_tokens(completion_ids):
 def model(tiny_model, tmp_path_factory):
     """Random, with a large vocabulary of which the tokenizer knows the first few."""
     directory = tmp_path_factory.mktemp("wide")
-    config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
-        initializer_range=0.15, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=[1, 5], pad_token_id=0,
+    save_random_model(
+        directory, AutoTokenizer.from_pretrained(tiny_model), vocab_size=VOCABULARY,
+        max_position_embeddings=128, initializer_range=0.15, eos_token_id=[1, 5], pad_token_id=0,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen2ForCausalLM(config).save_pretrained(directory)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(directory)
     return directory
 
 
@@ -89,7 +84,7 @@ def outside_of_the_trainers_cut(model, rollouts, sampling) -> int:
     ("top_k", "top_p", "min_tokens"),
     [(0, 1.0, 0), (0, 0.9, 0), (5, 1.0, 0), (50, 1.0, 0), (50, 0.9, 0), (0, 1.0, 5), (0, 0.999, 5)],
 )
-def test_the_first_minibatchs_ratios_are_one(model, engine, tmp_path, top_k, top_p, min_tokens):
+def test_the_first_minibatchs_ratios_are_one(model, engine, train_on, top_k, top_p, min_tokens):
     tokenizer = load_tokenizer(str(model))
     prompts = IterablePrompts([{"prompt": f"{n}="} for n in range(100, 132)], shuffle=False)
     prompts.load(tokenizer)
@@ -102,12 +97,8 @@ def test_the_first_minibatchs_ratios_are_one(model, engine, tmp_path, top_k, top
     module = PolicyModule(
         str(model), loss=loss, minibatches=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.5)
     )
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
     batches = [pack_rollouts(rollouts)]
-    trainer.fit(module, torch.utils.data.DataLoader(batches, None, collate_fn=lambda b: b))
+    train_on(module, batches)
 
     assert len(loss.to_old) == 2  # a pack per minibatch
     for log_ratio in (loss.to_old[0], loss.to_engine[0]):
@@ -172,7 +163,7 @@ def test_min_p_and_penalties_are_scored_as_vllm_samples(model, engine, setting):
         ({"json": {"type": "integer", "minimum": 10, "maximum": 99}}, "[1-9][0-9]"),
     ],
 )
-def test_evaluations_may_hold_completions_to_a_form(model, engine, form, pattern):
+def test_evaluations_may_hold_completions_to_a_form(model, engine, tmp_path, form, pattern):
     tokenizer = load_tokenizer(str(model))
     prompts = IterablePrompts([{"prompt": f"{n}="} for n in range(100, 104)], shuffle=False)
     prompts.load(tokenizer)
@@ -185,9 +176,6 @@ def test_evaluations_may_hold_completions_to_a_form(model, engine, form, pattern
     with pytest.raises(ConfigError, match="cannot score them"):
         pack_rollouts(rollouts)
     data = RLDataModule(prompts, [share_of_even_tokens], sampling=held)
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = trainer_of(tmp_path, logger=False)
     with pytest.raises(ConfigError, match=r"structured_outputs=.* in data\.eval_sampling only"):
         trainer.fit(PolicyModule(str(model)), data)

@@ -7,7 +7,7 @@ import yaml
 
 from lightning_rl.cli import main
 from lightning_rl.sync.checkpoint import CheckpointTransport
-from tests.bad_configs import CONFIG
+from tests.bad_configs import CONFIG, files
 
 OWN_PLACES = [
     "RunReport",
@@ -17,10 +17,6 @@ OWN_PLACES = [
     {"class_path": "HFExport", "init_args": {"directory": "model"}},
     {"class_path": "IterationCheckpoint", "init_args": {"dirpath": "kept"}},
 ]
-
-
-def files(place: Path) -> dict[Path, int]:
-    return {p: p.stat().st_mtime_ns for p in place.rglob("*") if "__pycache__" not in p.parts}
 
 
 @pytest.fixture

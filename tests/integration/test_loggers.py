@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_rl.callbacks import (
@@ -27,49 +26,27 @@ from lightning_rl.callbacks import (
     StepTimer,
     WeightSync,
 )
-from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.datamodule import RLDataModule
-from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.module import PolicyModule
+from tests.small_run import data_module, trainer_of
 
 Rows = dict[int, dict[str, float]]
 """Metrics by iteration."""
 
 
-def share_of_sevens(completions, completion_ids, **columns):
-    pairs = zip(completions, completion_ids, strict=True)
-    return [text.count("7") / len(ids) for text, ids in pairs]
-
-
 def fit(tiny_model, *loggers: Logger) -> Rows:
     """Two iterations; what metrics.jsonl says of them, without its own two columns."""
-    rows = [{"prompt": f"{n}="} for n in range(100, 140)]
-    data = RLDataModule(
-        IterablePrompts(rows[8:], seed=1),
-        [share_of_sevens],
-        TransformersEngine(device="cpu"),
-        IterablePrompts(rows[:8]),
-        sampling=Sampling(max_tokens=6),
-        groups_per_iteration=2,
-        iterations_per_epoch=2,
-        seed=7,
+    data = data_module(
+        success_reward=1.0, eval_samples=1, groups_per_iteration=2, iterations_per_epoch=2
     )
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=list(loggers),
-        callbacks=[
-            WeightSync(),
-            Evaluate(),
-            PreviewTable(num_rollouts=3),
-            RunReport(),
-            StepTimer(),
-            IterationCheckpoint(every_n_iterations=1, keep_last=1, monitor="reward/mean"),
-        ],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = [
+        WeightSync(),
+        Evaluate(),
+        PreviewTable(num_rollouts=3),
+        RunReport(),
+        StepTimer(),
+        IterationCheckpoint(every_n_iterations=1, keep_last=1, monitor="reward/mean"),
+    ]
+    trainer = trainer_of(Path.cwd(), callbacks, logger=list(loggers), enable_checkpointing=True)
     optimizer = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)}
     trainer.fit(PolicyModule(str(tiny_model), seed=7, **optimizer), data)
     lines = (Path(trainer.log_dir) / "metrics.jsonl").read_text().splitlines()

@@ -4,20 +4,19 @@ import asyncio
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
+from benchmarks.task import KeptEngine
 from lightning_rl.agents.base import Environment, Reply
 from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.callbacks import RunReport, WeightSync
-from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.engines import Sampling, VLLMLocal
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.engines import Sampling
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.rules import EnvironmentReward
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
-from tests.engine_checks import ROUNDING
+from tests.engine_checks import ROUNDING, own_logprobs, plain_model
+from tests.small_run import numbers, trainer_of
 
 # Longer than a cache block of 32 tokens, so that turns really go on from cached prefixes.
 PROMPT = [3 + i % 10 for i in range(40)]
@@ -34,22 +33,11 @@ class Echo(Environment):
 
 
 @pytest.fixture(scope="module")
-def weights(tiny_model):
-    return dict(Policy(str(tiny_model)).named_weights())
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_model, weights, tmp_path_factory):
-    class Kept(VLLMLocal):
-        def close(self) -> None:
-            self.version = -1
-
-    directory = tmp_path_factory.mktemp("skeleton")
-    save_skeleton(str(tiny_model), directory)
-    engine = Kept(max_model_len=128, kv_cache_gb=0.05)
-    engine.start(directory)
+def engine(skeleton):
+    engine = KeptEngine(max_model_len=128, kv_cache_gb=0.05)
+    engine.start(skeleton)
     yield engine
-    VLLMLocal.close(engine)
+    engine.end()
 
 
 @pytest.fixture
@@ -66,14 +54,10 @@ def new(seed: int) -> Rollout:
     return Rollout(Prompt("p", "text", PROMPT), "g", 0, seed, temperature=1.0)
 
 
-def own_logprobs(tiny_model, weights, rollout) -> list[float]:
+def logprobs_of(tiny_model, weights, rollout) -> list[float]:
     """Of all tokens after the prompt, by transformers."""
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
-    plain.load_state_dict(weights)
-    ids = torch.tensor([PROMPT + rollout.token_ids])
-    with torch.no_grad():
-        rows = plain(input_ids=ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    return rows.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0].tolist()
+    plain = plain_model(tiny_model, weights)
+    return own_logprobs(plain, PROMPT, rollout.token_ids).tolist()
 
 
 def test_turns_span_a_weight_push_exactly(tiny_model, weights, engine, agent):
@@ -89,8 +73,8 @@ def test_turns_span_a_weight_push_exactly(tiny_model, weights, engine, agent):
         engine.load_weights(weights.items(), 3)
         rollout = asyncio.run(agent(Pushing).run(new(seed), engine, Sampling(max_tokens=60)))
         by_version = {
-            3: own_logprobs(tiny_model, weights, rollout),
-            4: own_logprobs(tiny_model, changed, rollout),
+            3: logprobs_of(tiny_model, weights, rollout),
+            4: logprobs_of(tiny_model, changed, rollout),
             -1: [0.0] * len(rollout.token_ids),
         }
         expected = [by_version[v][place] for place, v in enumerate(rollout.versions)]
@@ -145,7 +129,7 @@ def test_the_reward_of_an_environment_rises(tiny_model, tmp_path, engine):
         seed=7,
     )
     data = RLDataModule(
-        IterablePrompts([{"prompt": f"{n}="} for n in range(10, 30)], seed=1),
+        numbers(10, 30, seed=1),
         [EnvironmentReward()],
         engine=engine,
         agent=MultiTurn(Echo, max_turns=2, max_turn_tokens=3),
@@ -156,12 +140,7 @@ def test_the_reward_of_an_environment_rises(tiny_model, tmp_path, engine):
         seed=7,
     )
     report = RunReport()
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, enable_checkpointing=False, logger=False,
-        enable_model_summary=False, enable_progress_bar=False, default_root_dir=tmp_path,
-        callbacks=[WeightSync(), report],
-    )  # fmt: skip
-    trainer.fit(module, data)
+    trainer_of(tmp_path, [WeightSync(), report], logger=False).fit(module, data)
     rewards = [row["reward/environment"] for row in report.history if "reward/mean" in row]
     assert len(rewards) == 10
     assert rewards[-1] > rewards[0] + 0.3

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rl.algos.advantages import GAE, GRPO
@@ -28,6 +27,7 @@ from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.rollouts.files import open_rollouts
 from tests.engine_checks import ROUNDING
+from tests.small_run import SaveAfter, trainer_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,17 +84,7 @@ def policy_module(tiny_model, **options) -> PolicyModule:
 
 
 def fit(module, data, tmp_path, *callbacks, epochs=1, **options):
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=list(callbacks),
-    )
+    trainer = trainer_of(tmp_path, callbacks, logger=False, max_epochs=epochs)
     trainer.fit(module, data, **options)
     return trainer
 
@@ -252,15 +242,6 @@ def test_uncorrected_training_warns(tiny_model, tmp_path, path):
 # ---------------------------------------------------------------- resume
 
 
-class SaveAfter(Callback):
-    def __init__(self, iteration, path) -> None:
-        self.iteration, self.path = iteration, path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if pl_module.iteration == self.iteration:
-            trainer.save_checkpoint(self.path)
-
-
 def offline_run(tiny_model, path, tmp_path, *callbacks, **options) -> torch.Tensor:
     module = policy_module(tiny_model, ppo_epochs=2, minibatches=2)
     data = OfflineDataModule(path, groups_per_iteration=2, iterations_per_epoch=4, seed=2)
@@ -396,10 +377,6 @@ def test_overfitting_repeats_the_same_groups(tiny_model, path, tmp_path):
             self.groups.append(sorted({rollout.prompt.id for rollout in rollouts}))
 
     seen = Seen()
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        callbacks=[seen], overfit_batches=2,
-    )  # fmt: skip
+    trainer = trainer_of(tmp_path, [seen], logger=False, max_epochs=2, overfit_batches=2)
     trainer.fit(policy_module(tiny_model), OfflineDataModule(path, 2, seed=3))
     assert seen.groups == [["0", "1"], ["2", "3"]] * 2  # of six groups, as they were written

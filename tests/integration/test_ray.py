@@ -25,7 +25,16 @@ from lightning_rl.run.loop import run_async
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
-from tests.engine_checks import PROMPTS, ROUNDING, connected, generate, is_running, scaled, wait_for
+from tests.engine_checks import (
+    PROMPTS,
+    ROUNDING,
+    Forgetful,
+    connected,
+    generate,
+    is_running,
+    scaled,
+    wait_for,
+)
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(500)  # a hang is a failure; starting Ray and vLLM takes its time
@@ -216,13 +225,6 @@ def test_adapters_alone_are_merged_by_all_replicas(tiny_model, engine, local):
 
 
 def test_errors_name_the_actor_and_its_node(weights, engine):
-    class Forgetful(MemoryTransport):
-        """Loses a tensor after it was counted."""
-
-        def stage(self, weights):
-            for bucket in super().stage(weights):
-                yield bucket | {"tensors": [t for t in bucket["tensors"] if "norm" not in t[0]]}
-
     who = r"replica \d of RayEngine \(actor [0-9a-f]{12} on node [\d.]+\): "
     with (
         connected(Forgetful(), engine) as transport,

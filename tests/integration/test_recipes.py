@@ -4,31 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from reasoning_gym import create_dataset
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from benchmarks.memory import Built
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.cli import main
-from lightning_rl.cli.app import RLCLI
 from lightning_rl.config.layers import load_yaml
 from lightning_rl.module import PolicyModule
+from tests.tiny_models import chatml_tokenizer, save_random_model
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "recipes").glob("*/*.yaml"))
 REASONING_GYM = ROOT / "recipes" / "reasoning_gym" / "grpo.yaml"
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-class Parsed(RLCLI):
-    """Builds everything a command needs, and does not run it."""
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -41,29 +28,11 @@ def _no_seed_left_behind(monkeypatch):
 def chat_model(tmp_path_factory) -> Path:
     """A random Qwen2 that reads bytes, with the chat format of the model it stands in for."""
     directory = tmp_path_factory.mktemp("chat") / "model"
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocab = {token: i for i, token in enumerate([*special, *bytes_to_unicode().values()])}
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocab, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token=None
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokenizer = chatml_tokenizer()
+    save_random_model(
+        directory, tokenizer, vocab_size=len(tokenizer), max_position_embeddings=512, **sizes
     )
-    tokenizer.chat_template = CHATML
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen2ForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
     return directory
 
 
@@ -75,7 +44,7 @@ def test_there_are_recipes_to_check():
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_every_key_exists_and_every_class_is_built(path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    cli = Parsed(["fit", "--config", str(path)])
+    cli = Built(["fit", "--config", str(path)])
     assert cli.model.model == load_yaml(str(path))[0]["model"]["init_args"]["model"]
     syncs = any(isinstance(c, WeightSync) for c in cli.trainer.callbacks)
     assert syncs == isinstance(cli.model, PolicyModule)

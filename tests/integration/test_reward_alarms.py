@@ -5,16 +5,14 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
 from lightning_rl.callbacks import RewardAlarms, RunReport, WeightSync
 from lightning_rl.callbacks.reward_alarms import component_drifts, duplicate_shares, summary_row
-from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.datamodule import RLDataModule
-from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
+from tests.small_run import data_module, numbers, trainer_of
 
 
 def rollout_of(make_rollout, group, completion, **fields):
@@ -84,11 +82,10 @@ def other_digits(completion_ids):
 def run(tiny_model, tmp_path, rewards, weights, callbacks, iterations):
     torch.manual_seed(0)
     report = RunReport()
-    rows = [{"prompt": f"{n}="} for n in range(100, 120)]
-    data = RLDataModule(
-        IterablePrompts(rows, seed=1),
-        rewards,
-        TransformersEngine(device="cpu"),
+    data = data_module(
+        train_prompts=numbers(100, 120, seed=1),
+        eval_prompts=None,
+        rewards=rewards,
         sampling=Sampling(max_tokens=40),
         group_size=6,
         groups_per_iteration=4,
@@ -99,17 +96,7 @@ def run(tiny_model, tmp_path, rewards, weights, callbacks, iterations):
     module = PolicyModule(
         str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), seed=1
     )
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        callbacks=[WeightSync(), *callbacks, report],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(module, data)
+    trainer_of(tmp_path, [WeightSync(), *callbacks, report], logger=False).fit(module, data)
     return [row for row in report.history if "alarm/length" in row]
 
 

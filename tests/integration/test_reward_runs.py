@@ -5,8 +5,6 @@ import os
 from pathlib import Path
 
 import pytest
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.callbacks import RunReport, WeightSync
 from lightning_rl.data.sources import IterablePrompts
@@ -15,6 +13,7 @@ from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import RewardError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.pool import Isolated
+from tests.small_run import trainer_of
 
 # A row says whether grading its completions crashes.
 REWARD = """
@@ -60,16 +59,7 @@ def fit(tiny_model, tmp_path, functions, fates, **options):
         **options,
     )
     report = RunReport()
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=CSVLogger(tmp_path, "csv"),
-        callbacks=[WeightSync(), report],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(PolicyModule(str(tiny_model), seed=0), data)
+    trainer_of(tmp_path, [WeightSync(), report]).fit(PolicyModule(str(tiny_model), seed=0), data)
     return report.history[-1]
 
 

@@ -30,6 +30,7 @@ from tests.engine_checks import (
     LONG,
     PROMPTS,
     ROUNDING,
+    Forgetful,
     connected,
     generate,
     is_running,
@@ -313,13 +314,6 @@ def test_a_skipped_layer_is_named(tiny_model, weights, engine, fault):
         engine.load_weights({n: w for n, w in weights.items() if n != layer}.items(), 1)
     with pytest.raises(EngineError, match="no trained weights"):
         generate(engine, [[3]], Sampling(max_tokens=1))
-
-    class Forgetful(MemoryTransport):
-        """Loses a tensor after it was counted."""
-
-        def stage(self, weights):
-            for bucket in super().stage(weights):
-                yield bucket | {"tensors": [t for t in bucket["tensors"] if "norm" not in t[0]]}
 
     with (
         connected(Forgetful(), engine) as transport,

@@ -1,6 +1,7 @@
 """Two processes with half of the weights each: what they hold, gather and learn."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,6 @@ from tests.two_ranks import TOLERANCE, Results, comparable, run_two
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
 def results(tiny_model, folder) -> Results:
     return run_two("tests.ranks_sharded", tiny_model, folder)
 
@@ -27,15 +23,9 @@ def results(tiny_model, folder) -> Results:
 @pytest.fixture(scope="module")
 def alone(tiny_model, folder) -> Callable[[str], dict[str, Any]]:
     """The same on one process, which keeps all activations."""
-    model, done = str(tiny_model), {}
+    model = str(tiny_model)
     options = {"plain": {}, "lora": {"lora": LoRA(rank=4)}, "separate": separate(model)}
-
-    def run(name: str) -> dict[str, Any]:
-        if name not in done:
-            done[name] = fit(model, folder / "alone" / name, **options[name])
-        return done[name]
-
-    return run
+    return cache(lambda name: fit(model, folder / "alone" / name, **options[name]))
 
 
 def test_a_rank_never_holds_the_whole_model(results):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -39,7 +38,7 @@ from lightning_rl.sync.base import receiver_of
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
-from tests.engine_checks import train_adapters
+from tests.engine_checks import train_adapters, wait_for
 
 pytestmark = pytest.mark.timeout(60)
 ONE = Sampling(max_tokens=1)
@@ -169,13 +168,6 @@ def holds(replica, weights) -> bool:
 
 def halved(weights):
     return {name: weight / 2 for name, weight in weights.items()}
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_push_reaches_every_replica(connect, engine, weights):

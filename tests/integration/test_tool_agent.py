@@ -1,30 +1,20 @@
 """ToolAgent on real vLLM: its tool-call parsers, and turns that share a cached prefix."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_rl.agents.templates import HermesParser, ParsedCall, TurnTemplate, VLLMParser
+from lightning_rl.agents.templates import ParsedCall, TurnTemplate, VLLMParser
 from lightning_rl.agents.tools import ToolAgent, tool_schema
 from lightning_rl.engines import Sampling, VLLMLocal
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
-from tests.unit.chat_tokenizers import chat_tokenizer, save_chat_model
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: the first.
-        b: the second.
-    """
-    return a + b
-
+from tests.engine_checks import own_logprobs
+from tests.tiny_models import chat_tokenizer, save_chat_model
+from tests.unit.test_tool_agent import AlwaysCalls, ShortTurns, add
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 XML = (
@@ -64,23 +54,6 @@ def test_an_unknown_or_unfit_parser_is_refused():
         VLLMParser("lfm2").configure(chat_tokenizer("qwen2_5"), [tool_schema(add)])
 
 
-class AlwaysCalls(HermesParser):
-    """Reads a call into whatever a random model writes."""
-
-    def parse(self, text):
-        _, calls = super().parse(text)
-        return text, calls or [ParsedCall("add", {"a": 12, "b": 1})]
-
-
-class ShortTurns(VLLMLocal):
-    """A random model hardly ever ends a turn: after 12 tokens it is over."""
-
-    async def generate(self, token_ids, sampling, seed):
-        completion = await super().generate(token_ids, replace(sampling, max_tokens=12), seed)
-        completion.finish_reason = "stop"
-        return completion
-
-
 def test_many_rollouts_at_once_have_the_models_own_logprobs(tmp_path):
     save_chat_model(tmp_path / "model", "qwen3")
     save_skeleton(str(tmp_path / "model"), tmp_path / "skeleton")
@@ -91,7 +64,8 @@ def test_many_rollouts_at_once_have_the_models_own_logprobs(tmp_path):
     text = TurnTemplate(tokenizer, agent.chat_options).render(question)
     prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
     rollouts = [Rollout(Prompt("p", question, prompt), "g", i, i, 1.0) for i in range(6)]
-    engine = ShortTurns(max_model_len=2048, kv_cache_gb=0.1)
+    short = type("Short", (ShortTurns, VLLMLocal), {})
+    engine = short(max_model_len=2048, kv_cache_gb=0.1)
     engine.start(tmp_path / "skeleton")
 
     async def run():
@@ -105,10 +79,7 @@ def test_many_rollouts_at_once_have_the_models_own_logprobs(tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     for rollout in rollouts:
         assert (rollout.status, rollout.finish_reason) == (RolloutStatus.COMPLETED, "max_turns")
-        ids = torch.tensor([prompt + rollout.token_ids])
-        with torch.no_grad():
-            logprobs = plain(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        own = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        own = own_logprobs(plain, prompt, rollout.token_ids)
         mask = torch.tensor(rollout.loss_mask)
         assert sum(rollout.loss_mask) == 36
         assert torch.tensor(rollout.logprobs)[mask] == pytest.approx(own[mask], abs=1e-4)

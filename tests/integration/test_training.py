@@ -25,7 +25,7 @@ from lightning_rl.errors import ConfigError, EngineError, RewardError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.hooks import STAGES
-from tests.small_run import data_module, grpo, ppo, share_of_sevens, trainer_of
+from tests.small_run import SaveAfter, data_module, grpo, ppo, share_of_sevens, trainer_of
 
 
 def column(history, name: str) -> list[float]:
@@ -127,17 +127,6 @@ def test_a_run_resumed_after_an_epoch_goes_on_exactly(tiny_model, tmp_path, whol
     short_run(tiny_model, tmp_path / "a", saver, epochs=1)
     resumed = short_run(tiny_model, tmp_path / "b", ckpt_path=tmp_path / "epoch.ckpt")
     assert_goes_on(resumed, whole, done=3)
-
-
-class SaveAfter(Callback):
-    """A checkpoint in the middle of an epoch."""
-
-    def __init__(self, iteration: int, path) -> None:
-        self.iteration, self.path = iteration, path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if pl_module.iteration == self.iteration:
-            trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.parametrize("done", [1, 2, 4])

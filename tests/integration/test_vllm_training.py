@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from transformers import AutoModelForCausalLM
 
+from benchmarks.task import KeptEngine
 from lightning_rl.callbacks import (
     Evaluate,
     HFExport,
@@ -27,27 +27,19 @@ from lightning_rl.errors import WeightSyncError
 from lightning_rl.module import PolicyModule
 from lightning_rl.sync.memory import MemoryTransport
 from tests.engine_checks import ROUNDING
+from tests.small_run import data_module, numbers, share_of_sevens, trainer_of
 
 # A prompt longer than one cache block of 32 tokens, so that prefixes are really shared.
 PREFIX = "0123456789" * 4
-
-
-def share_of_sevens(completions, completion_ids, **columns):
-    pairs = zip(completions, completion_ids, strict=True)
-    return [text.count("7") / len(ids) for text, ids in pairs]
 
 
 @pytest.fixture(scope="module")
 def engine():
     """One engine for all runs here: a data module does not start one that already runs."""
 
-    class Kept(VLLMLocal):
-        def close(self) -> None:
-            self.version = -1
-
-    kept = Kept(max_model_len=64, kv_cache_gb=0.05)
+    kept = KeptEngine(max_model_len=64, kv_cache_gb=0.05)
     yield kept
-    VLLMLocal.close(kept)
+    kept.end()
 
 
 def fit(tiny_model, tmp_path, engine, *callbacks, iterations=2, trainer=None, data=None, **module):
@@ -59,29 +51,19 @@ def fit(tiny_model, tmp_path, engine, *callbacks, iterations=2, trainer=None, da
         seed=7,
         **module,
     )
-    data = RLDataModule(
-        prompts,
-        [share_of_sevens],
+    data = data_module(
+        train_prompts=prompts,
         engine=engine,
-        eval_prompts=IterablePrompts([{"prompt": f"{n}="} for n in range(8)]),
-        sampling=Sampling(max_tokens=6),
-        success_reward=0.5,
-        eval_samples=4,
-        groups_per_iteration=6,
+        eval_prompts=numbers(8),
         iterations_per_epoch=iterations,
-        seed=7,
         **(data or {}),
     )
     report = RunReport()
-    runner = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
+    runner = trainer_of(
+        tmp_path,
+        [*callbacks, report],
         logger=TensorBoardLogger(tmp_path, "run"),
-        callbacks=[*callbacks, report],
+        enable_progress_bar=True,
         **(trainer or {}),
     )
     runner.fit(module, data)
@@ -104,11 +86,7 @@ def test_a_model_object_a_list_and_a_function_are_enough(tiny_model, tmp_path, e
         groups_per_iteration=2,
         iterations_per_epoch=1,
     )
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_model_summary=False, enable_progress_bar=False, default_root_dir=tmp_path,
-        callbacks=[WeightSync()],
-    )  # fmt: skip
+    trainer = trainer_of(tmp_path, [WeightSync()], logger=False)
     trainer.fit(module, data)
     metrics = trainer.callback_metrics
     assert metrics["sync/probe_gap"] < 1e-4  # so the engine has the object's weights

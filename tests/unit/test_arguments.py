@@ -43,15 +43,15 @@ from lightning_rl import (
 )
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
-from tests.bad_configs import complaint, furnish
+from tests.bad_configs import complaint
 
 # Records that a run makes in great numbers, and what only code puts together.
 NO_CONFIGURATION = {
-    "CollectorStatus", "Completion", "Entry", "Environment", "Finding", "GroupSource",
+    "CollectorStatus", "Completion", "Decision", "Entry", "Environment", "Finding", "GroupSource",
     "MasterWeights", "PackLayout", "ParsedCall", "Prompt", "Reply", "RewardFailure", "Rollout",
     "RolloutFile", "RolloutPipeline", "ReplicaStatus", "RolloutStore", "SyncState",
-    "TrainerState", "TurnTemplate",
-    "VerifiersEnvironment",
+    "StagedTransport", "TrainerState", "TurnTemplate", "VerifiersEnvironment", "WeightReceiver",
+    "WeightStream",
 }  # fmt: skip
 
 
@@ -111,13 +111,6 @@ SAME_WORDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def workplace(tiny_model, tmp_path_factory):
-    here = tmp_path_factory.mktemp("workplace")
-    furnish(here, tiny_model)
-    return here
-
-
 def without_key(message: str) -> str:
     """What is said of a key, without the key, which has ``data.init_args`` in front in YAML."""
     first = message.splitlines()[0].removeprefix("lightning-rl: config error: ")
@@ -125,9 +118,9 @@ def without_key(message: str) -> str:
 
 
 @pytest.mark.parametrize("option", SAME_WORDS)
-def test_python_refuses_in_the_words_of_the_command_line(option, workplace, monkeypatch):
-    monkeypatch.chdir(workplace)
-    monkeypatch.syspath_prepend(workplace)
+def test_python_refuses_in_the_words_of_the_command_line(option, furnished, monkeypatch):
+    monkeypatch.chdir(furnished)
+    monkeypatch.syspath_prepend(furnished)
     said = complaint(option.replace("[{", "'[{").replace("}]", "}]'"))[1]
     with pytest.raises(ConfigError) as refused:
         SAME_WORDS[option]()
@@ -153,8 +146,8 @@ def test_what_yaml_cannot_say_is_refused_too():
         GRPO(True, 1e-6, 3)
 
 
-def test_what_is_convenient_is_taken(workplace, monkeypatch):
-    monkeypatch.syspath_prepend(workplace)
+def test_what_is_convenient_is_taken(furnished, monkeypatch):
+    monkeypatch.syspath_prepend(furnished)
     data = data_module(
         rewards=length,
         engine="TransformersEngine",

@@ -5,23 +5,16 @@ The others, for which parts of a run have to be built, are in the integration ti
 
 import pytest
 
-from tests.bad_configs import BEGIN, CASES, END, PAGE, SECTIONS, complaint, furnish
+from tests.bad_configs import BEGIN, CASES, END, PAGE, SECTIONS, complaint
 
 AT_ONCE = ("typos", "wrong types", "configurations of strangers")
 QUICK = [case for section in AT_ONCE for case in SECTIONS[section]]
 
 
-@pytest.fixture(scope="module")
-def workplace(tiny_model, tmp_path_factory):
-    here = tmp_path_factory.mktemp("workplace")
-    furnish(here, tiny_model)
-    return here
-
-
 @pytest.mark.parametrize("case", QUICK)
-def test_the_message_names_key_value_and_fix(case, workplace, monkeypatch):
-    monkeypatch.chdir(workplace)
-    monkeypatch.syspath_prepend(workplace)
+def test_the_message_names_key_value_and_fix(case, furnished, monkeypatch):
+    monkeypatch.chdir(furnished)
+    monkeypatch.syspath_prepend(furnished)
     status, message = complaint(case)
     assert [words for words in CASES[case] if words not in message] == []
     assert status == 2

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
 from lightning_rl.algos.advantages import GAE
 from lightning_rl.algos.baselines import ReinforcePlusPlus, RunningBaseline
@@ -139,28 +138,17 @@ def test_a_decay_out_of_range_is_refused(decay):
         RunningBaseline(decay)
 
 
-def fit(module, batches, tmp_path, checkpoint=None) -> Trainer:
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1 if checkpoint is None else 2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )  # fmt: skip
-    loader = torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)
-    trainer.fit(module, loader, ckpt_path=checkpoint)
-    return trainer
-
-
-def test_the_running_baseline_survives_a_checkpoint(tiny_model, make_rollout, tmp_path):
+def test_the_running_baseline_survives_a_checkpoint(tiny_model, make_rollout, train_on, tmp_path):
     batches = [rewarded(make_rollout, *r) for r in ([1.0, 0.0], [1.0, 1.0], [0.0, 1.0])]
 
     def module():
         return PolicyModule(str(tiny_model), advantage=RunningBaseline(decay=0.8))
 
-    trainer = fit(module(), batches[:2], tmp_path)
+    trainer = train_on(module(), batches[:2])
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     resumed = module()
     assert resumed.advantage.baseline is None
-    fit(resumed, batches[2:], tmp_path, tmp_path / "two.ckpt")
+    train_on(resumed, batches[2:], tmp_path / "two.ckpt", max_epochs=2)
     assert resumed.iteration == 3
     assert resumed.advantage.baseline == pytest.approx(0.58)
 

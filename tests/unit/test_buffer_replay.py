@@ -5,8 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback
 
 from lightning_rl.algos.correction import TokenTIS
 from lightning_rl.algos.losses import SFTMix
@@ -29,6 +27,7 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.rollouts.files import open_rollouts
 from lightning_rl.rollouts.store import RolloutStore
+from tests.small_run import SaveAfter, share_of_sevens, trainer_of
 
 
 @pytest.fixture
@@ -297,20 +296,6 @@ def test_mixed_refuses_what_cannot_be(tmp_path, make_group):
 # ---------------------------------------------------------------- in a run
 
 
-def share_of_sevens(completions, completion_ids, **columns):
-    pairs = zip(completions, completion_ids, strict=True)
-    return [text.count("7") / len(ids) for text, ids in pairs]
-
-
-class SaveAfter(Callback):
-    def __init__(self, iteration, path) -> None:
-        self.iteration, self.path = iteration, path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if pl_module.iteration == self.iteration:
-            trainer.save_checkpoint(self.path)
-
-
 def replaying_run(tiny_model, tmp_path, *callbacks, model=None, sampler=None, **fit):
     rows = [{"prompt": f"{n}="} for n in range(100, 116)]
     buffer = ReplayBuffer(
@@ -332,11 +317,8 @@ def replaying_run(tiny_model, tmp_path, *callbacks, model=None, sampler=None, **
         **(model or {"correction": TokenTIS(), "minibatches": 2}),
     )
     report = RunReport()
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        callbacks=[WeightSync(), report, *callbacks],
-    )  # fmt: skip
+    callbacks = [WeightSync(), report, *callbacks]
+    trainer = trainer_of(tmp_path, callbacks, logger=False, max_epochs=2)
     trainer.fit(module, data, **fit)
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
     return weights, report.history, data

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_rl.data.sources import IterablePrompts
@@ -13,6 +12,7 @@ from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.offline.dpo import DPOModule, PairDataModule, RolloutPairs, dpo
 from lightning_rl.rollouts.files import open_rollouts
+from tests.small_run import trainer_of
 
 
 def test_loss_by_hand():
@@ -39,15 +39,7 @@ PAIRS = [
 
 
 def fit(module, data, tmp_path, epochs=1):
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = trainer_of(tmp_path, logger=False, max_epochs=epochs)
     trainer.fit(module, datamodule=data)
     return trainer
 

@@ -9,12 +9,12 @@ from lightning_rl.collect.collector import GroupFilter, RewardSpread, SyncCollec
 from lightning_rl.collect.loader import RolloutBatches
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import FilterError, LightningRLError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import RolloutStatus
+from tests.engine_checks import FakeEngine
 
 
 def group_of(make_rollout, *rewards, **fields):
@@ -48,26 +48,15 @@ def test_reward_spread_looks_at_graded_rollouts_only(make_rollout):
 # ---------------------------------------------------------------- dynamic sampling
 
 
-class Dice(Engine):
+class Dice(FakeEngine):
     """Writes one digit drawn from the request's seed, then the end token; on record."""
-
-    version = 0
-    dtype = "float32"
-    running = True
-    max_length = 128
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
 
-    def start(self, model_dir) -> None: ...
-
     async def generate(self, token_ids, sampling, seed) -> Completion:
         self.seeds.append(seed)
         return Completion([3 + seed % 10, 1], [-1.0, -1.0], "stop", [0, 0])
-
-    def load_weights(self, weights, version) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Noted(SyncCollector):

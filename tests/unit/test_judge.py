@@ -14,7 +14,7 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.judge import EngineJudge, JudgeModel, LLMJudge, OpenAIJudge
 from lightning_rl.rollout import RolloutStatus
-from tests.unit.chat_tokenizers import chat_tokenizer, save_chat_model
+from tests.tiny_models import chat_tokenizer, save_chat_model
 
 BRIEF = "{prompt}|{completion}"
 

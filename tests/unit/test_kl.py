@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
 from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.baselines import ReinforcePlusPlus
@@ -104,19 +103,8 @@ def test_a_fixed_coefficient_stays():
     assert penalty.coef == 0.3
 
 
-def fit(module, batches, tmp_path, checkpoint=None) -> Trainer:
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1 if checkpoint is None else 2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )  # fmt: skip
-    loader = torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)
-    trainer.fit(module, loader, ckpt_path=checkpoint)
-    return trainer
-
-
 def test_adaptive_coefficients_follow_each_iteration_and_survive_a_checkpoint(
-    tiny_model, random_batch, tmp_path
+    tiny_model, random_batch, train_on, tmp_path
 ):
     def module():
         return PolicyModule(
@@ -128,13 +116,13 @@ def test_adaptive_coefficients_follow_each_iteration_and_survive_a_checkpoint(
         )
 
     first = module()
-    trainer = fit(first, [random_batch(1), random_batch(2)], tmp_path)
+    trainer = train_on(first, [random_batch(1), random_batch(2)])
     # In the loss: 0 at first (-0.2), then far above the target (0.2). In the reward: far below.
     assert first.kl.coef == pytest.approx(0.1 * 0.9 * 1.1)
     assert first.kl_reward.coef == pytest.approx(0.2 * 0.8 * 0.8)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     resumed = module()
-    fit(resumed, [random_batch(3)], tmp_path, tmp_path / "two.ckpt")
+    train_on(resumed, [random_batch(3)], tmp_path / "two.ckpt", max_epochs=2)
     # The reference was renewed after the second iteration: a KL of 0 again.
     assert resumed.kl.coef == pytest.approx(0.1 * 0.9 * 1.1 * 0.9)
     assert resumed.kl_reward.coef == pytest.approx(0.2 * 0.8**3)

@@ -7,7 +7,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
-    LlamaForCausalLM,
 )
 
 from lightning_rl.engines import TransformersEngine
@@ -17,6 +16,7 @@ from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.memory import MemoryTransport
+from tests.tiny_models import save_random_model
 from tests.tolerances import distance, forward_additions, norm_rounding, scores_rounding
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8, 2, 9, 1]])
@@ -36,15 +36,11 @@ def trained(policy: Policy) -> Policy:
 def untied_model(tiny_model, tmp_path_factory):
     """A random Llama with an output layer of its own."""
     directory = tmp_path_factory.mktemp("untied")
-    config = LlamaConfig(
-        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.2,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    save_random_model(
+        directory, AutoTokenizer.from_pretrained(tiny_model), LlamaConfig, vocab_size=16,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, initializer_range=0.2,
+        tie_word_embeddings=False,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(directory)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(directory)
     return directory
 
 

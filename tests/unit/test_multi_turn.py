@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lightning_rl.agents.base import (
     Environment,
@@ -21,41 +20,28 @@ from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling, TransformersEngine
-from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.rules import EnvironmentReward
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from tests.engine_checks import FakeEngine
+from tests.tiny_models import CHATML, chatml_tokenizer
 from tests.tolerances import scores_rounding
 
 EOS, EQUALS = 1, 2  # and 3 to 12 are the digits 0 to 9
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
-class Scripted(Engine):
+class Scripted(FakeEngine):
     """Writes given turns, one per request, cut at the request's limit; notes what it was asked."""
 
-    dtype = "float32"
     version = 7
-    running = True
 
     def __init__(self, turns: list[list[int]], max_length: int = 100) -> None:
         self.turns = list(turns)
-        self.length = max_length
+        self.max_length = max_length
         self.requests: list[tuple[list[int], Sampling, int]] = []
-
-    @property
-    def max_length(self) -> int:
-        return self.length
-
-    def start(self, model_dir) -> None: ...
-    def load_weights(self, weights, version) -> None: ...
-    def close(self) -> None: ...
 
     async def generate(self, token_ids, sampling, seed) -> Completion:
         self.require_room(len(token_ids), sampling)
@@ -459,13 +445,7 @@ def test_it_says_that_it_has_no_tokenizer():
 
 @pytest.fixture(scope="module")
 def chat_tokenizer() -> Qwen2Tokenizer:
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocab = {token: i for i, token in enumerate([*special, *bytes_to_unicode().values()])}
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocab, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token=None
-    )
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return chatml_tokenizer()
 
 
 def test_a_chat_goes_on_as_its_template_would_render_it(chat_tokenizer):

@@ -4,8 +4,6 @@ import json
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.algos.advantages import GAE
 from lightning_rl.callbacks import (
@@ -17,9 +15,6 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.data.packing import token_rows
-from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.datamodule import RLDataModule
-from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
@@ -27,35 +22,19 @@ from lightning_rl.rollout import RolloutStatus
 from lightning_rl.rollouts.files import as_record, open_rollouts
 from lightning_rl.rollouts.log import RerunLog
 from lightning_rl.view.flags import find_flags
-
-
-def share_of_sevens(completions, completion_ids, **columns):
-    pairs = zip(completions, completion_ids, strict=True)
-    return [text.count("7") / len(ids) for text, ids in pairs]
+from tests.small_run import data_module, numbers, trainer_of
 
 
 def fit(tiny_model, tmp_path, *callbacks, iterations=2, **module) -> list[dict]:
     """Train for some iterations of 3 groups of 4; the lines of recorded.jsonl."""
-    data = RLDataModule(
-        IterablePrompts([{"prompt": f"{n}="} for n in range(100, 120)], seed=1),
-        [share_of_sevens],
-        TransformersEngine(device="cpu"),
-        sampling=Sampling(max_tokens=6),
+    data = data_module(
+        train_prompts=numbers(100, 120, seed=1),
+        eval_prompts=None,
         group_size=4,
         groups_per_iteration=3,
         iterations_per_epoch=iterations,
-        seed=7,
     )
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=CSVLogger(tmp_path, "csv"),
-        callbacks=[WeightSync(), *callbacks],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_of(tmp_path, [WeightSync(), *callbacks])
     optimizer = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)}
     trainer.fit(PolicyModule(str(tiny_model), seed=7, **(optimizer | module)), data)
     file = tmp_path / "csv" / "version_0" / "recorded.jsonl"
@@ -217,7 +196,7 @@ def test_every_file_of_a_run_holds_its_rollouts_in_the_same_form(tiny_model, tmp
 
 
 def test_what_lies_behind_a_checkpoint_is_taken_back(make_rollout, tmp_path):
-    trainer = Trainer(accelerator="cpu", devices=1, logger=CSVLogger(tmp_path, "csv"))
+    trainer = trainer_of(tmp_path)
     first, again = PreviewTable(), PreviewTable()
 
     def write(recorder, iteration: int, reward: float) -> None:

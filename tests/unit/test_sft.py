@@ -15,6 +15,7 @@ from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.offline.dpo import DPOModule
 from lightning_rl.offline.sft import SFTDataModule, SFTModule
 from lightning_rl.rollout import Prompt
+from tests.small_run import trainer_of
 from tests.tolerances import scores_rounding
 
 ROWS = [{"prompt": f"{n}=", "completion": f"{n}"[::-1]} for n in range(100, 164)]
@@ -30,16 +31,7 @@ class Losses(Callback):
 
 def fit(module, data, tmp_path, **options) -> tuple[Trainer, list[float]]:
     losses = Losses()
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=[losses],
-        **options,
-    )
+    trainer = trainer_of(tmp_path, [losses], logger=False, **options)
     trainer.fit(module, data)
     return trainer, losses.seen
 
@@ -108,10 +100,7 @@ def test_a_batch_size_of_zero_is_refused():
 def test_a_strategy_that_leaves_sharding_to_the_module_is_refused(tiny_model, tmp_path):
     """Else each rank would train alone, and say nothing."""
     for module in (SFTModule(str(tiny_model)), DPOModule(str(tiny_model))):
-        trainer = Trainer(
-            accelerator="cpu", strategy=ModelParallelStrategy(), logger=False,
-            enable_checkpointing=False, default_root_dir=tmp_path,
-        )  # fmt: skip
+        trainer = trainer_of(tmp_path, strategy=ModelParallelStrategy(), logger=False)
         module._trainer, module._device_mesh = trainer, object()
         name = type(module).__name__
         match = f"{name} does not shard its model, so under ModelParallelStrategy"

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from tensordict import TensorDict
 
 from lightning_rl.algos.advantages import GAE, GRPO
@@ -21,6 +20,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Scores
 from lightning_rl.module import PolicyModule
+from tests.small_run import numbers, trainer_of
 
 
 def test_loss_and_gradient_by_hand():
@@ -61,7 +61,7 @@ def fit(tiny_model, tmp_path, advantage=GRPO(), loss=None, value_head=None):
             rows.append(metrics)
 
     data = RLDataModule(
-        IterablePrompts([{"prompt": f"{n}="} for n in range(20)]),
+        numbers(20),
         [every_second],
         TransformersEngine(),
         expert_prompts=IterablePrompts(
@@ -73,17 +73,7 @@ def fit(tiny_model, tmp_path, advantage=GRPO(), loss=None, value_head=None):
         group_size=2,
         iterations_per_epoch=8,
     )
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=[Watch()],
-    )
-    trainer.fit(module, datamodule=data)
+    trainer_of(tmp_path, [Watch()], logger=False).fit(module, datamodule=data)
     return [row for row in rows if "policy/expert_nll" in row]
 
 

@@ -7,7 +7,7 @@ import pytest
 from lightning_rl.agents.templates import TurnTemplate, tool_reply
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import load_tokenizer
-from tests.unit.chat_tokenizers import chat_tokenizer
+from tests.tiny_models import chat_tokenizer
 
 MORE = [{"role": "user", "content": "More."}]
 TOOL = {

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +12,13 @@ from lightning_rl.agents.base import Agent, continuation_seed
 from lightning_rl.agents.templates import HermesParser, ParsedCall, ToolParser, TurnTemplate
 from lightning_rl.agents.tools import ToolAgent, tool_schema
 from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
-from tests.unit.chat_tokenizers import chat_tokenizer, save_chat_model
+from tests.engine_checks import FakeEngine, own_logprobs
+from tests.tiny_models import chat_tokenizer, save_chat_model
 
 QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 TOKENIZER = chat_tokenizer("qwen3")
@@ -51,15 +50,14 @@ def response(*results):
     return f"\n<|im_start|>user{shown}{END}\n{OPENING}"
 
 
-class Script(Engine):
+class Script(FakeEngine):
     """An engine whose model writes given turns, a character per token, cut where it must be."""
 
-    dtype = "float32"
     version = 7
 
     def __init__(self, *turns: str, max_length: int = 10_000) -> None:
         self.turns = list(turns)
-        self.length = max_length
+        self.max_length = max_length
         self.requests: list[tuple[list[int], Sampling, int]] = []
 
     async def generate(self, token_ids, sampling, seed):
@@ -70,16 +68,6 @@ class Script(Engine):
             tokens, reason = tokens[:-1], "abort"
         tokens = tokens[: sampling.max_tokens]
         return Completion(tokens, [-0.5] * len(tokens), reason, [self.version] * len(tokens))
-
-    def start(self, model_dir: Path) -> None:
-        raise NotImplementedError
-
-    load_weights = start
-    running = property(lambda self: True)
-    max_length = property(lambda self: self.length)
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 def new_rollout(agent, question=QUESTION):
@@ -354,8 +342,8 @@ class AlwaysCalls(HermesParser):
         return text, calls or [ParsedCall("add", {"a": 12, "b": 1})]
 
 
-class ShortTurns(TransformersEngine):
-    """A random model hardly ever ends a turn: after 12 tokens it is over."""
+class ShortTurns:
+    """Of an engine: a random model hardly ever ends a turn, so after 12 tokens it is over."""
 
     async def generate(self, token_ids, sampling, seed):
         completion = await super().generate(token_ids, replace(sampling, max_tokens=12), seed)
@@ -367,7 +355,7 @@ def test_logprobs_are_the_models_own_given_all_tokens_before(tmp_path):
     """The engine went on from exactly the tokens that training will see."""
     save_chat_model(tmp_path / "model", "qwen3")
     save_skeleton(str(tmp_path / "model"), tmp_path / "skeleton")
-    engine = ShortTurns(device="cpu")
+    engine = type("Short", (ShortTurns, TransformersEngine), {})(device="cpu")
     engine.start(tmp_path / "skeleton")
     engine.load_weights(Policy(str(tmp_path / "model")).named_weights(), 0)
     agent = ToolAgent([add], AlwaysCalls(), max_turns=3)
@@ -376,11 +364,7 @@ def test_logprobs_are_the_models_own_given_all_tokens_before(tmp_path):
     rollout = new_rollout(agent)
     asyncio.run(agent.run(rollout, engine, Sampling(max_tokens=900)))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    prompt = rollout.prompt.token_ids
-    ids = torch.tensor([prompt + rollout.token_ids])
-    with torch.no_grad():
-        logprobs = plain(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    own = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    own = own_logprobs(plain, rollout.prompt.token_ids, rollout.token_ids)
     mask = torch.tensor(rollout.loss_mask)
     assert torch.tensor(rollout.logprobs)[mask] == pytest.approx(own[mask], abs=1e-4)
     assert not torch.tensor(rollout.logprobs)[~mask].any()

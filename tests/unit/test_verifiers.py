@@ -7,14 +7,14 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 from packaging.version import Version
 from transformers import Qwen2Tokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.agents.verifiers import VerifiersEnvironment, VerifiersPrompts
-from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from tests.engine_checks import FakeEngine
+from tests.tiny_models import chatml_tokenizer
 
 
 def installed() -> bool:
@@ -60,21 +60,11 @@ def load_environment(largest=9, tools=False):
         return vf.ToolEnv(dataset=data, rubric=rubric, tools=[double])
     return Guess(dataset=data, rubric=rubric, max_turns=3)
 '''
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Qwen2Tokenizer:
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocab = {token: i for i, token in enumerate([*special, *bytes_to_unicode().values()])}
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocab, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token=None
-    )
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return chatml_tokenizer()
 
 
 @pytest.fixture
@@ -86,17 +76,11 @@ def module(tmp_path, monkeypatch) -> str:
     sys.modules.pop(name, None)
 
 
-class Says(Engine):
+class Says(FakeEngine):
     """Writes given texts, one per turn."""
-
-    dtype, version, running, max_length = "float32", 0, True, 1000
 
     def __init__(self, tokenizer, *texts: str) -> None:
         self.turns = [tokenizer(f"{text}<|im_end|>")["input_ids"] for text in texts]
-
-    def start(self, model_dir) -> None: ...
-    def load_weights(self, weights, version) -> None: ...
-    def close(self) -> None: ...
 
     async def generate(self, token_ids, sampling, seed) -> Completion:
         turn = self.turns.pop(0)
