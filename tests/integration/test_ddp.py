@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from lightning_rl.cli.rerun.iterations import rerun_iteration
+from lightning_rl.cli.rerun.compare import rerun_iteration
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.errors import DataError
 from tests.ranks_run import (

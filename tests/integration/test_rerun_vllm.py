@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from lightning_rl.cli import main
-from lightning_rl.cli.rerun.iterations import rerun_iteration
-from lightning_rl.cli.rerun.rollouts import rerun_rollout
+from lightning_rl.cli.rerun.compare import rerun_iteration, rerun_rollout
 from lightning_rl.cli.rerun.run import RecordedRun
 
 pytest.importorskip("vllm")

@@ -49,8 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
     from lightning.pytorch.utilities import rank_zero_only
 
-    from lightning_rl.cli.rerun.iterations import rerun_iteration
-    from lightning_rl.cli.rerun.rollouts import rerun_rollout
+    from lightning_rl.cli.rerun.compare import rerun_iteration, rerun_rollout
     from lightning_rl.cli.rerun.run import RecordedRun
 
     trust = [f"--trust={module}" for module in options.trust]

@@ -1,4 +1,4 @@
-"""A rollout generated once more, or scored, and where it first differs from the recorded one."""
+"""A rollout or an iteration done again, and where it first differs from what was recorded."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -8,6 +8,8 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.data.packing import pack_rollouts
@@ -16,7 +18,118 @@ from lightning_rl.errors import DataError
 from lightning_rl.models.policy import save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import SAMPLED_BY, Rollout
+from lightning_rl.rollouts.log import Outcome, first_difference
 from lightning_rl.run.loop import run_async
+
+SHOWN = ("policy/loss", "policy/grad_norm", "policy/entropy", "value/loss")
+
+
+@dataclass(frozen=True)
+class IterationRerun:
+    """Outcomes of iteration ``again.version - 1``, as ``recorded`` and ``again``.
+
+    It was trained again from ``kept``. ``diverged_at`` is the first version whose weights have
+    other checksums than recorded, and ``checkpoint_differs`` the first entry that differs from the
+    checkpoint kept after it ("" if none does, None if there is no such checkpoint).
+    """
+
+    kept: KeptWeights
+    recorded: Outcome
+    again: Outcome
+    diverged_at: int | None
+    checkpoint: KeptWeights | None
+    checkpoint_differs: str | None
+
+    @property
+    def equal(self) -> bool:
+        """Compare loss, gradient norm, every other metric of the update, and all weights."""
+        same = all(self.recorded.metrics.get(k) == v for k, v in self.again.metrics.items())
+        return same and self.diverged_at is None and not self.checkpoint_differs
+
+    def lines(self) -> list[str]:
+        """Tell a person."""
+        iteration = self.recorded.version - 1
+        lines = [f"iteration {iteration}, from {self.kept.lead_to(iteration)}"]
+        metrics = self.again.metrics
+        for name in (n for n in SHOWN if n in metrics):
+            was, now = self.recorded.metrics.get(name, float("nan")), metrics[name]
+            lines.append(
+                f"  {name:<18} recorded {was!r:<24} again {now!r:<24} {_verdict(was, now)}"
+            )
+        others = [n for n in metrics if n not in SHOWN]
+        differ = [n for n in others if self.recorded.metrics.get(n) != metrics[n]]
+        verdict = "equal" if not differ else f"{len(differ)} differ, first {differ[0]}"
+        lines.append(f"  {len(others)} more metrics    {verdict}")
+        lines.append(f"  {len(self.again.weights)} weight tensors  {self._weights()}")
+        if self.checkpoint is not None:
+            same = not self.checkpoint_differs
+            verdict = "equal" if same else f"{self.checkpoint_differs} differs"
+            lines.append(f"  {self.checkpoint}  weights and optimizer: {verdict}")
+        lines.append("equal" if self.equal else "different")
+        return lines
+
+    def _weights(self) -> str:
+        if self.diverged_at is None:
+            return "equal"
+        if self.diverged_at == self.kept.version:
+            return f"differ at the start already: {self.kept} changed since the run"
+        name = first_difference(self.recorded.weights, self.again.weights)
+        return f"differ since version {self.diverged_at}, now first in {name}"
+
+
+def rerun_iteration(run: RecordedRun, iteration: int, since: int | None = None) -> IterationRerun:
+    """Train iteration ``iteration`` on its recorded rollouts, from the nearest weights kept before.
+
+    Args:
+        run: what to do again.
+        iteration: as recorded with its rollouts: 0 is the first.
+        since: start from the kept weights of this version; None: the nearest.
+
+    Raises:
+        ConfigError: if the run's configuration does not work here.
+        DataError: if not enough was kept.
+    """
+    recorded = run.log.outcomes()
+    if iteration + 1 not in recorded:
+        last = max(recorded, default=0) - 1
+        held = f"iterations up to {last}" if last >= 0 else "none"
+        raise DataError(
+            f"{run.path} did not record what came of iteration {iteration} (recorded: {held})"
+        )
+    with remade(run, iteration + 1, iteration, since) as made:
+        checkpoint = next((k for k in run.kept if k.version == iteration + 1), None)
+        if not made.trainer.is_global_zero:  # which gathers what is sharded
+            checkpoint = None
+        return IterationRerun(
+            made.kept,
+            recorded[iteration + 1],
+            made.outcomes[iteration + 1],
+            made.diverged_at(recorded),
+            checkpoint,
+            None if checkpoint is None else _compared(checkpoint.load(), made),
+        )
+
+
+def _compared(checkpoint: dict[str, Any], made: Remade) -> str:
+    """The first entry that is not equal, bit by bit; "" if all are."""
+    state = made.state
+    for name, weight in checkpoint["state_dict"].items():
+        if name not in state or not torch.equal(weight, state[name].cpu()):
+            return str(name)
+    for kept, optimizer in zip(checkpoint["optimizer_states"], made.optimizers, strict=True):
+        for parameter, values in kept["state"].items():
+            for name, value in values.items():
+                now = optimizer["state"][parameter][name]
+                if not torch.equal(torch.as_tensor(value), torch.as_tensor(now).cpu()):
+                    return f"{name} of the optimizer's parameter {parameter}"
+    return ""
+
+
+def _verdict(was: float, now: float) -> str:
+    return "equal" if was == now else f"differs by {abs(was - now):.2g}"
+
+
+# ---------------------------------------------------------------------------- rollouts
 
 
 @dataclass(frozen=True)
