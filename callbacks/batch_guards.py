@@ -1,12 +1,13 @@
 """Guards of what is about to be trained on: whose policy wrote it, and does it teach anything?"""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.callbacks.guards import BatchGuard, GuardAction, Warn
+from lightning_rl.callbacks.guards import BatchGuard
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import has_zero_advantage, token_rows
 from lightning_rl.module import PolicyModule
@@ -14,6 +15,7 @@ from lightning_rl.run.dist import all_max, all_sum
 
 
 @configurable
+@dataclass(eq=False, repr=False)
 class LogprobGapGuard(BatchGuard):
     """Mean distance of the engine's logprobs from the trainer's, in nats per token.
 
@@ -23,11 +25,7 @@ class LogprobGapGuard(BatchGuard):
     name = "logprob_gap"
     what = "the mean logprob gap between engine and trainer (nats)"
     fix = "sync more often, or let the engine compute in the trainer's precision"
-
-    def __init__(
-        self, bound: float = 0.05, action: GuardAction = Warn(), patience: int = 1
-    ) -> None:
-        super().__init__(bound, action, patience)
+    bound: float = 0.05
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
         gap = log_weights(module, batch)[module.trained_tokens(batch)].abs().double()
@@ -44,15 +42,14 @@ class LogprobGapGuard(BatchGuard):
 
 
 @configurable
+@dataclass(eq=False, repr=False)
 class LogprobSpikeGuard(BatchGuard):
     """The largest such distance of any token. ``Mask`` takes out the tokens that exceed it."""
 
     name = "logprob_spike"
     what = "the largest logprob gap between engine and trainer (nats)"
     fix = LogprobGapGuard.fix
-
-    def __init__(self, bound: float = 2.0, action: GuardAction = Warn(), patience: int = 1) -> None:
-        super().__init__(bound, action, patience)
+    bound: float = 2.0
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
         gap = log_weights(module, batch)[module.trained_tokens(batch)].abs()
@@ -63,6 +60,7 @@ class LogprobSpikeGuard(BatchGuard):
 
 
 @configurable
+@dataclass(eq=False, repr=False)
 class EffectiveSampleGuard(BatchGuard):
     """Effective sample size over the number of tokens, (sum w)^2 / (M sum w^2), in (0, 1].
 
@@ -72,9 +70,7 @@ class EffectiveSampleGuard(BatchGuard):
     name = "effective_sample"
     what = "the effective share of the sample"
     fix = "the rollouts come from another policy: sync more often, or set a correction"
-
-    def __init__(self, bound: float = 0.5, action: GuardAction = Warn(), patience: int = 1) -> None:
-        super().__init__(bound, action, patience)
+    bound: float = 0.5
 
     def breaks(self, value: float) -> bool:
         return not value >= self.bound
@@ -91,15 +87,14 @@ class EffectiveSampleGuard(BatchGuard):
 
 
 @configurable
+@dataclass(eq=False, repr=False)
 class StalenessGuard(BatchGuard):
     """Versions by which the oldest token is behind. ``Mask`` takes out tokens that are older."""
 
     name = "staleness"
     what = "the staleness of the oldest token (versions)"
     fix = "sync more often, or lower the collector's max_staleness"
-
-    def __init__(self, bound: float = 4, action: GuardAction = Warn(), patience: int = 1) -> None:
-        super().__init__(bound, action, patience)
+    bound: float = 4
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
         ages = module.iteration - batch["tokens", "versions"]
@@ -110,17 +105,15 @@ class StalenessGuard(BatchGuard):
 
 
 @configurable
+@dataclass(eq=False, repr=False)
 class ZeroAdvantageGuard(BatchGuard):
     """Share of rollouts without any advantage: they teach nothing."""
 
     name = "zero_advantage"
     what = "the share of rollouts without an advantage"
     fix = "the prompts are too easy, too hard, or too few: filter them, or raise group_size"
-
-    def __init__(
-        self, bound: float = 0.95, action: GuardAction = Warn(), patience: int = 3
-    ) -> None:
-        super().__init__(bound, action, patience)
+    bound: float = 0.95
+    patience: int = 3
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
         idle = has_zero_advantage(batch).double()
@@ -129,15 +122,15 @@ class ZeroAdvantageGuard(BatchGuard):
 
 
 @configurable
+@dataclass(eq=False, repr=False)
 class RewardAlarmGuard(BatchGuard):
     """Number of alarms of ``RewardAlarms`` that are on; that callback comes first in the list."""
 
     name = "reward_alarms"
     what = "the number of alarm/* that are on"
     fix = "read some rollouts: the policy may game the reward"
-
-    def __init__(self, bound: float = 0, action: GuardAction = Warn(), patience: int = 3) -> None:
-        super().__init__(bound, action, patience)
+    bound: float = 0
+    patience: int = 3
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
         alarms = [on for name, on in module.recorded.items() if name.startswith("alarm/")]

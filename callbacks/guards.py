@@ -6,7 +6,7 @@ Actions come first, from a line in the log to the end of the run.
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -111,6 +111,7 @@ class StopRun(GuardAction):
 
 
 @configurable
+@dataclass(eq=False, repr=False)
 class Guard(RLCallback, ABC):
     """Compares one number per iteration with a bound, and acts when it is broken.
 
@@ -130,30 +131,31 @@ class Guard(RLCallback, ABC):
     """
 
     reruns = True
-    name: str
-    what: str
+    name: str = field(init=False)
+    what: str = field(init=False)
     """The number, in words."""
     fix: ClassVar[str] = "look at some rollouts"
     """Advice to a person."""
     before_update: ClassVar[bool]
     """True where it is known before the update."""
 
-    def __init__(self, bound: float, action: GuardAction = Warn(), patience: int = 1) -> None:
-        require_at_least(1, patience=patience)
-        require_finite(bound=bound)
-        if action.changes_update and not self.before_update:
+    bound: float
+    action: GuardAction = Warn()
+    patience: int = 1
+
+    def __post_init__(self) -> None:
+        require_at_least(1, patience=self.patience)
+        require_finite(bound=self.bound)
+        if self.action.changes_update and not self.before_update:
             raise ConfigError(
                 f"{type(self).__name__} knows its value only after the update, so "
-                f"action={type(action).__name__} comes too late; use Warn or StopRun"
+                f"action={type(self.action).__name__} comes too late; use Warn or StopRun"
             )
-        if isinstance(action, Mask) and type(self).offenders is Guard.offenders:
+        if isinstance(self.action, Mask) and type(self).offenders is Guard.offenders:
             raise ConfigError(
                 f"{type(self).__name__} looks at a batch as a whole, so action=Mask has nothing to "
                 "take out; use another action"
             )
-        self.bound = bound
-        self.action = action
-        self.patience = patience
         self.broken = 0
         """Iterations in a row, up to the last, that broke the bound."""
 

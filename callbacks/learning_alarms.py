@@ -115,6 +115,7 @@ LEAST_GROUPS = 16
 
 
 @configurable
+@dataclass(eq=False, repr=False)
 class LearningAlarms(RLCallback):
     """Warns, once for each, of what goes wrong in a run that learns; a ``fit`` adds it by itself.
 
@@ -145,27 +146,24 @@ class LearningAlarms(RLCallback):
         ConfigError: for values out of range.
     """
 
-    def __init__(
-        self,
-        window: int = 3,
-        reward_sigmas: float = 4.0,
-        eval_sigmas: float = 3.0,
-        entropy_share: float = 0.05,
-        gap: float = 0.3,
-    ) -> None:
-        require_at_least(1, window=window)
+    window: int = 3
+    reward_sigmas: float = 4.0
+    eval_sigmas: float = 3.0
+    entropy_share: float = 0.05
+    gap: float = 0.3
+
+    def __post_init__(self) -> None:
+        require_at_least(1, window=self.window)
         require_at_least(
-            0, reward_sigmas=reward_sigmas, eval_sigmas=eval_sigmas, entropy_share=entropy_share,
-            gap=gap,
-        )  # fmt: skip
-        self.window = window
-        self.reward_sigmas = reward_sigmas
-        self.eval_sigmas = eval_sigmas
-        self.entropy_share = entropy_share
-        self.gap = gap
-        self.rewards = Ends(window, LEAST_GROUPS)
+            0,
+            reward_sigmas=self.reward_sigmas,
+            eval_sigmas=self.eval_sigmas,
+            entropy_share=self.entropy_share,
+            gap=self.gap,
+        )
+        self.rewards = Ends(self.window, LEAST_GROUPS)
         """Mean rewards of the first groups, and of the last."""
-        self.entropies, self.gaps = Ends(window), Ends(window)
+        self.entropies, self.gaps = Ends(self.window), Ends(self.window)
         self.range = [math.inf, -math.inf]
         """The lowest and the highest reward of a rollout."""
         self.first_evaluation: dict[str, float] = {}

@@ -4,6 +4,7 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -20,6 +21,7 @@ Row = dict[str, float]
 
 
 @configurable
+@dataclass(eq=False, repr=False)
 class RewardAlarms(RLCallback):
     """Compares the last ``window`` iterations with the first, and warns of what looks like hacking.
 
@@ -47,31 +49,22 @@ class RewardAlarms(RLCallback):
         ConfigError: for values out of range.
     """
 
-    def __init__(
-        self,
-        window: int = 10,
-        length_ratio: float = 2.0,
-        duplicates_rise: float = 0.3,
-        component_drift: float = 0.5,
-        eval_metric: str = "eval/accuracy",
-        eval_drop: float = 0.1,
-    ) -> None:
-        require_at_least(1, window=window, length_ratio=length_ratio)
-        require_at_least(
-            0, duplicates_rise=duplicates_rise, component_drift=component_drift, eval_drop=eval_drop
-        )
-        require_finite(
-            length_ratio=length_ratio,
-            duplicates_rise=duplicates_rise,
-            component_drift=component_drift,
-            eval_drop=eval_drop,
-        )
-        self.window = window
-        self.length_ratio = length_ratio
-        self.duplicates_rise = duplicates_rise
-        self.component_drift = component_drift
-        self.eval_metric = eval_metric
-        self.eval_drop = eval_drop
+    window: int = 10
+    length_ratio: float = 2.0
+    duplicates_rise: float = 0.3
+    component_drift: float = 0.5
+    eval_metric: str = "eval/accuracy"
+    eval_drop: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_at_least(1, window=self.window, length_ratio=self.length_ratio)
+        changes = {
+            "duplicates_rise": self.duplicates_rise,
+            "component_drift": self.component_drift,
+            "eval_drop": self.eval_drop,
+        }
+        require_at_least(0, **changes)
+        require_finite(length_ratio=self.length_ratio, **changes)
         self.first: list[Row] = []
         self.last: list[Row] = []
         self.best: dict[str, float] = {}

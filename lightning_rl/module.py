@@ -346,7 +346,8 @@ class PolicyModule(OwnLoop):
             self.stopping = self.stopping or decision.stop
             if decision.mask is not None:
                 batch["tokens", "loss_mask"] = batch["tokens", "loss_mask"] & ~decision.mask
-                skip = skip or not all_sum(self.trained_tokens(batch).sum())
+                left = all_sum(self.trained_tokens(batch).sum())
+                skip = skip or not left
             if decision.correction is not None:
                 objective = replace(objective, correction=decision.correction)
                 if self.trust_engine_logprobs:  # else every weight would be 1

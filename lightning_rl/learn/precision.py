@@ -187,7 +187,15 @@ def make_optimizer(module: LightningModule, make: OptimizerCallable, params: Ite
     plugin = module.trainer.precision_plugin
     if getattr(plugin, "master_weights", True):
         return MasterWeights(groups, make)
-    _warn_of_lost_steps(optimizer)
+    share = unmoved_share(optimizer)
+    if share > 0.5:
+        _log.warning(
+            "a step of the learning rate, %g, rounds to nothing for %.0f %% of the weights, which "
+            "are in bfloat16; let BFloat16Precision have master_weights, or use an optimizer that "
+            "rounds at random",
+            optimizer.param_groups[0]["lr"],
+            100 * share,
+        )
     return optimizer
 
 
@@ -208,15 +216,3 @@ def check_optimizer(make: Callable[[Any], Optimizer]) -> None:
     for group in optimizer.param_groups:
         options = {k: v for k, v in group.items() if isinstance(v, float | tuple)}
         require_finite(**{f"optimizer.{name}": value for name, value in options.items()})
-
-
-def _warn_of_lost_steps(optimizer: Optimizer) -> None:
-    share = unmoved_share(optimizer)
-    if share > 0.5:
-        _log.warning(
-            "a step of the learning rate, %g, rounds to nothing for %.0f %% of the weights, which "
-            "are in bfloat16; let BFloat16Precision have master_weights, or use an optimizer that "
-            "rounds at random",
-            optimizer.param_groups[0]["lr"],
-            100 * share,
-        )

@@ -39,20 +39,16 @@ def is_fast_dev_run(trainer: Trainer) -> bool:
 
 def call_hook(trainer: Trainer, hook: str, *arguments: Any) -> None:
     """Call a hook of ``RLCallback`` on every callback that has it, in order."""
-    for _ in answers(trainer, hook, *arguments):
-        """No callback answers such a call."""
+    list(answers(trainer, hook, *arguments))
 
 
 def answers(trainer: Trainer, hook: str, *arguments: Any) -> Iterator[Any]:
     """Call a hook likewise; what a callback returns, unless None, before the next one is called."""
     for callback in callbacks_of(trainer):
-        answer = getattr(callback, hook, _silent)(trainer, trainer.lightning_module, *arguments)
-        if answer is not None:
-            yield answer
-
-
-def _silent(*arguments: Any) -> None:
-    """Stand in for a hook that a callback lacks."""
+        if hasattr(callback, hook):
+            answer = getattr(callback, hook)(trainer, trainer.lightning_module, *arguments)
+            if answer is not None:
+                yield answer
 
 
 def named_callbacks(which: str, trainer: Trainer) -> list[Callback]:

@@ -1,4 +1,4 @@
-"""Transports and replicas without vLLM: the real sources, in replicas that are threads."""
+"""Transports and replicas without vLLM: the real receivers, in replicas that are threads."""
 
 import asyncio
 import os
@@ -45,7 +45,7 @@ ONE = Sampling(max_tokens=1)
 
 
 class ThreadReplica(Replica):
-    """Loads weights into a dict, through the sources that vLLM's workers use."""
+    """Loads weights into a dict, through the receivers that vLLM's workers use."""
 
     can_restart = True
 

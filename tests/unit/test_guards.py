@@ -2,6 +2,7 @@
 
 import logging
 import math
+from inspect import signature
 
 import pytest
 import torch
@@ -403,3 +404,17 @@ def test_the_former_way_to_decide_is_refused(name):
     module = PolicyModule("model")
     with pytest.raises(ConfigError, match=rf"PolicyModule\.{name} .* return Decision\(skip=True\)"):
         setattr(module, name, True)
+
+
+def test_a_batch_guard_is_configured_by_bound_action_and_patience():
+    """Whose defaults are attributes of its class, for one of a user's own too."""
+
+    class Own(ZeroAdvantageGuard):
+        name, what = "own", "a number"
+
+    for guard in (LogprobGapGuard, LogprobSpikeGuard, EffectiveSampleGuard, StalenessGuard, Own):
+        parameters = signature(guard).parameters
+        assert list(parameters) == ["bound", "action", "patience"]
+        for name, parameter in parameters.items():
+            assert parameter.default == getattr(guard, name) == getattr(guard(), name)
+    assert Own(0.5).state_key != Own().state_key
