@@ -233,13 +233,10 @@ class StagedTransport(WeightTransport):
     def _arriving(self, weights: Weights, dtype: torch.dtype, version: int, kind: Kind) -> Weights:
         """The whole way, with both ends in this process."""
         held = dict(weights)
-        stream = WeightStream(held.items(), _shapes(held), dtype, version, kind)
-        receiver = self.receiver(torch.device("cpu"), 0)
-        try:
-            for bucket in self.stage(stream):
-                yield from receiver.fetch(bucket)
-        finally:
-            receiver.close()
+        buckets = self.stage(WeightStream(held.items(), _shapes(held), dtype, version, kind))
+        if self.keep_copy:  # then what cannot be staged leaves the engine as it is
+            buckets = iter(list(buckets))
+        return _fetched(self.receiver(torch.device("cpu"), 0), buckets)
 
     # ---------------------------------------------------------------- who is told what
 
@@ -334,6 +331,14 @@ class StagedTransport(WeightTransport):
 def submit(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
     """Run it in the background loop; every coroutine here has a timeout of its own."""
     return asyncio.run_coroutine_threadsafe(coroutine, background_loop())
+
+
+def _fetched(receiver: WeightReceiver, buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
+    try:
+        for bucket in buckets:
+            yield from receiver.fetch(bucket)
+    finally:
+        receiver.close()
 
 
 def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:

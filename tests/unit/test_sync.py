@@ -24,6 +24,7 @@ from lightning_rl.sync.base import WeightStream
 from lightning_rl.sync.checkpoint import CheckpointTransport, read_weights, write_safetensors
 from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport, cut
+from lightning_rl.sync.native import IPCTransport, NCCLTransport
 from lightning_rl.sync.schedule import (
     CollectorSchedule,
     CollectorStatus,
@@ -245,6 +246,38 @@ def test_old_files_are_removed_by_age(tmp_path, tiny_model):
     ]
     held = engine._lm.state_dict()
     assert all(torch.equal(held[name], weight) for name, weight in weights.items())
+
+
+def test_a_file_that_cannot_be_written_leaves_the_engine_as_it_is(
+    tmp_path, tiny_model, monkeypatch
+):
+    engine = TransformersEngine(device="cpu")
+    engine.start(tiny_model)
+    weights = dict(Policy(str(tiny_model)).named_weights())
+    transport = CheckpointTransport(str(tmp_path))
+    transport.connect(engine)
+    transport.push(weights.items(), 0)
+
+    def full(descriptor):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DamagedWeightsError, match=r"cannot write version 1 to .*no space left"):
+        transport.push([(name, weight + 1) for name, weight in weights.items()], 1)
+    assert engine.version == 0
+    held = engine._lm.state_dict()
+    assert all(torch.equal(held[name], weight) for name, weight in weights.items())
+
+
+def test_what_a_push_takes_of_a_gpu_is_its_buckets_not_a_copy(monkeypatch):
+    assert MemoryTransport().gpu_bytes == CollectiveTransport("gloo").gpu_bytes == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    for keep_copy in (True, False):
+        transport = CollectiveTransport(bucket_mb=64, keep_copy=keep_copy)
+        assert transport.gpu_bytes == 2 * 64 * 2**20
+    assert IPCTransport(bucket_mb=16).gpu_bytes == 16 * 2**20
+    assert NCCLTransport(bucket_mb=16).gpu_bytes == 3 * 16 * 2**20
 
 
 def test_bytes_of_a_known_file(tmp_path):
