@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,8 +11,10 @@ from torch import Tensor
 from lightning_rl.config.hints import import_object
 from lightning_rl.engines.base import Engine, checked, drives_engine
 from lightning_rl.errors import ConfigError, WeightSyncError
-from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
+
+if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
+    from lightning_rl.models.policy import Policy
 
 Weights = Iterable[tuple[str, Tensor]]
 Kind = Literal["weights", "base", "adapters"]
@@ -42,7 +44,7 @@ class WeightTransport(ABC):
     def use_scratch(self, scratch: bool) -> None:
         """Told before each run whether it is a fast dev run, which leaves nothing on disk."""
 
-    def weights_of(self, policy: Policy) -> Weights:
+    def weights_of(self, policy: "Policy") -> Weights:
         """What to push of a policy: all weights, a LoRA merged into them."""
         return policy.named_weights()
 
@@ -67,7 +69,7 @@ class WeightTransport(ABC):
         """Let go of the engine."""
 
 
-def push(transport: WeightTransport, engine: Engine, policy: Policy, version: int) -> None:
+def push(transport: WeightTransport, engine: Engine, policy: "Policy", version: int) -> None:
     """Pause the engine, push to it, let it go on. On several ranks call it on all of them.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import OUR_TRANSFER, ReplicatedEngine
 from lightning_rl.errors import ConfigError, SyncTimeoutError, WeightSyncError, require_at_least
-from lightning_rl.models.policy import Policy
 from lightning_rl.run.dist import any_rank
 from lightning_rl.run.loop import background_loop
 from lightning_rl.sync.adapters import divide, merged
@@ -28,6 +27,9 @@ from lightning_rl.sync.base import (
     WeightStream,
     WeightTransport,
 )
+
+if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
+    from lightning_rl.models.policy import Policy
 
 Answers = dict[Replica, Future[Any]]
 
@@ -132,7 +134,7 @@ class StagedTransport(WeightTransport):
             engine.refill = self.refill
         self._engine = engine
 
-    def weights_of(self, policy: Policy) -> Weights:
+    def weights_of(self, policy: "Policy") -> Weights:
         if not self.adapters_only:
             yield from super().weights_of(policy)
             return
