@@ -551,10 +551,12 @@ def test_a_default_push_is_configured_as_one_that_is_named(config, workplace):
     assert tables[0] == tables[1]
 
 
-def test_a_run_without_an_engine_pushes_nothing(config, workplace, tiny_model):
+def test_a_run_without_an_engine_pushes_nothing(config, workplace):
+    prompts = config["data"]["init_args"]["train_prompts"]
+    data = {"class_path": "SFTDataModule", "init_args": {"train": prompts}}
     supervised = {
-        "model": {"class_path": "SFTModule", "init_args": {"model": str(tiny_model)}},
-        "data": {"class_path": "SFTDataModule", "init_args": {"train": "train.jsonl"}},
+        "model": config["model"] | {"class_path": "SFTModule"},
+        "data": data,
         "trainer": {"accelerator": "cpu", "logger": False, "enable_checkpointing": False},
     }
     (workplace / "supervised.yaml").write_text(yaml.safe_dump(supervised))
