@@ -1,6 +1,5 @@
 """``lightning-rl check``: what a configuration amounts to, and a rollout; writes nothing."""
 
-import math
 import sys
 from collections.abc import Sequence
 from tempfile import TemporaryDirectory
@@ -13,6 +12,7 @@ from torch.nn import Parameter
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.cli.app import RLCLI
+from lightning_rl.cli.parser import card_of
 from lightning_rl.cli.plan import (
     BatchPlan,
     CardPlan,
@@ -34,31 +34,6 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt, Rollout, as_text
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.sync.schedule import FixedSchedule
-
-OPTION = "--gpu_memory_gb"
-
-
-def card_of(arguments: Sequence[str]) -> tuple[float | None, list[str]]:
-    """The GiB of a GPU that were given, and the other arguments.
-
-    Raises:
-        ConfigError: if they are no number above 0.
-    """
-    others = list(arguments)
-    for place, argument in enumerate(others):
-        name, equals, value = argument.partition("=")
-        if name != OPTION:
-            continue
-        given = value if equals else "".join(others[place + 1 : place + 2])
-        del others[place : place + (1 if equals else 2)]
-        try:
-            size = float(given)
-        except ValueError:
-            size = math.nan
-        if not 0 < size < math.inf:
-            raise ConfigError(f"{OPTION}={given!r} must be a number > 0, the GiB of one GPU")
-        return size, others
-    return None, others
 
 
 def planned_device(trainer: Trainer, card_gb: float | None) -> torch.device:

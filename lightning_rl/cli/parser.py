@@ -1,12 +1,15 @@
 """Parsers of the commands' options: what is wrong is raised, and a help fits a screen."""
 
+import math
 from argparse import SUPPRESS
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rl.config.mistakes import innermost
+from lightning_rl.errors import ConfigError
 
 HELP = """\
 usage: lightning-rl {command} --config FILE [--config FILE ...] [--key value ...]
@@ -69,3 +72,29 @@ def trainer_help() -> str:
     parser = LightningArgumentParser(description="", usage=SUPPRESS, add_help=False)
     parser.add_class_arguments(Trainer, "trainer")
     return str(parser.format_help())
+
+
+CARD_OPTION = "--gpu_memory_gb"
+
+
+def card_of(arguments: Sequence[str]) -> tuple[float | None, list[str]]:
+    """The GiB of a GPU that were given, and the other arguments.
+
+    Raises:
+        ConfigError: if they are no number above 0.
+    """
+    others = list(arguments)
+    for place, argument in enumerate(others):
+        name, equals, value = argument.partition("=")
+        if name != CARD_OPTION:
+            continue
+        given = value if equals else "".join(others[place + 1 : place + 2])
+        del others[place : place + (1 if equals else 2)]
+        try:
+            size = float(given)
+        except ValueError:
+            size = math.nan
+        if not 0 < size < math.inf:
+            raise ConfigError(f"{CARD_OPTION}={given!r} must be a number > 0, the GiB of one GPU")
+        return size, others
+    return None, others

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from benchmarks.memory import Built
 from lightning_rl.cli import COMMANDS, main
-from lightning_rl.cli.check import card_of
 from lightning_rl.cli.convert.main import parse_arguments as parse_convert
+from lightning_rl.cli.parser import card_of
 from lightning_rl.cli.rerun import parse_arguments as parse_rerun
 from lightning_rl.cli.rollouts import parse_arguments as parse_rollouts
 from lightning_rl.cli.view import parse_arguments as parse_view

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_rl.cli.check import card_of
+from lightning_rl.cli.parser import card_of
 from lightning_rl.cli.plan import CardPlan, MemoryPlan, Placement, largest_rollouts, training_memory
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import TransformersEngine
