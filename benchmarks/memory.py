@@ -6,8 +6,8 @@ Trains one iteration on the largest batch that the configuration allows, on the 
 every allocation of torch. The last line is JSON.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -100,4 +100,7 @@ def main(config: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("config", help="a configuration; what follows goes to lightning-rl fit")
+    arguments, others = parser.parse_known_args()
+    main(arguments.config, *others)
