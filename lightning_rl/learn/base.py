@@ -130,7 +130,7 @@ class RecordingModule(LearningModule):
         """
         self._recorded |= metrics
         self.trainer.callback_metrics.update(
-            {name: torch.tensor(value) for name, value in metrics.items()}
+            {name: torch.tensor(value, device="cpu") for name, value in metrics.items()}
         )
 
     def flush_metrics(self) -> None:

@@ -205,7 +205,7 @@ def check_optimizer(make: Callable[[Any], Optimizer]) -> None:
     Raises:
         ConfigError: if it cannot step on one gradient, or has an option that is no finite number.
     """
-    optimizer = make([nn.Parameter(torch.zeros(1, 1))])
+    optimizer = make([nn.Parameter(torch.zeros(1, 1, device="cpu"))])
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(

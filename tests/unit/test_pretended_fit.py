@@ -38,7 +38,6 @@ from lightning_rl import (
     WeightSync,
     ZeroAdvantageGuard,
 )
-from lightning_rl.models import policy
 from tests.pretended import DEVICE, moving_in_place, on_the_device
 from tests.small_run import adamw, data_module, grpo, ppo, trainer_of
 
@@ -92,7 +91,6 @@ def require_equal(ours: LightningModule, theirs: LightningModule) -> None:
 
 def test_grpo_without_accelerate(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(accelerate, "is_accelerate_available", lambda: False)
-    monkeypatch.setattr(policy, "find_spec", lambda name: None)
     ours, theirs = grpo(tiny_model), grpo(tiny_model)
     watch = fitted(ours, tmp_path, iterations=2, **on_the_device())
     assert watch.places == {DEVICE}

@@ -12,7 +12,7 @@ FACTORIES = {
 CHECKED = [
     *sorted((LIBRARY / "models").glob("*.py")),
     *sorted((LIBRARY / "algos").glob("*.py")),
-    *(LIBRARY / f"{name}.py" for name in ("module", "learn/gradients", "learn/precision")),
+    *(LIBRARY / f"{name}.py" for name in ("module", "learn/base", "learn/precision")),
     *(LIBRARY / f"{name}.py" for name in ("run/metrics", "data/packing")),
 ]
 
