@@ -39,6 +39,7 @@ def test_no_import_runs_back_up(library):
 def test_no_folders_import_each_other_and_no_files_in_a_circle(library):
     assert both_ways(library) == []
     assert circles(library) == []
+    assert circles(arrows(modules_of(ROOT, "benchmarks"))) == []
 
 
 def test_at_the_root_are_the_words_and_the_faces():
