@@ -22,6 +22,7 @@ from benchmarks.schedulers_simulated import (
     HEADLINE,
     LENGTHS,
     SCHEDULERS,
+    STREAMED,
     TRAIN_SHARES,
     Row,
     find,
@@ -69,6 +70,8 @@ def simulated(iterations: int, plot: str | None) -> dict[str, Any]:
         "staleness_bound": BOUND,
         "bubble_sync": sync.engine_bubble,
         "bubble_async": asynchronous.engine_bubble,
+        "streamed_over_sync": speed(find(rows, *HEADLINE, STREAMED), rows),
+        "streamed_over_sync_at_half": speed(find(rows, "lognormal", 0.5, STREAMED), rows),
         "partial_over_sync": speed(find(rows, *HEADLINE, "Partial 1.5"), rows),
         "tail_batching_over_sync": speed(find(rows, *HEADLINE, "TailBatching 1.25"), rows),
     }

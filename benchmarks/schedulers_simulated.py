@@ -10,6 +10,7 @@ from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import Collector, SyncCollector
 from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
 from lightning_rl.collect.simulate import SimulatedEngine, Simulation, simulate
+from lightning_rl.collect.streamed import StreamedCollector
 
 GROUPS, GROUP_SIZE = 32, 8
 SLOTS = GROUPS * GROUP_SIZE
@@ -19,9 +20,11 @@ LONGEST = 16_384 // UNIT
 SAME_PROMPT = 0.5  # share of the variance (of the logarithm) that the prompt explains
 
 COLOCATED = "Sync, colocated"
+STREAMED = "Streamed"
 SCHEDULERS: dict[str, Callable[[], Collector]] = {
     "Sync": SyncCollector,
     COLOCATED: SyncCollector,
+    STREAMED: StreamedCollector,
     "OneStepOff": OneStepOffCollector,
     "Async S=1": lambda: AsyncCollector(1),
     "Async S=2": lambda: AsyncCollector(2),

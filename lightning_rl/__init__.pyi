@@ -148,6 +148,7 @@ from lightning_rl.collect.samplers import (
     Sampler as Sampler,
     Uniform as Uniform,
 )
+from lightning_rl.collect.streamed import StreamedCollector as StreamedCollector
 from lightning_rl.config.arguments import configurable as configurable
 from lightning_rl.data.curriculum import PassRateCurriculum as PassRateCurriculum
 from lightning_rl.data.packing import pack_rollouts as pack_rollouts, token_rows as token_rows

@@ -18,6 +18,7 @@ from lightning_rl.collect.checks import (
     check_collecting,
     check_experts,
     check_groups,
+    check_streaming,
     room_for_prompts,
 )
 from lightning_rl.collect.collector import Collector, GroupFilter, SyncCollector
@@ -25,6 +26,7 @@ from lightning_rl.collect.loader import LazyLoader, RolloutBatches, RolloutLoade
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
 from lightning_rl.collect.stats import evaluation_metrics, own_metrics
+from lightning_rl.collect.streamed import Consumer, StreamedCollector
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.curriculum import RepeatedPrompts
@@ -188,6 +190,7 @@ class RLDataModule(LightningDataModule):
         self._pipeline = RolloutPipeline(
             self.engine, self.agent, self.rewards, self._tokenizer, module.clock
         )
+        module.streams = stage == "fit" and isinstance(self.collector, StreamedCollector)
         works = stage == "fit" and drives_engine(self.engine)
         collector = self.collector if works else SyncCollector()
         self._batches = RolloutBatches(
@@ -228,6 +231,8 @@ class RLDataModule(LightningDataModule):
                 warn_if_uncorrected("asynchronous", module.objective, module.trust_engine_logprobs)
             if self.buffer is not None:
                 self.buffer.check(module.objective, module.trust_engine_logprobs)
+            if isinstance(self.collector, StreamedCollector):
+                self._check_streaming(module)
         if self.expert_prompts is not None:
             check_experts(module.advantage, module.objective)
         assert self.trainer is not None
@@ -247,6 +252,19 @@ class RLDataModule(LightningDataModule):
         if limit is not None:
             room_for_prompts(limit, self.sampling)
             room_for_prompts(limit, self.eval_sampling)
+
+    def _check_streaming(self, module: PolicyModule) -> None:
+        check_streaming(
+            module.advantage,
+            module.aggregation,
+            buffer=self.buffer is not None,
+            experts=self.expert_prompts is not None,
+            of_batch=self.rewards.of_batch,
+            filtered_minibatches=bool(self.filters) and module.minibatches > 1,
+            sharded=module.device_mesh is not None,
+            sleeps=self.engine.sleep_level is not None,
+            shared=self.engine.serves_all_ranks and dist.world_size() > 1,
+        )
 
     def load_tokenizer(self, module: PolicyModule) -> PreTrainedTokenizerBase:
         """The tokenizer of the module's model, with the ``chat_template_kwargs``."""
@@ -335,7 +353,9 @@ class RLDataModule(LightningDataModule):
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
         self.rewards.state = self._reward_state(iteration)
-        rollouts = batches.collect(iteration)
+        streamed = module.begin_stream(batches.source.num_groups) if module.streams else None
+        consumer = None if streamed is None else Consumer(module.stream, streamed.first)
+        rollouts = batches.collect(iteration, consumer)
         groups, metrics = batches.of_all_ranks(module.iteration)
         module.record(metrics)
         if self.train_prompts.dropped:
@@ -351,6 +371,8 @@ class RLDataModule(LightningDataModule):
             count = self.expert_per_iteration
             rollouts += expert_rollouts(self.expert_prompts, count, iteration, self._tokenizer)
         batches.ack()
+        if streamed is not None:
+            streamed.finish([rollout for rollout in rollouts if rollout.graded])
         return rollouts
 
     def _reward_state(self, iteration: int) -> TrainerState:

@@ -34,11 +34,12 @@ from lightning_rl.data.packing import (
     token_rows,
     with_host,
     without,
+    without_flags,
 )
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
-from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
+from lightning_rl.learn.streamed import StreamingLoop
 from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.memory import smaller_budget
@@ -47,17 +48,17 @@ from lightning_rl.models.pretrained import Loading, model_of
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.sharding import full_tensor, read_by_rank_zero, shard
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.dist import all_reduce_max, all_sum, every_rank
+from lightning_rl.run.dist import all_reduce_max, all_sum, every_rank, world_size
 from lightning_rl.run.hooks import answers, is_fast_dev_run, named_callbacks
 from lightning_rl.run.metrics import TokenMetrics
-from lightning_rl.run.seeding import derived_seed, run_seed
+from lightning_rl.run.seeding import run_seed
 
 LEAST_VALUE_LR = 1e-5
 """A critic's learning rate unless it is given one; verl's default."""
 
 
 @configurable(model=model_of, lora=as_lora)
-class PolicyModule(OwnLoop):
+class PolicyModule(StreamingLoop):
     """Wraps a causal LM (policy head, optional value head) and improves it from rollouts.
 
     ``training_step`` runs the named steps below on one packed batch; each can be called by itself.
@@ -267,9 +268,20 @@ class PolicyModule(OwnLoop):
         Rollouts that are known to be left out of the update get zeros.
         """
         left_out = self.left_out(batch) if "advantages" in batch["tokens"] else None
-        rows = None if left_out is None else (~left_out).nonzero().squeeze(1)
+        return self._score(self.loaded_policy, batch, name, left_out)
+
+    def _score(
+        self, policy: Policy, batch: TensorDict, name: str, left_out: Tensor | None = None
+    ) -> TensorDict:
+        """Have the rollouts scored that are not left out, and were not when they were streamed."""
+        known = None if self.streamed is None else self.streamed.knows(name)
+        skipped = [flags.cpu() for flags in (left_out, known) if flags is not None]
+        rows = (~torch.stack(skipped).any(0)).nonzero().squeeze(1) if skipped else None
         with self.clock("logprob"):
-            return self.loaded_policy.score(batch, name, self.max_tokens_per_pack, rows)
+            batch = policy.score(batch, name, self.max_tokens_per_pack, rows)
+        if self.streamed is not None and known is not None:
+            self.streamed.fill(batch, name, "values")
+        return batch
 
     def compute_old_logprobs(self, batch: TensorDict) -> TensorDict:
         """Add ``old_logprobs`` (T,), the policy's before any update (with a critic, ``values``)."""
@@ -295,8 +307,8 @@ class PolicyModule(OwnLoop):
         """Add ``ref_logprobs`` (T,) of the frozen reference; needs ``kl``."""
         if self.reference is None:
             raise ConfigError("compute_ref_logprobs needs a reference: set kl, e.g. K3Penalty()")
-        with self.clock("logprob"), self.reference.scoring(self.loaded_policy) as reference:
-            return reference.score(batch, "ref_logprobs", self.max_tokens_per_pack)
+        with self.reference.scoring(self.loaded_policy) as reference:
+            return self._score(reference, batch, "ref_logprobs")
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Add ``values`` (T,) of the critic; free if ``compute_old_logprobs`` ran before."""
@@ -317,6 +329,7 @@ class PolicyModule(OwnLoop):
 
     def compute_all(self, batch: TensorDict) -> TensorDict:
         """Add all that an update needs: advantages, and the logprobs and values that count."""
+        self.attach_stream(batch)
         if self.skips_zero_advantage:  # advantages need rewards alone, and tell what to score
             batch = self.compute_advantages(batch)
         # With one update per batch the current policy is the old one: nothing to recompute.
@@ -360,32 +373,50 @@ class PolicyModule(OwnLoop):
         ``objective``: in place of the module's own.
         """
         metrics, self.nonfinite_steps = TokenMetrics(), 0
+        objective = objective or self.objective
         with self.clock("train"):
             for epoch in range(self.ppo_epochs):
-                seed = derived_seed(self.seed, self.iteration, epoch)
-                generator = torch.Generator().manual_seed(seed)
                 with every_rank():
-                    parts = split_minibatches(batch, self.minibatches, generator)
+                    parts = split_minibatches(batch, self.minibatches, self.dealing(epoch))
+                done = self.claim_stream(batch, objective, parts[0]) if epoch == 0 else None
                 for rows in parts:
-                    self._optimize(select(batch, rows), objective or self.objective, metrics)
+                    own = None if done is None else done[rows]
+                    self._optimize(select(batch, rows), objective, metrics, own)
+                    done = None  # they are all of the first minibatch
         return add_effective_share(metrics.compute()) | {
             "policy/nonfinite_skipped": float(self.nonfinite_steps)
         }
 
-    def _optimize(self, minibatch: TensorDict, objective: Objective, metrics: TokenMetrics) -> None:
-        """One optimizer step on a minibatch, its gradient accumulated over packs."""
+    def _optimize(
+        self,
+        minibatch: TensorDict,
+        objective: Objective,
+        metrics: TokenMetrics,
+        done: Tensor | None = None,
+    ) -> None:
+        """One optimizer step on a minibatch, its gradient accumulated over packs.
+
+        ``done`` (R,): rollouts whose gradient is in the policy already, as a stream leaves it.
+        """
         optimizer: Any = self.optimizers()  # one, so not a list
-        if self.mask_truncated:
-            truncated_T = minibatch["rollouts", "truncated"][token_rows(minibatch)]
-            minibatch["tokens", "loss_mask"] = minibatch["tokens", "loss_mask"] & ~truncated_T
-        minibatch["tokens", "loss_weights"] = self.aggregation(minibatch)
+        minibatch = self.without_truncated(minibatch)
+        factor = None
+        if done is None:
+            minibatch["tokens", "loss_weights"] = self.aggregation(minibatch)
+        else:  # gradients that were taken ahead could not be divided yet
+            weights = minibatch["tokens", "loss_weights"] = self.aggregation.weights(minibatch)
+            factor = self.aggregation.factor(minibatch, weights)
+            metrics.add({"policy/streamed_share": done})
         left_out = self.left_out(minibatch)
         if left_out is not None:  # only now: they count where the loss is averaged
             metrics.add({"policy/skipped_share": left_out})
+            done = None if done is None else without_flags(done, left_out)
             minibatch = without(minibatch, left_out)
-        for pack_metrics in self._add_gradients(with_host(minibatch), objective):
+        for pack_metrics in self._add_gradients(with_host(minibatch), objective, done):
             metrics.add(pack_metrics)
         parameters = [p for p in self.loaded_policy.parameters() if p.grad is not None]
+        if factor is not None:
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
         norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or float("inf"))
         norm = full_tensor(norm).reshape(1)
         lr = norm.new_full((1,), optimizer.param_groups[0]["lr"])
@@ -397,33 +428,40 @@ class PolicyModule(OwnLoop):
             scheduler: Any = self.lr_schedulers()
             scheduler.step()
 
-    def _add_gradients(self, minibatch: TensorDict, objective: Objective) -> list[Metrics]:
+    def _add_gradients(
+        self, minibatch: TensorDict, objective: Objective, done: Tensor | None
+    ) -> list[Metrics]:
         """Leave the sum of all packs' gradients in the policy; returns the packs' metrics.
 
-        When a pack does not fit into memory, all is done again with packs of half its size.
+        The rollouts ``done`` (R,) have theirs there already. When a pack does not fit into memory,
+        all is done again with packs of half its size.
 
         Raises:
             PackMemoryError: if that does not help, or other ranks cannot take part.
         """
         budget = self.max_tokens_per_pack
         while True:
-            self.loaded_policy.zero_grad()  # also of what a pass left that ran out of memory
-            packs = split_packs(minibatch, budget)
-            # Sharded weights are gathered by all ranks together, for as many packs as any has.
-            count = int(all_reduce_max(len(packs)))
-            measured: list[Metrics] = []
+            if done is None or self.streamed is None:
+                self.loaded_policy.zero_grad()  # also of what a pass left that ran out of memory
+                measured, rest, packs = [], minibatch, split_packs(minibatch, budget)
+            else:
+                measured, rest = list(self.streamed.metrics), without(minibatch, done)
+                packs = [] if done.all() else split_packs(rest, budget)
+            # Sharded weights are gathered by all ranks together, for as many packs as any has; and
+            # the last backward pass averages over ranks.
+            count = int(all_reduce_max(max(len(packs), world_size() > 1)))
             for place in range(count):
                 own = place < len(packs)
-                pack = select(minibatch, packs[place]) if own else empty_like(minibatch)
+                pack = select(rest, packs[place]) if own else empty_like(rest)
                 try:
-                    measured.append(self._backward(pack, objective, last=place == count - 1))
+                    measured.append(self.backward_pack(pack, objective, last=place == count - 1))
                 except RuntimeError as error:
-                    budget = smaller_budget(pack, error)
+                    budget, done = smaller_budget(pack, error), None
                     break  # out of here first: the error holds on to what was computed so far
             else:
                 return measured
 
-    def _backward(self, pack: TensorDict, objective: Objective, last: bool) -> Metrics:
+    def backward_pack(self, pack: TensorDict, objective: Objective, last: bool) -> Metrics:
         """Add a pack's gradient; under DDP it is averaged with the last pack's."""
         scores = self.loaded_policy(pack)
         tokens = loss_tokens(pack, scores)
@@ -456,7 +494,7 @@ class PolicyModule(OwnLoop):
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Count the iteration, and let what adapts over iterations do so."""
-        self.iteration += 1
+        self.iteration, self.streamed = self.iteration + 1, None
         if self.reference is not None:
             self.reference.on_iteration_end(self.loaded_policy, self.iteration)
         for penalty, measured in ((self.kl, "policy/kl_ref"), (self.kl_reward, "reward/kl")):

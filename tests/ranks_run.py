@@ -36,6 +36,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.collect.collector import GroupFilter
 from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.samplers import Uniform
+from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.curriculum import PassRateCurriculum
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
@@ -246,6 +247,12 @@ def replaying(where: Path) -> dict[str, Any]:
     return {"data": {"buffer": buffer}, "correction": TokenTIS()}
 
 
+def streaming() -> dict[str, Any]:
+    """Groups are complete one after another."""
+    engine = TransformersEngine(max_batch_size=GROUP_SIZE)
+    return {"collector": StreamedCollector(max_groups_in_flight=1), "engine": engine}
+
+
 def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
     def run(name: str, strategy: Strategy, *extra: Any, **options: Any) -> dict[str, Any]:
         return fit(model, where / name, strategy, *extra, **options)
@@ -279,6 +286,8 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         "guards": lambda: guarded(model, where / "guards", rows, share_of_even_digits),
         "again": lambda: rerun(model, where / "again", rows()),
         "replay": lambda: run("replay", DDPStrategy(), **replaying(where / "replay")),
+        "streamed": lambda: run("streamed", DDPStrategy(), *everything(), data=streaming()),
+        "streamed_fsdp": lambda: fails("streamed_fsdp", sharded(), data=streaming()),
     }  # fmt: skip
 
 

@@ -91,6 +91,11 @@ class Advantage(ABC):
     """True where a reward may have a KL taken off; not where it says how good a rollout was."""
 
     @property
+    def per_group(self) -> bool:
+        """True where a group's advantages depend on nothing outside of it, and change nothing."""
+        return False
+
+    @property
     def min_group_size(self) -> int:
         """Rollouts that a group must have; above 1 for those that compare them."""
         return 1
@@ -108,7 +113,11 @@ def spread_over_tokens(batch: TensorDict, advantages_R: Tensor) -> TensorDict:
 
 
 class GroupAdvantage(Advantage):
-    """An advantage that is a function of rewards (R,) and group ids (R,)."""
+    """An advantage that is a function of rewards (R,) and group ids (R,), for each group apart."""
+
+    @property
+    def per_group(self) -> bool:
+        return True
 
     @property
     def min_group_size(self) -> int:
@@ -175,6 +184,10 @@ class GAE(Advantage):
     def __post_init__(self) -> None:
         if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
             raise ConfigError(f"GAE(gamma={self.gamma}, lam={self.lam}): both must be in [0, 1]")
+
+    @property
+    def per_group(self) -> bool:
+        return not self.whiten
 
     def __call__(self, batch: TensorDict) -> TensorDict:
         live = batch["tokens", "loss_mask"].nonzero().squeeze(1)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -22,6 +23,9 @@ from lightning_rl.run.dist import all_sum, world_size
 class Aggregation(ABC):
     """Weights (T,) of a minibatch's tokens, zero outside of the loss mask."""
 
+    per_group: ClassVar[bool] = False
+    """True where :meth:`weights` of a group depend on nothing outside of it."""
+
     @abstractmethod
     def weights(self, minibatch: TensorDict) -> Tensor:
         """Weights (T,) up to a common factor; calling the object divides by :meth:`total`."""
@@ -35,22 +39,35 @@ class Aggregation(ABC):
         total = all_sum(self.total(minibatch, weights))
         return weights * world_size() / total.clamp(min=1e-12)
 
+    def factor(self, minibatch: TensorDict, weights: Tensor) -> Tensor:
+        """What calling the object multiplies these :meth:`weights` by."""
+        return world_size() / all_sum(self.total(minibatch, weights)).clamp(min=1e-12)
+
+
+def _mask(minibatch: TensorDict) -> Tensor:
+    tokens = minibatch["tokens"]
+    return tokens["loss_mask"].to(tokens["rollout_logprobs"].dtype)
+
 
 @dataclass(frozen=True)
 class TokenMean(Aggregation):
     """Every model token counts the same (DAPO, Yu et al. 2025, eq. 12)."""
 
+    per_group: ClassVar[bool] = True
+
     def weights(self, minibatch: TensorDict) -> Tensor:
-        return minibatch["tokens", "loss_mask"].float()
+        return _mask(minibatch)
 
 
 @dataclass(frozen=True)
 class SequenceMean(Aggregation):
     """Every rollout counts the same: the mean of its tokens' mean (GRPO as first published)."""
 
+    per_group: ClassVar[bool] = True
+
     def weights(self, minibatch: TensorDict) -> Tensor:
-        mask, row = minibatch["tokens", "loss_mask"].float(), token_rows(minibatch)
-        count = torch.zeros(len(minibatch["rollouts"]), device=mask.device).index_add(0, row, mask)
+        mask, row = _mask(minibatch), token_rows(minibatch)
+        count = mask.new_zeros(len(minibatch["rollouts"])).index_add(0, row, mask)
         return mask / count.clamp(min=1)[row]
 
 
@@ -58,11 +75,13 @@ class SequenceMean(Aggregation):
 class PromptMean(Aggregation):
     """Every prompt counts the same: the mean of its group's token mean."""
 
+    per_group: ClassVar[bool] = True
+
     def weights(self, minibatch: TensorDict) -> Tensor:
-        mask = minibatch["tokens", "loss_mask"].float()
+        mask = _mask(minibatch)
         _, group = minibatch["rollouts", "group"].unique(return_inverse=True)
         group_T = group[token_rows(minibatch)]
-        count = torch.zeros(int(group.max()) + 1, device=mask.device).index_add(0, group_T, mask)
+        count = mask.new_zeros(int(group.max()) + 1).index_add(0, group_T, mask)
         return mask / count.clamp(min=1)[group_T]
 
 
@@ -76,6 +95,8 @@ class TokenSum(Aggregation):
             ``sampling.max_tokens``.
     """
 
+    per_group: ClassVar[bool] = True
+
     max_tokens: int
 
     def __post_init__(self) -> None:
@@ -83,7 +104,7 @@ class TokenSum(Aggregation):
             raise ConfigError(f"TokenSum(max_tokens={self.max_tokens}) must be >= 1")
 
     def weights(self, minibatch: TensorDict) -> Tensor:
-        return minibatch["tokens", "loss_mask"].float()
+        return _mask(minibatch)
 
     def total(self, minibatch: TensorDict, weights: Tensor) -> Tensor:
         return weights.new_tensor(float(len(minibatch["rollouts"]) * self.max_tokens))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.losses import SFTMix
-from lightning_rl.algos.objective import Objective
+from lightning_rl.algos.objective import Aggregation, Objective
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.collector import Collector, GroupFilter
 from lightning_rl.engines.sampling import Sampling
@@ -92,6 +92,45 @@ def check_sleep(level: int | None, schedule: SyncSchedule, collector: Collector)
             f"engine sleep_level=2 gives up the weights in every iteration, and WeightSync's "
             f"schedule={schedule} does not push them in each; use sleep_level: 1, or FixedSchedule"
         )
+
+
+def check_streaming(
+    advantage: Advantage,
+    aggregation: Aggregation,
+    *,
+    buffer: bool,
+    experts: bool,
+    of_batch: Sequence[str],
+    filtered_minibatches: bool,
+    sharded: bool,
+    sleeps: bool,
+    shared: bool,
+) -> None:
+    """Check that groups can be trained on before their batch is complete."""
+    per_group = {advantage: advantage.per_group, aggregation: aggregation.per_group}
+    whole = [type(part).__name__ for part, alone in per_group.items() if not alone]
+    reasons = {
+        f"model's {' and '.join(whole)} may look at the whole batch": bool(whole),
+        f"the reward {', '.join(of_batch)} looks at the whole batch": bool(of_batch),
+        "data.buffer mixes other groups into the batch": buffer,
+        "data.expert_prompts adds rows to the batch": experts,
+        "with data.filters it is not known which groups are in the first of several "
+        "model.minibatches": filtered_minibatches,
+        "sharded weights are gathered by all ranks together": sharded,
+        "engine.sleep_level is for an engine that does not generate while the trainer trains": (
+            sleeps
+        ),
+        "rank 0 collects for all ranks from one engine": shared,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None:
+        raise ConfigError(
+            "data.collector=StreamedCollector trains on groups before their batch is complete, "
+            f"but {reason}; use SyncCollector{_INSTEAD if whole else ''}"
+        )
+
+
+_INSTEAD = ", or what compares groups by themselves (GRPO, GAE with whiten=false, TokenMean)"
 
 
 def check_experts(advantage: Advantage, objective: Objective) -> None:

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from lightning_rl.collect.collector import Collector, GroupFilter
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
 from lightning_rl.collect.stats import rollout_metrics
+from lightning_rl.collect.streamed import Consumer, StreamedCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import RunState, drives_engine
 from lightning_rl.errors import FilterError, RewardError
@@ -204,8 +205,10 @@ class RolloutBatches:
         self._ahead: dict[str, float] = {}
         self._taken: list[Group] = []
 
-    def collect(self, iteration: int) -> list[Rollout]:
+    def collect(self, iteration: int, consumer: Consumer | None = None) -> list[Rollout]:
         """This rank's share of an iteration's groups that all filters keep; held until ``ack``.
+
+        A ``consumer`` works on them as they are complete, if the collector streams.
 
         Raises:
             EngineError: if the engine is not ready, or fails.
@@ -216,7 +219,7 @@ class RolloutBatches:
         engine = self.pipeline.engine
         with dist.every_rank():
             if drives_engine(engine):
-                self._fill(iteration)
+                self._fill(iteration, consumer)
         if engine.serves_all_ranks:
             self.kept = dist.scatter(self.kept)
         else:
@@ -225,14 +228,14 @@ class RolloutBatches:
             self._catch_up(int(dist.all_reduce_max(self.source.drawn)))
         return self.rollouts
 
-    def _fill(self, iteration: int) -> None:
+    def _fill(self, iteration: int, consumer: Consumer | None) -> None:
         """Keep ``source.num_groups`` groups."""
         self.pipeline.engine.require_ready()
         for _ in range(self.max_rounds):
             missing = self.source.num_groups - len(self.kept)
             if missing == 0:
                 return
-            groups = self._take(iteration, missing)
+            groups = self._take(iteration, missing, consumer)
             self._taken += groups
             for group in groups:
                 self.add(group)
@@ -245,15 +248,31 @@ class RolloutBatches:
                 "max_rounds, change the prompts, or drop the filter"
             )
 
-    def _take(self, iteration: int, count: int) -> list[Group]:
+    def _take(self, iteration: int, count: int, consumer: Consumer | None) -> list[Group]:
         begin, since = time.perf_counter(), self._acked
         if self.collector.works_between_batches and since is not None:
             begin, self._acked = since, None
         with self.pipeline.clock("generate"):
+            if consumer is not None and isinstance(self.collector, StreamedCollector):
+                self._stream(self.collector, iteration, count, consumer)
             groups = run_async(self._in_loop(iteration, count))
         self.seconds += time.perf_counter() - begin
         self.pipeline.grade(groups)
         return groups
+
+    def _stream(
+        self, collector: StreamedCollector, iteration: int, count: int, consumer: Consumer
+    ) -> None:
+        """Let the consumer work on groups that filters keep, until all are complete."""
+
+        async def begin() -> list[Group]:
+            self.source.begin(iteration)
+            return await collector.begin(count, consumer.first)
+
+        groups, before = run_async(begin()), len(self.kept)
+        while places := run_async(collector.complete()):
+            kept = [p for p in places if all(f.keep(groups[p]) for f in self.filters)]
+            consumer.take([(before + place, groups[place]) for place in kept])
 
     async def _in_loop(self, iteration: int, count: int) -> list[Group]:
         # All that works ahead is in this thread too, so nothing changes in the middle of it.

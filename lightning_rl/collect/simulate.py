@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
+from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import EngineError
@@ -236,6 +237,20 @@ class Simulation:
     pushes: list[int] = field(default_factory=list)
 
 
+async def _train_streamed(
+    collector: Collector, num_groups: int, train_seconds: Callable[[int], float]
+) -> int:
+    """Train on groups of a stream as they are complete; returns how many tokens they have."""
+    tokens = 0
+    if isinstance(collector, StreamedCollector):
+        groups = await collector.begin(num_groups)
+        while places := await collector.complete():
+            count = sum(len(r.token_ids) for place in places for r in groups[place])
+            await asyncio.sleep(train_seconds(count))
+            tokens += count
+    return tokens
+
+
 def simulate(
     collector: Collector,
     engine: SimulatedEngine,
@@ -254,7 +269,7 @@ def simulate(
     """Train on what a collector hands over, in iterations ``first`` to ``iterations - 1``.
 
     Args:
-        train_seconds: that training on a batch of so many tokens takes.
+        train_seconds: that training on so many tokens takes; a part of them, its share.
         sync_seconds: that a weight sync takes, while the engine is paused.
         first: where a run goes on that stopped after so many iterations.
         ahead: let the collector work ahead beyond the end, as for a longer run.
@@ -286,8 +301,9 @@ def simulate(
             for iteration in range(first, iterations):
                 source.begin(iteration)
                 begin = clock()
+                streamed = await _train_streamed(collector, num_groups, train_seconds)
                 groups = await collector.take(num_groups)
-                result.waited += clock() - begin
+                result.waited += clock() - begin - train_seconds(streamed)
                 result.batches.append(groups)
                 result.dropped += collector.dropped
                 collector.dropped.clear()
@@ -296,7 +312,7 @@ def simulate(
                 result.staleness.update(iteration - v for v in versions)
                 result.tokens += len(versions)
                 result.trained_seconds += train_seconds(len(versions))
-                await asyncio.sleep(train_seconds(len(versions)))
+                await asyncio.sleep(train_seconds(len(versions) - streamed))
                 status = await collector.status()
                 if not schedule.should_sync(SyncState(iteration + 1, engine.version, status)):
                     continue

@@ -229,6 +229,12 @@ def without(batch: TensorDict, left_out: Tensor) -> TensorDict:
     return empty_like(batch) if left_out.all() else select(batch, (~left_out).nonzero().squeeze(1))
 
 
+def without_flags(flags: Tensor, left_out: Tensor) -> Tensor:
+    """What ``flags`` (R,), on the host, are of :func:`without`'s batch."""
+    left_out = left_out.cpu()
+    return torch.zeros_like(flags[:1]) if left_out.all() else flags[~left_out]
+
+
 def empty_like(batch: TensorDict) -> TensorDict:
     """The first rollout without loss tokens, as a pack for a rank that has none left."""
     first = select(batch, torch.zeros(1, dtype=torch.long, device="cpu")).copy()
@@ -252,8 +258,16 @@ def split_minibatches(batch: TensorDict, count: int, generator: torch.Generator)
             f"minibatches={count} exceeds the {len(groups)} groups of this batch; "
             "lower minibatches or raise groups_per_iteration"
         )
+    parts = deal_groups(groups, count, generator)
+    return [torch.isin(group, part).nonzero().squeeze(1) for part in parts]
+
+
+def deal_groups(groups: Tensor, count: int, generator: torch.Generator) -> Sequence[Tensor]:
+    """Deal group numbers at random into ``count`` minibatches, of as many each as can be."""
+    if count == 1:
+        return [groups]
     order = groups[torch.randperm(len(groups), generator=generator, device="cpu")]
-    return [torch.isin(group, part).nonzero().squeeze(1) for part in order.tensor_split(count)]
+    return order.tensor_split(count)
 
 
 def split_packs(batch: TensorDict, max_tokens: int) -> list[Tensor]:

@@ -14,7 +14,13 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION, PackLayout
 from lightning_rl.models.pretrained import PLAIN, model_of, skeleton, without_weights
-from lightning_rl.models.sampling import Penalties, SampledBy, sampled_by, sampled_logits
+from lightning_rl.models.sampling import (
+    Penalties,
+    SampledBy,
+    at_least_float32,
+    sampled_by,
+    sampled_logits,
+)
 
 # Elements of one chunk of fp32 logits: 64 MiB, whatever the vocabulary.
 CHUNK_ELEMENTS = 1 << 24
@@ -41,8 +47,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         by: SampledBy,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(dtype, torch.float32)
         logprobs, entropy, lse = (
-            torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(3)
+            torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(3)
         )
         states, matrix = hidden.to(dtype), weight.to(dtype)
         offset = None if bias is None else bias.to(dtype)
@@ -216,7 +223,8 @@ class SharedValueHead(ValueHead):
 
     def forward(self, hidden: Tensor, layout: PackLayout) -> Tensor:
         states = hidden[layout.predictors]
-        return self.linear(states.detach() if self.detach else states).squeeze(-1).float()
+        values = self.linear(states.detach() if self.detach else states)
+        return at_least_float32(values.squeeze(-1))
 
 
 @configurable(model=model_of)
@@ -243,4 +251,4 @@ class SeparateValueHead(ValueHead):
             use_cache=False,
             layout=layout,
         ).last_hidden_state[0, layout.predictors]
-        return self.linear(states).squeeze(-1).float()
+        return at_least_float32(self.linear(states).squeeze(-1))

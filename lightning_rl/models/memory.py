@@ -18,19 +18,23 @@ T = TypeVar("T")
 
 
 def each_pack(
-    call: Callable[[TensorDict], T], batch: TensorDict, rows: Tensor, max_tokens: int
+    call: Callable[[TensorDict], T],
+    batch: TensorDict,
+    rows: Tensor,
+    max_tokens: int,
+    together: bool = False,
 ) -> Iterator[tuple[Tensor, T]]:
     """``call`` on packs of the rollouts ``rows`` (r,) of a batch: the rows of each, and what came.
 
-    A pack that does not fit into memory, and all after it, are cut into smaller ones.
+    A pack that does not fit into memory, and all after it, are cut into smaller ones. ``together``:
+    all ranks call as often as any has to, since they gather sharded weights.
 
     Raises:
         PackMemoryError: if that does not help, or other ranks cannot take part.
     """
     batch, rows = with_host(batch), rows.cpu()
     packs = [rows[p] for p in split_packs(select(batch, rows), max_tokens)]
-    # Sharded weights are gathered by all ranks together, for as many packs as any has.
-    for _ in range(int(all_reduce_max(len(packs))) - len(packs)):
+    for _ in range(int(all_reduce_max(len(packs))) - len(packs) if together else 0):
         call(empty_like(batch))
     for place, members in enumerate(packs):
         pack = select(batch, members)
@@ -43,7 +47,7 @@ def each_pack(
         yield members, result
     else:
         return
-    yield from each_pack(call, batch, left, max_tokens)
+    yield from each_pack(call, batch, left, max_tokens, together)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

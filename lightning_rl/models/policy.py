@@ -155,7 +155,7 @@ class Policy(nn.Module):
         tokens, row = batch["tokens"], token_rows(host_of(hosted))
         rows = torch.arange(len(batch["rollouts"]), device="cpu") if rows is None else rows
         outputs = {name: torch.zeros_like(tokens["rollout_logprobs"])}
-        for members, scores in each_pack(self, hosted, rows, max_tokens):
+        for members, scores in each_pack(self, hosted, rows, max_tokens, self.sharded):
             # Rows of a pack ascend, so its tokens stand in it in the batch's own order.
             within = torch.isin(row, members).nonzero().squeeze(1)
             live = within.to(scores.live.device, non_blocking=True)[scores.live]
@@ -164,6 +164,11 @@ class Policy(nn.Module):
                 outputs.setdefault("values", torch.zeros_like(outputs[name]))[live] = scores.values
         tokens.update(outputs)
         return batch
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold parts of its weights, and gather them together."""
+        return any(isinstance(parameter, DTensor) for parameter in self.lm.parameters())
 
     def parameter_groups(self, value_lr: float | None) -> list[dict[str, Any]]:
         """Parameters to optimize: the LM, and in a group of its own, at ``value_lr``, the critic.
@@ -214,7 +219,7 @@ class Policy(nn.Module):
 
         Call it on all ranks, since sharded weights are gathered by all; rank 0 writes.
         """
-        sharded = any(isinstance(parameter, DTensor) for parameter in self.lm.parameters())
+        sharded = self.sharded
         tied = self.lm.config.get_text_config().tie_word_embeddings
         state: dict[str, Tensor] = {}
         if sharded or self.lora is not None:

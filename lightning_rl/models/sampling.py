@@ -163,16 +163,21 @@ def sampled_by(
     )
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """As they are, or what has 16 bits in float32."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def sampled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, by: SampledBy
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits (m, V), float32, of the distribution that was sampled from; all of one dtype.
+    """Logits (m, V), float32 at least, of the distribution that was sampled from; all of one dtype.
 
     In the order of the engines: penalties, end tokens where none could be, temperature, min-p,
     top-k, top-p. Also returns their slope (m, V) in the model's logits, but for the temperature;
     None: 1.
     """
-    logits = nn.functional.linear(hidden, weight, bias).float()
+    logits = at_least_float32(nn.functional.linear(hidden, weight, bias))
     slope = None if by.penalties is None else by.penalties.apply(logits)
     scaled = logits.div_(by.temperature)
     if by.no_end is not None:

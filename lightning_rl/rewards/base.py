@@ -73,6 +73,11 @@ class Rewards:
         """Progress of training, which whoever trains keeps up to date."""
         self._calls = Calls()
 
+    @property
+    def of_batch(self) -> list[str]:
+        """Names of those that look at a whole batch."""
+        return list(self._of_batch)
+
     async def grade(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Set ``reward`` and ``reward_parts`` of every completed rollout, in place.
 

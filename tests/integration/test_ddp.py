@@ -50,6 +50,23 @@ def alone(tiny_model, folder) -> Callable[[str], dict[str, Any]]:
     return cache(lambda name: runs[name](folder / "alone" / name))
 
 
+def test_two_processes_stream_as_one_trains(results, alone):
+    one, two = alone("plain"), results("streamed")
+    for iteration in range(ITERATIONS):
+        shares = [rank["rollouts"][iteration] for rank in two]
+        assert sorted(shares[0] + shares[1]) == sorted(map(list, one["rollouts"][iteration]))
+    for expected, row in zip(one["rows"][1:], two[0]["rows"][1:], strict=True):
+        # Of two PPO epochs' rollouts; some have no advantage.
+        assert 0 < row.pop("policy/streamed_share") <= 1
+        assert comparable(row) == pytest.approx(comparable(expected), rel=TOLERANCE, abs=TOLERANCE)
+
+
+def test_sharded_weights_are_not_streamed(results):
+    for rank in results("streamed_fsdp"):
+        assert rank["error"] == "ConfigError"
+        assert "sharded weights are gathered by all ranks together" in rank["message"]
+
+
 @pytest.mark.parametrize(
     ("scenario", "name"),
     [

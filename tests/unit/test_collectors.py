@@ -18,6 +18,7 @@ from lightning_rl.collect.early_cut import (
 )
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.simulate import CountedPrompts, SimulatedEngine, run_virtual, simulate
+from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rewards.base import Rewards
@@ -38,6 +39,7 @@ def heavy(prompt: int, seed: int) -> int:
 
 collectors = st.one_of(
     st.builds(SyncCollector, st.sampled_from([None, 1, 3])),
+    st.builds(StreamedCollector, st.sampled_from([None, 1, 3])),
     st.builds(AsyncCollector, st.integers(0, 4), st.sampled_from([None, 1, 5])),
     st.builds(OneStepOffCollector),
     st.builds(PartialCollector, st.sampled_from([1.1, 1.5, 3.0]), st.integers(1, 4)),
@@ -84,7 +86,7 @@ def test_no_prompt_is_lost_or_doubled_and_no_token_is_too_old(
         prompts=prompts,
     )  # fmt: skip
     assert [len(groups) for groups in result.batches] == [num_groups] * iterations
-    bound = {SyncCollector: 0, TailBatchingCollector: 0}.get(type(collector))
+    bound = {SyncCollector: 0, StreamedCollector: 0, TailBatchingCollector: 0}.get(type(collector))
     bound = collector.max_staleness if bound is None else bound
     assert max(result.staleness) <= bound
     trained = [group for groups in result.batches for group in groups]
@@ -106,6 +108,7 @@ def test_no_prompt_is_lost_or_doubled_and_no_token_is_too_old(
     make=st.sampled_from(
         [
             SyncCollector,
+            lambda: StreamedCollector(1),
             lambda: AsyncCollector(1),
             lambda: AsyncCollector(3),
             OneStepOffCollector,
@@ -159,6 +162,22 @@ def test_one_batch_ahead_hides_training_behind_generation():
     assert sync.staleness == {0: 4 * 320}
     # The first batch is fresh, the others were written while the version before was trained.
     assert ahead.staleness == {0: 320, 1: 3 * 320}
+
+
+def test_a_stream_hides_the_training_of_groups_that_are_complete():
+    # Two groups of four: 10 and 30 tokens at 1 s each, and 0.5 s of training a token. Sync: 30 s,
+    # then 20 + 60. Streamed: the short group is trained on from second 10 to 30, then the long one.
+    def seconds(collector):
+        def length(prompt, seed):
+            return 10 if prompt % 2 == 0 else 30
+
+        engine = SimulatedEngine(length, step=1.0)
+        result = simulate(collector, engine, 2, 2, 4, train_seconds=lambda tokens: 0.5 * tokens)
+        assert result.staleness == {0: 2 * 4 * 40}
+        return result.seconds
+
+    assert seconds(SyncCollector()) == pytest.approx(2 * (30 + 80))
+    assert seconds(StreamedCollector()) == pytest.approx(2 * (30 + 60))
 
 
 def test_one_step_off_waits_for_the_batch_before_weights_change():
@@ -278,8 +297,8 @@ class Breaks(SimulatedEngine):
 
 
 @pytest.mark.parametrize(
-    "make", [SyncCollector, AsyncCollector, OneStepOffCollector, PartialCollector,
-             PartialTailCollector, TailBatchingCollector],
+    "make", [SyncCollector, StreamedCollector, AsyncCollector, OneStepOffCollector,
+             PartialCollector, PartialTailCollector, TailBatchingCollector],
 )  # fmt: skip
 def test_an_engine_that_fails_is_heard_of_and_its_groups_are_kept(make):
     collector, prompts = make(), CountedPrompts()

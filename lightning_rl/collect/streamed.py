@@ -1,0 +1,111 @@
+"""A collector whose groups are worked on while it generates the others."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_rl.collect.collector import Collector
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import require_at_least
+from lightning_rl.rollout import Group
+from lightning_rl.run.loop import innermost
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """Who works on complete groups, in the thread that waits for the batch.
+
+    Args:
+        take: called with groups and their places in the batch.
+        first: places of the groups that it wants before the others.
+    """
+
+    take: Callable[[list[tuple[int, Group]]], None]
+    first: frozenset[int]
+
+
+@configurable
+class StreamedCollector(Collector):
+    """Generates a batch, and lets the trainer work on groups that are complete meanwhile.
+
+    Weights change only after the whole batch, so all is on policy, and the update is that of
+    ``SyncCollector`` but for rounding (StreamRL, Zhong et al. 2025; RollPacker, Gao et al. 2025).
+    Prompts and seeds are those of ``SyncCollector`` too.
+
+    Args:
+        max_groups_in_flight: groups generated at the same time; None: all. Where all completions
+            are of like length, they are all complete at the end: there fewer are faster.
+    """
+
+    def __init__(self, max_groups_in_flight: int | None = None) -> None:
+        super().__init__()
+        require_at_least(1, max_groups_in_flight=max_groups_in_flight)
+        self.max_groups_in_flight = max_groups_in_flight
+        self._groups: list[Group] = []
+        self._tasks: dict[asyncio.Task[None], int] = {}  # by place
+        self._complete: list[int] = []
+        self._progress = asyncio.Event()
+
+    async def begin(self, count: int, first: frozenset[int] = frozenset()) -> list[Group]:
+        """Begin the next ``count`` groups, those at the places ``first`` before the others."""
+        self.pipeline.engine.require_ready()
+        self._groups = [self.issue() for _ in range(count)]
+        self._complete, self._progress = [], asyncio.Event()
+        gate = asyncio.Semaphore(self.max_groups_in_flight or count)
+        for place in sorted(range(count), key=lambda place: place not in first):
+            task = asyncio.create_task(self._finish(self._groups[place], gate))
+            self._tasks[task] = place
+            task.add_done_callback(self._on_done)
+        return self._groups
+
+    async def complete(self) -> list[int]:
+        """Wait for groups that are complete and were not named yet; their places. [] at the end.
+
+        That is also where one has failed, for which :meth:`take` raises.
+        """
+        while not self._complete and not self._over():
+            self._progress.clear()
+            await self._progress.wait()
+        places, self._complete = self._complete, []
+        return places
+
+    async def take(self, count: int) -> list[Group]:
+        groups = self._groups or await self.begin(count)
+        try:
+            await asyncio.gather(*self._tasks)
+        except Exception as error:
+            await self._cancel()
+            raise innermost(error) from None
+        self._groups, self._tasks = [], {}
+        return groups
+
+    async def close(self) -> None:
+        await self._cancel()
+        await super().close()
+
+    async def _finish(self, group: Group, gate: asyncio.Semaphore) -> None:
+        async with gate:
+            await self.pipeline.generate(group, self.source.sampling)
+        await self.pipeline.rewards.grade_ahead([group])
+
+    def _over(self) -> bool:
+        done = [task for task in self._tasks if task.done()]
+        return len(done) == len(self._tasks) or any(_failed(task) for task in done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._progress.set()
+        if task in self._tasks and not _failed(task):
+            self._complete.append(self._tasks[task])
+
+    async def _cancel(self) -> None:
+        # Those of a loop that hung and was given up end with the process.
+        here = asyncio.get_running_loop()
+        tasks = [task for task in self._tasks if task.get_loop() is here]
+        self._groups, self._tasks = [], {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.cancelled() or task.exception() is not None
