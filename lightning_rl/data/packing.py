@@ -232,7 +232,8 @@ def without(batch: TensorDict, left_out: Tensor) -> TensorDict:
 def without_flags(flags: Tensor, left_out: Tensor) -> Tensor:
     """What ``flags`` (R,), on the host, are of :func:`without`'s batch."""
     left_out = left_out.cpu()
-    return torch.zeros_like(flags[:1]) if left_out.all() else flags[~left_out]
+    nothing = torch.zeros(1, dtype=torch.bool, device="cpu")
+    return nothing if left_out.all() else flags[~left_out]
 
 
 def empty_like(batch: TensorDict) -> TensorDict:

@@ -27,7 +27,9 @@ from lightning_rl.callbacks import (
     WeightSync,
 )
 from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
+from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.early_cut import PartialCollector
+from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
@@ -162,6 +164,20 @@ def test_staleness_is_bounded_counted_and_logged(trained):
     assert max(work) <= 8
     assert work[-1] == 0
     assert work[3] > 0
+
+
+def test_a_streamed_batch_is_the_whole_batch_on_policy(tiny_model, tmp_path, engine):
+    streamed, whole = Watch(), Watch()
+    _, _, history = fit(tiny_model, tmp_path / "a", engine, StreamedCollector(2), streamed)
+    fit(tiny_model, tmp_path / "b", engine, SyncCollector(), whole)
+    for iteration, rollouts in streamed.batches.items():
+        assert {v for r in rollouts for v in r.versions if v >= 0} == {iteration}
+        assert history[iteration + 1]["policy/streamed_share"] > 0
+        told = [(r.id, r.seed) for r in rollouts]
+        assert told == [(r.id, r.seed) for r in whole.batches[iteration]]
+    # Later ones are of weights that differ in their last bits, which Adam makes more of.
+    first = [[(r.token_ids, r.logprobs) for r in watch.batches[0]] for watch in (streamed, whole)]
+    assert first[0] == first[1]
 
 
 def test_callbacks_do_their_part(trained):
