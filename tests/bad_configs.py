@@ -152,6 +152,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "max_concurrency=0 must be >= 1"
         ],
         "--data.collector AsyncCollector --data.collector.max_staleness -1": ["max_staleness=-1"],
+        "--data.collector StreamedCollector --data.collector.max_groups_in_flight 0": [
+            "max_groups_in_flight=0 must be >= 1"
+        ],
         "--model.minibatches 0": ["minibatches=0 must be >= 1"],
         "--model.minibatches 5": ["minibatches=5 exceeds groups_per_iteration=4"],
         "--model.ppo_epochs 0": ["ppo_epochs=0 must be >= 1"],
@@ -216,6 +219,13 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "schedule=FixedSchedule(every_n_iterations=3) of WeightSync",
             "up to 2 versions behind",
             "max_staleness=1; sync every 2 iterations or more often, or raise max_staleness to 2",
+        ],
+        "--data.collector StreamedCollector --model.advantage ReinforcePlusPlus": [
+            "model's ReinforcePlusPlus may look at the whole batch",
+            "use SyncCollector, or what compares groups",
+        ],
+        "--data.collector StreamedCollector --data.filters+=RewardSpread --model.minibatches 2": [
+            "not known which groups are in the first of several model.minibatches"
         ],
         "--trainer.enable_checkpointing true --trainer.callbacks+=IterationCheckpoint "
         "--trainer.callbacks.monitor eval/acuracy": [

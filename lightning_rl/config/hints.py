@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser
 # cli/app.py). So setup.cfg allows one minor version; tests/bad_configs.py shows if the next works.
 from jsonargparse._parameter_resolvers import ParamData, get_signature_parameters
 
-from lightning_rl.config.names import refuse_renamed
+from lightning_rl.config.names import MODULE_OF, refuse_renamed
 from lightning_rl.errors import ConfigError
 
 FUNCTION = "a function (in YAML by its import path)"
@@ -148,7 +148,7 @@ def named_class(name: str, bases: list[type]) -> Any:
         if name in known:
             return known[name]
         refuse_renamed(name)
-        own = [n for n, c in known.items() if c.__module__.startswith("lightning_rl")]
+        own = known.keys() & MODULE_OF.keys()
         shown = ", ".join(sorted(own or known)[:15])
         raise ConfigError(
             f"no {wanted} is called {name!r}{did_you_mean(name, known)} (known: {shown}; any other "
