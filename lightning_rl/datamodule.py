@@ -43,6 +43,7 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rollout import Rollout
 from lightning_rl.run import dist
+from lightning_rl.run.cores import share_cores
 from lightning_rl.run.dist import announced
 from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.loop import run_async
@@ -174,6 +175,7 @@ class RLDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Load prompts and start the engine, after Lightning has made its process group."""
         assert self.trainer is not None
+        share_cores(self.trainer)
         enter_directory(self.trainer)
         if self.buffer is not None:
             name = Path(self.buffer.path).name

@@ -48,7 +48,7 @@ from lightning_rl.models.pretrained import Loading, model_of
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.sharding import full_tensor, read_by_rank_zero, shard
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.dist import all_reduce_max, all_sum, every_rank, world_size
+from lightning_rl.run.dist import all_reduce_max, all_sum, world_size
 from lightning_rl.run.hooks import answers, is_fast_dev_run, named_callbacks
 from lightning_rl.run.metrics import TokenMetrics
 from lightning_rl.run.seeding import run_seed
@@ -376,8 +376,7 @@ class PolicyModule(StreamingLoop):
         objective = objective or self.objective
         with self.clock("train"):
             for epoch in range(self.ppo_epochs):
-                with every_rank():
-                    parts = split_minibatches(batch, self.minibatches, self.dealing(epoch))
+                parts = split_minibatches(batch, self.minibatches, self.dealing(epoch))
                 done = self.claim_stream(batch, objective, parts[0]) if epoch == 0 else None
                 for rows in parts:
                     own = None if done is None else done[rows]

@@ -187,6 +187,11 @@ def critic() -> dict[str, Any]:
     }
 
 
+def in_minibatches() -> dict[str, Any]:
+    """Optimizer steps on some of a batch's groups, of which a rank may have none."""
+    return {"minibatches": 3}
+
+
 class PoisonsRankOne(RLCallback):
     """Advantages that are NaN in the second iteration, on rank 1 alone."""
 
@@ -266,6 +271,15 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         "ddp_critic": lambda: run("ddp_critic", DDPStrategy(), **critic()),
         "fsdp_critic": lambda: run("fsdp_critic", sharded(), **critic()),
         "fsdp_lora": lambda: run("fsdp_lora", sharded(), HFExport(), lora=LoRA(rank=4)),
+        "ddp_minibatches": lambda: run(
+            "ddp_minibatches", DDPStrategy(), *everything(), **in_minibatches()
+        ),
+        "fsdp_minibatches": lambda: run(
+            "fsdp_minibatches", sharded(), HFExport(), **in_minibatches()
+        ),
+        "ddp_critic_minibatches": lambda: run(
+            "ddp_critic_minibatches", DDPStrategy(), **critic(), **in_minibatches()
+        ),
         "curriculum": lambda: run("curriculum", DDPStrategy(), curriculum=True),
         "shared": lambda: run(
             "shared", DDPStrategy(), *everything(), data={"engine": SharedEngine()}

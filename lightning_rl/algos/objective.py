@@ -79,9 +79,9 @@ class PromptMean(Aggregation):
 
     def weights(self, minibatch: TensorDict) -> Tensor:
         mask = _mask(minibatch)
-        _, group = minibatch["rollouts", "group"].unique(return_inverse=True)
+        groups, group = minibatch["rollouts", "group"].unique(return_inverse=True)
         group_T = group[token_rows(minibatch)]
-        count = mask.new_zeros(int(group.max()) + 1).index_add(0, group_T, mask)
+        count = mask.new_zeros(len(groups)).index_add(0, group_T, mask)
         return mask / count.clamp(min=1)[group_T]
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import Parameter
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.cli.app import RLCLI
+from lightning_rl.cli.layouts import compare_layouts
 from lightning_rl.cli.parser import card_of
 from lightning_rl.cli.plan import (
     BatchPlan,
@@ -21,8 +23,11 @@ from lightning_rl.cli.plan import (
     cut,
     in_units,
     largest_rollouts,
+    largest_share,
     training_memory,
 )
+from lightning_rl.cli.scratch import Built
+from lightning_rl.cli.stopwatch import TIMED, time_iterations
 from lightning_rl.collect.stats import evaluation_metrics
 from lightning_rl.config.lightning_flags import compute_dtype, warn_of_flags
 from lightning_rl.data.packing import pack_rollouts
@@ -59,7 +64,7 @@ def card_plan(
 
 HELP = """\
 usage: lightning-rl check --config FILE [--config FILE ...] [--key value ...]
-                          [--no_rollout | --run] [--gpu_memory_gb N]
+                          [--no_rollout | --run | --layout] [--gpu_memory_gb N]
        lightning-rl fit --config FILE ... --dry_run
 
 Does everything that `fit` would do before its first update: resolves the configuration, loads
@@ -68,33 +73,20 @@ Prints the algebra of the batches and an estimate of the memory. Writes nothing.
 
   --no_rollout   start no engine, generate and grade nothing
   --run          then train for one small iteration, with all callbacks, in a scratch directory
+  --layout       then train for some iterations on one process and on several, with one thread and
+                 with more, and name the fastest; about a minute
   --gpu_memory_gb N  plan for GPUs of N GiB, also where there are none; default: the one found here
 """
 
 
-OPTIONS = ("--no_rollout", "--dry_run", "--run")
+OPTIONS = ("--no_rollout", "--dry_run", "--run", "--layout")
 """Of the command itself; all others are those of ``fit``."""
+
+_WAYS = ("--no_rollout", "--run", "--layout")
+"""Of these one at a time."""
 
 TRIED_GROUPS, TRIED_PROMPTS = 2, 4
 """How many groups, and held-out prompts, an iteration that is tried has if it can."""
-
-
-class _Built(RLCLI):
-    """Builds what ``fit`` would run; what the parts then write goes into ``scratch``."""
-
-    def __init__(self, arguments: list[str], scratch: str, fast_dev_run: bool = False) -> None:
-        self._scratch = scratch
-        self._fast_dev_run = fast_dev_run
-        super().__init__(["fit", *arguments])
-
-    def before_instantiate_classes(self) -> None:
-        self.config.fit.trainer.default_root_dir = self._scratch
-        if self._fast_dev_run:
-            self.config.fit.trainer.fast_dev_run = True
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Nothing: what is wanted is what was built."""
-        self.trainer.logger = None  # it was built, so its configuration is good
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -104,14 +96,17 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     card_gb, others = card_of(arguments)
     rest = [argument for argument in others if argument not in OPTIONS]
-    runs = "--run" in arguments
-    if runs and "--no_rollout" in arguments:
-        raise ConfigError("--run trains on rollouts, --no_rollout makes none; leave one out")
+    ways = [way for way in _WAYS if way in arguments]
+    if len(ways) > 1:
+        raise ConfigError(f"{' and '.join(ways)} are different checks; give one of them")
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
-        tries = not runs and "--no_rollout" not in arguments
-        fits = _check(_Built(rest, scratch), tries, card_gb)
-        if runs:
-            print(_run(_Built(rest, scratch, fast_dev_run=True)))
+        if rest[:1] == [TIMED]:
+            return time_iterations(Path(rest[1]), rest[2:], scratch)
+        fits = _check(Built(rest, scratch), with_rollout=not ways, card_gb=card_gb)
+        if "--run" in ways:
+            print(_run(Built(rest, scratch, fast_dev_run=1)))
+        if "--layout" in ways:
+            print("\n".join(compare_layouts(Built(rest, scratch), rest, Path(scratch))))
     if not fits:
         print("not good: the GPU is too small, as said above", file=sys.stderr)
         return 1
@@ -180,6 +175,10 @@ def _plan(
     groups, tokens = data.groups_per_iteration // ranks, data.sampling.max_tokens
     batch = pack_rollouts(largest_rollouts(prompts, groups, data.group_size, tokens))
     parts = cut(batch, module.minibatches, module.max_tokens_per_pack)
+    if ranks > 1:  # each minibatch is dealt of all ranks' groups, and may take most from this one
+        share = largest_share(data.groups_per_iteration, ranks, module.minibatches)
+        most = pack_rollouts(largest_rollouts(prompts, share, data.group_size, tokens))
+        parts = cut(most, 1, module.max_tokens_per_pack)
     largest = max((pack for packs in parts for pack in packs), key=forward_tokens)
     epochs = trainer.max_epochs
     plan = BatchPlan(

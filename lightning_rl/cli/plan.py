@@ -59,7 +59,7 @@ class BatchPlan:
             f"per iteration, at most {self.tokens:,} tokens"
         )
         ranks = f"on each of {self.ranks} ranks " if self.ranks > 1 else ""
-        size = ceil(self.groups / self.ranks / self.minibatches)
+        size = largest_share(self.groups, self.ranks, self.minibatches)
         yield (
             f"{ranks}{_count(self.minibatches, 'minibatch')} of {size} groups or fewer, in "
             f"{_count(self.packs, 'pack')} of {self.pack_tokens:,} tokens or fewer each"
@@ -75,6 +75,11 @@ class BatchPlan:
                 f"max_epochs {self.epochs}: {self.total_steps} optimizer steps; {drawn:,} prompts "
                 f"are drawn from {self.prompts:,} ({drawn / self.prompts:.2g} times each)"
             )
+
+
+def largest_share(groups: int, ranks: int, minibatches: int) -> int:
+    """Groups of one minibatch that a rank may have: all of them, if it has so many."""
+    return min(groups // ranks, ceil(groups / minibatches))
 
 
 def _count(number: int, what: str) -> str:
@@ -107,7 +112,7 @@ def largest_rollouts(
 
 
 def cut(batch: TensorDict, minibatches: int, max_tokens_per_pack: int) -> list[list[TensorDict]]:
-    """The packs of each minibatch, as ``PolicyModule.update`` cuts them."""
+    """The packs of each minibatch, as ``PolicyModule.update`` cuts them on one process."""
     generator = torch.Generator().manual_seed(0)
     parts = [select(batch, rows) for rows in split_minibatches(batch, minibatches, generator)]
     return [

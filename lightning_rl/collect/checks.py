@@ -49,10 +49,9 @@ def check_groups(groups_per_iteration: int, minibatches: int) -> None:
             f"groups_per_iteration={groups_per_iteration} cannot be shared by {ranks} processes; "
             f"make it a multiple of {ranks}"
         )
-    if groups_per_iteration < minibatches * ranks:
-        each = f" on {ranks} processes" if ranks > 1 else ""
+    if groups_per_iteration < minibatches:
         raise ConfigError(
-            f"minibatches={minibatches} exceeds groups_per_iteration={groups_per_iteration}{each}; "
+            f"minibatches={minibatches} exceeds groups_per_iteration={groups_per_iteration}; "
             "a group is never split over minibatches"
         )
 

@@ -77,7 +77,7 @@ class RolloutLoader:
             with dist.every_rank():
                 self._current = self._restored or self._collect_next()
                 self._restored = []
-                batch = pack_rollouts(trainable(self._current))
+                batch = pack_rollouts(trainable(self._current), among=self._current)
             self._place += 1
             self._due = self._trained() + 1
             yield batch

@@ -17,6 +17,7 @@ A *batch* is a TensorDict with two parts:
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from tensordict import TensorDict
@@ -24,12 +25,16 @@ from torch import Tensor
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Rollout
+from lightning_rl.run.dist import gather, rank, world_size
 
 _column = partial(torch.tensor, device="cpu")  # also where another device is the default
 
 
-def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
+def pack_rollouts(rollouts: Sequence[Rollout], among: Sequence[Rollout] = ()) -> TensorDict:
     """Pack graded rollouts, each with a token after its prompt at least, into a batch, in order.
+
+    Groups are numbered as they come, or as they came ``among`` all that were collected: then a
+    group that was lost leaves its number unused, and the others have theirs on any number of ranks.
 
     Raises:
         ConfigError: if one was held to a form, so that its tokens cannot be scored.
@@ -41,6 +46,8 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> TensorDict:
     versions: list[int] = []
     prefixes: dict[tuple[int, ...], int] = {}
     groups: dict[str, int] = {}
+    for rollout in among:
+        groups.setdefault(rollout.group_id, len(groups))
     rows: list[tuple[int, int, int, int, bool]] = []
     for rollout in rollouts:
         prompt = rollout.prompt.token_ids
@@ -237,15 +244,43 @@ def without_flags(flags: Tensor, left_out: Tensor) -> Tensor:
 
 
 def empty_like(batch: TensorDict) -> TensorDict:
-    """The first rollout without loss tokens, as a pack for a rank that has none left."""
+    """A rollout without loss tokens, as a pack for a rank that has none left.
+
+    It is the first; of a batch that has none, one is made up.
+    """
+    if not len(batch["rollouts"]):
+        return _made_up(batch)
     first = select(batch, torch.zeros(1, dtype=torch.long, device="cpu")).copy()
     for part in (first, first["host"]) if "host" in first else (first,):
         part["tokens", "loss_mask"] = torch.zeros_like(part["tokens", "loss_mask"])
     return first
 
 
+_SILENT = {"length": 2, "prompt_length": 1, "temperature": 1, "top_p": 1, "repetition_penalty": 1}
+
+
+def _made_up(batch: TensorDict) -> TensorDict:
+    """Two tokens, the second of which nobody wrote, with the columns of a batch."""
+    tokens = {name: x.new_zeros(2, *x.shape[1:]) for name, x in batch["tokens"].items()}
+    rollouts = {
+        name: x.new_full((1, *x.shape[1:]), _SILENT.get(name, 0))
+        for name, x in batch["rollouts"].items()
+    }
+    made: dict[str, TensorDict] = {
+        "tokens": TensorDict(tokens, batch_size=[2]),
+        "rollouts": TensorDict(rollouts, batch_size=[1]),
+    }
+    if "host" in batch:
+        made["host"] = _made_up(batch["host"])
+    return TensorDict(made, batch_size=[])
+
+
 def split_minibatches(batch: TensorDict, count: int, generator: torch.Generator) -> list[Tensor]:
     """Deal whole groups at random into ``count`` minibatches of rollout indices.
+
+    Several ranks, which call it together with generators in one state, deal the groups of all of
+    them, as one process would: so a rank may have more of its groups in one minibatch than in
+    another, or none.
 
     Raises:
         ConfigError: if there are fewer groups than minibatches.
@@ -253,21 +288,23 @@ def split_minibatches(batch: TensorDict, count: int, generator: torch.Generator)
     group = batch["rollouts", "group"].cpu()
     if count == 1:
         return [torch.arange(len(group), device="cpu")]
-    groups = group.unique()
-    if len(groups) < count:
+    # Ranks take turns with the groups of an iteration, and that gives each its place.
+    place = group * world_size() + rank()
+    places = sorted(chain.from_iterable(gather(place.unique().tolist())))
+    if len(places) < count:
         raise ConfigError(
-            f"minibatches={count} exceeds the {len(groups)} groups of this batch; "
+            f"minibatches={count} exceeds the {len(places)} groups of this batch; "
             "lower minibatches or raise groups_per_iteration"
         )
-    parts = deal_groups(groups, count, generator)
-    return [torch.isin(group, part).nonzero().squeeze(1) for part in parts]
+    parts = deal_groups(torch.tensor(places, device="cpu"), count, generator)
+    return [torch.isin(place, part).nonzero().squeeze(1) for part in parts]
 
 
-def deal_groups(groups: Tensor, count: int, generator: torch.Generator) -> Sequence[Tensor]:
-    """Deal group numbers at random into ``count`` minibatches, of as many each as can be."""
+def deal_groups(places: Tensor, count: int, generator: torch.Generator) -> Sequence[Tensor]:
+    """Deal the places of groups at random into ``count`` minibatches, as evenly as can be."""
     if count == 1:
-        return [groups]
-    order = groups[torch.randperm(len(groups), generator=generator, device="cpu")]
+        return [places]
+    order = places[torch.randperm(len(places), generator=generator, device="cpu")]
     return order.tensor_split(count)
 
 

@@ -83,7 +83,7 @@ class OwnLoop(RecordingModule):
         """
         self._prepare_once()
         if not isinstance(batch, TensorDict):
-            batch = pack_rollouts(trainable(list(batch)))
+            batch = pack_rollouts(trainable(list(batch)), among=batch)
         metrics = self.update(self.compute_all(batch.to(self.device)))
         self.end_iteration(metrics)
         return metrics

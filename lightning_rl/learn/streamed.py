@@ -22,7 +22,7 @@ from lightning_rl.data.packing import (
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.models.memory import is_out_of_memory
 from lightning_rl.rollout import Group, Rollout
-from lightning_rl.run.dist import any_rank
+from lightning_rl.run.dist import any_rank, rank, world_size
 from lightning_rl.run.seeding import derived_seed
 
 _log = logging.getLogger(__name__)
@@ -164,10 +164,11 @@ class StreamingLoop(OwnLoop):
         """Add a pack's gradient."""
 
     def begin_stream(self, groups: int) -> StreamedUpdate:
-        """Get ready to work ahead on a batch of so many groups."""
-        generator = self.dealing(0)
-        first = deal_groups(torch.arange(groups, device="cpu"), self.minibatches, generator)[0]
-        self.streamed = StreamedUpdate(frozenset(first.tolist()))
+        """Get ready to work ahead on a batch of so many groups on each rank."""
+        places = torch.arange(groups * world_size(), device="cpu")  # ranks take turns
+        first = deal_groups(places, self.minibatches, self.dealing(0))[0].tolist()
+        own = (divmod(place, world_size()) for place in first)
+        self.streamed = StreamedUpdate(frozenset(n for n, owner in own if owner == rank()))
         self.loaded_policy.zero_grad()
         return self.streamed
 

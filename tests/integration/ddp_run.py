@@ -26,7 +26,7 @@ def main() -> int:
     out, model, *rank = sys.argv[1:]
     extra = [SignalOneRank(int(rank[0]))] if rank else []
     callbacks = [WeightSync(), RunReport(), *extra, IterationCheckpoint(100)]
-    trainer = trainer_of(out, callbacks, devices=2, strategy="ddp", enable_checkpointing=True)
+    trainer = trainer_of(out, callbacks, devices=2, enable_checkpointing=True)
     data = data_module(
         eval_prompts=None, groups_per_iteration=2, group_size=4, iterations_per_epoch=4
     )

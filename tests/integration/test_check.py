@@ -1,5 +1,6 @@
 """lightning-rl check: the algebra and the memory are right, and nothing is written."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import yaml
 from torch.nn import Parameter
 
-from lightning_rl.cli import main
+from lightning_rl.cli import layouts, main, stopwatch
 from lightning_rl.cli.plan import (
     BatchPlan,
     cut,
@@ -78,8 +79,8 @@ def test_batch_algebra_by_hand():
     )  # fmt: skip
     assert (plan.rollouts, plan.steps, plan.total_steps) == (96, 6, 240)
     lines = list(plan.lines())
-    # 12 groups on 2 ranks are 6 each, in 3 minibatches 2.
-    assert lines[1].startswith("on each of 2 ranks 3 minibatches of 2 groups or fewer, in 2 packs")
+    # 12 groups in 3 minibatches are 4 each, and one rank may have them all.
+    assert lines[1].startswith("on each of 2 ranks 3 minibatches of 4 groups or fewer, in 2 packs")
     assert "60 per epoch of 10 iterations" in lines[2]
     # 12 prompts x 40 iterations = 480 of 100.
     assert "480 prompts are drawn from 100 (4.8 times each)" in lines[3]
@@ -209,3 +210,44 @@ def test_a_plan_in_bfloat16_for_two_processes(workplace, capsys):
     assert "gathered" in said
     assert "optimizer (AdamW), in host memory" in said
     assert "weights in bfloat16" in said  # the engine's, which follows
+
+
+def test_layouts_are_measured_and_the_fastest_named(workplace, capsys, monkeypatch):
+    """Each trains in processes of its own; nothing of it stays."""
+    monkeypatch.setattr(layouts, "BUDGET_S", 0.0)
+    monkeypatch.setattr(layouts, "usable_cores", lambda: 2)
+    before = files(workplace)
+    assert main(["check", "--config", "good.yaml", "--layout"]) == 0
+    assert files(workplace) == before
+    said = capsys.readouterr().out.splitlines()
+    [head] = [place for place, line in enumerate(said) if line.startswith("layouts, in seconds")]
+    names = ("1 process, 1 thread", "1 process, 2 threads", "2 processes, 1 thread each")
+    for name, line in zip(names, said[head + 2 : head + 5], strict=True):
+        assert line.startswith(f"  {name} ")
+        iteration, generate, train, sync, measured = map(
+            float, line.removeprefix(f"  {name}").split()
+        )
+        assert 0 < max(generate, train, sync) < iteration
+        assert measured == stopwatch.MOST - stopwatch.WARM_UP
+    assert re.fullmatch(
+        r"fastest: .* \(.* times as fast as .*\): "
+        r"`OMP_NUM_THREADS=[12] lightning-rl fit ... --trainer.devices [12]`",
+        said[-2],
+    )
+    assert said[-1] == "good: `lightning-rl fit` with the same options would start"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--run"], "--run and --layout are different checks; give one of them"),
+        (
+            ["--trainer.strategy", "lightning_rl.ShardedStrategy", "--trainer.devices", "2"],
+            "trainer.strategy is ShardedStrategy; add --trainer.strategy auto",
+        ),
+        (["--trainer.num_nodes", "2"], "this run is on 2 machines; leave it out"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused(workplace, capsys, options, message):
+    assert main(["check", "--config", "good.yaml", "--layout", *options]) == 2
+    assert message in capsys.readouterr().err

@@ -24,6 +24,7 @@ from tests.ranks_run import (
     critic,
     everything,
     fit,
+    in_minibatches,
     replaying,
     rows,
     share_of_even_digits,
@@ -44,6 +45,8 @@ def alone(tiny_model, folder) -> Callable[[str], dict[str, Any]]:
         "plain": lambda where: fit(model, where, "auto", *everything()),
         "critic": lambda where: fit(model, where, **critic()),
         "lora": lambda where: fit(model, where, "auto", HFExport(), lora=LoRA(rank=4)),
+        "minibatches": lambda where: fit(model, where, "auto", *everything(), **in_minibatches()),
+        "critic_minibatches": lambda where: fit(model, where, **critic(), **in_minibatches()),
         "curriculum": lambda where: fit(model, where, curriculum=True),
         "replay": lambda where: fit(model, where, **replaying(where)),
     }
@@ -76,6 +79,8 @@ def test_sharded_weights_are_not_streamed(results):
         ("ddp_critic", "critic"),
         ("fsdp_critic", "critic"),
         ("fsdp_lora", "lora"),
+        ("ddp_minibatches", "minibatches"),
+        ("ddp_critic_minibatches", "critic_minibatches"),
         ("curriculum", "curriculum"),
         ("replay", "replay"),
     ],
@@ -127,7 +132,14 @@ def test_all_ranks_monitor_the_same(results, scenario):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "name"), [("ddp", "plain"), ("fsdp", "plain"), ("fsdp_lora", "lora")]
+    ("scenario", "name"),
+    [
+        ("ddp", "plain"),
+        ("fsdp", "plain"),
+        ("fsdp_lora", "lora"),
+        ("ddp_minibatches", "minibatches"),
+        ("fsdp_minibatches", "minibatches"),
+    ],
 )
 def test_exports_are_equal(results, alone, folder, scenario, name):
     alone(name), results(scenario)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.two_ranks import ROOT, SECONDS
+from lightning_rl.run.machine import usable_cores
+from tests.two_ranks import ROOT, SECONDS, TOLERANCE
 
 
 @pytest.fixture
@@ -20,13 +21,16 @@ def prompts(tmp_path) -> Path:
     return path
 
 
-def run_to_the_end(tmp_path, *command) -> str:
-    """What a command prints; Lightning starts the second process by itself."""
-    environment = os.environ | {"VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1"}
+def run_to_the_end(tmp_path, *command, **variables) -> str:
+    """What a command prints; Lightning starts the second process by itself.
+
+    ``variables`` are those of its environment, None for one that it shall not have.
+    """
+    environment = os.environ | {"VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1"} | variables
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", *map(str, command)],
-            env=environment,
+            env={name: value for name, value in environment.items() if value is not None},
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -41,19 +45,12 @@ def run_to_the_end(tmp_path, *command) -> str:
     return printed
 
 
-@pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize(
-    "variants",
-    [["ddp"], pytest.param(["server", "ddp"], marks=pytest.mark.slow)],
-    ids="-".join,
-)
-def test_the_recipe_on_two_processes(tiny_model, tmp_path, prompts, variants):
-    """With vLLM in both; and with one server that works for both while they train."""
+def fit(tmp_path, model, prompts, *more, **environment) -> list[dict[str, float]]:
+    """The recipe's metrics, row by row: four groups of four rollouts, for two iterations."""
     reward = tmp_path / "reward.yaml"
     reward.write_text("data: {init_args: {rewards: [tests.ranks_run.share_of_even_digits]}}\n")
-    recipe = "recipes/sort_digits"
     options = {
-        "model.model": tiny_model,
+        "model.model": model,
         "data.train_prompts.path": prompts,
         "data.eval_prompts.path": prompts,
         "data.groups_per_iteration": 4,
@@ -62,28 +59,57 @@ def test_the_recipe_on_two_processes(tiny_model, tmp_path, prompts, variants):
         "trainer.accelerator": "cpu",
         "trainer.logger.save_dir": tmp_path,
     }
-    files = [
-        f"{recipe}/grpo.yaml",
-        *(f"{recipe}/variants/{name}.yaml" for name in variants),
-        reward,
-    ]
     run_to_the_end(
-        tmp_path, "lightning_rl", "fit", *(word for file in files for word in ("--config", file)),
-        *(word for name, value in options.items() for word in (f"--{name}", value)),
+        tmp_path, "lightning_rl", "fit", "--config", "recipes/sort_digits/grpo.yaml",
+        "--config", reward, *(word for name, value in options.items() for word in (f"--{name}", value)),
+        *more, **environment,
     )  # fmt: skip
-    run = tmp_path / "ddp" / "version_0"
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    history = [json.loads(line) for line in lines]
-    assert [row["iteration"] for row in history] == [0, 1, 2]
-    assert [row["sync/version"] for row in history] == [0, 1, 2]
-    for row in history[1:]:
+    [file] = tmp_path.rglob("metrics.jsonl")
+    assert json.loads((file.parent / "summary.json").read_text())["status"] == "completed"
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_one_flag_is_enough(tiny_model, tmp_path, prompts):
+    """Two processes train as one does: the same rollouts and optimizer steps, by vLLM in each."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    alone = fit(folders[0], tiny_model, prompts, OMP_NUM_THREADS="1")
+    together = fit(folders[1], tiny_model, prompts, "--trainer.devices", "2", OMP_NUM_THREADS=None)
+    printed = (folders[1] / "output").read_text()
+    cores = usable_cores()
+    assert re.search(
+        rf"^2 processes of {max(1, cores // 2)} threads? each, on {cores} ", printed, re.M
+    )
+    assert "Starting with 2 processes" in printed
+    compared = ("reward/mean", "rollout/tokens_mean", "policy/grad_norm", "policy/kl_old")
+    assert (
+        [row["iteration"] for row in together] == [row["iteration"] for row in alone] == [0, 1, 2]
+    )
+    for one, two in zip(alone[1:], together[1:], strict=True):
+        assert two["rollout/completed"] == 16
+        assert {name: two[name] for name in compared} == pytest.approx(
+            {name: one[name] for name in compared}, rel=TOLERANCE, abs=TOLERANCE
+        )
+        assert two["sync/probe_gap"] < 1e-3
+        assert two["policy/grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * SECONDS)
+def test_the_recipe_on_two_processes_with_one_server(tiny_model, tmp_path, prompts):
+    """That works for both while they train."""
+    variants = [f"recipes/sort_digits/variants/{name}.yaml" for name in ("server", "ddp")]
+    rows = fit(tmp_path, tiny_model, prompts, *(w for file in variants for w in ("--config", file)))
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    assert [row["sync/version"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
         assert row["rollout/completed"] == 16
         assert row["sync/probe_gap"] < 1e-3
         assert row["policy/grad_norm"] > 0
     # What works ahead goes on with new weights in mid-rollout, which then two versions wrote.
-    gaps = [row["rollout/logprob_gap_max"] for row in history[1:]]
-    assert (gaps[0] if "server" in variants else max(gaps)) < 1e-3
-    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+    assert rows[1]["rollout/logprob_gap_max"] < 1e-3
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ def test_our_command_is_understood(block, words, stand_in, capsys):
     if arguments == ["doctor"]:
         return
     if arguments[0] == "check" or "--dry_run" in arguments:
-        own_options = ("--dry_run", "--no_rollout", "--run")
+        own_options = ("--dry_run", "--no_rollout", "--run", "--layout")
         _, others = card_of(arguments[1:])
         arguments = ["fit", *(a for a in others if a not in own_options)]
     own = {

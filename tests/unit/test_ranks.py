@@ -5,17 +5,27 @@ from collections import Counter
 from itertools import chain
 
 import pytest
+import torch
 
 from lightning_rl.algos.advantages import GRPO
+from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
 from lightning_rl.collect.checks import check_groups
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.loader import RolloutBatches
 from lightning_rl.collect.pipeline import GroupSource
-from lightning_rl.data.packing import empty_like, pack_rollouts
+from lightning_rl.data import packing
+from lightning_rl.data.packing import (
+    empty_like,
+    has_zero_advantage,
+    pack_rollouts,
+    select,
+    split_minibatches,
+    without,
+)
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, FilterError
-from lightning_rl.models.policy import load_tokenizer
+from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.run import dist
 
 
@@ -175,17 +185,92 @@ def test_groups_must_be_shared_evenly(monkeypatch):
     with pytest.raises(ConfigError, match="minibatches=5 exceeds groups_per_iteration=4;"):
         check_groups(4, 5)
     monkeypatch.setattr("lightning_rl.collect.checks.world_size", lambda: 2)
-    check_groups(4, 2)
-    with pytest.raises(ConfigError, match=r"groups_per_iteration=5 cannot be shared by 2 proc"):
+    check_groups(4, 4)  # a rank may have no group in a minibatch
+    with pytest.raises(ConfigError, match=r"=5 cannot be shared by 2 processes; make it a mult"):
         check_groups(5, 1)
-    with pytest.raises(ConfigError, match=r"minibatches=3 exceeds .*=4 on 2 processes"):
-        check_groups(4, 3)
+    with pytest.raises(ConfigError, match="minibatches=5 exceeds groups_per_iteration=4;"):
+        check_groups(4, 5)
 
 
 def test_a_silent_pack_leaves_the_batch_as_it_is(make_rollout):
     batch = GRPO()(pack_rollouts([make_rollout([3], [4, 1])]))
     assert empty_like(batch)["tokens", "loss_mask"].tolist() == [False, False, False]
     assert batch["tokens", "loss_mask"].tolist() == [False, True, True]
+
+
+# -------------------------------------------------------------------- minibatches of several ranks
+
+
+@pytest.fixture
+def dealt(make_rollout, monkeypatch):
+    """Each rank's minibatches, as names of groups; ``lost`` groups have no graded rollout."""
+
+    def deal(groups: int, ranks: int, minibatches: int, lost: set[int]) -> list[list[set[str]]]:
+        shares = []
+        for rank in range(ranks):
+            places = range(rank, groups, ranks)
+            collected = [make_rollout([3], [4], group_id=str(p)) for p in places for _ in "ab"]
+            kept = [r for r in collected if int(r.group_id) not in lost]
+            shares.append((pack_rollouts(kept, among=collected), [r.group_id for r in kept]))
+        everyones = [
+            (batch["rollouts", "group"].unique() * ranks + rank).tolist()
+            for rank, (batch, _) in enumerate(shares)
+        ]
+        monkeypatch.setattr(packing, "world_size", lambda: ranks)
+        monkeypatch.setattr(packing, "gather", lambda own: everyones)
+        found = []
+        for rank, (batch, names) in enumerate(shares):
+            monkeypatch.setattr(packing, "rank", lambda rank=rank: rank)
+            parts = split_minibatches(batch, minibatches, torch.Generator().manual_seed(1))
+            assert sorted(torch.cat(parts).tolist()) == list(range(len(names)))
+            found.append([{names[row] for row in part.tolist()} for part in parts])
+        return found
+
+    return deal
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("minibatches", [2, 4, 5])
+@pytest.mark.parametrize("lost", [set(), {1}, {0, 7}])
+def test_ranks_together_deal_what_one_process_does(dealt, ranks, minibatches, lost):
+    [alone], together = dealt(12, 1, minibatches, lost), dealt(12, ranks, minibatches, lost)
+    assert [set().union(*shares) for shares in zip(*together, strict=True)] == alone
+    assert sum(map(len, alone)) == 12 - len(lost)
+
+
+def test_a_rank_may_have_no_group_in_a_minibatch(dealt):
+    together = dealt(4, 2, 4, set())
+    assert sorted(len(part) for part in together[0]) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("rule", [TokenMean(), SequenceMean(), PromptMean(), TokenSum(4)])
+def test_no_group_at_all_weighs_nothing(make_rollout, rule):
+    batch = GRPO()(pack_rollouts([make_rollout([3], [4, 1], min_tokens=1, min_p=0.1)]))
+    nothing = select(batch, torch.zeros(0, dtype=torch.long))
+    assert rule(nothing).shape == (0,)
+    assert rule.total(nothing, rule.weights(nothing)) == 0
+    assert has_zero_advantage(nothing).shape == (0,)
+
+
+def test_a_rank_without_a_group_scores_a_made_up_rollout(tiny_model, make_rollout):
+    """With every column that there is, and a gradient of zero, which is not missing."""
+    rollout = make_rollout(
+        [3], [4, 1], temperature=0.7, top_k=3, min_p=0.1, repetition_penalty=1.2, min_tokens=1
+    )
+    batch = GRPO()(pack_rollouts([rollout]))
+    nothing = select(batch, torch.zeros(0, dtype=torch.long))
+    made = without(nothing, has_zero_advantage(nothing))
+    for part in ("tokens", "rollouts"):
+        kinds = [
+            {name: (x.dtype, x.shape[1:]) for name, x in one[part].items()} for one in (batch, made)
+        ]
+        assert kinds[0] == kinds[1]
+    policy = Policy(str(tiny_model))
+    scores = policy(made)
+    assert len(scores.live) == 0
+    scores.logprobs.sum().backward()
+    gradients = [p.grad for p in policy.parameters()]
+    assert all(grad is not None and not grad.any() for grad in gradients)
 
 
 def test_one_process_talks_to_nobody():

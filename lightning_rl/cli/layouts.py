@@ -1,0 +1,207 @@
+"""``check --layout``: on how many processes and threads this configuration trains fastest here."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from lightning_rl.cli.scratch import Built
+from lightning_rl.cli.stopwatch import TIMED
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.errors import ConfigError, LightningRLError
+from lightning_rl.module import PolicyModule
+from lightning_rl.run.dist import announced
+from lightning_rl.run.machine import usable_cores
+
+Row = dict[str, float]
+"""Seconds that an iteration took, and its stages, by name."""
+
+PARTS = ("generate", "train", "sync")
+"""Stages with a column of their own."""
+
+BUDGET_S = 75.0
+"""All are measured once; once more as long as that ends within so many seconds."""
+
+CLOSE = 1.03
+"""A layout must be faster than a simpler one by this factor: less is noise."""
+
+_PACKAGE_ROOT = str(Path(__file__).parents[2])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to use this machine: a name, and what the command line says for it.
+
+    Args:
+        name: for the table.
+        flags: to add behind the others.
+        environment: variables to set.
+    """
+
+    name: str
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def command(self) -> str:
+        """The command to type."""
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        return " ".join([*variables, "lightning-rl fit ...", *map(shlex.quote, self.flags)])
+
+
+def layouts(cores: int, groups: int, strategy: str = "auto") -> list[Layout]:
+    """Those that make sense for so many cores and groups per iteration, the simplest first.
+
+    Of the numbers of processes that share the groups evenly the smallest and the largest.
+    """
+    alone = () if strategy == "auto" else ("--trainer.strategy", "auto")
+    shared = [n for n in range(2, cores + 1) if groups % n == 0]
+    return [
+        *(_processes(1, threads, alone) for threads in sorted({1, cores})),
+        *(_processes(n, cores // n) for n in sorted({*shared[:1], *shared[-1:]})),
+    ]
+
+
+def _processes(count: int, threads: int, flags: tuple[str, ...] = ()) -> Layout:
+    processes = "1 process" if count == 1 else f"{count} processes"
+    each = "1 thread" if threads == 1 else f"{threads} threads"
+    return Layout(
+        f"{processes}, {each}{'' if count == 1 else ' each'}",
+        ("--trainer.devices", str(count), *flags),
+        {"OMP_NUM_THREADS": str(threads)},
+    )
+
+
+def compare_layouts(cli: Built, arguments: Sequence[str], scratch: Path) -> list[str]:
+    """Measure what there is for a configuration, and say in lines which is fastest.
+
+    Raises:
+        ConfigError: if it is none that can be laid out on CPUs in several ways.
+        LightningRLError: if none of them runs.
+    """
+    candidates = _candidates(cli)
+    file = scratch / "iterations.json"
+    rows = in_turns(candidates, lambda layout: _tried(layout, arguments, file))
+    if not any(isinstance(found, list) for found in rows.values()):
+        raise LightningRLError(
+            f"no layout could be measured; the first: {rows[candidates[0].name]}"
+        )
+    return [*table(rows), verdict(candidates, rows)]
+
+
+def _candidates(cli: Built) -> list[Layout]:
+    module, data, trainer = cli.model, cli.datamodule, cli.trainer
+    if not isinstance(module, PolicyModule) or not isinstance(data, RLDataModule):
+        raise ConfigError(
+            f"--layout measures iterations of a PolicyModule and an RLDataModule, not of a "
+            f"{type(module).__name__}; leave it out"
+        )
+    device = trainer.strategy.root_device
+    if device.type != "cpu" or trainer.num_nodes > 1:
+        where = f"{device}" if trainer.num_nodes == 1 else f"{trainer.num_nodes} machines"
+        raise ConfigError(
+            f"--layout measures how one machine's CPU cores are used best, and this run is on "
+            f"{where}; leave it out, or add --trainer.accelerator cpu --trainer.num_nodes 1"
+        )
+    strategy = cli.config.fit.trainer.strategy
+    if not isinstance(strategy, str) or not strategy.startswith(("auto", "ddp")):
+        raise ConfigError(
+            f"--layout compares processes that hold all weights each, and trainer.strategy is "
+            f"{type(trainer.strategy).__name__}; add --trainer.strategy auto, or leave --layout out"
+        )
+    return layouts(usable_cores(), data.groups_per_iteration, strategy)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def in_turns(
+    candidates: Sequence[Layout],
+    measure: Callable[[Layout], list[Row] | str],
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[Row] | str]:
+    """The rows of each layout by name, or why there are none; in turns, since a machine changes."""
+    found: dict[str, list[Row] | str] = {layout.name: [] for layout in candidates}
+    begin = now = clock()
+    took = 0.0
+    while now + took - begin <= BUDGET_S:
+        for layout in candidates:
+            known = found[layout.name]
+            if isinstance(known, list):
+                new = measure(layout)
+                found[layout.name] = new if isinstance(new, str) else known + new
+        before, now = now, clock()
+        took = now - before
+        if all(isinstance(rows, str) for rows in found.values()):
+            break
+    return found
+
+
+def _tried(layout: Layout, arguments: Sequence[str], file: Path) -> list[Row] | str:
+    """The iterations of one try in a process of its own, or the last line that it printed."""
+    path = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "lightning_rl", "check", TIMED, str(file)]
+    with announced(f"trying {layout.name}"):
+        done = subprocess.run(
+            [*command, *arguments, *layout.flags],
+            env={**os.environ, "PYTHONPATH": path, **layout.environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        return said[-1] if said else f"it ended with status {done.returncode}"
+    rows: list[Row] = json.loads(file.read_text())
+    return rows or "it ended with its first iteration, which does not count"
+
+
+# ---------------------------------------------------------------- telling
+
+
+def table(rows: Mapping[str, list[Row] | str]) -> list[str]:
+    """A line for each layout: medians of the iterations that were measured."""
+    width = max(map(len, rows))
+    head = "".join(f"{name:>11}" for name in ("iteration", *PARTS, "measured"))
+    lines = ["layouts, in seconds per iteration:", f"  {'':<{width}}{head}"]
+    for name, found in rows.items():
+        if isinstance(found, str):
+            lines.append(f"  {name:<{width}}  did not run: {found}")
+            continue
+        figures = "".join(f"{_median(found, part):>11.3g}" for part in ("iteration", *PARTS))
+        lines.append(f"  {name:<{width}}{figures}{len(found):>11}")
+    return lines
+
+
+def verdict(candidates: Sequence[Layout], rows: Mapping[str, list[Row] | str]) -> str:
+    """Name the fastest, and how much faster than the others it is."""
+    seconds = {
+        layout: _median(found, "iteration")
+        for layout in candidates
+        if isinstance(found := rows[layout.name], list)
+    }
+    best = fastest(seconds)
+    gains = ", ".join(
+        f"{taken / seconds[best]:.2f} times as fast as {other.name}"
+        for other, taken in seconds.items()
+        if other != best
+    )
+    return f"fastest: {best.name}{f' ({gains})' if gains else ''}: `{best.command()}`"
+
+
+def fastest(seconds: Mapping[Layout, float]) -> Layout:
+    """The first, and so the simplest, of those that are as fast as the fastest."""
+    least = min(seconds.values())
+    return next(layout for layout, taken in seconds.items() if taken <= least * CLOSE)
+
+
+def _median(rows: Sequence[Row], part: str) -> float:
+    """Of a stage; an iteration without the evaluation that it may have had."""
+    if part == "iteration":
+        return median(row["iteration"] - row["eval"] for row in rows)
+    return median(row[part] for row in rows)

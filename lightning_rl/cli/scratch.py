@@ -1,0 +1,27 @@
+"""What ``lightning-rl check`` tries out: built as for ``fit``, and writing to a scratch directory."""
+
+from lightning_rl.cli.app import RLCLI
+
+
+class Built(RLCLI):
+    """Builds what ``fit`` would run; what the parts then write goes into ``scratch``.
+
+    Args:
+        arguments: those of ``fit``.
+        scratch: a directory, which is yours to delete.
+        fast_dev_run: that many iterations at most, of which nothing is kept; 0: as configured.
+    """
+
+    def __init__(self, arguments: list[str], scratch: str, fast_dev_run: int = 0) -> None:
+        self._scratch = scratch
+        self._fast_dev_run = fast_dev_run
+        super().__init__(["fit", *arguments])
+
+    def before_instantiate_classes(self) -> None:
+        self.config.fit.trainer.default_root_dir = self._scratch
+        if self._fast_dev_run:
+            self.config.fit.trainer.fast_dev_run = self._fast_dev_run
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing: what is wanted is what was built."""
+        self.trainer.logger = None  # it was built, so its configuration is good

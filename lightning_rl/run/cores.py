@@ -1,0 +1,50 @@
+"""Threads of each training process: a share of the cores that there are for all of them."""
+
+import os
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_rl.run.dist import world_size
+from lightning_rl.run.machine import usable_cores
+
+_GIVEN = os.environ.get("OMP_NUM_THREADS")
+"""As it was before the run: Lightning sets it, too, when it starts processes."""
+
+
+def share_cores(trainer: Trainer) -> None:
+    """Give each of several training processes on this machine as many threads as it has cores.
+
+    Call it before an engine starts in this process, which takes over as many. Lightning does the
+    same, but counts cores that a container may not use. What the user chose with
+    ``OMP_NUM_THREADS`` stays; that it is too much is said, as threads that wait for a core spin.
+    """
+    if world_size() == 1:
+        return
+    processes, cores = trainer.num_devices, usable_cores()
+    if _GIVEN is None:
+        threads = max(1, cores // processes)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # for what this process starts
+    threads = torch.get_num_threads()
+    rank_zero_info(f"{processes} processes of {_threads(threads)} each, on {cores} cores")
+    if trainer.strategy.root_device.type == "cpu" and processes * threads > cores:
+        rank_zero_warn(_too_many(processes, threads, cores))
+
+
+def _too_many(processes: int, threads: int, cores: int) -> str:
+    if threads == 1:
+        return (
+            f"trainer.devices={processes} processes share {cores} cores, and none is faster than "
+            f"alone; lower it to {cores}"
+        )
+    return (
+        f"OMP_NUM_THREADS={threads} in each of trainer.devices={processes} processes: "
+        f"{processes * threads} threads share {cores} cores, and spin while they wait, which can "
+        f"be many times slower; unset it, or set it to {max(1, cores // processes)}"
+    )
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"

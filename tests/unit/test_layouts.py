@@ -1,0 +1,112 @@
+"""check --layout: which layouts there are, which is the fastest, and what is said of each."""
+
+import pytest
+
+from lightning_rl.cli import layouts
+from lightning_rl.cli.layouts import BUDGET_S, Layout, fastest, in_turns, table, verdict
+
+ROW = {"iteration": 2.0, "generate": 1.0, "train": 0.5, "sync": 0.1, "eval": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("cores", "groups", "names"),
+    [
+        (1, 4, ["1 process, 1 thread"]),
+        (2, 32, ["1 process, 1 thread", "1 process, 2 threads", "2 processes, 1 thread each"]),
+        (2, 5, ["1 process, 1 thread", "1 process, 2 threads"]),  # 5 groups are not shared evenly
+        (
+            8,
+            12,  # 2, 3, 4 and 6 processes would do
+            ["1 process, 1 thread", "1 process, 8 threads", "2 processes, 4 threads each",
+             "6 processes, 1 thread each"],
+        ),
+    ],
+)  # fmt: skip
+def test_layouts_of_a_machine(cores, groups, names):
+    found = layouts.layouts(cores, groups)
+    assert [layout.name for layout in found] == names
+    for layout in found:
+        flag, processes = layout.flags
+        threads = int(layout.environment["OMP_NUM_THREADS"])
+        assert flag == "--trainer.devices"
+        assert layout.name.startswith(f"{processes} process")
+        assert int(processes) * threads <= cores
+        assert groups % int(processes) == 0
+
+
+def test_one_process_needs_no_strategy_of_several():
+    alone, _, two = layouts.layouts(2, 4, strategy="ddp_find_unused_parameters_true")
+    assert alone.flags == ("--trainer.devices", "1", "--trainer.strategy", "auto")
+    assert two.flags == ("--trainer.devices", "2")
+
+
+def test_the_command_to_type():
+    layout = Layout("b", ("--data.collector", "a b"), {"OMP_NUM_THREADS": "1", "B": "2"})
+    assert layout.command() == "OMP_NUM_THREADS=1 B=2 lightning-rl fit ... --data.collector 'a b'"
+    assert Layout("plain").command() == "lightning-rl fit ..."
+
+
+def test_what_is_faster_by_noise_is_not_worth_more_processes():
+    one, two, three = Layout("1"), Layout("2"), Layout("3")
+    assert fastest({one: 1.02, two: 1.0, three: 1.5}) is one
+    assert fastest({one: 1.1, two: 1.0, three: 0.99}) is two
+    assert fastest({one: 1.1, two: 1.0, three: 0.9}) is three
+
+
+def test_the_verdict_counts_iterations_without_their_evaluation():
+    one, two = Layout("1 process"), Layout("2 processes", ("--trainer.devices", "2"))
+    evaluated = ROW | {"iteration": 9.0, "eval": 7.5}  # 1.5 by itself
+    rows = {"1 process": [ROW, ROW | {"iteration": 4.0}], "2 processes": [evaluated]}
+    assert verdict([one, two], rows) == (
+        "fastest: 2 processes (2.00 times as fast as 1 process): "
+        "`lightning-rl fit ... --trainer.devices 2`"
+    )
+
+
+def test_a_layout_that_does_not_run_is_told_of():
+    head, columns, good, bad = table({"one": [ROW, ROW], "two": "config error: too many"})
+    assert head == "layouts, in seconds per iteration:"
+    assert columns.split() == ["iteration", "generate", "train", "sync", "measured"]
+    assert good.split() == ["one", "2", "1", "0.5", "0.1", "2"]
+    assert bad == "  two  did not run: config error: too many"
+    assert verdict([Layout("one"), Layout("two")], {"one": [ROW], "two": "no"}) == (
+        "fastest: one: `lightning-rl fit ...`"
+    )
+
+
+class Clock:
+    """Time that passes only while something is measured."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds, self.measured = 0.0, seconds, []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def measure(self, layout: Layout):
+        self.now += self.seconds
+        self.measured.append(layout.name)
+        return "it failed" if layout.name == "bad" else [ROW]
+
+
+def test_turns_are_taken_as_long_as_they_end_in_time():
+    clock = Clock(BUDGET_S / 7)
+    found = in_turns([Layout("a"), Layout("b")], clock.measure, clock)
+    # After three turns six sevenths have passed, and another would end after eight.
+    assert clock.measured == ["a", "b"] * 3
+    assert found == {"a": [ROW] * 3, "b": [ROW] * 3}
+
+
+def test_each_is_measured_once_however_long_it_takes():
+    clock = Clock(10 * BUDGET_S)
+    assert in_turns([Layout("a"), Layout("b")], clock.measure, clock) == {"a": [ROW], "b": [ROW]}
+
+
+def test_what_failed_is_not_tried_again():
+    clock = Clock(BUDGET_S / 10)
+    found = in_turns([Layout("bad"), Layout("good")], clock.measure, clock)
+    assert clock.measured.count("bad") == 1
+    assert clock.measured.count("good") > 2
+    assert found["bad"] == "it failed"
+    alone = Clock(0.0)
+    assert in_turns([Layout("bad")], alone.measure, alone) == {"bad": "it failed"}
