@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.cli.app import RLCLI
-from lightning_rl.cli.layouts import compare_layouts
+from lightning_rl.cli.layouts import candidates, compare
 from lightning_rl.cli.parser import card_of
 from lightning_rl.cli.plan import (
     BatchPlan,
@@ -102,11 +102,14 @@ def main(arguments: Sequence[str]) -> int:
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
         if rest[:1] == [TIMED]:
             return time_iterations(Path(rest[1]), rest[2:], scratch)
-        fits = _check(Built(rest, scratch), with_rollout=not ways, card_gb=card_gb)
+        cli = Built(rest, scratch)
+        layouts = candidates(cli) if "--layout" in ways else []
+        fits = _check(cli, with_rollout=not ways, card_gb=card_gb)
+        del cli  # and its weights
         if "--run" in ways:
             print(_run(Built(rest, scratch, fast_dev_run=1)))
-        if "--layout" in ways:
-            print("\n".join(compare_layouts(Built(rest, scratch), rest, Path(scratch))))
+        if layouts:
+            print("\n".join(compare(layouts, rest, Path(scratch))))
     if not fits:
         print("not good: the GPU is too small, as said above", file=sys.stderr)
         return 1

@@ -54,7 +54,7 @@ class Layout:
         return " ".join([*variables, "lightning-rl fit ...", *map(shlex.quote, self.flags)])
 
 
-def layouts(cores: int, groups: int, strategy: str = "auto") -> list[Layout]:
+def layouts_of(cores: int, groups: int, strategy: str = "auto") -> list[Layout]:
     """Those that make sense for so many cores and groups per iteration, the simplest first.
 
     Of the numbers of processes that share the groups evenly the smallest and the largest.
@@ -77,24 +77,12 @@ def _processes(count: int, threads: int, flags: tuple[str, ...] = ()) -> Layout:
     )
 
 
-def compare_layouts(cli: Built, arguments: Sequence[str], scratch: Path) -> list[str]:
-    """Measure what there is for a configuration, and say in lines which is fastest.
+def candidates(cli: Built) -> list[Layout]:
+    """The layouts to compare for a configuration.
 
     Raises:
-        ConfigError: if it is none that can be laid out on CPUs in several ways.
-        LightningRLError: if none of them runs.
+        ConfigError: if it is none that several processes on this machine's cores can share.
     """
-    candidates = _candidates(cli)
-    file = scratch / "iterations.json"
-    rows = in_turns(candidates, lambda layout: _tried(layout, arguments, file))
-    if not any(isinstance(found, list) for found in rows.values()):
-        raise LightningRLError(
-            f"no layout could be measured; the first: {rows[candidates[0].name]}"
-        )
-    return [*table(rows), verdict(candidates, rows)]
-
-
-def _candidates(cli: Built) -> list[Layout]:
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     if not isinstance(module, PolicyModule) or not isinstance(data, RLDataModule):
         raise ConfigError(
@@ -103,7 +91,7 @@ def _candidates(cli: Built) -> list[Layout]:
         )
     device = trainer.strategy.root_device
     if device.type != "cpu" or trainer.num_nodes > 1:
-        where = f"{device}" if trainer.num_nodes == 1 else f"{trainer.num_nodes} machines"
+        where = device if trainer.num_nodes == 1 else f"{trainer.num_nodes} machines"
         raise ConfigError(
             f"--layout measures how one machine's CPU cores are used best, and this run is on "
             f"{where}; leave it out, or add --trainer.accelerator cpu --trainer.num_nodes 1"
@@ -114,23 +102,38 @@ def _candidates(cli: Built) -> list[Layout]:
             f"--layout compares processes that hold all weights each, and trainer.strategy is "
             f"{type(trainer.strategy).__name__}; add --trainer.strategy auto, or leave --layout out"
         )
-    return layouts(usable_cores(), data.groups_per_iteration, strategy)
+    return layouts_of(usable_cores(), data.groups_per_iteration, strategy)
+
+
+def compare(layouts: Sequence[Layout], arguments: Sequence[str], scratch: Path) -> list[str]:
+    """Measure layouts of what ``fit`` with these arguments does, and say which is fastest.
+
+    Raises:
+        LightningRLError: if none of them runs.
+    """
+    load, cores = os.getloadavg()[0], usable_cores()
+    file = scratch / "iterations.json"
+    rows = in_turns(layouts, lambda layout: _tried(layout, arguments, file))
+    if not any(isinstance(found, list) for found in rows.values()):
+        first = layouts[0].name
+        raise LightningRLError(f"no layout could be measured; {first}: {rows[first]}")
+    return [*table(rows), *_busy(load, cores), verdict(layouts, rows)]
 
 
 # ---------------------------------------------------------------- measuring
 
 
 def in_turns(
-    candidates: Sequence[Layout],
+    layouts: Sequence[Layout],
     measure: Callable[[Layout], list[Row] | str],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[Row] | str]:
     """The rows of each layout by name, or why there are none; in turns, since a machine changes."""
-    found: dict[str, list[Row] | str] = {layout.name: [] for layout in candidates}
+    found: dict[str, list[Row] | str] = {layout.name: [] for layout in layouts}
     begin = now = clock()
     took = 0.0
     while now + took - begin <= BUDGET_S:
-        for layout in candidates:
+        for layout in layouts:
             known = found[layout.name]
             if isinstance(known, list):
                 new = measure(layout)
@@ -178,11 +181,11 @@ def table(rows: Mapping[str, list[Row] | str]) -> list[str]:
     return lines
 
 
-def verdict(candidates: Sequence[Layout], rows: Mapping[str, list[Row] | str]) -> str:
+def verdict(layouts: Sequence[Layout], rows: Mapping[str, list[Row] | str]) -> str:
     """Name the fastest, and how much faster than the others it is."""
     seconds = {
         layout: _median(found, "iteration")
-        for layout in candidates
+        for layout in layouts
         if isinstance(found := rows[layout.name], list)
     }
     best = fastest(seconds)
@@ -192,6 +195,16 @@ def verdict(candidates: Sequence[Layout], rows: Mapping[str, list[Row] | str]) -
         if other != best
     )
     return f"fastest: {best.name}{f' ({gains})' if gains else ''}: `{best.command()}`"
+
+
+def _busy(load: float, cores: int) -> list[str]:
+    """A line if other work takes a good part of the machine."""
+    if load <= cores / 2:
+        return []
+    return [
+        f"  WARNING: {cores} cores had a load of {load:.1f} before; beside other work this says "
+        "little: measure again when it is done"
+    ]
 
 
 def fastest(seconds: Mapping[Layout, float]) -> Layout:

@@ -1,4 +1,4 @@
-"""What ``lightning-rl check`` tries out: built as for ``fit``, and writing to a scratch directory."""
+"""What ``lightning-rl check`` tries: built as for ``fit``, and writing to a scratch directory."""
 
 from lightning_rl.cli.app import RLCLI
 

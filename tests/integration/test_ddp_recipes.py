@@ -59,11 +59,9 @@ def fit(tmp_path, model, prompts, *more, **environment) -> list[dict[str, float]
         "trainer.accelerator": "cpu",
         "trainer.logger.save_dir": tmp_path,
     }
-    run_to_the_end(
-        tmp_path, "lightning_rl", "fit", "--config", "recipes/sort_digits/grpo.yaml",
-        "--config", reward, *(word for name, value in options.items() for word in (f"--{name}", value)),
-        *more, **environment,
-    )  # fmt: skip
+    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+    files = ["--config", "recipes/sort_digits/grpo.yaml", "--config", reward]
+    run_to_the_end(tmp_path, "lightning_rl", "fit", *files, *flags, *more, **environment)
     [file] = tmp_path.rglob("metrics.jsonl")
     assert json.loads((file.parent / "summary.json").read_text())["status"] == "completed"
     return [json.loads(line) for line in file.read_text().splitlines()]
@@ -79,14 +77,11 @@ def test_one_flag_is_enough(tiny_model, tmp_path, prompts):
     together = fit(folders[1], tiny_model, prompts, "--trainer.devices", "2", OMP_NUM_THREADS=None)
     printed = (folders[1] / "output").read_text()
     cores = usable_cores()
-    assert re.search(
-        rf"^2 processes of {max(1, cores // 2)} threads? each, on {cores} ", printed, re.M
-    )
+    each = f"2 processes of {max(1, cores // 2)} thread"
+    assert [line.startswith(each) for line in printed.splitlines()].count(True) == 1
     assert "Starting with 2 processes" in printed
     compared = ("reward/mean", "rollout/tokens_mean", "policy/grad_norm", "policy/kl_old")
-    assert (
-        [row["iteration"] for row in together] == [row["iteration"] for row in alone] == [0, 1, 2]
-    )
+    assert [row["iteration"] for row in together] == [0, 1, 2]
     for one, two in zip(alone[1:], together[1:], strict=True):
         assert two["rollout/completed"] == 16
         assert {name: two[name] for name in compared} == pytest.approx(

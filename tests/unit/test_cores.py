@@ -35,8 +35,9 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("processes", "of_cores", "threads"), [(2, 2, "1 thread"), (2, 8, "4 threads"), (3, 8, "2 threads")]
-)  # fmt: skip
+    ("processes", "of_cores", "threads"),
+    [(2, 2, "1 thread"), (2, 8, "4 threads"), (3, 8, "2 threads")],
+)
 def test_cores_are_shared_out(machine, processes, of_cores, threads):
     assert machine(processes, of_cores) == (
         int(threads.split()[0]),

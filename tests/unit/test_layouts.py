@@ -1,9 +1,23 @@
 """check --layout: which layouts there are, which is the fastest, and what is said of each."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from lightning_rl.cli import layouts
-from lightning_rl.cli.layouts import BUDGET_S, Layout, fastest, in_turns, table, verdict
+from lightning_rl.cli.layouts import (
+    BUDGET_S,
+    Layout,
+    candidates,
+    fastest,
+    in_turns,
+    table,
+    verdict,
+)
+from lightning_rl.errors import ConfigError, LightningRLError
+from lightning_rl.module import PolicyModule
+from tests.small_run import data_module
 
 ROW = {"iteration": 2.0, "generate": 1.0, "train": 0.5, "sync": 0.1, "eval": 0.0}
 
@@ -23,7 +37,7 @@ ROW = {"iteration": 2.0, "generate": 1.0, "train": 0.5, "sync": 0.1, "eval": 0.0
     ],
 )  # fmt: skip
 def test_layouts_of_a_machine(cores, groups, names):
-    found = layouts.layouts(cores, groups)
+    found = layouts.layouts_of(cores, groups)
     assert [layout.name for layout in found] == names
     for layout in found:
         flag, processes = layout.flags
@@ -35,9 +49,46 @@ def test_layouts_of_a_machine(cores, groups, names):
 
 
 def test_one_process_needs_no_strategy_of_several():
-    alone, _, two = layouts.layouts(2, 4, strategy="ddp_find_unused_parameters_true")
+    alone, _, two = layouts.layouts_of(2, 4, strategy="ddp_find_unused_parameters_true")
     assert alone.flags == ("--trainer.devices", "1", "--trainer.strategy", "auto")
     assert two.flags == ("--trainer.devices", "2")
+
+
+@pytest.fixture
+def built(tiny_model):
+    """What a command line would have built, as far as it is looked at."""
+
+    def build(strategy: str = "auto", device: str = "cpu", nodes: int = 1, model=None):
+        trainer = SimpleNamespace(
+            strategy=SimpleNamespace(root_device=torch.device(device)), num_nodes=nodes
+        )
+        config = SimpleNamespace(fit=SimpleNamespace(trainer=SimpleNamespace(strategy=strategy)))
+        model = model or PolicyModule(str(tiny_model))
+        return SimpleNamespace(
+            model=model, datamodule=data_module(), trainer=trainer, config=config
+        )
+
+    return build
+
+
+def test_the_layouts_of_a_configuration(built, monkeypatch):
+    monkeypatch.setattr(layouts, "usable_cores", lambda: 2)
+    assert candidates(built()) == layouts.layouts_of(2, 6)
+    assert candidates(built("ddp")) == layouts.layouts_of(2, 6, "ddp")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"device": "cuda:0"}, "this run is on cuda:0; leave it out, or add --trainer.accelerator"),
+        ({"nodes": 3}, "this run is on 3 machines"),
+        ({"strategy": "fsdp"}, "add --trainer.strategy auto, or leave --layout out"),
+        ({"model": object()}, "iterations of a PolicyModule and an RLDataModule, not of a object"),
+    ],
+)
+def test_what_cannot_be_laid_out(built, given, message):
+    with pytest.raises(ConfigError, match=message):
+        candidates(built(**given))
 
 
 def test_the_command_to_type():
@@ -72,6 +123,22 @@ def test_a_layout_that_does_not_run_is_told_of():
     assert verdict([Layout("one"), Layout("two")], {"one": [ROW], "two": "no"}) == (
         "fastest: one: `lightning-rl fit ...`"
     )
+
+
+def test_a_busy_machine_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(layouts, "usable_cores", lambda: 2)
+    monkeypatch.setattr(layouts, "_tried", lambda layout, arguments, file: [ROW])
+    monkeypatch.setattr(layouts, "BUDGET_S", 0.0)
+    for load, warned in ((0.9, False), (1.1, True)):
+        monkeypatch.setattr(layouts.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        lines = layouts.compare([Layout("one")], [], tmp_path)
+        assert any("2 cores had a load of 1.1 before" in line for line in lines) == warned
+
+
+def test_no_layout_that_runs_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(layouts, "_tried", lambda layout, arguments, file: f"no {layout.name}")
+    with pytest.raises(LightningRLError, match="no layout could be measured; a: no a"):
+        layouts.compare([Layout("a"), Layout("b")], [], tmp_path)
 
 
 class Clock:
