@@ -301,6 +301,9 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         "again": lambda: rerun(model, where / "again", rows()),
         "replay": lambda: run("replay", DDPStrategy(), **replaying(where / "replay")),
         "streamed": lambda: run("streamed", DDPStrategy(), *everything(), data=streaming()),
+        "streamed_minibatches": lambda: run(
+            "streamed_minibatches", DDPStrategy(), data=streaming(), **in_minibatches()
+        ),
         "streamed_fsdp": lambda: fails("streamed_fsdp", sharded(), data=streaming()),
     }  # fmt: skip
 
