@@ -20,6 +20,7 @@ from lightning_rl.engines.base import RunState, drives_engine
 from lightning_rl.errors import FilterError, RewardError
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
 from lightning_rl.run import dist
+from lightning_rl.run.cores import beside_engine
 from lightning_rl.run.loop import background_loop, run_async
 
 
@@ -269,10 +270,12 @@ class RolloutBatches:
             self.source.begin(iteration)
             return await collector.begin(count, consumer.first)
 
-        groups, before = run_async(begin()), len(self.kept)
-        while places := run_async(collector.complete()):
-            kept = [p for p in places if all(f.keep(groups[p]) for f in self.filters)]
-            consumer.take([(before + place, groups[place]) for place in kept])
+        before = len(self.kept)
+        with beside_engine(collector.engine_threads):
+            groups = run_async(begin())
+            while places := run_async(collector.complete()):
+                kept = [p for p in places if all(f.keep(groups[p]) for f in self.filters)]
+                consumer.take([(before + place, groups[place]) for place in kept])
 
     async def _in_loop(self, iteration: int, count: int) -> list[Group]:
         # All that works ahead is in this thread too, so nothing changes in the middle of it.

@@ -35,12 +35,18 @@ class StreamedCollector(Collector):
     Args:
         max_groups_in_flight: groups generated at the same time; None: all. Where all completions
             are of like length, they are all complete at the end: there fewer are faster.
+        engine_threads: threads of this process that an engine in it has meanwhile, the trainer the
+            others; None: half. With one thread each has one, and wants a core of its own.
     """
 
-    def __init__(self, max_groups_in_flight: int | None = None) -> None:
+    def __init__(
+        self, max_groups_in_flight: int | None = None, engine_threads: int | None = None
+    ) -> None:
         super().__init__()
         require_at_least(1, max_groups_in_flight=max_groups_in_flight)
+        require_at_least(1, engine_threads=engine_threads)
         self.max_groups_in_flight = max_groups_in_flight
+        self.engine_threads = engine_threads
         self._groups: list[Group] = []
         self._tasks: dict[asyncio.Task[None], int] = {}  # by place
         self._complete: list[int] = []

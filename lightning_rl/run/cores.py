@@ -1,12 +1,15 @@
-"""Threads of each training process: a share of the cores that there are for all of them."""
+"""Threads of each training process, and of an engine in it: shares of the cores that there are."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.run.dist import world_size
+from lightning_rl.run.loop import run_async
 from lightning_rl.run.machine import usable_cores
 
 _GIVEN = os.environ.get("OMP_NUM_THREADS")
@@ -31,6 +34,31 @@ def share_cores(trainer: Trainer) -> None:
     rank_zero_info(f"{processes} processes of {_threads(threads)} each, on {cores} cores")
     if trainer.strategy.root_device.type == "cpu" and processes * threads > cores:
         rank_zero_warn(_too_many(processes, threads, cores))
+
+
+@contextmanager
+def beside_engine(engine_threads: int | None) -> Iterator[None]:
+    """Divide this process's threads between an engine that generates in the loop and this thread.
+
+    ``engine_threads``: the engine's share, at most all but one; None: half. One thread stays one
+    for each of them.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    engine = min(engine_threads or threads // 2, threads - 1)
+
+    async def set_engine(count: int) -> None:
+        torch.set_num_threads(count)  # of the thread that calls, and the loop's is the engine's
+
+    run_async(set_engine(engine))
+    torch.set_num_threads(threads - engine)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        run_async(set_engine(threads))
 
 
 def _too_many(processes: int, threads: int, cores: int) -> str:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lightning_rl.run import cores
-from lightning_rl.run.cores import share_cores
+from lightning_rl.run.cores import beside_engine, share_cores
+from lightning_rl.run.loop import run_async
 
 
 @pytest.fixture
@@ -68,3 +69,29 @@ def test_more_processes_than_cores_is_said(machine):
 def test_processes_that_compute_on_gpus_may_have_more(machine):
     _, said = machine(4, 2, device="cuda")
     assert said == ["4 processes of 1 thread each, on 2 cores"]
+
+
+async def set_loop(count):
+    torch.set_num_threads(count)
+
+
+def test_an_engine_in_the_process_has_its_share_beside_the_trainer():
+    def of_both():
+        async def of_loop():
+            return torch.get_num_threads()
+
+        return run_async(of_loop()), torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for chosen, shares in ((None, (2, 2)), (1, (1, 3)), (9, (3, 1))):
+            with beside_engine(chosen):
+                assert of_both() == shares
+            assert of_both() == (4, 4)
+        torch.set_num_threads(1)
+        with beside_engine(None):
+            assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+        run_async(set_loop(before))
