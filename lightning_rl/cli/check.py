@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.nn import Parameter
 
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
@@ -102,6 +103,10 @@ def main(arguments: Sequence[str]) -> int:
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
         if rest[:1] == [TIMED]:
             return time_iterations(Path(rest[1]), rest[2:], scratch)
+        # A process that rank 0 started, which tells.
+        if "--run" in ways and rank_zero_only.rank > 0:  # type: ignore[attr-defined]
+            _run(Built(rest, scratch, fast_dev_run=1))
+            return 0
         cli = Built(rest, scratch)
         layouts = candidates(cli) if "--layout" in ways else []
         fits = _check(cli, with_rollout=not ways, card_gb=card_gb)

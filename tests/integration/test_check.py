@@ -1,6 +1,9 @@
 """lightning-rl check: the algebra and the memory are right, and nothing is written."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,7 @@ from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt
 from tests.bad_configs import CONFIG, files
+from tests.two_ranks import ROOT
 
 
 def test_all_is_checked_and_nothing_written(workplace, capsys):
@@ -168,6 +172,25 @@ def test_run_tries_an_iteration_and_writes_nothing(workplace, capsys):
     assert "one iteration was trained: reward/mean " in said
     assert "sync/version 1" in said
     assert said.endswith("good: `lightning-rl fit` with the same options would start\n")
+
+
+def test_run_on_two_processes_is_told_once(workplace):
+    before = files(workplace)
+    command = [sys.executable, "-m", "lightning_rl", "check", "--config", "good.yaml"]
+    done = subprocess.run(
+        [*command, "--run", "--trainer.devices", "2"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert files(workplace) == before
+    said = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in said].count("configuration") == 1
+    assert said[-2].startswith("one iteration was trained: reward/mean ")
+    assert said[-1] == "good: `lightning-rl fit` with the same options would start"
+    assert "Starting with 2 processes" in done.stderr
 
 
 def test_run_finds_what_only_an_update_shows(workplace, capsys):
