@@ -255,6 +255,14 @@ class RLDataModule(LightningDataModule):
             room_for_prompts(limit, self.sampling)
             room_for_prompts(limit, self.eval_sampling)
 
+    def can_stream(self, module: PolicyModule) -> bool:
+        """Tell whether ``StreamedCollector`` would take these settings."""
+        try:
+            self._check_streaming(module)
+        except ConfigError:
+            return False
+        return True
+
     def _check_streaming(self, module: PolicyModule) -> None:
         check_streaming(
             module.advantage,

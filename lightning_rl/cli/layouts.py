@@ -13,6 +13,7 @@ from statistics import median
 
 from lightning_rl.cli.scratch import Built
 from lightning_rl.cli.stopwatch import TIMED
+from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.module import PolicyModule
@@ -54,17 +55,31 @@ class Layout:
         return " ".join([*variables, "lightning-rl fit ...", *map(shlex.quote, self.flags)])
 
 
-def layouts_of(cores: int, groups: int, strategy: str = "auto") -> list[Layout]:
+def layouts_of(
+    cores: int, groups: int, strategy: str = "auto", streams: bool = False
+) -> list[Layout]:
     """Those that make sense for so many cores and groups per iteration, the simplest first.
 
-    Of the numbers of processes that share the groups evenly the smallest and the largest.
+    Of the numbers of processes that share the groups evenly the smallest and the largest;
+    ``streams``: also engine and trainer at the same time, each on half of the cores.
     """
     alone = () if strategy == "auto" else ("--trainer.strategy", "auto")
     shared = [n for n in range(2, cores + 1) if groups % n == 0]
+    streamed = [_streamed(cores, groups, alone)] if streams and cores > 1 else []
     return [
         *(_processes(1, threads, alone) for threads in sorted({1, cores})),
+        *streamed,
         *(_processes(n, cores // n) for n in sorted({*shared[:1], *shared[-1:]})),
     ]
+
+
+def _streamed(cores: int, groups: int, flags: tuple[str, ...]) -> Layout:
+    """Half of the groups at a time, so that some are complete early."""
+    flags = ("--trainer.devices", "1", *flags, "--data.collector", "StreamedCollector")
+    in_flight = ("--data.collector.max_groups_in_flight", str(max(1, groups // 2)))
+    # Two threads in all are one for each; more are divided.
+    threads = 1 if cores == 2 else cores
+    return Layout("1 process, streamed", (*flags, *in_flight), {"OMP_NUM_THREADS": str(threads)})
 
 
 def _processes(count: int, threads: int, flags: tuple[str, ...] = ()) -> Layout:
@@ -102,7 +117,8 @@ def candidates(cli: Built) -> list[Layout]:
             f"--layout compares processes that hold all weights each, and trainer.strategy is "
             f"{type(trainer.strategy).__name__}; add --trainer.strategy auto, or leave --layout out"
         )
-    return layouts_of(usable_cores(), data.groups_per_iteration, strategy)
+    streams = type(data.collector) is SyncCollector and data.can_stream(module)
+    return layouts_of(usable_cores(), data.groups_per_iteration, strategy, streams)
 
 
 def compare(layouts: Sequence[Layout], arguments: Sequence[str], scratch: Path) -> list[str]:

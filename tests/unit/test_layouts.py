@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lightning_rl.algos.baselines import ReinforcePlusPlus
 from lightning_rl.cli import layouts
 from lightning_rl.cli.layouts import (
     BUDGET_S,
@@ -48,6 +49,17 @@ def test_layouts_of_a_machine(cores, groups, names):
         assert groups % int(processes) == 0
 
 
+def test_a_stream_has_a_thread_for_each_half():
+    *_, streamed, two = layouts.layouts_of(2, 32, streams=True)
+    assert streamed.name == "1 process, streamed"
+    assert streamed.command() == (
+        "OMP_NUM_THREADS=1 lightning-rl fit ... --trainer.devices 1 --data.collector "
+        "StreamedCollector --data.collector.max_groups_in_flight 16"
+    )
+    assert two.name == "2 processes, 1 thread each"
+    assert not any("StreamedC" in str(found) for found in layouts.layouts_of(1, 32, streams=True))
+
+
 def test_one_process_needs_no_strategy_of_several():
     alone, _, two = layouts.layouts_of(2, 4, strategy="ddp_find_unused_parameters_true")
     assert alone.flags == ("--trainer.devices", "1", "--trainer.strategy", "auto")
@@ -71,10 +83,12 @@ def built(tiny_model):
     return build
 
 
-def test_the_layouts_of_a_configuration(built, monkeypatch):
+def test_the_layouts_of_a_configuration(tiny_model, built, monkeypatch):
     monkeypatch.setattr(layouts, "usable_cores", lambda: 2)
-    assert candidates(built()) == layouts.layouts_of(2, 6)
-    assert candidates(built("ddp")) == layouts.layouts_of(2, 6, "ddp")
+    assert candidates(built()) == layouts.layouts_of(2, 6, streams=True)
+    assert candidates(built("ddp")) == layouts.layouts_of(2, 6, "ddp", streams=True)
+    whole = PolicyModule(str(tiny_model), advantage=ReinforcePlusPlus())
+    assert candidates(built(model=whole)) == layouts.layouts_of(2, 6)
 
 
 @pytest.mark.parametrize(
