@@ -1,4 +1,4 @@
-"""The library on one task, for `benchmarks/peers.py`, which runs it in a process of its own.
+"""The library on one task, for `benchmarks/peers.py`, which runs it in processes of its own.
 
 Through `Trainer.fit`, with the weight sync and its probe, the preview of rollouts, the step timer
 and a TensorBoard logger.
@@ -6,11 +6,14 @@ and a TensorBoard logger.
 
 from pathlib import Path
 
+import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
-from benchmarks.peers_run import Progress, parse_arguments
+import lightning_rl
+from benchmarks.peers_run import Progress, parser_of_run
 from benchmarks.task import fit, make_data, make_module
 from lightning_rl import (
+    Collector,
     PreviewTable,
     RLCallback,
     Rollout,
@@ -19,6 +22,13 @@ from lightning_rl import (
     VLLMLocal,
     WeightSync,
 )
+
+PARTS = ("generate", "train", "iteration")
+STREAMED = "StreamedCollector"
+
+
+def streamed_collector() -> Collector:
+    return getattr(lightning_rl, STREAMED)()
 
 
 class Clock(RLCallback):
@@ -41,12 +51,19 @@ class Clock(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
         # The first row is of the first sync, before any iteration.
-        if self.progress.rewards and self.progress.finished():
+        if not self.progress.rewards:
+            return
+        self.progress.parts.append({part: metrics[f"time/{part}"] for part in PARTS})
+        if self.progress.finished():
             trainer.should_stop = True
 
 
 def main() -> None:
-    arguments = parse_arguments("One run of the library.")
+    parser = parser_of_run("One run of the library.")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--streamed", action="store_true", help="train while groups still come")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     seed_everything(arguments.seed, verbose=False)
     progress = Progress(arguments.goal)
     data = make_data(
@@ -54,10 +71,13 @@ def main() -> None:
         VLLMLocal(max_model_len=arguments.max_model_len, options={"max_num_batched_tokens": 8192}),
         Path(arguments.prompts),
         sampling=Sampling(max_tokens=arguments.max_tokens),
+        collector=streamed_collector() if arguments.streamed else None,
     )
     callbacks = [Clock(progress), WeightSync(), PreviewTable(), StepTimer()]
-    fit(make_module(Path(arguments.model)), data, callbacks)
-    progress.report()
+    strategy = "ddp" if arguments.processes > 1 else "auto"
+    module = make_module(Path(arguments.model))
+    fit(module, data, callbacks, devices=arguments.processes, strategy=strategy)
+    progress.report(arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """TRL's GRPOTrainer on one task, for `benchmarks/peers.py`, in that benchmark's own environment.
 
 Needs torch and trl, nothing of this project. `--generation`: padded, continuous, or vllm, which
-`benchmarks/peers_trl_vllm.py` makes possible.
+`benchmarks/peers_trl_vllm.py` makes possible. Under torchrun accelerate makes one run of its
+processes, of the same 256 completions an iteration.
 
 TRL at its best on a CPU in float32: no gradient checkpointing (its default; a fifth slower), no KL,
 no second forward pass for old logprobs (TRL skips it with one update per batch), fused AdamW, no
-logging. Loss `dapo`, TRL's default, is the mean over tokens that ours is as well.
+logging, no search for unused parameters on two processes. Loss `dapo`, TRL's default, is the mean
+over tokens that ours is as well.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
-from benchmarks.peers_run import Progress, parse_arguments
+from benchmarks.peers_run import Progress, parser_of_run
 
 
 class Clock(TrainerCallback):
@@ -33,9 +36,12 @@ class Clock(TrainerCallback):
 
 
 def main() -> None:
-    arguments = parse_arguments("One run of TRL's GRPOTrainer.")
+    arguments = parser_of_run("One run of TRL's GRPOTrainer.").parse_args()
+    torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     progress = Progress(arguments.goal)
+    of_each_process = 256 // int(os.environ.get("WORLD_SIZE", "1"))
+    micro_batch = min(arguments.micro_batch, of_each_process)
 
     def exact_match(
         completions: list[str], completion_ids: list[list[int]], answer: list[str], **columns: Any
@@ -49,8 +55,8 @@ def main() -> None:
     config = GRPOConfig(
         output_dir=arguments.out,
         max_steps=arguments.iterations,
-        per_device_train_batch_size=arguments.micro_batch,
-        gradient_accumulation_steps=256 // arguments.micro_batch,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=of_each_process // micro_batch,
         num_generations=8,
         max_completion_length=arguments.max_tokens,
         temperature=1.0,
@@ -63,6 +69,7 @@ def main() -> None:
         gradient_checkpointing=False,
         bf16=False,
         use_cpu=True,
+        ddp_find_unused_parameters=False,
         seed=arguments.seed,
         use_transformers_continuous_batching=arguments.generation == "continuous",
         # By itself it takes half of the machine's memory for its cache; this much is enough.
@@ -89,7 +96,7 @@ def main() -> None:
         callbacks=[Clock(progress)],
     )
     trainer.train()
-    progress.report()
+    progress.report(arguments.out)
 
 
 if __name__ == "__main__":

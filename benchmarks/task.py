@@ -94,12 +94,17 @@ def quiet_trainer(
 
 
 def fit(
-    module: PolicyModule, data: RLDataModule, callbacks: Sequence[Callback], logs: bool = True
+    module: PolicyModule,
+    data: RLDataModule,
+    callbacks: Sequence[Callback],
+    logs: bool = True,
+    **options: Any,
 ) -> None:
-    """One epoch on the CPU; what it writes is deleted."""
+    """One epoch on the CPU; what it writes is deleted. ``options`` of Lightning's Trainer."""
     with tempfile.TemporaryDirectory() as directory:
         logger = TensorBoardLogger(directory) if logs else False
-        quiet_trainer(directory, callbacks, logger=logger).fit(module, datamodule=data)
+        trainer = quiet_trainer(directory, callbacks, logger=logger, **options)
+        trainer.fit(module, datamodule=data)
 
 
 class Rows(RLCallback):

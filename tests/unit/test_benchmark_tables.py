@@ -1,6 +1,15 @@
 """What benchmarks write into the documentation, from numbers that are known."""
 
-from benchmarks import faults, scaling
+import os
+import subprocess
+import sys
+from select import select
+
+import pytest
+
+from benchmarks import faults, scaling, wall
+from benchmarks.peers_layouts import Layout, reason, run, together
+from benchmarks.peers_tasks import NEVER, Task
 from benchmarks.results import write_block
 
 RESULTS = """<testsuites><testsuite>
@@ -40,3 +49,145 @@ def test_scaling_compares_two_processes_with_one():
         "| 1.6 M | 2560 | 1 | 4.00 | 1.50, 2.00 | 3.80 | 640 |",
         "| 1.6 M | 2560 | 2 | 2.50 (1.60× as fast) | 1.50, 2.00 | 4.20 | 1,024 |",
     ]
+
+
+# ---------------------------------------------------------------- benchmarks.wall
+
+
+def run_of(*wall_s, generate=0.0, train=0.0):
+    """One run, whose first iteration is not counted."""
+    count = len(wall_s)
+    parts = [{"generate": generate, "train": train, "iteration": s} for s in wall_s]
+    same = {"cpu_s": wall_s, "tokens": [100] * count, "rewards": [0.9] * count}
+    return same | {"wall_s": wall_s, "parts": parts, "setup_cpu_s": 9.0, "peak_rss_bytes": 2**30}
+
+
+@pytest.fixture
+def measured():
+    return {
+        "ours": {
+            "2 processes": [run_of(9.0, 0.6, 0.6), run_of(9.0, 0.5)],
+            "1 thread": [run_of(9.0, 1.0, generate=0.5, train=0.4)],
+        },
+        "trl": {"padded, 2 threads": [run_of(9.0, 1.2)], "vllm, 1 thread": [run_of(9.0, 1.5)]},
+    }
+
+
+def task_of(goal=NEVER):
+    return Task("quickstart", "model", "prompts", 3, goal=goal)
+
+
+def test_wall_compares_the_best_layout_of_each_with_the_other_and_with_the_floor(measured):
+    result = wall.figures(task_of(goal=0.9), measured)
+    assert (result["ours"]["best"], result["trl"]["best"]) == ("2 processes", "padded, 2 threads")
+    assert result["ratio"] == pytest.approx(1.2 / 0.6)
+    assert result["two_over_one"] == pytest.approx(1.0 / 0.6)
+    # Both at once: max(0.5, 0.4). Perfectly halved: 1.0 / 2. Here they are the same.
+    assert result["floor_ratio"] == pytest.approx(0.6 / 0.5)
+    assert result["floor"] == pytest.approx(
+        {"generate": 0.5, "train": 0.4, "rest": 0.1, "floor": 0.5}
+    )
+    # With the first iteration: 10.2 beside the median of 10.2 and 9.5.
+    assert result["goal_ratio"] == pytest.approx(10.2 / 9.85)
+    assert wall.table({"quickstart": result})[2:] == [
+        "| quickstart | 0.6 (2 processes) | 1.2 (padded, 2 threads) | 2.00 | 1.67 | 1.20 |"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("generate", "train", "floor"),
+    [(0.9, 0.1, 0.6), (0.5, 0.5, 0.5)],  # of 1.2 seconds: halved, 0.6; at once, 0.9 or 0.5
+)
+def test_the_floor_is_the_better_of_halving_and_doing_both_at_once(generate, train, floor):
+    found = wall.floor_of([run_of(9.0, 1.2, generate=generate, train=train)])
+    assert found["floor"] == pytest.approx(floor)
+
+
+def test_the_ratios_of_all_tasks_and_the_smallest(measured):
+    quick, longer = wall.figures(task_of(0.9), measured), wall.figures(task_of(), measured)
+    found = wall.headline({"quickstart": quick, "longer": longer | {"ratio": 1.7}})
+    assert found["ratio_quickstart"] == pytest.approx(2.0)
+    assert (found["ratio_longer"], found["ratio_min"]) == (1.7, 1.7)
+    assert found["two_over_one"] == found["two_over_one_quickstart"]
+    assert "goal_ratio" not in wall.headline({"longer": longer})
+
+
+def test_finalists_are_the_fastest_the_next_if_near_and_the_single_thread():
+    tried = {"a": 1.0, "b": 1.05, "c": 1.08, "d": "failed: no MPI", "1 thread": 1.9}
+    assert wall.finalists(tried) == ["a", "b"]
+    assert wall.finalists(tried, "1 thread") == ["a", "b", "1 thread"]
+    assert wall.finalists({"a": 1.0, "b": 1.2}, "a") == ["a"]
+    with pytest.raises(RuntimeError, match=r"no layout ran.*no MPI"):
+        wall.finalists({"d": "failed: no MPI"})
+
+
+def test_a_generation_that_is_slow_on_two_processes_is_out_and_one_that_failed_is_not():
+    tried = {
+        "padded, 2 processes": 1.0,
+        "continuous, 2 processes": 2.5,
+        "vllm, 2 processes": "failed: gloo",
+    }
+    assert wall.slow_generations(tried) == {"continuous": "2.5 times the fastest in 2 processes"}
+
+
+def test_processes_add_up_to_one_run():
+    first = {"cpu_s": [1.0, 2.0], "setup_cpu_s": 3.0, "peak_rss_bytes": 10, "wall_s": [2.0, 2.5]}
+    second = {"cpu_s": [0.5, 0.25], "setup_cpu_s": 1.0, "peak_rss_bytes": 5, "wall_s": [2.1, 2.4]}
+    assert together([first, second]) == {
+        "cpu_s": [1.5, 2.25],
+        "setup_cpu_s": 4.0,
+        "peak_rss_bytes": 15,
+        "wall_s": [2.0, 2.5],
+    }
+
+
+def test_wall_refuses_a_machine_that_is_not_quiet(monkeypatch, capsys):
+    monkeypatch.setattr(wall, "take_two_cores", lambda: None)
+    monkeypatch.setattr(wall.os, "getloadavg", lambda: (1.3, 1.0, 1.0))
+    monkeypatch.setattr(sys, "argv", ["wall"])
+    with pytest.raises(SystemExit) as caught:
+        wall.main()
+    assert caught.value.code == 2
+    assert "load of the last minute is 1.30, more than 0.7" in capsys.readouterr().err
+
+
+LEAVES = """
+import json, sys
+rank = {"completions": [%d], "cpu_s": [1.0], "setup_cpu_s": 1.0, "peak_rss_bytes": 1}
+open(sys.argv[-1] + "/measured_0.json", "w").write(json.dumps(rank))
+"""
+
+
+def test_a_run_on_half_a_batch_is_refused():
+    task, command = task_of(), [sys.executable, "-S", "-c"]
+    assert run([*command, LEAVES % 256], task, 0, Layout())["cpu_s"] == [1.0]
+    with pytest.raises(RuntimeError, match=r"1 processes trained on \[128\] completions"):
+        run([*command, LEAVES % 128], task, 0, Layout())
+    with pytest.raises(RuntimeError, match="not 2 on 256"):
+        run([*command, LEAVES % 256], task, 0, Layout(processes=2))
+
+
+def test_a_run_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    child = f"import time; f = open({str(fifo)!r}, 'w'); f.write('x'); f.flush(); time.sleep(60)"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {child!r}])"
+    with pytest.raises(subprocess.TimeoutExpired):
+        run([sys.executable, "-S", "-c", script], task_of(), 0, Layout(), patience=1)
+    assert os.read(reader, 9) == b"x"
+    assert select([reader], [], [], 10)[0]  # its end, for nobody can write any more
+    assert os.read(reader, 9) == b""
+    os.close(reader)
+
+
+def test_a_failure_is_told_by_the_error_of_the_first_process_that_had_one():
+    log = """ImportError: of a warning
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "x.py", line 1, in <module>
+[rank1]: ValueError: no group for rank 1
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============"""
+    assert reason(log) == "ValueError: no group for rank 1"
+    assert reason("killed") == "without a traceback"

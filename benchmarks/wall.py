@@ -1,0 +1,284 @@
+"""How long do this library and TRL's GRPOTrainer take on both of a machine's cores?
+
+    python -m benchmarks.wall [--tasks quickstart long] [--runs 5] [--save]
+    python -m benchmarks.wall --choose; python -m benchmarks.wall --chosen --save    (in two parts)
+
+Wall seconds, each side in the layout of its own that is fastest on the task. Ours: one or two
+threads, streamed (the engine in one thread, the trainer in another), or two processes of a thread
+each. TRL 1.16: generation padded, with continuous batching or with vLLM, each with one or two
+threads, or in two processes through accelerate. A short run of each finds every side's fastest, and
+the next one where it is nearly as fast; layouts that fail or are given up are named with the
+reason. Then those finalists and our single thread run in turns, each in processes of its own; all
+figures are medians over their runs, of iterations after the first. Sides, batches and settings
+are those of `benchmarks/peers.py`.
+
+Tasks (`benchmarks/peers_tasks.py`): `quickstart`, to a sampled reward of 0.90; `longer`, 10-token
+prompts with completions of about 28 tokens, nearly equal in length; `heavy`, lengths from a Pareto
+distribution; `long`, prompts of 512 tokens; `large`, the quickstart with 27M parameters.
+
+The last line is JSON: `ratio_<task>` (TRL / ours, wall seconds per iteration), the smallest as
+`ratio_min`; `goal_ratio`, of wall seconds to 0.90; `two_over_one_<task>`, ours on one thread / ours
+in the best layout; `floor_ratio_<task>`, ours in the best layout / the floor for two cores;
+`two_over_one` and `floor_ratio` are the quickstart's. The floor is min((g + t + r) / 2, max(g, t))
+of what an iteration on one thread spends on generating (g), training (t) and the rest (r): all of
+it perfectly halved, or both parts at once on a core each, with the rest for nothing.
+
+Refuses to start where something else runs, or with fewer than two cores; of more it takes two.
+"""
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning_rl
+from benchmarks.peers_layouts import (
+    GENERATIONS,
+    Layout,
+    Side,
+    counted,
+    explore,
+    fastest_of,
+    make_environment,
+    run_ours,
+    run_trl,
+    summary,
+)
+from benchmarks.peers_tasks import (
+    BUILD,
+    NEVER,
+    Task,
+    heavy_task,
+    large_task,
+    long_task,
+    longer_task,
+    quick_task,
+)
+from benchmarks.results import parser_of, report, write_block
+from benchmarks.task import prepare
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+CHOSEN = BUILD / "wall-layouts.json"
+TASKS: dict[str, tuple[Callable[[int], Task], int]] = {
+    "quickstart": (quick_task, 40),
+    "longer": (longer_task, 6),
+    "heavy": (heavy_task, 3),
+    "long": (long_task, 3),
+    "large": (large_task, 4),
+}
+"""With the iterations of a run, at most."""
+CORES = 2
+SHAPES = {
+    "2 processes": Layout(processes=CORES),
+    "2 threads": Layout(threads=CORES),
+    "1 thread": Layout(),
+}
+ONE = "1 thread"
+OURS = SHAPES | (
+    {"streamed": Layout(streamed=True)} if hasattr(lightning_rl, "StreamedCollector") else {}
+)
+TRL = {
+    f"{generation}, {shape}": replace(layout, generation=generation)
+    for shape, layout in SHAPES.items()
+    for generation in GENERATIONS
+}
+SIDES: dict[str, tuple[Side, Mapping[str, Layout]]] = {
+    "ours": (run_ours, OURS),
+    "trl": (run_trl, TRL),
+}
+SLOW, NEAR = 1.5, 1.1
+"""Times the fastest: from here on a generation is out; up to here a layout is a finalist too."""
+Runs = dict[str, dict[str, list[dict[str, Any]]]]
+"""By side and layout."""
+
+
+# ---------------------------------------------------------------- which layouts
+
+
+def choose(task: Task) -> dict[str, dict[str, float | str]]:
+    """Wall seconds per iteration of each layout of each side in a short run, or why it has none."""
+    trial = replace(task, iterations=min(5, max(2, task.iterations // 2)), goal=NEVER)
+    ours = explore(trial, OURS, run_ours, "wall_s")
+    two = {name: layout for name, layout in TRL.items() if layout.processes > 1}
+    trl = explore(trial, two, run_trl, "wall_s")
+    slow = slow_generations(trl)
+    left: dict[str, Layout] = {}
+    for name, layout in TRL.items():
+        if layout.generation in slow and name not in two:
+            trl[name] = f"not tried: {slow[layout.generation]}"
+        elif name not in two:
+            left[name] = layout
+    return {"ours": ours, "trl": trl | explore(trial, left, run_trl, "wall_s")}
+
+
+def slow_generations(tried: Mapping[str, float | str]) -> dict[str, str]:
+    """Those that are out after they ran on two processes, and why."""
+    ran = {name: result for name, result in tried.items() if isinstance(result, float)}
+    best = min(ran.values(), default=0.0)
+    return {
+        TRL[name].generation: f"{seconds / best:.1f} times the fastest in 2 processes"
+        for name, seconds in ran.items()
+        if seconds > SLOW * best
+    }
+
+
+def finalists(tried: Mapping[str, float | str], *always: str) -> list[str]:
+    """The fastest layout, the next if it is nearly as fast, and those that run in any case."""
+    first, *others = fastest_of(tried)
+    near = [name for name in others[:1] if float(tried[name]) <= NEAR * float(tried[first])]
+    return list(dict.fromkeys([first, *near, *always]))
+
+
+# ---------------------------------------------------------------- what they take
+
+
+def measure(task: Task, names: Mapping[str, list[str]], runs: int) -> Runs:
+    """All finalists in turns; the order changes with every turn."""
+    done: Runs = {side: {name: [] for name in of} for side, of in names.items()}
+    order = [(side, name) for side, of in names.items() for name in of]
+    for turn in range(runs):
+        for side, name in order[:: 1 if turn % 2 else -1]:
+            run, layouts = SIDES[side]
+            last = run(task, turn, layouts[name])
+            done[side][name].append(last)
+            print(
+                f"{task.name:<11}{side:<5}{name:<24}run {turn}: {len(last['wall_s'])} iterations, "
+                f"{sum(last['wall_s']):.1f} wall s, "
+                f"{statistics.median(counted([last], 'wall_s')):.3f} each, "
+                f"last reward {last['rewards'][-1]:.2f}",
+                flush=True,
+            )
+    return done
+
+
+def figures(task: Task, done: Runs) -> dict[str, Any]:
+    """Of each side: its layouts and the best of them; and what they are beside each other."""
+    result: dict[str, Any] = {}
+    for side, by_layout in done.items():
+        layouts = {name: summary(runs, task) for name, runs in by_layout.items()}
+        best = min(layouts, key=lambda name: layouts[name]["wall_s_per_iteration"])
+        result[side] = {"best": best, "layouts": layouts}
+    ours, trl = (result[side]["layouts"][result[side]["best"]] for side in ("ours", "trl"))
+    one = result["ours"]["layouts"][ONE]
+    floor = floor_of(done["ours"][ONE])
+    each = "wall_s_per_iteration"
+    result |= {
+        "floor": floor,
+        "ratio": trl[each] / ours[each],
+        "two_over_one": one[each] / ours[each],
+        "floor_ratio": ours[each] / floor["floor"],
+    }
+    if task.goal < NEVER:
+        result["goal_ratio"] = trl["wall_s"] / ours["wall_s"]
+    return result
+
+
+def floor_of(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Wall seconds below which two cores cannot bring an iteration that took this on one."""
+    parts = [part for run in runs for part in run["parts"][1:]]
+    names = ("generate", "train", "iteration")
+    generate, train, whole = (statistics.median(p[name] for p in parts) for name in names)
+    return {
+        "generate": generate,
+        "train": train,
+        "rest": whole - generate - train,
+        "floor": min(whole / CORES, max(generate, train)),
+    }
+
+
+def headline(by_task: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    """The ratios of all tasks."""
+    found = {f"ratio_{name}": result["ratio"] for name, result in by_task.items()}
+    found["ratio_min"] = min(found.values())
+    for key in ("two_over_one", "floor_ratio"):
+        found |= {f"{key}_{name}": result[key] for name, result in by_task.items()}
+    if (quickstart := by_task.get("quickstart")) is not None:
+        found |= {key: quickstart[key] for key in ("two_over_one", "floor_ratio", "goal_ratio")}
+    return found
+
+
+def table(by_task: Mapping[str, dict[str, Any]]) -> list[str]:
+    lines = [
+        "| task | ours, wall s per iteration | TRL | TRL / ours | ours, one thread / best "
+        "| ours, best / floor |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, result in by_task.items():
+        sides = []
+        for side in ("ours", "trl"):
+            best = result[side]["best"]
+            seconds = result[side]["layouts"][best]["wall_s_per_iteration"]
+            sides.append(f"{seconds:.3g} ({best})")
+        ratios = [f"{result[key]:.2f}" for key in ("ratio", "two_over_one", "floor_ratio")]
+        lines.append(f"| {' | '.join([name, *sides, *ratios])} |")
+    return lines
+
+
+# ---------------------------------------------------------------- where and when
+
+
+def refuse(why: str) -> None:
+    """In one line; the exit status is 2."""
+    print(f"wall: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+def require_quiet(most: float) -> float:
+    """The load of the last minute, if it says that nothing else runs."""
+    load = os.getloadavg()[0]
+    if load > most:
+        refuse(
+            f"the load of the last minute is {load:.2f}, more than {most:g}: what else runs would "
+            "be measured too. Wait until it is over, or give --max-load for a trial"
+        )
+    return load
+
+
+def take_two_cores() -> None:
+    """For this process, and those that it starts."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < CORES:
+        refuse(f"{len(cores)} core to run on; two processes or threads need {CORES}")
+    os.sched_setaffinity(0, cores[:CORES])
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--runs", type=int, default=5, help="of each finalist")
+    parser.add_argument("--choose", action="store_true", help="only find the finalists")
+    parser.add_argument("--chosen", action="store_true", help="take those that --choose found")
+    parser.add_argument("--max-load", type=float, default=0.7, help="of the minute before")
+    parser.add_argument("--quick", action="store_true", help="a trial: 1 run of 2 iterations")
+    arguments = parser.parse_args()
+    take_two_cores()
+    load = os.getloadavg()[0] if arguments.quick else require_quiet(arguments.max_load)
+    prepare()
+    make_environment()
+    tasks = [
+        make(2 if arguments.quick else iterations)
+        for make, iterations in (TASKS[name] for name in arguments.tasks)
+    ]
+    if arguments.choose:
+        CHOSEN.write_text(json.dumps({task.name: choose(task) for task in tasks}))
+        return
+    chosen: dict[str, Any] = json.loads(CHOSEN.read_text()) if arguments.chosen else {}
+    by_task: dict[str, Any] = {}
+    for task in tasks:
+        tried = chosen[task.name] if arguments.chosen else choose(task)
+        names = {"ours": finalists(tried["ours"], ONE), "trl": finalists(tried["trl"])}
+        done = measure(task, names, 1 if arguments.quick else arguments.runs)
+        by_task[task.name] = figures(task, done) | {"tried": tried}
+    lines = table(by_task)
+    print("\n".join(lines))
+    if arguments.save:
+        write_block(PAGE, "wall", lines)
+    report("wall", headline(by_task) | {"load_before": load, "tasks": by_task}, arguments.save)
+
+
+if __name__ == "__main__":
+    main()
