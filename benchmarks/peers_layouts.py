@@ -37,11 +37,15 @@ Side = Callable[..., dict[str, Any]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Processes, and OpenMP threads of each; ``streamed``: the engine in a thread of its own."""
+    """Processes, and OpenMP threads of each.
+
+    ``streamed``: groups that the engine, in a thread of its own, has in flight while the trainer
+    works on those that are complete; 0: the trainer waits for the batch.
+    """
 
     threads: int = 1
     processes: int = 1
-    streamed: bool = False
+    streamed: int = 0
     generation: str = "vllm"
 
 
@@ -58,7 +62,7 @@ def run_ours(
     task: Task, seed: int, layout: Layout, patience: float | None = None
 ) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.peers_ours"]
-    command += ["--processes", layout.processes, *(["--streamed"] if layout.streamed else [])]
+    command += ["--processes", layout.processes, "--streamed", layout.streamed]
     return run(command, task, seed, layout, patience)
 
 

@@ -9,26 +9,20 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
-import lightning_rl
 from benchmarks.peers_run import Progress, parser_of_run
 from benchmarks.task import fit, make_data, make_module
 from lightning_rl import (
-    Collector,
     PreviewTable,
     RLCallback,
     Rollout,
     Sampling,
     StepTimer,
+    StreamedCollector,
     VLLMLocal,
     WeightSync,
 )
 
 PARTS = ("generate", "train", "iteration")
-STREAMED = "StreamedCollector"
-
-
-def streamed_collector() -> Collector:
-    return getattr(lightning_rl, STREAMED)()
 
 
 class Clock(RLCallback):
@@ -61,7 +55,7 @@ class Clock(RLCallback):
 def main() -> None:
     parser = parser_of_run("One run of the library.")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--streamed", action="store_true", help="train while groups still come")
+    parser.add_argument("--streamed", type=int, default=0, help="groups in flight; 0: not streamed")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     seed_everything(arguments.seed, verbose=False)
@@ -71,7 +65,7 @@ def main() -> None:
         VLLMLocal(max_model_len=arguments.max_model_len, options={"max_num_batched_tokens": 8192}),
         Path(arguments.prompts),
         sampling=Sampling(max_tokens=arguments.max_tokens),
-        collector=streamed_collector() if arguments.streamed else None,
+        collector=StreamedCollector(arguments.streamed) if arguments.streamed else None,
     )
     callbacks = [Clock(progress), WeightSync(), PreviewTable(), StepTimer()]
     strategy = "ddp" if arguments.processes > 1 else "auto"

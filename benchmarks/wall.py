@@ -4,13 +4,13 @@
     python -m benchmarks.wall --choose; python -m benchmarks.wall --chosen --save    (in two parts)
 
 Wall seconds, each side in the layout of its own that is fastest on the task. Ours: one or two
-threads, streamed (the engine in one thread, the trainer in another), or two processes of a thread
-each. TRL 1.16: generation padded, with continuous batching or with vLLM, each with one or two
-threads, or in two processes through accelerate. A short run of each finds every side's fastest, and
-the next one where it is nearly as fast; layouts that fail or are given up are named with the
-reason. Then those finalists and our single thread run in turns, each in processes of its own; all
-figures are medians over their runs, of iterations after the first. Sides, batches and settings
-are those of `benchmarks/peers.py`.
+threads, two processes of a thread each, or streamed (the engine in one thread, the trainer in
+another; 8, 16 or all 32 groups in flight). TRL 1.16: generation padded, with continuous batching or
+with vLLM, each with one or two threads, or in two processes through accelerate. A short run of each
+finds every side's fastest, and the next one where it is nearly as fast; layouts that fail or are
+given up are named with the reason. Then those finalists and our single thread run in turns, each in
+processes of its own; all figures are medians over their runs, of iterations after the first. Sides,
+batches and settings are those of `benchmarks/peers.py`.
 
 Tasks (`benchmarks/peers_tasks.py`): `quickstart`, to a sampled reward of 0.90; `longer`, 10-token
 prompts with completions of about 28 tokens, nearly equal in length; `heavy`, lengths from a Pareto
@@ -35,7 +35,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning_rl
 from benchmarks.peers_layouts import (
     GENERATIONS,
     Layout,
@@ -78,9 +77,7 @@ SHAPES = {
     "1 thread": Layout(),
 }
 ONE = "1 thread"
-OURS = SHAPES | (
-    {"streamed": Layout(streamed=True)} if hasattr(lightning_rl, "StreamedCollector") else {}
-)
+OURS = SHAPES | {f"streamed by {n}": Layout(streamed=n) for n in (8, 16, 32)}
 TRL = {
     f"{generation}, {shape}": replace(layout, generation=generation)
     for shape, layout in SHAPES.items()
