@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks.peers_tasks import BUILD, Task
 
 PEER_PYTHON = BUILD / "peers-venv" / "bin" / "python"
-PACKAGES = "lib/python3*/site-packages"
 PEER_PACKAGES = ("torch==2.13.0", "transformers==5.19.0", "trl==1.16.0")
 GENERATIONS: dict[str, tuple[object, str]] = {
     "padded": (PEER_PYTHON, "benchmarks.peers_trl"),
@@ -61,7 +60,7 @@ def make_environment() -> None:
 def run_ours(
     task: Task, seed: int, layout: Layout, patience: float | None = None
 ) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.peers_ours"]
+    command: list[object] = [sys.executable, "-m", "benchmarks.peers_ours"]
     command += ["--processes", layout.processes, "--streamed", layout.streamed]
     return run(command, task, seed, layout, patience)
 
@@ -112,9 +111,12 @@ def run(
     }
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as log:
-        words = [str(word) for word in (*command, *words, "--out", directory)]
         process = subprocess.Popen(
-            words, stdout=log, stderr=log, env=environment, start_new_session=True
+            [str(word) for word in (*command, *words, "--out", directory)],
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
         )
         try:
             process.wait(patience)
