@@ -1,7 +1,7 @@
 """How long do this library and TRL's GRPOTrainer take on both of a machine's cores?
 
     python -m benchmarks.wall [--tasks quickstart long] [--runs 5] [--save]
-    python -m benchmarks.wall --choose; python -m benchmarks.wall --chosen --save    (in two parts)
+    python -m benchmarks.wall --choose; python -m benchmarks.wall --chosen --finalists 1 --save
 
 Wall seconds, each side in the layout of its own that is fastest on the task. Ours: one or two
 threads, two processes of a thread each, or streamed (the engine in one thread, the trainer in
@@ -10,7 +10,8 @@ with vLLM, each with one or two threads, or in two processes through accelerate.
 finds every side's fastest, and the next one where it is nearly as fast; layouts that fail or are
 given up are named with the reason. Then those finalists and our single thread run in turns, each in
 processes of its own; all figures are medians over their runs, of iterations after the first. Sides,
-batches and settings are those of `benchmarks/peers.py`.
+batches and settings are those of `benchmarks/peers.py`. The second line is the same in two halves,
+and shorter: one finalist of each side. `--save` keeps what was saved of tasks that are not named.
 
 Tasks (`benchmarks/peers_tasks.py`): `quickstart`, to a sampled reward of 0.90; `longer`, 10-token
 prompts with completions of about 28 tokens, nearly equal in length; `heavy`, lengths from a Pareto
@@ -57,7 +58,7 @@ from benchmarks.peers_tasks import (
     longer_task,
     quick_task,
 )
-from benchmarks.results import parser_of, report, write_block
+from benchmarks.results import RESULTS, parser_of, report, write_block
 from benchmarks.task import prepare
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
@@ -67,7 +68,7 @@ TASKS: dict[str, tuple[Callable[[int], Task], int]] = {
     "longer": (longer_task, 6),
     "heavy": (heavy_task, 3),
     "long": (long_task, 3),
-    "large": (large_task, 4),
+    "large": (large_task, 3),
 }
 """With the iterations of a run, at most."""
 CORES = 2
@@ -123,11 +124,11 @@ def slow_generations(tried: Mapping[str, float | str]) -> dict[str, str]:
     }
 
 
-def finalists(tried: Mapping[str, float | str], *always: str) -> list[str]:
-    """The fastest layout, the next if it is nearly as fast, and those that run in any case."""
-    first, *others = fastest_of(tried)
-    near = [name for name in others[:1] if float(tried[name]) <= NEAR * float(tried[first])]
-    return list(dict.fromkeys([first, *near, *always]))
+def finalists(tried: Mapping[str, float | str], most: int, *always: str) -> list[str]:
+    """Of ``most`` layouts those that are nearly as fast as the first, and ``always``."""
+    names = fastest_of(tried)[:most]
+    near = [name for name in names if float(tried[name]) <= NEAR * float(tried[names[0]])]
+    return list(dict.fromkeys([*near, *always]))
 
 
 # ---------------------------------------------------------------- what they take
@@ -215,6 +216,14 @@ def table(by_task: Mapping[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
+def with_saved(by_task: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """And, of tasks that were left out this time, what was saved before; in their order."""
+    file = RESULTS / "wall-cpu.json"
+    saved = json.loads(file.read_text())["result"]["tasks"] if file.exists() else {}
+    known = saved | by_task
+    return {name: known[name] for name in TASKS if name in known}
+
+
 # ---------------------------------------------------------------- where and when
 
 
@@ -247,6 +256,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--runs", type=int, default=5, help="of each finalist")
+    parser.add_argument("--finalists", type=int, default=2, help="of each side, at most")
     parser.add_argument("--choose", action="store_true", help="only find the finalists")
     parser.add_argument("--chosen", action="store_true", help="take those that --choose found")
     parser.add_argument("--max-load", type=float, default=0.7, help="of the minute before")
@@ -267,9 +277,15 @@ def main() -> None:
     by_task: dict[str, Any] = {}
     for task in tasks:
         tried = chosen[task.name] if arguments.chosen else choose(task)
-        names = {"ours": finalists(tried["ours"], ONE), "trl": finalists(tried["trl"])}
+        most = arguments.finalists
+        names = {
+            "ours": finalists(tried["ours"], most, ONE),
+            "trl": finalists(tried["trl"], most),
+        }
         done = measure(task, names, 1 if arguments.quick else arguments.runs)
         by_task[task.name] = figures(task, done) | {"tried": tried}
+    if arguments.save:
+        by_task = with_saved(by_task)
     lines = table(by_task)
     print("\n".join(lines))
     if arguments.save:

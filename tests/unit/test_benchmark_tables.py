@@ -1,5 +1,6 @@
 """What benchmarks write into the documentation, from numbers that are known."""
 
+import json
 import os
 import subprocess
 import sys
@@ -112,13 +113,22 @@ def test_the_ratios_of_all_tasks_and_the_smallest(measured):
     assert "goal_ratio" not in wall.headline({"longer": longer})
 
 
+def test_saving_keeps_the_tasks_that_were_not_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(wall, "RESULTS", tmp_path)
+    assert wall.with_saved({"long": {"ratio": 2.0}}) == {"long": {"ratio": 2.0}}
+    saved = {"result": {"tasks": {"quickstart": {"ratio": 1.5}, "long": {"ratio": 9.0}}}}
+    (tmp_path / "wall-cpu.json").write_text(json.dumps(saved))
+    found = wall.with_saved({"long": {"ratio": 2.0}})
+    assert list(found.items()) == [("quickstart", {"ratio": 1.5}), ("long", {"ratio": 2.0})]
+
+
 def test_finalists_are_the_fastest_the_next_if_near_and_the_single_thread():
     tried = {"a": 1.0, "b": 1.05, "c": 1.08, "d": "failed: no MPI", "1 thread": 1.9}
-    assert wall.finalists(tried) == ["a", "b"]
-    assert wall.finalists(tried, "1 thread") == ["a", "b", "1 thread"]
-    assert wall.finalists({"a": 1.0, "b": 1.2}, "a") == ["a"]
+    assert wall.finalists(tried, 2) == ["a", "b"]
+    assert wall.finalists(tried, 1, "1 thread") == ["a", "1 thread"]
+    assert wall.finalists({"a": 1.0, "b": 1.2}, 2, "a") == ["a"]
     with pytest.raises(RuntimeError, match=r"no layout ran.*no MPI"):
-        wall.finalists({"d": "failed: no MPI"})
+        wall.finalists({"d": "failed: no MPI"}, 2)
 
 
 def test_a_generation_that_is_slow_on_two_processes_is_out_and_one_that_failed_is_not():
