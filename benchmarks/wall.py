@@ -5,24 +5,25 @@
 
 Wall seconds, each side in the layout of its own that is fastest on the task. Ours: one or two
 threads, two processes of a thread each, or streamed (the engine in one thread, the trainer in
-another; 8, 16 or all 32 groups in flight). TRL 1.16: generation padded, with continuous batching or
-with vLLM, each with one or two threads, or in two processes through accelerate. A short run of each
-finds every side's fastest, and the next one where it is nearly as fast; layouts that fail or are
-given up are named with the reason. Then those finalists and our single thread run in turns, each in
-processes of its own; all figures are medians over their runs, of iterations after the first. Sides,
-batches and settings are those of `benchmarks/peers.py`. The second line is the same in two halves,
-and shorter: one finalist of each side. `--save` keeps what was saved of tasks that are not named.
+another; 16 or all 32 groups in flight; in one process or two). TRL 1.16: generation padded, with
+continuous batching or with vLLM, each with one or two threads, or in two processes through
+accelerate. A short run of each finds every side's fastest, and the next if it is nearly as fast;
+what fails or is given up is named with the reason. Then these finalists and our single thread run
+in turns, each in processes of its own. Figures are medians over their runs, of iterations after the
+first; sides, batches and settings those of `benchmarks/peers.py`. The second line is the same in
+two halves, and shorter. `--save` keeps what was saved of tasks that are not named.
 
 Tasks (`benchmarks/peers_tasks.py`): `quickstart`, to a sampled reward of 0.90; `longer`, 10-token
 prompts with completions of about 28 tokens, nearly equal in length; `heavy`, lengths from a Pareto
-distribution; `long`, prompts of 512 tokens; `large`, the quickstart with 27M parameters.
+distribution; `long`, prompts of 512 tokens; `large`, the quickstart with 27M parameters. On `long`
+no rollout earns a reward, and of a group that is worth the same throughout ours trains on nothing.
 
 The last line is JSON: `ratio_<task>` (TRL / ours, wall seconds per iteration), the smallest as
-`ratio_min`; `goal_ratio`, of wall seconds to 0.90; `two_over_one_<task>`, ours on one thread / ours
-in the best layout; `floor_ratio_<task>`, ours in the best layout / the floor for two cores;
-`two_over_one` and `floor_ratio` are the quickstart's. The floor is min((g + t + r) / 2, max(g, t))
-of what an iteration on one thread spends on generating (g), training (t) and the rest (r): all of
-it perfectly halved, or both parts at once on a core each, with the rest for nothing.
+`ratio_min`; `goal_ratio`, of wall seconds to 0.90, if both get there; `two_over_one_<task>`, ours
+on one thread / in the best layout; `floor_ratio_<task>`, ours in the best layout / the floor for
+two cores; `two_over_one` and `floor_ratio` are the quickstart's. The floor is
+min((g + t + r) / 2, max(g, t)) of what an iteration on one thread spends on generating (g),
+training (t) and the rest (r): all halved, or both at once on a core each, the rest for nothing.
 
 Refuses to start where something else runs, or with fewer than two cores; of more it takes two.
 """
@@ -30,7 +31,6 @@ Refuses to start where something else runs, or with fewer than two cores; of mor
 import json
 import os
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +58,7 @@ from benchmarks.peers_tasks import (
     longer_task,
     quick_task,
 )
+from benchmarks.quiet import require_quiet, take_cores
 from benchmarks.results import RESULTS, parser_of, report, write_block
 from benchmarks.task import prepare
 
@@ -78,7 +79,11 @@ SHAPES = {
     "1 thread": Layout(),
 }
 ONE = "1 thread"
-OURS = SHAPES | {f"streamed by {n}": Layout(streamed=n) for n in (8, 16, 32)}
+OURS = SHAPES | {
+    "streamed by 16": Layout(streamed=16),
+    "streamed by 32": Layout(streamed=32),
+    "2 processes, streamed by 16": Layout(processes=CORES, streamed=16),
+}
 TRL = {
     f"{generation}, {shape}": replace(layout, generation=generation)
     for shape, layout in SHAPES.items()
@@ -161,6 +166,7 @@ def figures(task: Task, done: Runs) -> dict[str, Any]:
         best = min(layouts, key=lambda name: layouts[name]["wall_s_per_iteration"])
         result[side] = {"best": best, "layouts": layouts}
     ours, trl = (result[side]["layouts"][result[side]["best"]] for side in ("ours", "trl"))
+    runs = sum(len(done[side][result[side]["best"]]) for side in ("ours", "trl"))
     one = result["ours"]["layouts"][ONE]
     floor = floor_of(done["ours"][ONE])
     each = "wall_s_per_iteration"
@@ -170,7 +176,7 @@ def figures(task: Task, done: Runs) -> dict[str, Any]:
         "two_over_one": one[each] / ours[each],
         "floor_ratio": ours[each] / floor["floor"],
     }
-    if task.goal < NEVER:
+    if ours["reached"] + trl["reached"] == runs:
         result["goal_ratio"] = trl["wall_s"] / ours["wall_s"]
     return result
 
@@ -194,8 +200,9 @@ def headline(by_task: Mapping[str, dict[str, Any]]) -> dict[str, float]:
     found["ratio_min"] = min(found.values())
     for key in ("two_over_one", "floor_ratio"):
         found |= {f"{key}_{name}": result[key] for name, result in by_task.items()}
-    if (quickstart := by_task.get("quickstart")) is not None:
-        found |= {key: quickstart[key] for key in ("two_over_one", "floor_ratio", "goal_ratio")}
+    quickstart = by_task.get("quickstart", {})
+    keys = ("two_over_one", "floor_ratio", "goal_ratio")
+    found |= {key: quickstart[key] for key in keys if key in quickstart}
     return found
 
 
@@ -219,37 +226,9 @@ def table(by_task: Mapping[str, dict[str, Any]]) -> list[str]:
 def with_saved(by_task: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """And, of tasks that were left out this time, what was saved before; in their order."""
     file = RESULTS / "wall-cpu.json"
-    saved = json.loads(file.read_text())["result"]["tasks"] if file.exists() else {}
-    known = saved | by_task
+    saved: dict[str, Any] = json.loads(file.read_text())["result"]["tasks"] if file.exists() else {}
+    known = {**saved, **by_task}
     return {name: known[name] for name in TASKS if name in known}
-
-
-# ---------------------------------------------------------------- where and when
-
-
-def refuse(why: str) -> None:
-    """In one line; the exit status is 2."""
-    print(f"wall: {why}", file=sys.stderr)
-    sys.exit(2)
-
-
-def require_quiet(most: float) -> float:
-    """The load of the last minute, if it says that nothing else runs."""
-    load = os.getloadavg()[0]
-    if load > most:
-        refuse(
-            f"the load of the last minute is {load:.2f}, more than {most:g}: what else runs would "
-            "be measured too. Wait until it is over, or give --max-load for a trial"
-        )
-    return load
-
-
-def take_two_cores() -> None:
-    """For this process, and those that it starts."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < CORES:
-        refuse(f"{len(cores)} core to run on; two processes or threads need {CORES}")
-    os.sched_setaffinity(0, cores[:CORES])
 
 
 def main() -> None:
@@ -262,7 +241,7 @@ def main() -> None:
     parser.add_argument("--max-load", type=float, default=0.7, help="of the minute before")
     parser.add_argument("--quick", action="store_true", help="a trial: 1 run of 2 iterations")
     arguments = parser.parse_args()
-    take_two_cores()
+    take_cores(CORES)
     load = os.getloadavg()[0] if arguments.quick else require_quiet(arguments.max_load)
     prepare()
     make_environment()

@@ -8,7 +8,7 @@ from select import select
 
 import pytest
 
-from benchmarks import faults, scaling, wall
+from benchmarks import faults, quiet, scaling, wall
 from benchmarks.peers_layouts import Layout, reason, run, together
 from benchmarks.peers_tasks import NEVER, Task
 from benchmarks.results import write_block
@@ -59,7 +59,7 @@ def run_of(*wall_s, generate=0.0, train=0.0):
     """One run, whose first iteration is not counted."""
     count = len(wall_s)
     parts = [{"generate": generate, "train": train, "iteration": s} for s in wall_s]
-    same = {"cpu_s": wall_s, "tokens": [100] * count, "rewards": [0.9] * count}
+    same = {"cpu_s": wall_s, "tokens": [100] * count, "rewards": [2.0] * count}
     return same | {"wall_s": wall_s, "parts": parts, "setup_cpu_s": 9.0, "peak_rss_bytes": 2**30}
 
 
@@ -110,6 +110,7 @@ def test_the_ratios_of_all_tasks_and_the_smallest(measured):
     assert found["ratio_quickstart"] == pytest.approx(2.0)
     assert (found["ratio_longer"], found["ratio_min"]) == (1.7, 1.7)
     assert found["two_over_one"] == found["two_over_one_quickstart"]
+    assert found["goal_ratio"] == quick["goal_ratio"]
     assert "goal_ratio" not in wall.headline({"longer": longer})
 
 
@@ -152,13 +153,24 @@ def test_processes_add_up_to_one_run():
 
 
 def test_wall_refuses_a_machine_that_is_not_quiet(monkeypatch, capsys):
-    monkeypatch.setattr(wall, "take_two_cores", lambda: None)
-    monkeypatch.setattr(wall.os, "getloadavg", lambda: (1.3, 1.0, 1.0))
+    monkeypatch.setattr(wall, "take_cores", lambda count: None)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.3, 1.0, 1.0))
     monkeypatch.setattr(sys, "argv", ["wall"])
     with pytest.raises(SystemExit) as caught:
         wall.main()
     assert caught.value.code == 2
     assert "load of the last minute is 1.30, more than 0.7" in capsys.readouterr().err
+
+
+def test_wall_needs_two_cores_and_takes_no_more(monkeypatch, capsys):
+    taken = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: taken.append(cores))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {7, 3, 5})
+    quiet.take_cores(2)
+    assert taken == [[3, 5]]
+    with pytest.raises(SystemExit):
+        quiet.take_cores(4)
+    assert "3 core(s) to run on, and 4 are needed" in capsys.readouterr().err
 
 
 LEAVES = """
