@@ -174,6 +174,7 @@ def test_run_tries_an_iteration_and_writes_nothing(workplace, capsys):
     assert said.endswith("good: `lightning-rl fit` with the same options would start\n")
 
 
+@pytest.mark.slow
 def test_run_on_two_processes_is_told_once(workplace):
     before = files(workplace)
     command = [sys.executable, "-m", "lightning_rl", "check", "--config", "good.yaml"]
@@ -235,6 +236,7 @@ def test_a_plan_in_bfloat16_for_two_processes(workplace, capsys):
     assert "weights in bfloat16" in said  # the engine's, which follows
 
 
+@pytest.mark.slow
 def test_layouts_are_measured_and_the_fastest_named(workplace, capsys, monkeypatch):
     """Each trains in processes of its own; nothing of it stays."""
     of_two_cores = layouts.layouts_of(2, groups=4)[::2]

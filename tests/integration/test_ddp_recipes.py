@@ -67,6 +67,7 @@ def fit(tmp_path, model, prompts, *more, **environment) -> list[dict[str, float]
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
 def test_one_flag_is_enough(tiny_model, tmp_path, prompts):
     """Two processes train as one does: the same rollouts and optimizer steps, by vLLM in each."""

@@ -317,8 +317,7 @@ def node_of(replica) -> str:
 
 
 # -------------------------------------------------------------------- beyond two replicas
-
-
+@pytest.mark.slow
 def test_tensor_parallel_inside_an_actor(weights, engine, local, skeleton):
     """On the cluster that `engine` is connected to; its processes end with the actor."""
     pair = RayEngine(
