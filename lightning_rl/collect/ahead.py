@@ -10,7 +10,7 @@ from lightning_rl.collect.collector import Collector
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.rollout import Group, RolloutStatus
-from lightning_rl.run.loop import innermost
+from lightning_rl.run.loop import cancel_here, innermost
 from lightning_rl.sync.schedule import CollectorStatus
 
 
@@ -203,12 +203,8 @@ class WorkingAhead(Collector):
             self._fill()
 
     async def close(self) -> None:
-        # Those of a loop that hung and was given up end with the process.
-        here = asyncio.get_running_loop()
-        tasks, self._running = [t for t in self._running if t.get_loop() is here], {}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks, self._running = self._running, {}
+        await cancel_here(tasks)
         await super().close()
         self._done, self._deadline, self._missing = [], {}, 0
         self._active, self._failure = False, None

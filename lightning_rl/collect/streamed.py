@@ -8,7 +8,7 @@ from lightning_rl.collect.collector import Collector
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import require_at_least
 from lightning_rl.rollout import Group
-from lightning_rl.run.loop import innermost
+from lightning_rl.run.loop import cancel_here, innermost
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,8 @@ class StreamedCollector(Collector):
             self._complete.append(self._tasks[task])
 
     async def _cancel(self) -> None:
-        # Those of a loop that hung and was given up end with the process.
-        here = asyncio.get_running_loop()
-        tasks = [task for task in self._tasks if task.get_loop() is here]
-        self._groups, self._tasks = [], {}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks, self._groups, self._tasks = self._tasks, [], {}
+        await cancel_here(tasks)
 
 
 def _failed(task: asyncio.Task[None]) -> bool:

@@ -189,11 +189,13 @@ class StreamingLoop(OwnLoop):
         first = torch.tensor([place in streamed.first for place, _ in members], device="cpu")
         with self._as_in_a_step(), torch.enable_grad():
             part = self.compute_all(pack_rollouts(rollouts).to(self.device))
-            trained = first & ~self._idle(part)
+            masked = self.without_truncated(part.copy())
+            left_out = self.left_out(masked)
+            trained = first if left_out is None else first & ~left_out.cpu()
             streamed.add(rollouts, part, trained)
             try:
                 with self.clock("train"):
-                    streamed.metrics += self._gradients_of(part, trained)
+                    streamed.metrics += self._gradients_of(masked, trained)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -230,22 +232,15 @@ class StreamingLoop(OwnLoop):
         return None
 
     def _gradients_of(self, part: TensorDict, trained: Tensor) -> list[Metrics]:
-        part = self.without_truncated(part.copy())
-        part["tokens", "loss_weights"] = self.aggregation.weights(part)
         rows = trained.nonzero().squeeze(1)
         if not len(rows):
             return []
+        part["tokens", "loss_weights"] = self.aggregation.weights(part)
         chosen = select(with_host(part), rows)
         return [
             self.backward_pack(select(chosen, pack), self.objective, last=False)
             for pack in split_packs(chosen, self.max_tokens_per_pack)
         ]
-
-    def _idle(self, part: TensorDict) -> Tensor:
-        left_out = self.left_out(self.without_truncated(part.copy()))
-        if left_out is None:
-            return torch.zeros(len(part["rollouts"]), dtype=torch.bool, device="cpu")
-        return left_out.cpu()
 
     def without_truncated(self, batch: TensorDict) -> TensorDict:
         """Take rollouts that hit ``max_tokens`` out of the loss, if that is wanted."""

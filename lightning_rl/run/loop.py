@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future
 from types import FrameType
 from typing import Any, TypeVar
@@ -179,6 +179,15 @@ async def _tell(coroutine: Coroutine[Any, Any, T], done: threading.Event) -> T:
         return await coroutine
     finally:
         done.set()
+
+
+async def cancel_here(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait for their ends; those of a loop that was given up end with it."""
+    here = asyncio.get_running_loop()
+    own = [task for task in tasks if task.get_loop() is here]
+    for task in own:
+        task.cancel()
+    await asyncio.gather(*own, return_exceptions=True)
 
 
 def innermost(error: BaseException) -> BaseException:
