@@ -39,7 +39,8 @@ class Layout:
     """Processes, and OpenMP threads of each.
 
     ``streamed``: groups that the engine, in a thread of its own, has in flight while the trainer
-    works on those that are complete; 0: the trainer waits for the batch.
+    works on those that are complete; 0: the trainer waits for the batch. ``generation``: ours is
+    ``vllm`` or ``transformers``, TRL's one of ``GENERATIONS``.
     """
 
     threads: int = 1

@@ -4,6 +4,7 @@ Through `Trainer.fit`, with the weight sync and its probe, the preview of rollou
 and a TensorBoard logger.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,17 +13,26 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from benchmarks.peers_run import Progress, parser_of_run
 from benchmarks.task import fit, make_data, make_module
 from lightning_rl import (
+    Engine,
     PreviewTable,
     RLCallback,
     Rollout,
     Sampling,
     StepTimer,
     StreamedCollector,
+    TransformersEngine,
     VLLMLocal,
     WeightSync,
 )
 
 PARTS = ("generate", "train", "iteration")
+ENGINES: dict[str, Callable[[int], Engine]] = {
+    "vllm": lambda length: VLLMLocal(
+        max_model_len=length, options={"max_num_batched_tokens": 8192}
+    ),
+    "transformers": lambda length: TransformersEngine(),
+}
+"""By the name of the generation; given the longest prompt and completion."""
 
 
 class Clock(RLCallback):
@@ -62,7 +72,7 @@ def main() -> None:
     progress = Progress(arguments.goal)
     data = make_data(
         arguments.iterations,
-        VLLMLocal(max_model_len=arguments.max_model_len, options={"max_num_batched_tokens": 8192}),
+        ENGINES[arguments.generation](arguments.max_model_len),
         Path(arguments.prompts),
         sampling=Sampling(max_tokens=arguments.max_tokens),
         collector=StreamedCollector(arguments.streamed) if arguments.streamed else None,

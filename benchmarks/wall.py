@@ -3,9 +3,10 @@
     python -m benchmarks.wall [--tasks quickstart long] [--runs 5] [--save]
     python -m benchmarks.wall --choose; python -m benchmarks.wall --chosen --finalists 1 --save
 
-Wall seconds, each side in the layout of its own that is fastest on the task. Ours: one or two
-threads, two processes of a thread each, or streamed (the engine in one thread, the trainer in
-another; 16 or all 32 groups in flight; in one process or two). TRL 1.16: generation padded, with
+Wall seconds, each side in the layout of its own that is fastest on the task. Ours: generation with
+vLLM or with `TransformersEngine`, each with one or two threads, in two processes of a thread each,
+or with vLLM streamed (the engine in one thread, the trainer in another; 16 or all 32 groups in
+flight; in one process or two). TRL 1.16: generation padded, with
 continuous batching or with vLLM, each with one or two threads, or in two processes through
 accelerate. A short run of each finds every side's fastest, and the next if it is nearly as fast;
 what fails or is given up is named with the reason. Then these finalists and our single thread run
@@ -20,9 +21,9 @@ no rollout earns a reward, and of a group that is worth the same throughout ours
 
 The last line is JSON: `ratio_<task>` (TRL / ours, wall seconds per iteration), the smallest as
 `ratio_min`; `goal_ratio`, of wall seconds to 0.90, if both get there; `two_over_one_<task>`, ours
-on one thread / in the best layout; `floor_ratio_<task>`, ours in the best layout / the floor for
-two cores; `two_over_one` and `floor_ratio` are the quickstart's. The floor is
-min((g + t + r) / 2, max(g, t)) of what an iteration on one thread spends on generating (g),
+on one thread, with the same engine / in the best layout; `floor_ratio_<task>`, ours in the best
+layout / the floor for two cores; `two_over_one` and `floor_ratio` are the quickstart's. The floor
+is min((g + t + r) / 2, max(g, t)) of what an iteration on one thread spends on generating (g),
 training (t) and the rest (r): all halved, or both at once on a core each, the rest for nothing.
 
 Refuses to start where something else runs, or with fewer than two cores; of more it takes two.
@@ -31,7 +32,7 @@ Refuses to start where something else runs, or with fewer than two cores; of mor
 import json
 import os
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,17 +79,23 @@ SHAPES = {
     "2 threads": Layout(threads=CORES),
     "1 thread": Layout(),
 }
-ONE = "1 thread"
-OURS = SHAPES | {
-    "streamed by 16": Layout(streamed=16),
-    "streamed by 32": Layout(streamed=32),
-    "2 processes, streamed by 16": Layout(processes=CORES, streamed=16),
+
+
+def each_with(generations: Iterable[str]) -> dict[str, Layout]:
+    """All shapes, each with all ways to generate."""
+    return {
+        f"{generation}, {shape}": replace(layout, generation=generation)
+        for shape, layout in SHAPES.items()
+        for generation in generations
+    }
+
+
+OURS = each_with(("vllm", "transformers")) | {
+    "vllm, streamed by 16": Layout(streamed=16),
+    "vllm, streamed by 32": Layout(streamed=32),
+    "vllm, 2 processes, streamed by 16": Layout(processes=CORES, streamed=16),
 }
-TRL = {
-    f"{generation}, {shape}": replace(layout, generation=generation)
-    for shape, layout in SHAPES.items()
-    for generation in GENERATIONS
-}
+TRL = each_with(GENERATIONS)
 SIDES: dict[str, tuple[Side, Mapping[str, Layout]]] = {
     "ours": (run_ours, OURS),
     "trl": (run_trl, TRL),
@@ -129,11 +136,20 @@ def slow_generations(tried: Mapping[str, float | str]) -> dict[str, str]:
     }
 
 
-def finalists(tried: Mapping[str, float | str], most: int, *always: str) -> list[str]:
-    """Of ``most`` layouts those that are nearly as fast as the first, and ``always``."""
+def on_one_thread(name: str) -> str:
+    """The layout of ours that does the same with one thread."""
+    return f"{OURS[name].generation}, 1 thread"
+
+
+def with_one_thread(names: Sequence[str]) -> list[str]:
+    """These layouts of ours, and those of one thread to compare them with."""
+    return list(dict.fromkeys([*names, *map(on_one_thread, names)]))
+
+
+def finalists(tried: Mapping[str, float | str], most: int) -> list[str]:
+    """Of ``most`` layouts those that are nearly as fast as the first."""
     names = fastest_of(tried)[:most]
-    near = [name for name in names if float(tried[name]) <= NEAR * float(tried[names[0]])]
-    return list(dict.fromkeys([*near, *always]))
+    return [name for name in names if float(tried[name]) <= NEAR * float(tried[names[0]])]
 
 
 # ---------------------------------------------------------------- what they take
@@ -167,8 +183,8 @@ def figures(task: Task, done: Runs) -> dict[str, Any]:
         result[side] = {"best": best, "layouts": layouts}
     ours, trl = (result[side]["layouts"][result[side]["best"]] for side in ("ours", "trl"))
     runs = sum(len(done[side][result[side]["best"]]) for side in ("ours", "trl"))
-    one = result["ours"]["layouts"][ONE]
-    floor = floor_of(done["ours"][ONE])
+    alone = on_one_thread(result["ours"]["best"])
+    one, floor = result["ours"]["layouts"][alone], floor_of(done["ours"][alone])
     each = "wall_s_per_iteration"
     result |= {
         "floor": floor,
@@ -257,10 +273,8 @@ def main() -> None:
     for task in tasks:
         tried = chosen[task.name] if arguments.chosen else choose(task)
         most = arguments.finalists
-        names = {
-            "ours": finalists(tried["ours"], most, ONE),
-            "trl": finalists(tried["trl"], most),
-        }
+        names = {side: finalists(tried[side], most) for side in SIDES}
+        names["ours"] = with_one_thread(names["ours"])
         done = measure(task, names, 1 if arguments.quick else arguments.runs)
         by_task[task.name] = figures(task, done) | {"tried": tried}
     if arguments.save:

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_rl.algos.advantages import GAE
 from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.callbacks import HFExport, RLCallback
+from lightning_rl.engines import TransformersEngine
 from lightning_rl.models.heads import SeparateValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.reference import FrozenReference
@@ -61,6 +62,11 @@ def separate(model: str) -> dict[str, Any]:
     }
 
 
+def exact_engine() -> dict[str, Any]:
+    """Settings of the data: rounding must not decide which tokens are drawn."""
+    return {"engine": TransformersEngine("float32")}
+
+
 def loaded(model: str, where: Path) -> dict[str, int]:
     """The most memory that building and sharding a model takes, and the bytes of the model."""
     strategy = ShardedStrategy()
@@ -92,7 +98,9 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
             "recomputed_lora", gradient_checkpointing=True, lora=LoRA(rank=4)
         ),
         "separate": lambda: sharded("separate", **separate(model)),
-        "bf16": lambda: sharded("bf16", HFExport(), precision="bf16-mixed", iterations=1),
+        "bf16": lambda: sharded(
+            "bf16", HFExport(), precision="bf16-mixed", iterations=1, data=exact_engine()
+        ),
         "bf16_true": lambda: sharded("bf16_true", precision="bf16-true"),
     }
 

@@ -15,6 +15,7 @@ from lightning_rl.cli.scratch import Built
 from lightning_rl.cli.stopwatch import TIMED
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.dist import announced
@@ -56,21 +57,21 @@ class Layout:
 
 
 def layouts_of(
-    cores: int, groups: int, strategy: str = "auto", streams: bool = False
+    cores: int, groups: int, strategy: str = "auto", streams: bool = False, plain: bool = False
 ) -> list[Layout]:
     """Those that make sense for so many cores and groups per iteration, the simplest first.
 
     Of the numbers of processes that share the groups evenly the smallest and the largest;
-    ``streams``: also engine and trainer at the same time, each on half of the cores.
+    ``streams``: also engine and trainer at the same time, each on half of the cores; ``plain``:
+    also without vLLM, in one thread and in most processes.
     """
     alone = () if strategy == "auto" else ("--trainer.strategy", "auto")
     shared = [n for n in range(2, cores + 1) if groups % n == 0]
     streamed = [_streamed(cores, groups, alone)] if streams and cores > 1 else []
-    return [
-        *(_processes(1, threads, alone) for threads in sorted({1, cores})),
-        *streamed,
-        *(_processes(n, cores // n) for n in sorted({*shared[:1], *shared[-1:]})),
-    ]
+    one = [_processes(1, threads, alone) for threads in sorted({1, cores})]
+    several = [_processes(n, cores // n) for n in sorted({*shared[:1], *shared[-1:]})]
+    without = [_plain(layout) for layout in (*one[:1], *several[-1:])] if plain else []
+    return [*one, *streamed, *several, *without]
 
 
 def _streamed(cores: int, groups: int, flags: tuple[str, ...]) -> Layout:
@@ -80,6 +81,11 @@ def _streamed(cores: int, groups: int, flags: tuple[str, ...]) -> Layout:
     # Two threads in all are one for each; more are divided.
     threads = 1 if cores == 2 else cores
     return Layout("1 process, streamed", (*flags, *in_flight), {"OMP_NUM_THREADS": str(threads)})
+
+
+def _plain(layout: Layout) -> Layout:
+    flags = (*layout.flags, "--data.engine", "TransformersEngine")
+    return Layout(f"{layout.name}, TransformersEngine", flags, layout.environment)
 
 
 def _processes(count: int, threads: int, flags: tuple[str, ...] = ()) -> Layout:
@@ -118,7 +124,9 @@ def candidates(cli: Built) -> list[Layout]:
             f"{type(trainer.strategy).__name__}; add --trainer.strategy auto, or leave --layout out"
         )
     streams = type(data.collector) is SyncCollector and data.can_stream(module)
-    return layouts_of(usable_cores(), data.groups_per_iteration, strategy, streams)
+    stops = any(task.sampling.stop for task in data.train_tasks)
+    plain = isinstance(data.engine, VLLMLocal) and not stops
+    return layouts_of(usable_cores(), data.groups_per_iteration, strategy, streams, plain)
 
 
 def compare(layouts: Sequence[Layout], arguments: Sequence[str], scratch: Path) -> list[str]:

@@ -1,10 +1,11 @@
-"""Plain transformers as an engine: the reference in parity tests, the fallback without vLLM."""
+"""Plain transformers as an engine: for tiny models, for machines without vLLM, and for tests."""
 
 import asyncio
+import gc
+import random
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,29 +14,26 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, checked, fail
+from lightning_rl.engines.decoding import Decoder, Request
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.sampling import end_tokens
 
 
-@dataclass(slots=True)
-class _Request:
-    token_ids: list[int]
-    sampling: Sampling
-    generator: torch.Generator
-    future: asyncio.Future[Completion]
-
-
 @configurable
 class TransformersEngine(Engine):
-    """Samples with a Hugging Face model, batch by batch; slower than vLLM on most loads.
+    """Samples with a Hugging Face model: all requests side by side, others join at any token.
+
+    It needs nothing but transformers. A tiny model it can have faster than vLLM, which spends most
+    of its time beside the model there; a large one, long prompts that share their beginnings, stop
+    strings and structured outputs are vLLM's.
 
     Args:
         dtype: of the engine's own copy of the weights; None: as the trainer computes.
         max_batch_size: requests sampled together.
         device: None: a GPU if there is one.
-        min_batch_size: requests that a batch waits for, where they trickle in one by one (turns of
-            environments and tools); 1 waits for none.
+        min_batch_size: requests that an idle engine waits for, where they trickle in one by one
+            (turns of environments and tools); 1 waits for none.
         max_wait_s: how long at most, in seconds.
     """
 
@@ -62,8 +60,9 @@ class TransformersEngine(Engine):
         except RuntimeError as error:
             raise ConfigError(f"engine device={device!r}: {str(error).splitlines()[0]}") from error
         self._lm: PreTrainedModel | None = None
-        self._waiting: list[_Request] = []
-        self._sampling = 0  # requests in the present batch
+        # Who waits for which request: to be begun, and of those that are being written.
+        self._waiting: dict[Request, asyncio.Future[Completion]] = {}
+        self._writing: dict[Request, asyncio.Future[Completion]] = {}
         self._arrived = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
         # Weights are pushed from the trainer's thread, while batches are sampled in another.
@@ -80,7 +79,7 @@ class TransformersEngine(Engine):
 
     @property
     def in_flight(self) -> int:
-        return len(self._waiting) + self._sampling
+        return len(self._waiting) + len(self._writing)
 
     def start(self, model_dir: Path) -> None:
         if self._lm is not None:
@@ -94,8 +93,13 @@ class TransformersEngine(Engine):
         self._lm = lm.to(self.device).eval().requires_grad_(False)
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust)
         self._ends = end_tokens(tokenizer, config)
+        # As vLLM does: the collector goes through all libraries' objects each time it is due, which
+        # takes longer than an iteration of a small model.
+        gc.freeze()
 
     def close(self) -> None:
+        if self._lm is not None:
+            gc.unfreeze()
         self._lm = None
         self.version = -1
 
@@ -108,35 +112,55 @@ class TransformersEngine(Engine):
                 )
         self.require_room(len(token_ids), sampling)
         loop = asyncio.get_running_loop()
-        generator = torch.Generator(self.device).manual_seed(seed)
-        request = _Request(list(token_ids), sampling, generator, loop.create_future())
-        self._waiting.append(request)
+        request = Request(list(token_ids), sampling, random.Random(seed))
+        future = self._waiting[request] = loop.create_future()
         if self._loop_task is None or self._loop_task.done():
             self._arrived = asyncio.Event()  # of this loop
             self._loop_task = loop.create_task(self._serve())
         self._arrived.set()
-        return await request.future
+        return await future
 
     async def _serve(self) -> None:
-        while self._waiting:
-            await self._gather()
-            batch = self._waiting[: self.max_batch_size]
-            del self._waiting[: self.max_batch_size]
-            batch = [request for request in batch if not request.future.done()]
-            self._sampling = len(batch)
+        """Until nobody waits any more: step by step, so that others join and answers leave."""
+        decoder: Decoder | None = None
+        while self._waiting or self._writing:
+            if self._writing:
+                await asyncio.sleep(0)
+            else:
+                await self._gather()
             try:
                 with self._exclusive:
                     if self._lm is None:
                         raise EngineError("the engine was closed")
-                    completions = self._sample(self._lm, batch)
+                    self.require_ready()  # a push may have failed
+                    decoder = decoder or Decoder(self._lm, self._ends)
+                    over = self._step(decoder)
             except Exception as error:  # must reach those who wait
-                for request in batch:
-                    fail(request.future, f"transformers failed while generating: {error}", error)
+                for future in [*self._writing.values(), *self._waiting.values()]:
+                    fail(future, f"transformers failed while generating: {error}", error)
+                self._writing, self._waiting, decoder = {}, {}, None
                 continue
-            finally:
-                self._sampling = 0
-            for request, completion in zip(batch, completions, strict=True):
-                request.future.set_result(completion)
+            for request in over:
+                self._writing.pop(request).set_result(request.completion())
+
+    def _step(self, decoder: Decoder) -> list[Request]:
+        """One token for each request, those that join now included; returns those that are over."""
+        for request, future in list(self._writing.items()):
+            if future.done():  # nobody waits for it any more
+                request.reason = "abort"
+                del self._writing[request]
+        joining = []
+        for request in list(self._waiting)[: self.max_batch_size - len(self._writing)]:
+            future = self._waiting.pop(request)
+            if not future.done():
+                self._writing[request] = future
+                joining.append(request)
+        if decoder.version != self.version:
+            decoder.version = self.version
+            decoder.reread()
+        if joining:
+            decoder.join(joining)
+        return decoder.step() if self._writing else []
 
     async def _gather(self) -> None:
         """Until the batch is large enough, or its first request has waited for long enough."""
@@ -148,54 +172,6 @@ class TransformersEngine(Engine):
             with suppress(TimeoutError):  # then the batch is as large as it gets
                 await asyncio.wait_for(self._arrived.wait(), deadline - clock())
 
-    @torch.no_grad()
-    def _sample(self, lm: PreTrainedModel, requests: list[_Request]) -> list[Completion]:
-        """Left-pad the prompts, then sample token by token with a key/value cache."""
-        width = max(len(r.token_ids) for r in requests)
-        count, padding = len(requests), self._ends[0]
-        ids = torch.full((count, width), padding, device=self.device)
-        mask = torch.zeros((count, width), dtype=torch.long, device=self.device)
-        for row, request in enumerate(requests):
-            ids[row, width - len(request.token_ids) :] = torch.tensor(request.token_ids)
-            mask[row, width - len(request.token_ids) :] = 1
-        tokens: list[list[int]] = [[] for _ in requests]
-        logprobs: list[list[float]] = [[] for _ in requests]
-        reasons: list[str | None] = [None] * count
-        cache = None
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        while None in reasons:
-            output = lm(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            cache = output.past_key_values
-            logits = output.logits[:, -1].float()
-            chosen = [padding] * count
-            for row, request in enumerate(requests):
-                if reasons[row] is not None:
-                    continue
-                token, logprob = _draw(logits[row], request, tokens[row], self._ends)
-                chosen[row] = token
-                tokens[row].append(token)
-                logprobs[row].append(logprob)
-                if token in self._ends:
-                    reasons[row] = "stop"
-                elif len(tokens[row]) == request.sampling.max_tokens:
-                    reasons[row] = "length"
-            ids = torch.tensor(chosen, device=self.device)[:, None]
-            mask = torch.cat([mask, mask.new_ones((count, 1))], 1)
-            positions = positions[:, -1:] + 1
-        return [
-            Completion(
-                tokens[row], logprobs[row], str(reasons[row]), [self.version] * len(tokens[row])
-            )
-            for row in range(count)
-        ]
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._lm is None:
             raise EngineError("TransformersEngine is not running; call start() first")
@@ -206,52 +182,3 @@ class TransformersEngine(Engine):
             for name, weight in checked(weights, shapes):  # one at a time, so no copy of all
                 held[name].copy_(weight)
             self.version = version
-
-
-def _draw(
-    logits: Tensor, request: _Request, written: list[int], ends: list[int]
-) -> tuple[int, float]:
-    """One token and its logprob under the distribution it was sampled from; logits (V,)."""
-    sampling = request.sampling
-    if len(written) < sampling.min_tokens:
-        logits = logits.clone()
-        logits[ends] = -torch.inf
-    if sampling.penalizes:
-        logits = _penalized(logits, sampling, request.token_ids, written)
-    if sampling.temperature == 0:
-        logprobs = logits.log_softmax(-1)
-        token = int(logits.argmax())
-        return token, float(logprobs[token])
-    logprobs = _filtered(logits / sampling.temperature, sampling).log_softmax(-1)
-    token = int(torch.multinomial(logprobs.exp(), 1, generator=request.generator))
-    return token, float(logprobs[token])
-
-
-def _penalized(logits: Tensor, sampling: Sampling, prompt: list[int], written: list[int]) -> Tensor:
-    """Logits (V,) with those changed that stand in the prompt or were written, as vLLM does."""
-    logits = logits.clone()
-    seen = torch.tensor([*prompt, *written], device=logits.device).unique()
-    penalty = sampling.repetition_penalty
-    logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
-    counts = torch.tensor(written, device=logits.device, dtype=torch.long).bincount(
-        minlength=len(logits)
-    )
-    return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
-
-
-def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits with all but min-p's, the top-k and the top-p nucleus removed."""
-    if sampling.min_p > 0:
-        probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < sampling.min_p * probs.max(), -torch.inf)
-    if sampling.top_k > 0 and sampling.top_k < len(logits):
-        threshold = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
-    if sampling.top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        probs = ordered.softmax(-1)
-        # Keep tokens until the mass before them reaches top_p, so always the likeliest one.
-        outside = probs.cumsum(-1) - probs >= sampling.top_p
-        logits = logits.clone()
-        logits[order[outside]] = -torch.inf
-    return logits

@@ -97,7 +97,7 @@ def test_a_run_that_stops_early_is_evaluated_at_its_end(tiny_model, tmp_path, st
     assert module.iteration == 3
     assert evaluated(rows) == [0, 3]
     assert rows[3]["sync/version"] == 3
-    assert "policy/loss" in rows[3]  # it is one row, though it may have been written in two parts
+    assert "policy/lr" in rows[3]  # it is one row, though it may have been written in two parts
     assert summary["accuracy_after_iteration"] == 3
 
 

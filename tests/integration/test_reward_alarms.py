@@ -101,7 +101,7 @@ def run(tiny_model, tmp_path, rewards, weights, callbacks, iterations):
 
 
 def test_a_policy_that_games_its_reward_sets_off_the_alarms(tiny_model, tmp_path, caplog):
-    alarms = RewardAlarms(window=2, length_ratio=1.5)
+    alarms = RewardAlarms(window=2, length_ratio=1.3)
     with caplog.at_level(logging.WARNING, "lightning_rl"):
         history = run(tiny_model, tmp_path, [sevens, other_digits], [1.0, 0.0], [alarms], 7)
     # Nothing can be said before 2 x 2 iterations.

@@ -51,17 +51,17 @@ class NeverAnswers(Stalling):
 
 
 class BlocksTheLoop(Stalling):
-    def _sample(self, lm, requests):
-        if self.ill(len(requests)):
+    def _step(self, decoder):
+        if self.ill(len(self._waiting)):
             self.release.wait()
-        return super()._sample(lm, requests)
+        return super()._step(decoder)
 
 
 class Raises(Stalling):
-    def _sample(self, lm, requests):
-        if self.ill(len(requests)):
+    def _step(self, decoder):
+        if self.ill(len(self._waiting)):
             raise RuntimeError("the device fell off the bus")
-        return super()._sample(lm, requests)
+        return super()._step(decoder)
 
 
 def fit(tiny_model, tmp_path, engine, ckpt_path=None, **data):
@@ -92,7 +92,7 @@ def whole(tiny_model, tmp_path_factory):
          r".*test_watchdog.py:\d+ in NeverAnswers.generate \(called by agents/base.py:\d+ in "
          r"SingleTurn.run\); all stacks are in .*_0.txt. If a"),
         (BlocksTheLoop, StalledError, r"hangs and blocks the event loop at .*test_watchdog.py:"
-         r"\d+ in _sample \(called by engines/transformers.py:\d+ in _serve\)"),
+         r"\d+ in _step \(called by engines/transformers.py:\d+ in _serve\)"),
         (Raises, EngineError, "transformers failed while generating: the device fell off the bus"),
     ],
 )  # fmt: skip

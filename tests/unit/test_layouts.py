@@ -60,6 +60,12 @@ def test_a_stream_has_a_thread_for_each_half():
     assert not any("StreamedC" in str(found) for found in layouts.layouts_of(1, 32, streams=True))
 
 
+def test_without_vllm_the_simplest_and_the_widest_are_tried():
+    *_, one, two = layouts.layouts_of(2, 32, plain=True)
+    assert one.name == "1 process, 1 thread, TransformersEngine"
+    assert two.flags == ("--trainer.devices", "2", "--data.engine", "TransformersEngine")
+
+
 def test_one_process_needs_no_strategy_of_several():
     alone, _, two = layouts.layouts_of(2, 4, strategy="ddp_find_unused_parameters_true")
     assert alone.flags == ("--trainer.devices", "1", "--trainer.strategy", "auto")

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.engines import Sampling, TransformersEngine, request_seed
+from lightning_rl.engines.decoding import Decoder
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
 from lightning_rl.models.policy import Policy, save_skeleton
 from tests.tolerances import scores_rounding
@@ -287,14 +288,15 @@ def test_it_ends_with_any_end_token_of_the_model(tiny_model, weights, tmp_path):
 
 
 def sizes_of_batches(engine, monkeypatch, gaps):
-    """Requests that arrive one by one, so many turns of the loop apart; the sizes sampled."""
-    sizes, sample = [], engine._sample
+    """Requests that arrive one by one, so many turns of the loop apart; how many joined at once."""
+    sizes, join = [], Decoder.join
 
-    def counted(lm, requests):
-        sizes.append(len(requests))
-        return sample(lm, requests)
+    def counted(decoder, rows):
+        if rows:
+            sizes.append(len(rows))
+        join(decoder, rows)
 
-    monkeypatch.setattr(engine, "_sample", counted)
+    monkeypatch.setattr(Decoder, "join", counted)
 
     async def trickle():
         tasks = []
@@ -325,6 +327,71 @@ def test_a_batch_waits_no_longer_than_it_may(start, monkeypatch):
     )
     assert sizes == [2]
     assert all(completion.token_ids for completion in completions)
+
+
+def staggered(engine, prompts, sampling, between=lambda step: None):
+    """Request ``seed`` comes ``seed`` turns of the loop after the first."""
+
+    async def run():
+        tasks = []
+        for seed, prompt in enumerate(prompts):
+            tasks.append(asyncio.create_task(engine.generate(prompt, sampling, seed)))
+            await asyncio.sleep(0)
+            between(seed)
+        return await asyncio.gather(*tasks)
+
+    return asyncio.run(run())
+
+
+def test_who_joins_later_gets_what_it_would_have_got_alone(engine):
+    """Prompts of one to forty tokens, into a batch in which others are ahead, or over."""
+    prompts = [[3 + (i + j) % 7 for j in range(1 + 13 * i % 40)] for i in range(20)]
+    sampling = Sampling(max_tokens=15, temperature=1.5, top_k=9)
+    alone = [generate(engine, [p], sampling, [s])[0] for s, p in enumerate(prompts)]
+    together = staggered(engine, prompts, sampling)
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert len({len(c.token_ids) for c in together}) > 3
+    for one, other in zip(together, alone, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_a_push_between_two_tokens_makes_the_next_exactly_its_versions(tiny_model, start, weights):
+    engine, plain = start(), AutoModelForCausalLM.from_pretrained(tiny_model)
+    changed = {name: weight * 1.5 for name, weight in weights.items()}
+
+    def push(step):
+        if step == 5:
+            engine.load_weights(changed.items(), 4)
+
+    prompts = [[3, 4, 5, 6, 2], [5], [6, 7], [3, 4, 5, 6, 2], [8], [9], [4], [5, 5]]
+    done = staggered(engine, prompts, Sampling(max_tokens=12, min_tokens=12), push)
+    both = [c for c in done if len(set(c.versions)) == 2]
+    assert len(both) >= 4
+    other = AutoModelForCausalLM.from_pretrained(tiny_model)
+    other.load_state_dict(changed, strict=False)
+    for prompt, completion in zip(prompts, done, strict=True):
+        ids = torch.tensor([prompt + completion.token_ids])
+        for step, (token, logprob) in enumerate(
+            zip(completion.token_ids, completion.logprobs, strict=True)
+        ):
+            model = plain if completion.versions[step] == 3 else other
+            logits = model(input_ids=ids[:, : len(prompt) + step]).logits[0, -1].detach()
+            logits[1] = -torch.inf  # min_tokens
+            assert logprob == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-4)
+
+
+def test_a_request_that_nobody_waits_for_leaves_the_batch(engine):
+    async def run():
+        given_up = asyncio.create_task(engine.generate([3], Sampling(90, min_tokens=90), 0))
+        other = asyncio.create_task(engine.generate([4], Sampling(20, min_tokens=20), 1))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert engine.in_flight == 2
+        given_up.cancel()
+        await other
+        return engine.in_flight
+
+    assert asyncio.run(run()) == 0
 
 
 @pytest.mark.parametrize(
