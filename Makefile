@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow lint docs browser doctor bench-floor gpu-check lock
+.PHONY: help setup quickstart test test-slow lint docs verifiers browser doctor bench-floor gpu-check lock
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -24,12 +24,13 @@ quickstart: setup  ## train the small model of recipes/sort_digits and show its 
 	@$(PY) -m recipes.sort_digits.quickstart
 
 test: setup  ## unit tests, then integration tests with a real vLLM engine, then MLflow's
+	@install/verifiers.sh
 	$(PY) -m pytest tests/unit -n 2
 	$(PY) -m pytest tests/integration -n 2 --dist loadfile -m "not slow"  # a file shares its servers
 	@install/mlflow.sh
 	build/mlflow/bin/python -m pytest tests/integration/test_loggers.py -k mlflow  # left out above
 
-test-slow: setup  ## those tests in which servers and Ray nodes die and start anew
+test-slow: setup verifiers  ## those tests in which servers and Ray nodes die and start anew
 	$(PY) -m pytest tests/integration -m slow
 
 lint: setup  ## ruff and mypy
@@ -41,6 +42,9 @@ lint: setup  ## ruff and mypy
 docs: export NO_MKDOCS_2_WARNING ?= 1
 docs: setup  ## build the documentation into site/, warnings are errors
 	$(PY) -m mkdocs build --strict
+
+verifiers: setup  ## an environment for verifiers' environments, in build/verifiers
+	install/verifiers.sh
 
 browser: setup  ## a Chromium for the viewer's tests, into build/browser (needs npm)
 	install/browser.sh

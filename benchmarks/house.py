@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = {
     "words and tools": ("errors", "rollout", "config", "run"),
     "data and models": ("data", "rollouts", "models", "algos"),
-    "who writes, who grades": ("engines", "agents", "rewards"),
+    "who writes, who grades": ("engines", "agents", "rewards", "serving"),
     "sync, collect, learn": ("sync", "collect", "learn"),
     "Lightning's two faces": ("module", "datamodule"),
     "around them": ("view", "offline", "callbacks"),

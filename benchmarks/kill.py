@@ -10,6 +10,9 @@ command is then given again until it ends well. "equal" means: weights, optimize
 coefficients, random states and data cursor by torch.equal; every row of metrics but for times; and
 every rollout of every iteration, token by token with its logprobs.
 
+With ``--program`` each rollout is a program that asks the model twice, and in the killed runs a
+third of these programs are killed too, between their calls.
+
 With ``--collector AsyncCollector`` runs are not repeatable, so other things are checked: that every
 prompt that was drawn was trained on exactly once or is still waiting in the last checkpoint, and
 that no token was staler than allowed.
@@ -37,6 +40,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl import RLCallback
+from lightning_rl.rollout import Message, as_text
 from recipes.sort_digits.prepare import prepare
 
 ITERATIONS, PER_EPOCH, GROUPS, GROUP_SIZE = 6, 3, 4, 4
@@ -126,7 +130,9 @@ def draw_points(count: int, seed: int) -> list[Point]:
     return points
 
 
-def configuration(data: Path, out: Path, collector: str, engine: str) -> dict[str, Any]:
+def configuration(
+    data: Path, out: Path, collector: str, engine: str, program: bool = False
+) -> dict[str, Any]:
     """The run, as a YAML file would say it."""
     model = {
         "model": str(data / "model"),
@@ -141,7 +147,12 @@ def configuration(data: Path, out: Path, collector: str, engine: str) -> dict[st
                          "init_args": {"warmup_steps": 2, "total_steps": 24}},
         "minibatches": 2, "ppo_epochs": 2,
     }  # fmt: skip
-    started = {"VLLMLocal": {"max_model_len": 32}, "TransformersEngine": {"device": "cpu"}}[engine]
+    # One request after another, because what comes at the same time is chance with programs, and
+    # others in a batch change the last bits of logprobs.
+    started = {
+        "VLLMLocal": {"max_model_len": 32},
+        "TransformersEngine": {"device": "cpu", "max_batch_size": 1 if program else 256},
+    }[engine]
     options = {
         "train_prompts": {"class_path": "JSONLPrompts",
                           "init_args": {"path": str(data / "train.jsonl")}},
@@ -154,6 +165,10 @@ def configuration(data: Path, out: Path, collector: str, engine: str) -> dict[st
         "groups_per_iteration": GROUPS, "group_size": GROUP_SIZE,
         "iterations_per_epoch": PER_EPOCH, "eval_limit": 4,
     }  # fmt: skip
+    if program:
+        script = str(Path(__file__).with_name("kill_program.py"))
+        arguments = {"script": script, "preload": ["urllib.request"]}
+        options["agent"] = {"class_path": "ScriptAgent", "init_args": arguments}
     callbacks: list[Any] = [
         {"class_path": "WeightSync"},
         {"class_path": "Evaluate", "init_args": {"every_n_iterations": 2}},
@@ -175,9 +190,18 @@ def configuration(data: Path, out: Path, collector: str, engine: str) -> dict[st
     }  # fmt: skip
 
 
-def distinct_digits(completions: list[str], **columns: Any) -> list[float]:
+def distinct_digits(completions: list[str | list[Message]], **columns: Any) -> list[float]:
     """A reward that an untrained model earns too, so that advantages are not all zero."""
-    return [len(set(text)) / 10 for text in completions]
+    return [len(set(as_text(completion))) / 10 for completion in completions]
+
+
+def with_killed_programs(config: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The same run, whose programs are killed too."""
+    changed: dict[str, Any] = json.loads(json.dumps(config))
+    agent = changed["data"]["init_args"]["agent"]["init_args"]
+    (out / "programs").mkdir(parents=True)
+    agent["env"] = {"KILL_DIR": str(out / "programs")}
+    return changed
 
 
 def run_command(config: dict[str, Any], out: Path, *options: str) -> int:
@@ -294,6 +318,7 @@ def main() -> int:
     parser.add_argument(
         "--collector", default="SyncCollector", choices=["SyncCollector", "AsyncCollector"]
     )
+    parser.add_argument("--program", action="store_true", help="rollouts are programs")
     parser.add_argument("--keep", type=Path, help="a folder for the runs (default: deleted)")
     options = parser.parse_args()
     out = options.keep or Path(tempfile.mkdtemp(prefix="kill_"))
@@ -309,7 +334,11 @@ def measure(options: argparse.Namespace, out: Path) -> int:
     prepare(out / "data")
 
     def config(name: str) -> dict[str, Any]:
-        return configuration(out / "data", out / name, options.collector, options.engine)
+        made = configuration(
+            out / "data", out / name, options.collector, options.engine, options.program
+        )
+        killed = options.program and name != "whole"
+        return with_killed_programs(made, out / name) if killed else made
 
     if run_command(config("whole"), out / "whole") != 0:
         raise SystemExit(f"the uninterrupted run failed: see {out}/whole/output.txt")
@@ -323,6 +352,8 @@ def measure(options: argparse.Namespace, out: Path) -> int:
         name = f"point_{number}"
         share = seconds.get(point.stage, 0.0)
         starts = killed_and_resumed(config(name), out / name, point, share)
+        if options.program and not list((out / name / "programs").iterdir()):
+            raise SystemExit(f"no program of {name} was killed")
         asynchronous = options.collector == "AsyncCollector"
         found = check_async(out / name) if asynchronous else compare(out / name, out / "whole")
         equal += not found
@@ -332,7 +363,8 @@ def measure(options: argparse.Namespace, out: Path) -> int:
         if not found and options.keep is None:
             shutil.rmtree(out / name)
     result = {"points": options.points, "equal": equal, "collector": options.collector,
-              "engine": options.engine, "seed": options.seed}  # fmt: skip
+              "engine": options.engine, "program": options.program,
+              "seed": options.seed}  # fmt: skip
     print(json.dumps(result))
     return 0 if equal == options.points else 1
 

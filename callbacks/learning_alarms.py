@@ -184,7 +184,7 @@ class LearningAlarms(RLCallback):
         if not groups:
             return
         self.rewards.add([sum(group) / len(group) for group in groups.values()])
-        written = [(r.logprobs, r.loss_mask) for r in rollouts if r.logprobs]
+        written = [(r.column("logprobs"), r.column("loss_mask")) for r in rollouts if r.logprobs]
         surprises = [-p for ps, mask in written for p, by in zip(ps, mask, strict=True) if by]
         if surprises:
             self.entropies.add([sum(surprises) / len(surprises)])
@@ -261,12 +261,12 @@ class LearningAlarms(RLCallback):
         datamodule = datamodule_of(trainer)
         if "eval/accuracy" not in metrics or not isinstance(datamodule, RLDataModule):
             return None
-        first, held_out = self.first_evaluation, datamodule.eval_prompts
-        if not first or held_out is None:
+        first = self.first_evaluation
+        if not first or datamodule.eval_prompts is None:
             names = (*SPREAD_OF, "eval/reward_std")
             self.first_evaluation = {name: metrics[name] for name in names if name in metrics}
             return None
-        prompts = len(held_out.first(datamodule.eval_limit))
+        prompts = len(datamodule.held_out_groups(datamodule.eval_limit))
         for name, spread_of in SPREAD_OF.items():
             if name not in first or name not in metrics:
                 continue

@@ -1,6 +1,6 @@
 """PreviewTable: rollouts that a person can read, none of them overwritten."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import singledispatch
 from typing import Any
 
@@ -9,8 +9,10 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
 from lightning_rl.callbacks.recorder import RolloutSelection
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.packing import packed_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Rollout, as_text
+from lightning_rl.view.calls import calls_as_text
 
 Row = tuple[Any, ...]
 """Text, numbers, and None for what is not there."""
@@ -93,8 +95,10 @@ class PreviewTable(RolloutSelection):
             return
         chosen = self.choose(rollouts)
         self.write(trainer, iteration, chosen)
+        decode = self.module_of(pl_module).loaded_policy.tokenizer.decode
+        table = preview_table(chosen, lambda ids: str(decode(ids)))
         for logger in trainer.loggers:
-            log_table(logger, "rollouts", *preview_table(chosen), iteration)
+            log_table(logger, "rollouts", *table, iteration)
 
     def choose(self, rollouts: list[Rollout]) -> list[Rollout]:
         return spread(rollouts, self.num_rollouts)
@@ -109,15 +113,24 @@ def spread(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
     return [ranked[i * (len(ranked) - 1) // (count - 1)] for i in range(count)]
 
 
-def preview_table(rollouts: Sequence[Rollout]) -> tuple[list[str], list[Row]]:
-    """Columns, and a row per rollout; between parts and end stands what rewards logged."""
+def preview_table(
+    rollouts: Sequence[Rollout], decode: Callable[[list[int]], str] = str
+) -> tuple[list[str], list[Row]]:
+    """Columns, and a row per rollout; between parts and end stands what rewards logged.
+
+    Of a rollout of several rows each call is told, with the end of its prompt. Where there are
+    several prompt sets, their names come first.
+    """
+    several = any(r.prompt.set for r in rollouts)
     extra = list(dict.fromkeys(column for r in rollouts for column in r.extra))
     rows: list[Row] = []
     for r in rollouts:
         parts = ", ".join(f"{name} {score}" for name, score in r.reward_parts.items())
-        end = r.error or f"{r.status.value}, {r.finish_reason}, {len(r.token_ids)} tokens"
+        end = r.error or f"{r.status.value}, {r.finish_reason}, {r.length} tokens"
+        end += f" in {len(packed_rows([r]))} rows" if r.further and not r.error else ""
         logged = [r.extra.get(column) for column in extra]
-        rows.append(
-            (as_text(r.prompt.prompt), as_text(r.completion), r.reward, parts, *logged, end)
-        )
-    return ["prompt", "completion", "reward", "parts", *extra, "end"], rows
+        said = calls_as_text(r, decode) if r.further else as_text(r.completion)
+        name = [r.prompt.set] if several else []
+        rows.append((*name, as_text(r.prompt.prompt), said, r.reward, parts, *logged, end))
+    first = ["set"] if several else []
+    return [*first, "prompt", "completion", "reward", "parts", *extra, "end"], rows

@@ -1,6 +1,7 @@
 """Callbacks that record rollouts: each is a choice of rollouts, and of what is told of each."""
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import repeat
 from pathlib import Path
@@ -13,7 +14,7 @@ from tensordict import TensorDict
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.loader import RolloutLoader, trainable
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import select
+from lightning_rl.data.packing import packed_rows, select
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.module import PolicyModule
@@ -89,6 +90,7 @@ class RolloutRecorder(RolloutSelection):
     ``prompt_pieces``) and lists as long as ``token_ids``: ``trainer_logprobs`` (of the weights
     before the update, at the sampling temperature), ``advantages`` and, where the algorithm has
     them, ``ref_logprobs``, ``values`` and ``returns``. A rollout that was not trained on has none.
+    Of several rows, each has its own.
 
     Logprobs that the update does not need are computed for it: one forward pass over the rollouts
     that are recorded.
@@ -121,15 +123,16 @@ class RolloutRecorder(RolloutSelection):
         if not self.is_due(module.iteration):
             return
         collected = collected_rollouts(trainer)
-        rows = {rollout.id: row for row, rollout in enumerate(trainable(collected))}
+        rows: defaultdict[str, list[int]] = defaultdict(list)
+        for row, (rollout, _) in enumerate(packed_rows(trainable(collected))):
+            rows[rollout.id].append(row)
         chosen = self.choose(collected)
-        trained = [rollout.id for rollout in chosen if rollout.id in rows]
+        trained = [row for rollout in chosen for row in rows[rollout.id]]
         # On every rank: where weights are sharded, a forward pass takes all of them.
-        columns = token_columns(module, batch, [rows[name] for name in trained])
+        columns = dict(zip(trained, token_columns(module, batch, trained), strict=True))
         if not trainer.is_global_zero:
             return
-        of_rollout = dict(zip(trained, columns, strict=True))
-        told = (self._texts(r) | of_rollout.get(r.id, {}) for r in chosen)
+        told = (self._told(r, [columns[row] for row in rows[r.id]]) for r in chosen)
         self.write(trainer, module.iteration, chosen, told)
 
     def choose(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -139,11 +142,19 @@ class RolloutRecorder(RolloutSelection):
         good = {rollout.id for rollout in trainable(rollouts)}
         return [r for r in rollouts if r.group_id in kept or r.id not in good]
 
-    def _texts(self, rollout: Rollout) -> Record:
-        return {
-            "pieces": self._pieces(rollout.token_ids),
-            "prompt_pieces": self._pieces(rollout.prompt.token_ids),
-        }
+    def _told(self, rollout: Rollout, columns: list[dict[str, list[float]]]) -> Record:
+        """What a record tells beyond the rollout: of its first row, and with each of the others."""
+        left = iter(columns)  # of rows with tokens; of none if it was not trained on
+        first, *further = (
+            {
+                "pieces": self._pieces(row.token_ids),
+                "prompt_pieces": self._pieces(row.prompt_ids),
+                **(next(left, {}) if row.token_ids else {}),
+            }
+            for row in rollout.rows()
+        )
+        rows = as_record(rollout)["further"]
+        return first | {"further": [row | told for row, told in zip(rows, further, strict=True)]}
 
 
 @configurable
@@ -208,7 +219,7 @@ def collected_rollouts(trainer: Trainer) -> list[Rollout]:
 def token_columns(
     module: PolicyModule, batch: TensorDict, rows: list[int]
 ) -> list[dict[str, list[float]]]:
-    """Read off numbers per completion token by column name, for each of the given rollouts."""
+    """Read off numbers per completion token by column name, for each of the given rows."""
     batch, chosen = batch.copy(), torch.tensor(rows, dtype=torch.long)
     # The engine's where it is trusted, and zero where a rollout is left out of the update.
     partial = module.trust_engine_logprobs or module.skips_zero_advantage

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.collect.tasks import Task
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import require_at_least, require_finite
 from lightning_rl.rollout import Rollout
@@ -31,8 +32,9 @@ class RewardAlarms(RLCallback):
     - ``alarm/duplicates``: ``rollout/duplicates_across``, the share of completions that some other
       prompt got too, rose by more than ``duplicates_rise``. (``rollout/duplicates_within``, the
       share that another rollout of the group repeats, is recorded only: it rises with certainty.)
-    - ``alarm/components``: one reward rose and another fell, both by more than ``component_drift``
-      of their standard deviations. A reward of weight 0 counts: so one can be watched.
+    - ``alarm/components``: one reward rose and another of its prompt set fell, both by more than
+      ``component_drift`` of their standard deviations. A reward of weight 0 counts: so one can be
+      watched.
     - ``alarm/eval``: ``eval_metric`` is more than ``eval_drop`` below its best, though the mean
       reward is above what it was then. It shows in the row after the evaluation's.
 
@@ -84,7 +86,8 @@ class RewardAlarms(RLCallback):
             )
             self._add(summary_row(graded, across))
             if len(self.last) == self.window:
-                self._compare(datamodule.rewards.weights, module.iteration)
+                weights = [component_weights(task) for task in datamodule.train_tasks]
+                self._compare(weights, module.iteration)
         module.record({f"alarm/{name}": float(on) for name, on in self.on.items()})
 
     def on_iteration_end(
@@ -117,8 +120,8 @@ class RewardAlarms(RLCallback):
         else:
             self.last = [*self.last, row][-self.window :]
 
-    def _compare(self, weights: dict[str, float], iteration: int) -> None:
-        """Set the alarms that look at both ends."""
+    def _compare(self, weights: Sequence[dict[str, float]], iteration: int) -> None:
+        """Set the alarms that look at both ends; ``weights`` are of each prompt set's rewards."""
         before, now = mean_of(self.first, "tokens"), mean_of(self.last, "tokens")
         ratio = max(now, before) / max(1.0, min(now, before))
         tell = f"completions went from {before:.3g} to {now:.3g} tokens"
@@ -126,13 +129,18 @@ class RewardAlarms(RLCallback):
         before, now = mean_of(self.first, "duplicates"), mean_of(self.last, "duplicates")
         tell = f"completions that several prompts share went from {before:.0%} to {now:.0%}"
         self._set("duplicates", now - before > self.duplicates_rise, tell, iteration)
-        drifts = component_drifts(self.first, self.last, weights)
-        up, down = max(drifts, key=drifts.__getitem__), min(drifts, key=drifts.__getitem__)
-        apart = min(drifts[up], -drifts[down]) > self.component_drift
-        tell = (
-            f"reward {up} rose by {drifts[up]:.2g} standard deviations while {down} fell by "
-            f"{-drifts[down]:.2g}"
-        )
+        apart, tell = False, ""
+        for own in weights:
+            drifts = component_drifts(self.first, self.last, own)
+            if not drifts:
+                continue
+            up, down = max(drifts, key=drifts.__getitem__), min(drifts, key=drifts.__getitem__)
+            if min(drifts[up], -drifts[down]) > self.component_drift:
+                apart = True
+                tell = (
+                    f"reward {up} rose by {drifts[up]:.2g} standard deviations while {down} fell "
+                    f"by {-drifts[down]:.2g}"
+                )
         self._set("components", apart, tell, iteration)
 
     def _set(self, name: str, on: bool, tell: str, iteration: int) -> None:
@@ -143,27 +151,40 @@ class RewardAlarms(RLCallback):
 
 def duplicate_shares(rollouts: Sequence[Rollout]) -> tuple[float, float]:
     """Shares of rollouts whose tokens another of the group has, and a rollout of another prompt."""
-    in_group = Counter((r.group_id, *r.token_ids) for r in rollouts)
+    in_group = Counter((r.group_id, *r.completion_ids) for r in rollouts)
     prompts: dict[tuple[int, ...], set[str]] = defaultdict(set)
     for rollout in rollouts:
-        prompts[tuple(rollout.token_ids)].add(rollout.prompt.id)
-    within = sum(in_group[(r.group_id, *r.token_ids)] > 1 for r in rollouts)
-    across = sum(len(prompts[tuple(r.token_ids)]) > 1 for r in rollouts)
+        prompts[tuple(rollout.completion_ids)].add(rollout.prompt.key)
+    within = sum(in_group[(r.group_id, *r.completion_ids)] > 1 for r in rollouts)
+    across = sum(len(prompts[tuple(r.completion_ids)]) > 1 for r in rollouts)
     return within / len(rollouts), across / len(rollouts)
 
 
 def summary_row(rollouts: Sequence[Rollout], duplicates: float) -> Row:
     """Summary of an iteration for the alarms; mean and spread of each reward part too."""
     row = {
-        "tokens": sum(len(r.token_ids) for r in rollouts) / len(rollouts),
+        "tokens": sum(r.length for r in rollouts) / len(rollouts),
         "duplicates": duplicates,
         "reward": summarize([r.reward for r in rollouts if r.reward is not None])[0],
     }
-    for name in rollouts[0].reward_parts:
-        scores = [s for r in rollouts if (s := r.reward_parts.get(name)) is not None]
-        if scores:
-            row[f"part/{name}"], row[f"std/{name}"] = summarize(scores)
+    scores: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, score in rollout.reward_parts.items():
+            if score is not None:
+                scores[component(rollout.prompt.set, name)].append(score)
+    for name, values in scores.items():
+        row[f"part/{name}"], row[f"std/{name}"] = summarize(values)
     return row
+
+
+def component(prompt_set: str, reward: str) -> str:
+    """What a reward is called here: those of several prompt sets are told apart."""
+    return f"{prompt_set}/{reward}" if prompt_set else reward
+
+
+def component_weights(task: Task) -> dict[str, float]:
+    """How much each component counts in the rewards of a task."""
+    return {component(task.name, name): w for name, w in task.rewards.weights.items()}
 
 
 def component_drifts(

@@ -48,11 +48,11 @@ class Watchdog(RLCallback):
             raise ConfigError(f"timeout_s={timeout_s} must be > 0 seconds")
         self.timeout_s = timeout_s
         self._end = threading.Event()
-        self._rewards: Rewards | None = None
+        self._rewards: list[Rewards] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         module, data = self.module_of(pl_module), datamodule_of(trainer)
-        self._rewards = data.rewards if isinstance(data, RLDataModule) else None
+        self._rewards = data.all_rewards if isinstance(data, RLDataModule) else []
         self._end.set()  # a former run's
         self._end = threading.Event()
         # Here, since asking for the run directory may be something that ranks do together.
@@ -79,7 +79,7 @@ class Watchdog(RLCallback):
         loop, thread = background_loop(), loop_thread()
         assert thread is not None
         blocked = replace_loop_if_blocked(min(self.timeout_s, TURN_S))
-        hanging = None if self._rewards is None else self._rewards.hanging()
+        hanging = next((found for one in self._rewards if (found := one.hanging())), None)
         file.write_text(describe(loop), encoding="utf-8")
         what, advice = "generation", "If a rollout may take that long"
         if module.clock.stage == "reward":

@@ -1,4 +1,4 @@
-# Sourced by setup.sh and lock.sh, from the repository root: which build this machine gets, and
+# Sourced by the scripts beside it, from the repository root: which build this machine gets, and
 # from where. Sets $backend (cpu or cuda), $torch_source and $extras.
 
 backend=${LIGHTNING_RL_BACKEND:-}
@@ -12,6 +12,17 @@ extras=$backend,dev,docs,recipes
 [ -z "${PIP_EXTRA_INDEX_URL:-}" ] || export UV_INDEX=${UV_INDEX:-$PIP_EXTRA_INDEX_URL}
 [ -z "${PIP_CERT:-}" ] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$PIP_CERT}
 [ -z "${PIP_FIND_LINKS:-}" ] || export UV_FIND_LINKS=${UV_FIND_LINKS:-$PIP_FIND_LINKS}
+
+# Makes build/NAME, an empty environment for what is not to meet .venv's packages, or ends the script
+# if the one that install/NAME.* asks for is there. Sets $place; at the end call environment_made.
+begin_environment() {
+    place=build/$1
+    wanted=$(cat "install/$1.txt" "install/$1.sh" .venv/setup.stamp | sha256sum)
+    [ "$(cat "$place/made" 2>/dev/null)" != "$wanted" ] || exit 0
+    .venv/bin/uv venv --quiet --clear --python .venv/bin/python "$place"
+}
+
+environment_made() { echo "$wanted" >"$place/made"; }
 
 # The CPU build of torch is not on the main index: take it from a local wheel folder that has it,
 # else from PyTorch's own index. On CUDA, vLLM requires the torch it was built for.

@@ -6,12 +6,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source install/common.sh
 
-place=build/mlflow
-wanted=$(cat install/mlflow.txt install/mlflow.sh .venv/setup.stamp | sha256sum)
-[ "$(cat $place/made 2>/dev/null)" != "$wanted" ] || exit 0
-.venv/bin/uv venv --quiet --clear --python .venv/bin/python $place
+begin_environment mlflow
 .venv/bin/uv pip install --quiet --python $place/bin/python --requirement install/mlflow.txt
 purelib='import sysconfig; print(sysconfig.get_path("purelib"))'
 echo "import site; site.addsitedir('$(.venv/bin/python -c "$purelib")')" \
     >"$($place/bin/python -c "$purelib")/behind.pth"
-echo "$wanted" >$place/made
+environment_made

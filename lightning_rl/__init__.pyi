@@ -9,6 +9,7 @@ from lightning_rl.agents.base import (
     generate_turn as generate_turn,
     room as room,
 )
+from lightning_rl.agents.episode import Episode as Episode
 from lightning_rl.agents.multi_turn import MultiTurn as MultiTurn
 from lightning_rl.agents.templates import (
     HermesParser as HermesParser,
@@ -18,10 +19,6 @@ from lightning_rl.agents.templates import (
     VLLMParser as VLLMParser,
 )
 from lightning_rl.agents.tools import ToolAgent as ToolAgent
-from lightning_rl.agents.verifiers import (
-    VerifiersEnvironment as VerifiersEnvironment,
-    VerifiersPrompts as VerifiersPrompts,
-)
 from lightning_rl.algos.advantages import (
     GAE as GAE,
     GRPO as GRPO,
@@ -81,6 +78,11 @@ from lightning_rl.algos.objective import (
     TokenMean as TokenMean,
     TokenSum as TokenSum,
 )
+from lightning_rl.algos.turns import (
+    GiGPO as GiGPO,
+    RewardToGo as RewardToGo,
+    TurnGAE as TurnGAE,
+)
 from lightning_rl.callbacks import (
     BatchGuard as BatchGuard,
     Correct as Correct,
@@ -134,6 +136,7 @@ from lightning_rl.collect.early_cut import (
     PartialTailCollector as PartialTailCollector,
     TailBatchingCollector as TailBatchingCollector,
 )
+from lightning_rl.collect.mixture import Mixture as Mixture, PromptSet as PromptSet
 from lightning_rl.collect.pipeline import (
     GroupSource as GroupSource,
     RolloutPipeline as RolloutPipeline,
@@ -151,6 +154,12 @@ from lightning_rl.collect.samplers import (
 from lightning_rl.collect.streamed import StreamedCollector as StreamedCollector
 from lightning_rl.config.arguments import configurable as configurable
 from lightning_rl.data.curriculum import PassRateCurriculum as PassRateCurriculum
+from lightning_rl.data.mixing import (
+    ByPassRate as ByPassRate,
+    FixedWeights as FixedWeights,
+    Mixing as Mixing,
+    RoundRobin as RoundRobin,
+)
 from lightning_rl.data.packing import pack_rollouts as pack_rollouts, token_rows as token_rows
 from lightning_rl.data.prompts import PromptDataset as PromptDataset
 from lightning_rl.data.sources import (
@@ -185,10 +194,12 @@ from lightning_rl.errors import (
     AgentError as AgentError,
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
+    ContextLengthError as ContextLengthError,
     DamagedWeightsError as DamagedWeightsError,
     DataError as DataError,
     DiskError as DiskError,
     EngineError as EngineError,
+    EpisodeError as EpisodeError,
     FilterError as FilterError,
     GuardError as GuardError,
     IncompleteWeightsError as IncompleteWeightsError,
@@ -262,16 +273,32 @@ from lightning_rl.rewards.rules import (
     PythonTests as PythonTests,
 )
 from lightning_rl.rollout import (
+    Call as Call,
     Group as Group,
     Message as Message,
     Prompt as Prompt,
     Rollout as Rollout,
     RolloutStatus as RolloutStatus,
+    Row as Row,
 )
 from lightning_rl.rollouts.files import RolloutFile as RolloutFile, open_rollouts as open_rollouts
 from lightning_rl.rollouts.store import RolloutStore as RolloutStore
 from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO as VerifiedCheckpointIO
 from lightning_rl.run.dist import global_mean_std as global_mean_std
+from lightning_rl.serving.ask import Answer as Answer
+from lightning_rl.serving.errors import RequestError as RequestError
+from lightning_rl.serving.function_agent import (
+    AgentClient as AgentClient,
+    FunctionAgent as FunctionAgent,
+)
+from lightning_rl.serving.program_agent import (
+    ProgramAgent as ProgramAgent,
+    ScriptAgent as ScriptAgent,
+)
+from lightning_rl.serving.server import AgentServer as AgentServer
+from lightning_rl.serving.session import Session as Session
+from lightning_rl.serving.verifiers.agent import VerifiersAgent as VerifiersAgent
+from lightning_rl.serving.verifiers.prompts import VerifiersPrompts as VerifiersPrompts
 from lightning_rl.sync.base import (
     WeightReceiver as WeightReceiver,
     WeightStream as WeightStream,

@@ -1,7 +1,7 @@
 """RLDataModule: prompts, engine and rewards behind Lightning's data interface."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from lightning_rl.collect.checks import (
 )
 from lightning_rl.collect.collector import Collector, GroupFilter, SyncCollector
 from lightning_rl.collect.loader import LazyLoader, RolloutBatches, RolloutLoader, limited_epoch
+from lightning_rl.collect.mixture import naming
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
-from lightning_rl.collect.stats import evaluation_metrics, own_metrics
+from lightning_rl.collect.stats import evaluation_metrics, own_metrics, set_metrics
 from lightning_rl.collect.streamed import Consumer, StreamedCollector
+from lightning_rl.collect.tasks import Task, by_name, grader_of, tasks_of
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.curriculum import RepeatedPrompts
@@ -41,7 +43,7 @@ from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Group, Prompt, Rollout
 from lightning_rl.run import dist
 from lightning_rl.run.cores import share_cores
 from lightning_rl.run.dist import announced
@@ -61,12 +63,14 @@ class RLDataModule(LightningDataModule):
     """Collects graded rollouts, one batch of groups per iteration.
 
     Args:
-        train_prompts: what to train on; in Python also a list of prompts or rows, or the path of a
+        train_prompts: what to train on; a :class:`Mixture` for several sets, each with its own
+            agent, rewards and sampling. In Python also a list of prompts or rows, or the path of a
             file of them (so with the other prompts).
         rewards: functions ``f(prompts, completions, **columns) -> list[float]``, plain or async; in
-            Python also one of them, or import paths.
+            Python also one of them, or import paths. None: every set of a mixture has its own.
         engine: generates; None: vLLM in process, or transformers where vLLM is not installed.
-        eval_prompts: held-out prompts, for ``Evaluate``, ``validate`` and ``test``.
+        eval_prompts: held-out prompts, for ``Evaluate``, ``validate`` and ``test``; a
+            :class:`Mixture` for several sets, each evaluated as a whole.
         expert_prompts: rows with a ``completion`` to imitate beside the rollouts; see ``SFTMix``.
         expert_per_iteration: how many of them per iteration.
         buffer: keeps the groups of a run, and mixes older ones into each batch; None: none.
@@ -82,7 +86,7 @@ class RLDataModule(LightningDataModule):
         groups_per_iteration: prompts per iteration.
         iterations_per_epoch: iterations that Lightning counts as one epoch.
         eval_samples: rollouts per held-out prompt; from 2 on, pass@k is reported too.
-        eval_limit: use only the first held-out prompts; None: all.
+        eval_limit: use only the first held-out prompts, of each set; None: all.
         success_reward: a held-out rollout with at least this reward counts as right.
         eval_metrics: functions ``f(rollouts) -> dict[str, float]`` of all held-out rollouts, whose
             numbers are recorded as ``eval/<name>`` beside accuracy.
@@ -99,7 +103,7 @@ class RLDataModule(LightningDataModule):
     def __init__(
         self,
         train_prompts: PromptDataset,
-        rewards: list[Callable[..., list[float]]],
+        rewards: list[Callable[..., list[float]]] | None = None,
         engine: Engine | None = None,
         eval_prompts: PromptDataset | None = None,
         expert_prompts: PromptDataset | None = None,
@@ -136,7 +140,6 @@ class RLDataModule(LightningDataModule):
         require_finite(success_reward=success_reward)
         self.train_prompts = train_prompts
         self.eval_prompts = eval_prompts
-        self.rewards = Rewards(rewards, reward_weights, max_failed_share)
         self.engine = engine if engine is not None else default_engine()
         self.expert_prompts = expert_prompts
         self.expert_per_iteration = expert_per_iteration
@@ -146,8 +149,7 @@ class RLDataModule(LightningDataModule):
         self.agent = agent
         self.collector = collector if collector is not None else SyncCollector()
         self.sampling = sampling
-        # An evaluation does not wait for rollouts that are generated ahead.
-        self.eval_sampling = replace(eval_sampling or sampling, priority=sampling.priority - 1)
+        self.eval_sampling = eval_sampling or sampling
         self.group_size = group_size
         self.groups_per_iteration = groups_per_iteration
         self.iterations_per_epoch = iterations_per_epoch
@@ -157,6 +159,17 @@ class RLDataModule(LightningDataModule):
         self.eval_metrics = eval_metrics or []
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.seed = run_seed(seed)
+        self._common_rewards = (
+            None if rewards is None else Rewards(rewards, reward_weights, max_failed_share)
+        )
+        self.rewards = grader_of(self.train_tasks)
+        """Grades what is trained on."""
+        if reward_weights is not None and rewards is None:
+            raise ConfigError(
+                f"reward_weights={reward_weights} are for rewards, which is null; name these, or "
+                "give the weights to the prompt sets that have rewards"
+            )
+        _ = self.eval_tasks  # are they complete?
         self._model_dir: tempfile.TemporaryDirectory[str] | None = None
         self._batches: RolloutBatches | None = None
         self._loader: RolloutLoader | None = None
@@ -164,6 +177,60 @@ class RLDataModule(LightningDataModule):
         self.first_iteration = 0  # of those collected without training
         self.generated: list[Rollout] = []
         """All ranks' rollouts of the last iteration (where there are several, without logprobs)."""
+
+    @property
+    def train_tasks(self) -> list[Task]:
+        """What becomes of the training prompts: of each set, or of all."""
+        return tasks_of(
+            self.train_prompts,
+            self.agent,
+            self._common_rewards,
+            self.sampling,
+            self.group_size,
+            self.success_reward,
+        )
+
+    @property
+    def eval_tasks(self) -> list[Task]:
+        """The same of the held-out prompts; [] without any."""
+        if self.eval_prompts is None:
+            return []
+        tasks = tasks_of(
+            self.eval_prompts,
+            self.agent,
+            self._common_rewards,
+            self.eval_sampling,
+            self.eval_samples,
+            self.success_reward,
+        )
+        # An evaluation does not wait for rollouts that are generated ahead.
+        first = min(task.sampling.priority for task in self.train_tasks) - 1
+        return [replace(t, sampling=replace(t.sampling, priority=first)) for t in tasks]
+
+    def task_of(self, prompt: Prompt) -> Task:
+        """The task of a training prompt.
+
+        Raises:
+            ConfigError: if there is no such set.
+        """
+        tasks = {task.name: task for task in self.train_tasks}
+        if prompt.set not in tasks:
+            raise ConfigError(
+                f"there is no prompt set {prompt.set!r} in data.train_prompts ({', '.join(tasks)})"
+            )
+        return tasks[prompt.set]
+
+    @property
+    def all_agents(self) -> list[Agent]:
+        """The data module's own, and those of all tasks, each once."""
+        tasks = (*self.train_tasks, *self.eval_tasks)
+        return list({id(a): a for a in (self.agent, *(task.agent for task in tasks))}.values())
+
+    @property
+    def all_rewards(self) -> list[Rewards]:
+        """Those of all tasks, each once."""
+        tasks = (*self.train_tasks, *self.eval_tasks)
+        return list(dict.fromkeys(task.rewards for task in tasks))
 
     # ---------------------------------------------------------------- Lightning's hooks
 
@@ -186,17 +253,25 @@ class RLDataModule(LightningDataModule):
         with dist.every_rank():
             room = self._start_engine(module)
         room = dist.from_rank_zero(room)
-        self.train_prompts.bound(room_for_prompts(room, self.sampling))
-        if self.eval_prompts is not None:
-            self.eval_prompts.bound(room_for_prompts(room, self.eval_sampling))
-        self._pipeline = RolloutPipeline(
-            self.engine, self.agent, self.rewards, self._tokenizer, module.clock
-        )
+        for task in (*self.train_tasks, *self.eval_tasks):
+            with naming(task.name):
+                task.prompts.bound(room_for_prompts(room, task.sampling))
+        self._pipeline = self._made_pipeline(self.train_tasks)
         module.streams = stage == "fit" and isinstance(self.collector, StreamedCollector)
         works = stage == "fit" and drives_engine(self.engine)
         collector = self.collector if works else SyncCollector()
         self._batches = RolloutBatches(
             self._pipeline, collector, self._source(stage), self.filters, self.max_rounds
+        )
+
+    def _made_pipeline(self, tasks: Sequence[Task]) -> RolloutPipeline:
+        return RolloutPipeline(
+            self.engine,
+            self.agent,
+            grader_of(tasks),
+            self._tokenizer,
+            self._module().clock,
+            by_name(tasks),
         )
 
     def _start_engine(self, module: PolicyModule) -> int:
@@ -220,14 +295,23 @@ class RLDataModule(LightningDataModule):
         if stage == "fit" and self.trainer.overfit_batches:  # type: ignore[union-attr]
             prompts = RepeatedPrompts(prompts, self._epoch() * count)
         return GroupSource(
-            prompts, count // ranks, self.group_size, self.sampling, self.seed, None, rank, ranks
+            prompts,
+            count // ranks,
+            self.group_size,
+            self.sampling,
+            self.seed,
+            rank=rank,
+            ranks=ranks,
+            tasks=by_name(self.train_tasks),
         )
 
     def load_prompts(self, stage: str) -> None:
         """The part of ``setup`` that needs no engine: check the settings, load the prompts."""
         module = self._module()
         if stage == "fit":
-            check_collecting(module.advantage, self.filters, self.sampling, self.group_size)
+            for task in self.train_tasks:
+                with naming(task.name):
+                    check_collecting(module.advantage, self.filters, task.sampling, task.group_size)
             check_groups(self.groups_per_iteration, module.minibatches)
             if isinstance(self.collector, WorkingAhead) and self.collector.max_staleness:
                 warn_if_uncorrected("asynchronous", module.objective, module.trust_engine_logprobs)
@@ -245,15 +329,17 @@ class RLDataModule(LightningDataModule):
         with dist.every_rank():
             if dist.rank() == 0:  # it reads the weights once
                 require_sound_model(module.model, module.random_init, module.loading)
-        self.agent.configure(tokenizer)
+        for agent in self.all_agents:
+            agent.configure(tokenizer)
         for prompts in (self.train_prompts, self.expert_prompts, self.eval_prompts):
             if prompts is not None:
                 prompts.load(tokenizer, self.agent.chat_options)
         # Where the configuration tells the engine's length, do not start it only to refuse.
         limit = getattr(self.engine, "max_model_len", None)
         if limit is not None:
-            room_for_prompts(limit, self.sampling)
-            room_for_prompts(limit, self.eval_sampling)
+            for task in (*self.train_tasks, *self.eval_tasks):
+                with naming(task.name):
+                    room_for_prompts(limit, task.sampling)
 
     def can_stream(self, module: PolicyModule) -> bool:
         """Tell whether ``StreamedCollector`` would take these settings."""
@@ -293,8 +379,11 @@ class RLDataModule(LightningDataModule):
     def teardown(self, stage: str) -> None:
         if self._batches is not None:
             self._batches.close()
+        for agent in self.all_agents:
+            agent.close()
         self.engine.close()
-        self.rewards.close()
+        for rewards in self.all_rewards:
+            rewards.close()
         if self.buffer is not None:
             self.buffer.close()
         if self._model_dir is not None:
@@ -362,15 +451,16 @@ class RLDataModule(LightningDataModule):
         module, trainer, batches = self._module(), self.trainer, self._ready_batches()
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
-        self.rewards.state = self._reward_state(iteration)
+        for rewards in self.all_rewards:
+            rewards.state = self._reward_state(iteration)
         streamed = module.begin_stream(batches.source.num_groups) if module.streams else None
         consumer = None if streamed is None else Consumer(module.stream, streamed.first)
         rollouts = batches.collect(iteration, consumer)
         groups, metrics = batches.of_all_ranks(module.iteration)
-        module.record(metrics)
+        batches.observe(self.train_prompts, groups)
+        module.record(metrics | set_metrics(groups, self.train_prompts.shares()))
         if self.train_prompts.dropped:
             module.record({"data/prompts_dropped": float(self.train_prompts.dropped)})
-        self.train_prompts.observe(groups)
         self.generated = [rollout for group in groups for rollout in group]
         call_hook(trainer, "on_collect_end", rollouts)
         if self.buffer is not None and trainer.state.fn == "fit":
@@ -429,13 +519,25 @@ class RLDataModule(LightningDataModule):
         if self.eval_prompts is None:
             raise ConfigError("there is nothing to evaluate on; set data.eval_prompts")
         module = self._module()
-        prompts = self.eval_prompts.first(self.eval_limit)
+        groups = self.held_out_groups(self.eval_limit)
         with module.clock("eval"), self._ready_batches().yielding():
-            rollouts = self._pipeline.run_together(
-                prompts, self.eval_samples, self.eval_sampling, self.seed, iteration=-1
-            )
-        metrics = evaluation_metrics(rollouts, self.success_reward)
+            pipeline = self._made_pipeline(self.eval_tasks)
+            rollouts = pipeline.complete_together(groups, self.eval_sampling)
+        metrics = self.evaluation_metrics(rollouts)
         return rollouts, metrics | own_metrics(self.eval_metrics, rollouts, metrics)
+
+    def held_out_groups(self, limit: int | None = None) -> list[Group]:
+        """Empty groups of held-out prompts, set by set; of each the first ``limit``, or all."""
+        return [
+            group
+            for task in self.eval_tasks
+            for group in task.new_groups(limit, self.seed, iteration=-1)
+        ]
+
+    def evaluation_metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """``eval/*`` of held-out rollouts, but for ``eval_metrics``."""
+        bars = {task.name: task.success_reward for task in self.eval_tasks}
+        return evaluation_metrics(rollouts, bars)
 
     def try_out(self, groups: int, group_size: int) -> list[Rollout]:
         """Graded rollouts of the first prompts, beside training: no prompt is used up.

@@ -29,6 +29,14 @@ class AgentError(RewardError):
     """Too large a share of rollouts failed before their end: their agent raised."""
 
 
+class EpisodeError(LightningRLError):
+    """A call of a model that cannot be; it costs a rollout at most, not the run."""
+
+
+class ContextLengthError(EpisodeError):
+    """A call's prompt is as long as all that the engine can read and write."""
+
+
 class FilterError(LightningRLError):
     """Group filters reject so much that no batch comes together."""
 

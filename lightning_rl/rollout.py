@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from itertools import chain, groupby
 from typing import Any
 
 Message = dict[str, Any]
@@ -26,13 +27,20 @@ class Prompt:
     """One dataset row, tokenised once.
 
     ``prompt`` is what the user wrote (text, or chat messages), ``token_ids`` what the model reads,
-    ``columns`` the row's other fields, which rewards receive by name.
+    ``columns`` the row's other fields, which rewards receive by name. ``set`` is the name of the
+    prompt set it was drawn from, where a run has several; ids are unique within it.
     """
 
     id: str
     prompt: str | list[Message]
     token_ids: list[int]
     columns: dict[str, Any] = field(default_factory=dict)
+    set: str = ""
+
+    @property
+    def key(self) -> str:
+        """Tells the prompt from those of all sets."""
+        return f"{self.set}/{self.id}" if self.set else self.id
 
 
 SAMPLED_BY = (
@@ -49,17 +57,65 @@ SAMPLED_BY = (
 
 
 @dataclass(slots=True)
+class Call:
+    """One call of a model within a rollout: ``token_ids[start:stop]`` of a row are its completion.
+
+    Its prompt is the row's prompt and ``token_ids[:start]``. ``reward`` is what fell on it alone,
+    None where nobody said; it is part of the rollout's reward, not beside it. ``state`` names what
+    the call was asked in, if an environment told: calls of a group in equal states are comparable.
+    ``scorable`` is False where the call was held to a form that scoring does not know: its tokens
+    have no loss. ``asked`` is False for a call of an interrupted attempt until it is asked for
+    again.
+    """
+
+    row: int
+    start: int
+    stop: int
+    seed: int = 0
+    finish_reason: str = "stop"
+    reward: float | None = None
+    state: str | None = None
+    scorable: bool = True
+    asked: bool = True
+
+
+@dataclass(slots=True)
+class Row:
+    """Tokens that go on from one prompt: what is scored in one pass, and trained on.
+
+    A rollout has one, or several if its agent began anew in between: after it had shortened its
+    history, or as another role. The lists are as a rollout's. ``role`` is the policy that wrote it,
+    ``sampling`` what of ``SAMPLED_BY`` was otherwise than the rollout says.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    role: str = ""
+    sampling: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Rollout:
     """One trajectory, at the level of tokens. Text is only ever decoded from it, never encoded.
 
     The per-token lists cover the completion (everything after the prompt) and have equal length C:
     ``loss_mask`` is True for tokens the model wrote (False for an environment's), ``logprobs`` are
-    the engine's at the sampling temperature (0.0 where the mask is False) and ``versions`` the
-    weight version that wrote each token (-1 where the mask is False). ``expert`` marks a given
+    the engine's at the sampling temperature (0.0 where the token was given) and ``versions`` the
+    weight version that wrote each token (-1 where the token was given). ``expert`` marks a given
     completion to imitate, which no engine wrote. ``environment_reward`` is what an environment
     paid, for rewards to use. ``extra`` and ``logged`` are what reward functions logged: a value
     per column for this rollout, and numbers for all of its group. ``structured``: it was held to a
     form that scoring does not know.
+
+    An agent may call models as it likes, so that not all of it is one row of tokens (an episode):
+    ``further`` are the rows after the first, which is the rollout's own; ``role`` and ``sampling``
+    are the first row's. ``calls`` are the models' calls in their order; without any recorded, each
+    stretch of tokens that a model wrote is one (:meth:`model_calls`). ``role_rewards`` are rewards
+    of roles that are paid otherwise than the rollout. ``dropped`` counts tokens that a model wrote
+    for it and that are not in its rows (any more).
     """
 
     prompt: Prompt
@@ -89,6 +145,60 @@ class Rollout:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     structured: bool = False
+    role: str = ""
+    further: list[Row] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    role_rewards: dict[str, float] = field(default_factory=dict)
+    sampling: dict[str, float] = field(default_factory=dict)
+    dropped: int = 0
+
+    def rows(self) -> list[Row]:
+        """All rows; the first shares the rollout's lists, and may be without any tokens."""
+        columns = self.prompt.token_ids, self.token_ids, self.loss_mask, self.logprobs
+        return [Row(*columns, self.versions, self.role, self.sampling), *self.further]
+
+    @property
+    def length(self) -> int:
+        """Tokens after the prompts of all rows, whoever wrote them."""
+        return len(self.token_ids) + sum(len(row.token_ids) for row in self.further)
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """The tokens after the prompts of all rows, row by row; the own list of a single row."""
+        return self.column("token_ids")
+
+    def column(self, name: str) -> list[Any]:
+        """A per-token list over all rows, row by row; the own list of a single row."""
+        own: list[Any] = getattr(self, name)
+        if not self.further:
+            return own
+        return [*own, *chain.from_iterable(getattr(row, name) for row in self.further)]
+
+    def written_versions(self) -> list[int]:
+        """The versions of the tokens that are trained on, row by row."""
+        pairs = zip(self.column("versions"), self.column("loss_mask"), strict=True)
+        return [version for version, mine in pairs if mine]
+
+    def prompt_of(self, call: Call) -> list[int]:
+        """The tokens that a call was asked to go on from."""
+        row = self.rows()[call.row]
+        return row.prompt_ids + row.token_ids[: call.start]
+
+    def model_calls(self) -> list[Call]:
+        """The models' calls: as recorded, or else the stretches that a model wrote."""
+        if self.calls:
+            return self.calls
+        calls, begin = [], 0
+        for mine, run in groupby(self.loss_mask):
+            end = begin + sum(1 for _ in run)
+            if mine:
+                calls.append(Call(0, begin, end))
+            begin = end
+        return calls
+
+    def reward_of(self, role: str) -> float:
+        """What a role was paid; 0 where nobody graded."""
+        return self.role_rewards.get(role, 0.0 if self.reward is None else self.reward)
 
     @property
     def id(self) -> str:
@@ -114,10 +224,14 @@ class Rollout:
         length = min(map(len, columns))
         for column in columns:
             del column[length:]
+        self.calls = [call for call in self.calls if call.row or call.stop <= length]
 
     def clear(self) -> None:
-        """Make it INIT again, as if nothing had been written."""
+        """Make it INIT again, as if nothing had been written; what had been counts as dropped."""
+        self.dropped += sum(self.column("loss_mask"))
         self.token_ids, self.loss_mask, self.logprobs, self.versions = [], [], [], []
+        self.further, self.calls, self.role_rewards = [], [], {}
+        self.role, self.sampling = "", {}
         self.completion, self.environment_reward = "", None
         self.status, self.finish_reason = RolloutStatus.INIT, None
 
@@ -130,11 +244,18 @@ class Rollout:
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> "Rollout":
         """Inverse of :meth:`to_dict`."""
-        known = {f.name for f in fields(cls)}
-        values = {key: value for key, value in record.items() if key in known}
+        values = _known(cls, record)
         values["prompt"] = Prompt(**record["prompt"])
         values["status"] = RolloutStatus(record["status"])
+        values["further"] = [Row(**_known(Row, row)) for row in record.get("further", ())]
+        values["calls"] = [Call(**_known(Call, call)) for call in record.get("calls", ())]
         return cls(**values)
+
+
+def _known(kind: type, record: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass out of a record, which may tell more."""
+    names = {f.name for f in fields(kind)}
+    return {key: value for key, value in record.items() if key in names}
 
 
 Group = list[Rollout]

@@ -1,6 +1,9 @@
 """A run directory written by hand, with one rollout for each thing that can be wrong with one."""
 
+import base64
+import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +105,9 @@ def write_run(directory: Path) -> Path:
         (directory / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     (directory / "summary.json").write_text(json.dumps(summary))
     return directory
+
+
+def blocks_of(page: str) -> dict[str, bytes]:
+    """The data blocks of a page, unpacked."""
+    found = re.findall(r'<script type="text/plain" id="([\w-]+)">([^<]*)</script>', page)
+    return {name: gzip.decompress(base64.b64decode(text)) for name, text in found}

@@ -18,9 +18,12 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
-from lightning_rl.algos.advantages import GAE
+from lightning_rl.agents.base import Environment, Reply
+from lightning_rl.agents.multi_turn import MultiTurn
+from lightning_rl.algos.advantages import GAE, Advantage
 from lightning_rl.algos.correction import TokenTIS
 from lightning_rl.algos.kl import K3Penalty
+from lightning_rl.algos.turns import GiGPO, TurnGAE
 from lightning_rl.callbacks import (
     Evaluate,
     HFExport,
@@ -33,11 +36,14 @@ from lightning_rl.callbacks import (
     StepTimer,
     WeightSync,
 )
+from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collector import GroupFilter
+from lightning_rl.collect.mixture import Mixture, PromptSet
 from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.samplers import Uniform
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.curriculum import PassRateCurriculum
+from lightning_rl.data.mixing import ByPassRate
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines.sampling import Sampling
@@ -47,6 +53,8 @@ from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.sharding import full_tensor
 from lightning_rl.module import PolicyModule
+from lightning_rl.rewards.rules import EnvironmentReward
+from lightning_rl.rollout import Prompt
 from lightning_rl.run import dist
 from tests.ranks_bare import bare_loop
 from tests.ranks_checks import guarded, rerun
@@ -258,6 +266,54 @@ def streaming() -> dict[str, Any]:
     return {"collector": StreamedCollector(max_groups_in_flight=1), "engine": engine}
 
 
+class Evens(Environment):
+    """Pays each turn for its even digits; what counts later is how many there were."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.count = 0
+
+    def step(self, turn: str) -> Reply:
+        found = sum(c in "02468" for c in turn)
+        self.count += found
+        return Reply("=", reward=found / 4, state=str(self.count))
+
+
+def turns(advantage: Advantage) -> dict[str, Any]:
+    """Three turns of two tokens each."""
+    agent = MultiTurn(Evens, max_turns=3, max_turn_tokens=2)
+    data = {"agent": agent, "rewards": [EnvironmentReward()], "sampling": Sampling(max_tokens=8)}
+    head = SharedValueHead() if advantage.needs_values else None
+    return {"advantage": advantage, "value_head": head, "data": data}
+
+
+class Logged(Mixture):
+    """Remembers what was drawn: on all ranks the same, though none may see the other's."""
+
+    log: list[list[str]]
+
+    def draw(self, count: int) -> list[Prompt]:
+        drawn = super().draw(count)
+        self.log = [*getattr(self, "log", []), *([p.set, p.id] for p in drawn)]
+        return drawn
+
+
+def mixed() -> Logged:
+    """One set in which half a completion is right, and one in which nearly nothing is."""
+    sets = [
+        PromptSet("a", IterablePrompts(rows, seed=3), success_reward=0.5),
+        PromptSet("b", IterablePrompts(rows, seed=4), success_reward=0.9, weight=2.0),
+    ]
+    return Logged(sets, ByPassRate(memory=0.0), seed=2)
+
+
+def mixed_ahead(model: str, where: Path) -> dict[str, Any]:
+    """Ranks draw ahead of what they learn, each at its own pace."""
+    prompts = mixed()
+    data = {"train_prompts": prompts, "collector": AsyncCollector(), "filters": [NotOnRankOne()]}
+    result = fit(model, where, DDPStrategy(), iterations=6, data=data, trust_engine_logprobs=True)
+    return result | {"drawn": prompts.log, "learned": prompts.mixing.state_dict()}
+
+
 def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
     def run(name: str, strategy: Strategy, *extra: Any, **options: Any) -> dict[str, Any]:
         return fit(model, where / name, strategy, *extra, **options)
@@ -280,7 +336,11 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         "ddp_critic_minibatches": lambda: run(
             "ddp_critic_minibatches", DDPStrategy(), **critic(), **in_minibatches()
         ),
+        "ddp_turns": lambda: run("ddp_turns", DDPStrategy(), **turns(GiGPO())),
+        "ddp_turns_critic": lambda: run("ddp_turns_critic", DDPStrategy(), **turns(TurnGAE())),
         "curriculum": lambda: run("curriculum", DDPStrategy(), curriculum=True),
+        "mixture": lambda: run("mixture", DDPStrategy(), data={"train_prompts": mixed()}),
+        "mixture_ahead": lambda: mixed_ahead(model, where / "mixture_ahead"),
         "shared": lambda: run(
             "shared", DDPStrategy(), *everything(), data={"engine": SharedEngine()}
         ),

@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rl.agents.rows import drop_unasked
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling, request_seed
 from lightning_rl.errors import ConfigError
@@ -38,6 +39,12 @@ class Agent(ABC):
     @abstractmethod
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
         """Extend ``rollout`` in place until it is completed or aborted, and return it."""
+
+    def close(self) -> None:
+        """Free what it holds besides its rollouts, such as processes, once a run is over.
+
+        It may be asked to run again afterwards.
+        """
 
 
 class SingleTurn(Agent):
@@ -103,8 +110,10 @@ def append_given(rollout: Rollout, token_ids: Sequence[int]) -> None:
 
 def end(rollout: Rollout, reason: str) -> None:
     """Set what ended a rollout: COMPLETED, or ABORTED by the engine or before its first token."""
+    drop_unasked(rollout)
     rollout.finish_reason = reason
-    aborted = reason == "abort" or not rollout.token_ids
+    aborted = any(call.finish_reason == "abort" for call in rollout.calls)
+    aborted = aborted or reason == "abort" or not rollout.length
     rollout.status = RolloutStatus.ABORTED if aborted else RolloutStatus.COMPLETED
 
 
@@ -145,6 +154,30 @@ def recorded_turns(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
     return list(zip(runs[0::2], answers, strict=True))
 
 
+def record_turns(
+    rollout: Rollout,
+    last_reason: str,
+    rewards: Sequence[float] = (),
+    states: Sequence[str | None] = (),
+) -> None:
+    """Record the turns that a rollout holds as its calls, in place of any from an earlier attempt.
+
+    Args:
+        rollout: whose turns are each answered by tokens, but for the last.
+        last_reason: what ended the last turn; those before it came to their end.
+        rewards: of the first turns; the others were not paid.
+        states: that the first turns were asked in.
+    """
+    rollout.calls = []  # so that they are found anew
+    calls = rollout.model_calls()
+    for call, reward, state in zip_longest(calls, rewards[: len(calls)], states[: len(calls)]):
+        call.seed = continuation_seed(rollout.seed, call.start)
+        call.reward, call.state = reward, state
+    if calls:
+        calls[-1].finish_reason = last_reason
+    rollout.calls = calls
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """An environment's answer to one turn.
@@ -155,11 +188,16 @@ class Reply:
             it out.
         reward: paid for this turn; a rollout's ``environment_reward`` is the sum over its turns.
         done: the rollout ends here.
+        state: names the state that the model is in next, so that :class:`GiGPO` can compare what
+            rollouts of a group do in the same one: two turns are in the same state if nothing that
+            matters from there on differs. The first turn's is the prompt, as :func:`as_text` has
+            it. None: no name.
     """
 
     observation: str | list[Message] = ""
     reward: float = 0.0
     done: bool = False
+    state: str | None = None
 
 
 class Environment(ABC):
@@ -210,7 +248,7 @@ def new_rollouts(
         Rollout(
             prompt=prompt,
             # A prompt drawn twice in one iteration makes two groups: tell them apart by place.
-            group_id=f"{iteration}/{place}/{prompt.id}",
+            group_id=f"{iteration}/{place}/{prompt.key}",
             sample_index=index,
             seed=request_seed(seed, f"{place}/{prompt.id}", index, iteration),
             **sampling.of_rollout(),

@@ -15,6 +15,7 @@ from lightning_rl.agents.base import (
     append_given,
     end,
     generate_turn,
+    record_turns,
     recorded_turns,
     require_seconds,
     resolve,
@@ -26,7 +27,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.rollout import Message, Rollout, RolloutStatus
+from lightning_rl.rollout import Message, Rollout, RolloutStatus, as_text
 
 
 @configurable
@@ -37,8 +38,8 @@ class MultiTurn(Agent):
     environment's answer is encoded alone and has no loss. ``finish_reason`` becomes ``stop`` (the
     environment is done), ``length`` (``sampling.max_tokens``, which counts all tokens after the
     prompt, or the engine's length), ``max_turns`` or ``max_seconds``. All of these are completed
-    rollouts, with what the environment paid until then as ``environment_reward``; a last turn that
-    a token limit cut in the middle is not shown to the environment.
+    rollouts, with what the environment paid until then as ``environment_reward``, and for which
+    turn in ``calls``; a last turn that a token limit cut in the middle is not shown to it.
 
     A rollout that holds turns already is gone on with: a new environment is led through them
     without generating anything, then the rest is played. ``max_seconds`` counts anew.
@@ -99,10 +100,11 @@ class MultiTurn(Agent):
         chat = None if isinstance(rollout.prompt.prompt, str) else self._chat
         with _blaming("environment"):
             environment = self.environment(rollout.prompt)
+        episode = _Episode(self, rollout, environment, self._tokenizer, chat)
         try:
-            episode = _Episode(self, rollout, environment, self._tokenizer, chat)
             return await episode.play(engine, sampling)
         finally:
+            record_turns(rollout, episode.turn_ended_by, episode.rewards, episode.states)
             with _blaming(f"{type(environment).__name__}.close"):
                 await resolve(environment.close())
 
@@ -132,6 +134,9 @@ class _Episode:
         self.tokenizer = tokenizer
         self.chat = chat
         self.messages: list[Message] = []
+        self.rewards: list[float] = []
+        self.states: list[str | None] = [as_text(rollout.prompt.prompt)]
+        self.turn_ended_by = "stop"
         rollout.environment_reward = 0.0
         if chat is not None:  # of a text prompt the pipeline decodes all tokens
             rollout.completion = self.messages
@@ -174,6 +179,7 @@ class _Episode:
         completion = await generate_turn(self.rollout, engine, sampling, left, len(turn))
         turn = turn + completion.token_ids
         over = completion.finish_reason == "stop" or len(turn) == longest
+        self.turn_ended_by = "stop" if over else completion.finish_reason
         return turn, None if over else completion.finish_reason
 
     def _is_over(self, turn: list[int], sampling: Sampling) -> bool:
@@ -196,8 +202,12 @@ class _Episode:
                 raise ValueError("returned no observation; the model needs one unless done=True")
             if self.chat is None and not isinstance(reply.observation, str):
                 raise TypeError("returned messages for a text prompt; return text")
+            if not isinstance(reply.state, str | None):
+                raise TypeError(f"returned state={reply.state!r:.80}; name it by a string, or None")
         assert self.rollout.environment_reward is not None
         self.rollout.environment_reward += reply.reward
+        self.rewards.append(float(reply.reward))
+        self.states.append(reply.state)
         self.messages += _as_messages(reply)
         return reply
 

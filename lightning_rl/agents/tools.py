@@ -19,6 +19,7 @@ from lightning_rl.agents.base import (
     append_given,
     end,
     generate_turn,
+    record_turns,
     require_seconds,
     room,
     within,
@@ -84,7 +85,7 @@ class ToolAgent(Agent):
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
         template = TurnTemplate(tokenizer, self.chat_options)
-        call = _as_message(self._sample_call(), 0)
+        call = call_message(self._sample_call(), 0)
         template.check([tool_reply(call, "A result.")], [call], self.allow_rewrites)
         self.parser.configure(tokenizer, self.toolbox.schemas)
         self._check_prompt(template)
@@ -103,7 +104,12 @@ class ToolAgent(Agent):
             messages.pop()  # of a turn that was interrupted; its tokens are still there
         rollout.completion = messages
         conversation = self._converse(rollout, messages, engine, sampling)
-        end(rollout, await within(self.max_seconds, conversation))
+        reason = await within(self.max_seconds, conversation)
+        # With calls that were read, it was the results that found no room.
+        whole = bool(messages) and "tool_calls" in messages[-1]
+        cut = reason == "abort" or (reason == "length" and not whole)
+        record_turns(rollout, reason if cut else "stop")
+        end(rollout, reason)
         return rollout
 
     async def _converse(
@@ -153,7 +159,7 @@ class ToolAgent(Agent):
             content = str(self._tokenizer.decode(wrote, skip_special_tokens=True))
             return {"role": "assistant", "content": content}
         before = sum(len(message.get("tool_calls", ())) for message in messages)
-        numbered = [_as_message(call, number) for number, call in enumerate(calls, before)]
+        numbered = [call_message(call, number) for number, call in enumerate(calls, before)]
         return {"role": "assistant", "content": content, "tool_calls": numbered}
 
     # ---------------------------------------------------------------- checks
@@ -192,7 +198,7 @@ def _sample(kind: Any) -> Any:
     return samples.get(kind, "text") if isinstance(kind, str) else "text"
 
 
-def _as_message(call: ParsedCall, number: int) -> Message:
+def call_message(call: ParsedCall, number: int) -> Message:
     """As in a message's ``tool_calls``; ids of nine letters and digits, as Mistral wants them."""
     function = {"name": call.name, "arguments": {} if call.error else call.arguments}
     message: Message = {"id": f"call{number:05d}", "type": "function", "function": function}
@@ -200,7 +206,7 @@ def _as_message(call: ParsedCall, number: int) -> Message:
 
 
 def _renders_two(template: TurnTemplate, call: ParsedCall) -> bool:
-    calls = [_as_message(call, number) for number in (0, 1)]
+    calls = [call_message(call, number) for number in (0, 1)]
     try:
         template.suffix([], [tool_reply(call, "A result.") for call in calls], calls)
     except ConfigError:

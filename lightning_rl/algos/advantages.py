@@ -2,14 +2,15 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import token_rows
+from lightning_rl.data.episodes import Calls, calls_of, received
+from lightning_rl.data.packing import episode_rows, token_rows
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.run.dist import global_mean_std
 
@@ -35,10 +36,10 @@ def group_stds(rewards: Tensor, group: Tensor) -> Tensor:
 def gae(
     rewards: Tensor, values: Tensor, row: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over each rollout's own tokens (Schulman et al. 2015).
+    """Generalised advantage estimation over each rollout's own steps (Schulman et al. 2015).
 
-    ``rewards``, ``values`` and ``row`` (the rollout of each token, ascending) have shape (M,); an
-    episode ends with its last token, so nothing is bootstrapped there. Returns advantages and
+    ``rewards``, ``values`` and ``row`` (the rollout of each step, ascending) have shape (M,); an
+    episode ends with its last step, so nothing is bootstrapped there. Returns advantages and
     returns, both (M,): with delta[t] = r[t] + gamma V[t+1] - V[t],
     A[t] = delta[t] + gamma lam A[t+1] and return[t] = A[t] + V[t].
     """
@@ -71,12 +72,38 @@ def whiten(advantages: Tensor) -> Tensor:
     return (advantages - mean) * (std**2 + 1e-8).rsqrt()
 
 
-def total_rewards(batch: TensorDict) -> Tensor:
-    """Each rollout's reward plus the sum of its ``token_rewards`` (e.g. a KL), shape (R,)."""
-    rewards_R = batch["rollouts", "reward"]
+class Episodes(NamedTuple):
+    """The E episodes of a batch's R rows: a rollout of several rows is compared as one.
+
+    ``reward`` (E,), ``group`` (E,): those that are compared with each other have the same number,
+    one for each prompt and role; ``of_row`` (R,): the episode of each row.
+    """
+
+    reward: Tensor
+    group: Tensor
+    of_row: Tensor
+
+
+def episodes_of(batch: TensorDict) -> Episodes:
+    """Rewards and groups by episode."""
+    rollouts = batch["rollouts"]
+    numbers, of_row = episode_rows(batch).unique(return_inverse=True)
+    reward, group = (
+        rollouts[name].new_zeros(len(numbers)).index_put((of_row,), rollouts[name])
+        for name in ("reward", "group")
+    )
+    if "role" in rollouts:
+        role = rollouts["role"].new_zeros(len(numbers)).index_put((of_row,), rollouts["role"])
+        group = group * (role.max() + 1) + role
+    return Episodes(reward, group, of_row)
+
+
+def total_rewards(batch: TensorDict, episodes: Episodes) -> Tensor:
+    """Each episode's reward plus the sum of its ``token_rewards`` (e.g. a KL), shape (E,)."""
     if "token_rewards" not in batch["tokens"]:
-        return rewards_R
-    return rewards_R.index_add(0, token_rows(batch), batch["tokens", "token_rewards"])
+        return episodes.reward
+    of_token = episodes.of_row[token_rows(batch)]
+    return episodes.reward.index_add(0, of_token, batch["tokens", "token_rewards"])
 
 
 class Advantage(ABC):
@@ -105,6 +132,12 @@ class Advantage(ABC):
         """Return the batch with advantages (and ``returns``, where there is a critic)."""
 
 
+def on_tokens(batch: TensorDict, calls: Calls, values_M: Tensor) -> Tensor:
+    """Values (M,) of the calls' tokens, where these are in the batch, (T,); else 0."""
+    empty = values_M.new_zeros(len(batch["tokens"]))
+    return empty.index_put((calls.tokens,), values_M)
+
+
 def spread_over_tokens(batch: TensorDict, advantages_R: Tensor) -> TensorDict:
     """Give every model token of a rollout the rollout's advantage (R,)."""
     advantages_T = advantages_R[token_rows(batch)] * batch["tokens", "loss_mask"]
@@ -112,8 +145,8 @@ def spread_over_tokens(batch: TensorDict, advantages_R: Tensor) -> TensorDict:
     return batch
 
 
-class GroupAdvantage(Advantage):
-    """An advantage that is a function of rewards (R,) and group ids (R,), for each group apart."""
+class WithinGroups(Advantage):
+    """An advantage that compares the rollouts of a group with each other, and with no others."""
 
     @property
     def per_group(self) -> bool:
@@ -123,13 +156,18 @@ class GroupAdvantage(Advantage):
     def min_group_size(self) -> int:
         return 2
 
+
+class GroupAdvantage(WithinGroups):
+    """An advantage that is a function of episodes' rewards and groups, for each group apart."""
+
     def __call__(self, batch: TensorDict) -> TensorDict:
-        advantages_R = self.compare(total_rewards(batch), batch["rollouts", "group"])
-        return spread_over_tokens(batch, advantages_R)
+        episodes = episodes_of(batch)
+        advantages_E = self.compare(total_rewards(batch, episodes), episodes.group)
+        return spread_over_tokens(batch, advantages_E[episodes.of_row])
 
     @abstractmethod
-    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
-        """Advantages (R,)."""
+    def compare(self, rewards: Tensor, group: Tensor) -> Tensor:
+        """Advantages (E,) of episodes with these rewards (E,) and groups (E,)."""
 
 
 @configurable
@@ -154,20 +192,46 @@ class GRPO(GroupAdvantage):
         require_finite(eps=self.eps)
         require_at_least(0, eps=self.eps)
 
-    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
-        advantages_R = rewards_R - group_means(rewards_R, group_R)
+    def compare(self, rewards: Tensor, group: Tensor) -> Tensor:
+        advantages = rewards - group_means(rewards, group)
         if not self.normalize_std:
-            return advantages_R
-        return advantages_R / (group_stds(rewards_R, group_R) + self.eps)
+            return advantages
+        return advantages / (group_stds(rewards, group) + self.eps)
+
+
+@dataclass(frozen=True)
+class CriticAdvantage(Advantage):
+    """Generalised advantage estimation from step to step, whatever a step is."""
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten: bool = True
+    needs_values: ClassVar[bool] = True
+
+    @property
+    def per_group(self) -> bool:
+        return not self.whiten
+
+    def give(
+        self, batch: TensorDict, calls: Calls, advantages: Tensor, returns: Tensor
+    ) -> TensorDict:
+        """The batch with advantages and returns (M,) of the calls' tokens; 0 for all others."""
+        if self.whiten:
+            advantages = whiten(advantages)
+        batch["tokens", "advantages"] = on_tokens(batch, calls, advantages)
+        batch["tokens", "returns"] = on_tokens(batch, calls, returns)
+        return batch
 
 
 @configurable
 @dataclass(frozen=True)
-class GAE(Advantage):
+class GAE(CriticAdvantage):
     """Generalised advantage estimation with a value head (Schulman et al. 2015; PPO 2017).
 
-    The rollout's reward falls on its last model token, ``token_rewards`` (a KL in the reward) where
-    they are. ``gamma`` and ``lam`` are per token.
+    What a call was paid falls on its last token, what the rollout was paid beyond that (all of it,
+    where no call was paid) on its last model token, and ``token_rewards`` (a KL in the reward)
+    where they are. ``gamma`` and ``lam`` are per token, in the order of the calls: what follows a
+    token may stand in another row of its episode.
 
     Args:
         whiten: give the batch's advantages mean 0 and standard deviation 1, over all ranks.
@@ -176,32 +240,12 @@ class GAE(Advantage):
         ConfigError: unless ``gamma`` and ``lam`` are in [0, 1].
     """
 
-    gamma: float = 1.0
-    lam: float = 0.95
-    whiten: bool = True
-    needs_values: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
             raise ConfigError(f"GAE(gamma={self.gamma}, lam={self.lam}): both must be in [0, 1]")
 
-    @property
-    def per_group(self) -> bool:
-        return not self.whiten
-
     def __call__(self, batch: TensorDict) -> TensorDict:
-        live = batch["tokens", "loss_mask"].nonzero().squeeze(1)
-        row = token_rows(batch)[live]
-        last = torch.ones_like(row, dtype=torch.bool)
-        last[:-1] = row[1:] != row[:-1]
-        values = batch["tokens", "values"][live]
-        rewards = torch.where(last, batch["rollouts", "reward"][row], 0.0)
-        if "token_rewards" in batch["tokens"]:
-            rewards = rewards + batch["tokens", "token_rewards"][live]
-        advantages, returns = gae(rewards, values, row, self.gamma, self.lam)
-        if self.whiten:
-            advantages = whiten(advantages)
-        empty = torch.zeros_like(batch["tokens", "values"])
-        batch["tokens", "advantages"] = empty.index_put((live,), advantages)
-        batch["tokens", "returns"] = empty.index_put((live,), returns)
-        return batch
+        calls = calls_of(batch)
+        live, episode = calls.tokens, calls.episode[calls.of_token]
+        values, rewards = batch["tokens", "values"][live], received(batch, calls)[live]
+        return self.give(batch, calls, *gae(rewards, values, episode, self.gamma, self.lam))

@@ -12,6 +12,7 @@ from lightning_rl.algos.advantages import (
     GRPO,
     Advantage,
     GroupAdvantage,
+    episodes_of,
     gae,
     group_means,
     spread_over_tokens,
@@ -19,7 +20,7 @@ from lightning_rl.algos.advantages import (
     whiten,
 )
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import token_rows
+from lightning_rl.data.episodes import calls_of
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.run.dist import global_mean_std
 
@@ -43,10 +44,10 @@ class RLOO(GroupAdvantage):
     With G rollouts that is G / (G - 1) times (r - mean); a group of one gets zero.
     """
 
-    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
-        _, inverse, counts = group_R.unique(return_inverse=True, return_counts=True)
+    def compare(self, rewards: Tensor, group: Tensor) -> Tensor:
+        _, inverse, counts = group.unique(return_inverse=True, return_counts=True)
         size = counts[inverse]
-        return (rewards_R - group_means(rewards_R, group_R)) * size / (size - 1).clamp(min=1)
+        return (rewards - group_means(rewards, group)) * size / (size - 1).clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ class MaxRL(GroupAdvantage):
 
     takes_kl_reward: ClassVar[bool] = False
 
-    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
-        mean = group_means(rewards_R, group_R)
-        return torch.where(mean > 0, (rewards_R - mean) / mean.clamp(min=1e-12), 0.0)
+    def compare(self, rewards: Tensor, group: Tensor) -> Tensor:
+        mean = group_means(rewards, group)
+        return torch.where(mean > 0, (rewards - mean) / mean.clamp(min=1e-12), 0.0)
 
 
 @configurable
@@ -92,11 +93,11 @@ class PassAtK(GroupAdvantage):
         if self.k < 1:
             raise ConfigError(f"PassAtK(k={self.k}) must be >= 1")
 
-    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
-        right = rewards_R >= self.success_reward
-        advantages = torch.zeros_like(rewards_R)
-        for group in group_R.unique():
-            rows = group_R == group
+    def compare(self, rewards: Tensor, group: Tensor) -> Tensor:
+        right = rewards >= self.success_reward
+        advantages = torch.zeros_like(rewards)
+        for number in group.unique():
+            rows = group == number
             n = int(rows.sum())
             for value, of in self._levels(n, int((rows & ~right).sum())):
                 advantages[rows & (right == of)] = value
@@ -137,14 +138,14 @@ class OPMD(GroupAdvantage):
         if self.tau <= 0:
             raise ConfigError(f"OPMD(tau={self.tau}) must be > 0")
 
-    def compare(self, rewards_R: Tensor, group_R: Tensor) -> Tensor:
+    def compare(self, rewards: Tensor, group: Tensor) -> Tensor:
         # The group's largest reward is taken out first, so that exp cannot overflow.
-        _, inverse = group_R.unique(return_inverse=True)
-        peak = torch.full_like(rewards_R, -torch.inf).scatter_reduce(0, inverse, rewards_R, "amax")[
+        _, inverse = group.unique(return_inverse=True)
+        peak = torch.full_like(rewards, -torch.inf).scatter_reduce(0, inverse, rewards, "amax")[
             inverse
         ]
-        soft = group_means(((rewards_R - peak) / self.tau).exp(), group_R).log()
-        return (rewards_R - peak - self.tau * soft) / (1 + self.tau)
+        soft = group_means(((rewards - peak) / self.tau).exp(), group).log()
+        return (rewards - peak - self.tau * soft) / (1 + self.tau)
 
 
 @configurable
@@ -166,16 +167,16 @@ class ReinforcePlusPlus(Advantage):
         return 2 if self.group_baseline else 1
 
     def __call__(self, batch: TensorDict) -> TensorDict:
-        tokens, row = batch["tokens"], token_rows(batch)
-        live = tokens["loss_mask"].nonzero().squeeze(1)
-        rewards_R = batch["rollouts", "reward"]
+        tokens, calls = batch["tokens"], calls_of(batch)
+        live, episode = calls.tokens, calls.episode[calls.of_token]
+        reward, group, _ = episodes_of(batch)
         if self.group_baseline:
-            rewards_R = rewards_R - group_means(rewards_R, batch["rollouts", "group"])
-        advantages = rewards_R[row[live]]
+            reward = reward - group_means(reward, group)
+        advantages = reward[episode]
         if "token_rewards" in tokens:
             own = tokens["token_rewards"][live]
             # With no critic and gamma = lambda = 1, the recursion of GAE is the reward-to-go.
-            advantages = advantages + gae(own, torch.zeros_like(own), row[live], 1.0, 1.0)[0]
+            advantages = advantages + gae(own, torch.zeros_like(own), episode, 1.0, 1.0)[0]
         empty = torch.zeros_like(tokens["rollout_logprobs"])
         tokens["advantages"] = empty.index_put((live,), whiten(advantages))
         return batch
@@ -201,11 +202,12 @@ class RunningBaseline(Advantage):
         self.baseline: float | None = None
 
     def __call__(self, batch: TensorDict) -> TensorDict:
-        rewards_R = total_rewards(batch)
-        mean = float(global_mean_std(rewards_R)[0])
+        episodes = episodes_of(batch)
+        rewards = total_rewards(batch, episodes)
+        mean = float(global_mean_std(rewards)[0])
         baseline = mean if self.baseline is None else self.baseline
         self.baseline = self.decay * baseline + (1 - self.decay) * mean
-        return spread_over_tokens(batch, rewards_R - baseline)
+        return spread_over_tokens(batch, rewards[episodes.of_row] - baseline)
 
     def state_dict(self) -> dict[str, Any]:
         """The baseline, which a resumed run goes on with."""

@@ -13,7 +13,7 @@ from lightning_rl.algos.correction import Correction
 from lightning_rl.algos.kl import EntropyBonus, KLPenalty
 from lightning_rl.algos.losses import Metrics, PolicyLoss, ValueLoss
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import token_rows
+from lightning_rl.data.packing import episode_rows, token_rows
 from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.models.policy import Scores
 from lightning_rl.models.reference import Reference
@@ -61,14 +61,20 @@ class TokenMean(Aggregation):
 
 @dataclass(frozen=True)
 class SequenceMean(Aggregation):
-    """Every rollout counts the same: the mean of its tokens' mean (GRPO as first published)."""
+    """Every rollout counts the same: the mean of its tokens' mean (GRPO as first published).
+
+    Of a rollout with several rows it is the mean over all of their tokens; of several roles, each
+    role's.
+    """
 
     per_group: ClassVar[bool] = True
 
     def weights(self, minibatch: TensorDict) -> Tensor:
-        mask, row = _mask(minibatch), token_rows(minibatch)
-        count = mask.new_zeros(len(minibatch["rollouts"])).index_add(0, row, mask)
-        return mask / count.clamp(min=1)[row]
+        mask = _mask(minibatch)
+        episodes, of_row = episode_rows(minibatch).unique(return_inverse=True)
+        episode_T = of_row[token_rows(minibatch)]
+        count = mask.new_zeros(len(episodes)).index_add(0, episode_T, mask)
+        return mask / count.clamp(min=1)[episode_T]
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,8 @@ class PromptMean(Aggregation):
 class TokenSum(Aggregation):
     """Sum over tokens / (rollouts x max_tokens): no length bias (Dr.GRPO, Liu et al. 2025).
 
+    However many rows a rollout has, it is one; one of each role, if they are several.
+
     Args:
         max_tokens: the constant that stands in for a rollout's own length, e.g.
             ``sampling.max_tokens``.
@@ -107,7 +115,7 @@ class TokenSum(Aggregation):
         return _mask(minibatch)
 
     def total(self, minibatch: TensorDict, weights: Tensor) -> Tensor:
-        return weights.new_tensor(float(len(minibatch["rollouts"]) * self.max_tokens))
+        return weights.new_tensor(float(len(episode_rows(minibatch).unique()) * self.max_tokens))
 
 
 def loss_tokens(pack: TensorDict, scores: Scores) -> TensorDict:

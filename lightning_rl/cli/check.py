@@ -29,12 +29,11 @@ from lightning_rl.cli.plan import (
 )
 from lightning_rl.cli.scratch import Built
 from lightning_rl.cli.stopwatch import TIMED, time_iterations
-from lightning_rl.collect.stats import evaluation_metrics
 from lightning_rl.config.lightning_flags import compute_dtype, warn_of_flags
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Engine, TransformersEngine
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt, Rollout, as_text
@@ -138,7 +137,7 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
         data.load_prompts("fit")
         prompts = data.train_prompts.first()
         print(_prompts(prompts, data))
-        _require_monitored(callbacks_of(trainer), data, prompts)
+        _require_monitored(callbacks_of(trainer), data)
         module.configure_model()
         lines, memory = _plan(module, data, prompts, planned_device(trainer, card_gb))
         print("\n".join(lines))
@@ -153,23 +152,32 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
 
 
 def _prompts(prompts: Sequence[Prompt], data: RLDataModule) -> str:
-    lengths = [len(prompt.token_ids) for prompt in prompts]
-    mean = sum(lengths) / len(lengths)
-    return (
-        f"prompts: {len(prompts)} of {len(data.train_prompts)} are short enough, mean {mean:.1f} "
-        f"tokens, longest {max(lengths)}; completions up to {data.sampling.max_tokens} tokens"
-    )
+    lines = []
+    for task in data.train_tasks:
+        lengths = [len(prompt.token_ids) for prompt in prompts if prompt.set == task.name]
+        if not lengths:
+            raise DataError(
+                f"prompt set {task.name!r}: none of its prompts is short enough; raise its "
+                "max_prompt_tokens"
+            )
+        mean = sum(lengths) / len(lengths)
+        share = data.train_prompts.shares().get(task.name)
+        called = "" if share is None else f" of {task.name} ({share:.0%} of the groups)"
+        lines.append(
+            f"prompts{called}: {len(lengths)} of {len(task.prompts)} are short enough, mean "
+            f"{mean:.1f} tokens, longest {max(lengths)}; completions up to "
+            f"{task.sampling.max_tokens} tokens"
+        )
+    return "\n".join(lines)
 
 
-def _require_monitored(
-    callbacks: Sequence[Callback], data: RLDataModule, prompts: Sequence[Prompt]
-) -> None:
+def _require_monitored(callbacks: Sequence[Callback], data: RLDataModule) -> None:
     """Look for monitors in what evaluations record; the rest is known after an iteration."""
     # Metrics of one's own say their names when they have seen rollouts.
     if data.eval_metrics or not any(isinstance(callback, Evaluate) for callback in callbacks):
         return
-    samples = largest_rollouts(prompts, groups=1, group_size=data.eval_samples, max_tokens=1)
-    row = evaluation_metrics(samples, data.success_reward)
+    samples = [rollout for group in data.held_out_groups(limit=1) for rollout in group]
+    row = data.evaluation_metrics(samples)
     for callback in callbacks:
         if isinstance(callback, IterationCheckpoint) and callback.monitor is not None:
             Monitor(callback.monitor, type(callback).__name__).look(row, evaluates=True)
@@ -180,19 +188,22 @@ def _plan(
 ) -> tuple[list[str], MemoryPlan]:
     trainer = module.trainer
     ranks = trainer.world_size
-    groups, tokens = data.groups_per_iteration // ranks, data.sampling.max_tokens
-    batch = pack_rollouts(largest_rollouts(prompts, groups, data.group_size, tokens))
+    groups = data.groups_per_iteration // ranks
+    # Of several prompt sets the largest of each may come together.
+    tokens = max(task.sampling.max_tokens for task in data.train_tasks)
+    group_size = max(task.group_size for task in data.train_tasks)
+    batch = pack_rollouts(largest_rollouts(prompts, groups, group_size, tokens))
     parts = cut(batch, module.minibatches, module.max_tokens_per_pack)
     if ranks > 1:  # each minibatch is dealt of all ranks' groups, and may take most from this one
         share = largest_share(data.groups_per_iteration, ranks, module.minibatches)
-        most = pack_rollouts(largest_rollouts(prompts, share, data.group_size, tokens))
+        most = pack_rollouts(largest_rollouts(prompts, share, group_size, tokens))
         parts = cut(most, 1, module.max_tokens_per_pack)
     largest = max((pack for packs in parts for pack in packs), key=forward_tokens)
     epochs = trainer.max_epochs
     plan = BatchPlan(
         prompts=len(prompts),
         groups=data.groups_per_iteration,
-        group_size=data.group_size,
+        group_size=group_size,
         ranks=ranks,
         tokens=len(batch["tokens"]) * ranks,
         minibatches=module.minibatches,
@@ -255,7 +266,7 @@ def _engine(engine: Engine, elements: int) -> str:
 
 
 def _try(cli: RLCLI, data: RLDataModule, module: PolicyModule) -> list[str]:
-    """Two rollouts of the first prompt, by the real engine with the real weights, graded."""
+    """Two graded rollouts of each set's first prompt, by the real engine with the real weights."""
     trainer = cli.trainer
     [sync] = find_callbacks(trainer, WeightSync)
     trainer.callbacks = [sync]  # type: ignore[attr-defined]  # no one else shall hear of this
@@ -263,7 +274,7 @@ def _try(cli: RLCLI, data: RLDataModule, module: PolicyModule) -> list[str]:
     sync.setup(trainer, module, "fit")
     try:
         sync.sync(trainer, module)
-        rollouts = data.try_out(groups=1, group_size=min(2, data.group_size))
+        rollouts = data.try_out(len(data.train_tasks), group_size=min(2, data.group_size))
     finally:
         sync.teardown(trainer, module, "fit")
     gap = trainer.callback_metrics.get("sync/probe_gap")
@@ -293,6 +304,6 @@ def _told(rollout: Rollout) -> str:
     )
     reward = rollout.error or f"reward {rollout.reward}"
     return (
-        f"{prompt!r:.60} -> {completion!r:.60} ({len(rollout.token_ids)} tokens, "
+        f"{prompt!r:.60} -> {completion!r:.60} ({rollout.length} tokens, "
         f"{rollout.finish_reason}): {reward}"
     )

@@ -29,14 +29,14 @@ _HARMLESS: dict[str, list[str]] = yaml.safe_load(
 _HERE = {"auto", "local", "127.0.0.1", "localhost", "[::1]"}
 
 
-def require_harmless(tree: Any, trusted: Sequence[str], place: str = "") -> None:
+def require_harmless(tree: Any, place: str = "") -> None:
     """Refuse arguments through which a trusted class would run a stranger's code.
 
     Raises:
         ConfigError: naming the key, the value and the reason.
     """
     for key, value, owner in _nodes(tree, (), ""):
-        reason = _reason(key[-1] if key else "", value, owner, trusted)
+        reason = _reason(key[-1] if key else "", value, owner)
         if reason:
             raise ConfigError(f"{place}{name_of(key)}: {reason}; leave it out")
     for key, value, owner in _nodes(tree, (), ""):
@@ -62,7 +62,7 @@ def as_parsed(value: Any) -> Any:
         return value
 
 
-def _reason(name: Any, value: Any, owner: str, trusted: Sequence[str]) -> str | None:
+def _reason(name: Any, value: Any, owner: str) -> str | None:
     """The reason why a value may not stand there, if there is one."""
     if name == "trust_remote_code" and value:
         return f"{value!r} runs code that comes with a model"
@@ -74,8 +74,8 @@ def _reason(name: Any, value: Any, owner: str, trusted: Sequence[str]) -> str | 
         return "false runs what a model wrote, or the data's tests, unprotected"
     if name == "address" and value and not {str(value), str(value).rpartition(":")[0]} & _HERE:
         return f"{value!r}: a Ray cluster may run what it likes in its drivers"
-    if name == "environment" and owner.startswith("Verifiers") and value not in trusted:
-        return f"{value!r} imports a module; read its code, then add --trust {value}, or"
+    if name == "python" and owner.startswith("Verifiers"):
+        return f"{value!r} is a program that would be run"
     return None
 
 
@@ -164,7 +164,7 @@ def require_trusted(tree: Any, trusted: Sequence[str], place: str = "") -> None:
         instantiator = key[-1:] == ("_instantiator",) and value == _INSTANTIATOR
         if _is_import_path(value) and not instantiator and not _is_trusted(value, trusted):
             raise _refusal(where, value, trusted)
-    require_harmless(tree, trusted, place)
+    require_harmless(tree, place)
 
 
 def require_trusted_classes(config: Any, trusted: Sequence[str]) -> None:

@@ -218,7 +218,7 @@ class WorkingAhead(Collector):
 
 
 def _oldest_version(group: Group, default: int) -> int:
-    return min((v for rollout in group for v in rollout.versions if v >= 0), default=default)
+    return min((v for rollout in group for v in rollout.written_versions()), default=default)
 
 
 @configurable

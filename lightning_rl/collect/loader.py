@@ -16,6 +16,7 @@ from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_group
 from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.collect.streamed import Consumer, StreamedCollector
 from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines.base import RunState, drives_engine
 from lightning_rl.errors import FilterError, RewardError
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
@@ -223,10 +224,6 @@ class RolloutBatches:
                 self._fill(iteration, consumer)
         if engine.serves_all_ranks:
             self.kept = dist.scatter(self.kept)
-        else:
-            # Filters make ranks draw more or fewer prompts. A curriculum needs all to go on from
-            # one place.
-            self._catch_up(int(dist.all_reduce_max(self.source.drawn)))
         return self.rollouts
 
     def _fill(self, iteration: int, consumer: Consumer | None) -> None:
@@ -315,7 +312,7 @@ class RolloutBatches:
 
         On several ranks without logprobs, and of prompts only the id: less to send.
         """
-        groups = in_groups(self.generated, self.source.group_size)
+        groups = in_groups(self.generated)
         if dist.world_size() > 1:
             light = [[_without_logprobs(rollout) for rollout in group] for group in groups]
             groups = dist.interleaved(dist.gather(light))
@@ -328,11 +325,17 @@ class RolloutBatches:
         parts = (f"{name} rejected {count}" for name, count in self.rejected.items())
         return ", ".join(parts) or "none was rejected"
 
-    def _catch_up(self, drawn: int) -> None:
-        """Let the source draw as far as another rank's has."""
+    def observe(self, prompts: PromptDataset, groups: Sequence[Group]) -> None:
+        """Tell prompts of all ranks' groups: on each rank after the same number of draws.
 
-        async def in_loop() -> None:
-            self.source.catch_up(drawn)
+        Filters make ranks draw more or fewer prompts, and what works ahead draws at any time. A
+        curriculum or mixture needs all to learn, and to go on, from one place.
+        """
+
+        async def in_loop() -> None:  # where prompts are drawn: none is, while ranks agree
+            if not self.pipeline.engine.serves_all_ranks:
+                self.source.catch_up(int(dist.all_reduce_max(self.source.drawn)))
+            prompts.observe(groups)
 
         run_async(in_loop())
 
@@ -396,4 +399,6 @@ class RolloutBatches:
 
 
 def _without_logprobs(rollout: Rollout) -> Rollout:
-    return replace(rollout, prompt=Prompt(rollout.prompt.id, "", []), logprobs=[])
+    further = [replace(row, prompt_ids=[], logprobs=[]) for row in rollout.further]
+    prompt = Prompt(rollout.prompt.id, "", [], set=rollout.prompt.set)
+    return replace(rollout, prompt=prompt, logprobs=[], further=further)

@@ -3,19 +3,23 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain, groupby, islice
 from traceback import walk_tb
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent, new_rollouts
+from lightning_rl.agents.rows import drop_unasked
+from lightning_rl.collect.tasks import Task
 from lightning_rl.data.prompts import Prompts
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError, RunInterrupted
 from lightning_rl.rewards.base import Rewards
+from lightning_rl.rewards.by_set import RewardsBySet
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
 from lightning_rl.run import dist
 from lightning_rl.run.hooks import StageClock
@@ -37,6 +41,7 @@ class GroupSource:
         iterations: how many the run has; no collector works ahead beyond them. None: no end.
         rank: which of the ``ranks`` this one is.
         ranks: how many share the prompts.
+        tasks: by the sets of prompts that are sampled otherwise.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class GroupSource:
         iterations: int | None = None,
         rank: int = 0,
         ranks: int = 1,
+        tasks: Mapping[str, Task] | None = None,
     ) -> None:
         self.prompts = prompts
         self.num_groups = num_groups
@@ -58,6 +64,7 @@ class GroupSource:
         self.iterations = iterations
         self.rank = rank
         self.ranks = ranks
+        self.tasks = tasks or {}
         self.iteration = 0
         self.drawn = 0
         """Prompts of this rank's that were drawn, over the whole run."""
@@ -85,9 +92,11 @@ class GroupSource:
     def issue(self, prompt: Prompt) -> Group:
         """A new group of this prompt."""
         place = self._place * self.ranks + self.rank
-        group = new_rollouts(
-            [prompt], self.group_size, self.sampling, self.seed, self.iteration, place
+        task = self.tasks.get(prompt.set)
+        size, sampling = (
+            (self.group_size, self.sampling) if task is None else (task.group_size, task.sampling)
         )
+        group = new_rollouts([prompt], size, sampling, self.seed, self.iteration, place)
         self._place += 1
         return group
 
@@ -139,14 +148,16 @@ class GroupSource:
 class RolloutPipeline:
     """Fills and grades rollouts; needs no Trainer, so a script of your own can use it.
 
-    ``clock`` times the stages.
+    ``clock`` times the stages. ``tasks`` are those of named prompt sets, whose prompts have another
+    agent and sampling.
     """
 
     engine: Engine
     agent: Agent
-    rewards: Rewards
+    rewards: Rewards | RewardsBySet
     tokenizer: PreTrainedTokenizerBase
     clock: StageClock = field(default_factory=StageClock)
+    tasks: Mapping[str, Task] = field(default_factory=dict)
 
     def run(
         self,
@@ -162,9 +173,12 @@ class RolloutPipeline:
             EngineError: if the engine is not ready, or fails.
             RewardError: if too large a share could not be graded.
         """
-        rollouts = new_rollouts(prompts, group_size, sampling, seed, iteration)
-        self.complete(in_groups(rollouts, group_size), sampling)
-        return rollouts
+        groups = [
+            new_rollouts([p], group_size, self._by(p, sampling)[1], seed, iteration, place)
+            for place, p in enumerate(prompts)
+        ]
+        self.complete(groups, sampling)
+        return [rollout for group in groups for rollout in group]
 
     def complete(self, groups: Sequence[Group], sampling: Sampling) -> None:
         """Generate and grade empty groups; raises what :meth:`run` does."""
@@ -175,24 +189,16 @@ class RolloutPipeline:
         self.grade(groups)
         self.rewards.require_graded(rollouts)
 
-    def run_together(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        sampling: Sampling,
-        seed: int,
-        iteration: int,
-    ) -> list[Rollout]:
-        """Do what :meth:`run` does, of prompts that all ranks have: they share the work."""
-        groups = in_groups(new_rollouts(prompts, group_size, sampling, seed, iteration), group_size)
+    def complete_together(self, groups: Sequence[Group], sampling: Sampling) -> list[Rollout]:
+        """Do what :meth:`complete` does, of groups that all ranks have: they share the work."""
         share = groups if self.engine.serves_all_ranks else dist.shard(groups)
         with dist.every_rank():
             if drives_engine(self.engine):
                 self.complete(share, sampling)
             else:
                 share = []
-        groups = dist.interleaved(dist.gather(share))
-        return [rollout for group in groups for rollout in group]
+        together = dist.interleaved(dist.gather(share))
+        return [rollout for group in together for rollout in group]
 
     async def generate(
         self, rollouts: Sequence[Rollout], sampling: Sampling, max_concurrency: int | None = None
@@ -209,14 +215,20 @@ class RolloutPipeline:
         gate = asyncio.Semaphore(max_concurrency or max(1, len(unfinished)))
 
         async def fill(rollout: Rollout) -> None:
+            agent, own = self._by(rollout.prompt, sampling)
             async with gate:
-                await run_agent(self.agent, rollout, self.engine, sampling)
+                await run_agent(agent, rollout, self.engine, own)
             note_progress()
 
         async with asyncio.TaskGroup() as tasks:
             for rollout in unfinished:
                 tasks.create_task(fill(rollout))
         self._decode([r for r in rollouts if r.finish_reason is not None])  # also of a checkpoint
+
+    def _by(self, prompt: Prompt, sampling: Sampling) -> tuple[Agent, Sampling]:
+        """Who answers a prompt, and sampled how, if ``sampling`` is for all that say no other."""
+        task = self.tasks.get(prompt.set)
+        return (self.agent, sampling) if task is None else (task.agent, task.sampling)
 
     def grade(self, groups: Sequence[Group]) -> None:
         """Grade what is not graded yet, and wait for it."""
@@ -230,17 +242,27 @@ class RolloutPipeline:
         rollouts = [rollout for rollout in rollouts if not rollout.completion]
         if not rollouts:
             return
-        token_ids = [rollout.token_ids for rollout in rollouts]
-        texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        for rollout, text in zip(rollouts, texts, strict=True):
+        rows = [_completions(rollout) for rollout in rollouts]
+        flat = list(chain.from_iterable(rows))
+        texts = iter(self.tokenizer.batch_decode(flat, skip_special_tokens=True))
+        for rollout, own in zip(rollouts, rows, strict=True):
+            parts = list(islice(texts, len(own)))
             # A chat prompt gets a chat completion, as in TRL.
             chat = not isinstance(rollout.prompt.prompt, str)
-            rollout.completion = [{"role": "assistant", "content": text}] if chat else text
+            messages = [{"role": "assistant", "content": text} for text in parts]
+            rollout.completion = messages if chat else "\n\n".join(parts)
 
 
-def in_groups(rollouts: list[Rollout], group_size: int) -> list[Group]:
+def _completions(rollout: Rollout) -> list[list[int]]:
+    """The tokens after the prompt of each row that has any; of a single row in any case."""
+    if not rollout.further:
+        return [rollout.token_ids]
+    return [row.token_ids for row in rollout.rows() if row.token_ids]
+
+
+def in_groups(rollouts: Sequence[Rollout]) -> list[Group]:
     """Cut group by group."""
-    return [rollouts[i : i + group_size] for i in range(0, len(rollouts), group_size)]
+    return [list(group) for _, group in groupby(rollouts, lambda rollout: rollout.group_id)]
 
 
 def _is_ungraded(rollout: Rollout) -> bool:
@@ -261,6 +283,7 @@ async def run_agent(agent: Agent, rollout: Rollout, engine: Engine, sampling: Sa
     """
     try:
         await agent.run(rollout, engine, sampling)
+        drop_unasked(rollout)
     except asyncio.CancelledError as error:
         if _is_cancelled_from_outside():
             raise

@@ -108,7 +108,7 @@ class ReplayBuffer:
         for place, group in zip(places, fresh, strict=True):
             completed = [r for r in group if r.completed]
             rewards = [r.reward for r in completed if r.reward is not None]
-            versions = [v for r in completed for v in r.versions if v >= 0]
+            versions = [version for r in completed for version in r.written_versions()]
             self.entries += _entry(place, rewards, versions)
         evicted = self._evict(version)
         old = [entry for entry in self.entries if entry.place < places[0]]

@@ -249,7 +249,8 @@ def _read_experts(path: str, least: float | None) -> list[Group]:
             continue
         rollout.group_id = f"expert/{len(experts)}"
         rollout.expert = True
-        rollout.versions = [-1] * len(rollout.versions)
+        for row in rollout.rows():
+            row.versions[:] = [-1] * len(row.versions)
         experts.append([rollout])
     if not experts:
         raise DataError(

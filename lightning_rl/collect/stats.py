@@ -8,8 +8,12 @@ from typing import Any
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.log import mean
-from lightning_rl.rollout import Rollout, RolloutStatus
+from lightning_rl.rollout import Group, Rollout, RolloutStatus
 from lightning_rl.run.metrics import summarize
+from lightning_rl.serving.results import ending_metrics
+
+_CUT = (RolloutStatus.ABORTED, RolloutStatus.EXPIRED)
+"""What a collector cut says nothing of how long rollouts are, or how they end."""
 
 
 def rollout_metrics(
@@ -18,40 +22,71 @@ def rollout_metrics(
     """``reward/*`` and ``rollout/*`` of a batch; ``seconds`` is the time to generate it."""
     statuses = Counter(r.status for r in rollouts)
     metrics = {f"rollout/{status.value}": float(statuses[status]) for status in RolloutStatus}
-    # What a collector cut says nothing of how long rollouts are, or how they end.
-    ended = [r for r in rollouts if r.status not in (RolloutStatus.ABORTED, RolloutStatus.EXPIRED)]
+    ended = [r for r in rollouts if r.status not in _CUT]
     rollouts = ended or rollouts
-    tokens = sum(len(r.token_ids) for r in rollouts)
+    tokens = sum(r.length for r in rollouts)
     graded = [r for r in rollouts if r.reward is not None]
     metrics |= {
-        "rollout/tokens_mean": tokens / len(rollouts),
         "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
-        "rollout/truncated_share": _share(r.finish_reason == "length" for r in rollouts),
-        "rollout/failed_share": _share(r.status is RolloutStatus.FAILED for r in rollouts),
+        **_endings("rollout", rollouts),
     }
-    metrics |= tool_metrics(rollouts)
-    ages = [
-        trainer_version - version
-        for r in rollouts
-        for version, written in zip(r.versions, r.loss_mask, strict=True)
-        if written
-    ]
+    metrics |= tool_metrics(rollouts) | call_metrics(rollouts) | ending_metrics(rollouts)
+    ages = [trainer_version - version for r in rollouts for version in r.written_versions()]
     if ages:
         metrics["rollout/staleness_max"] = float(max(ages))
         metrics["rollout/staleness_mean"] = sum(ages) / len(ages)
     if not graded:
         return metrics
-    average, std = summarize([r.reward for r in graded])  # type: ignore[misc]
-    metrics |= {"reward/mean": average, "reward/std": std}
-    for name in graded[0].reward_parts:
-        part = [s for r in graded if (s := r.reward_parts[name]) is not None]
+    metrics |= _graded("reward", graded)
+    # Prompt sets may have different rewards.
+    for name in dict.fromkeys(name for r in graded for name in r.reward_parts):
+        part = [s for r in graded if (s := r.reward_parts.get(name)) is not None]
         metrics[f"reward/{name}"], metrics[f"reward/{name}_std"] = summarize(part)
-    metrics |= logged_metrics(graded)
+    return metrics | logged_metrics(graded)
+
+
+def _endings(place: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """How long rollouts are, and how many were cut off or failed."""
+    return {
+        f"{place}/tokens_mean": sum(r.length for r in rollouts) / len(rollouts),
+        f"{place}/truncated_share": _share(r.finish_reason == "length" for r in rollouts),
+        f"{place}/failed_share": _share(r.status is RolloutStatus.FAILED for r in rollouts),
+    }
+
+
+def _graded(place: str, graded: Sequence[Rollout]) -> dict[str, float]:
+    """Mean and spread of rewards, and the share of groups in which all are equal.
+
+    Such groups teach a group-relative method nothing.
+    """
+    average, std = summarize([r.reward for r in graded])  # type: ignore[misc]
     groups: dict[str, set[float | None]] = defaultdict(set)
     for rollout in graded:
         groups[rollout.group_id].add(rollout.reward)
-    # Such groups teach a group-relative method nothing.
-    metrics["reward/zero_spread_share"] = _share(len(g) == 1 for g in groups.values())
+    return {
+        f"{place}/mean": average,
+        f"{place}/std": std,
+        f"{place}/zero_spread_share": _share(len(g) == 1 for g in groups.values()),
+    }
+
+
+def set_metrics(groups: Sequence[Group], shares: Mapping[str, float]) -> dict[str, float]:
+    """``reward/<set>/*``, ``rollout/<set>/*`` and ``data/<set>/share`` of an iteration.
+
+    ``shares`` are those that each prompt set can expect in what is drawn from now on. What is
+    measured of rollouts leaves out those that a collector cut, as in :func:`rollout_metrics`.
+    """
+    metrics = {f"data/{name}/share": share for name, share in shares.items()}
+    for name in shares:
+        mine = [group for group in groups if group[0].prompt.set == name]
+        metrics[f"rollout/{name}/share"] = len(mine) / len(groups)
+        rollouts = [r for group in mine for r in group if r.status not in _CUT]
+        if not rollouts:
+            continue
+        metrics |= _endings(f"rollout/{name}", rollouts)
+        graded = [r for r in rollouts if r.reward is not None]
+        if graded:
+            metrics |= _graded(f"reward/{name}", graded)
     return metrics
 
 
@@ -71,6 +106,24 @@ def tool_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "tool/calls_mean": len(replies) / len(rollouts),
         "tool/error_share": kinds.total() / len(replies),
     } | {f"tool/error_{kind}": count / len(replies) for kind, count in kinds.items()}
+
+
+def call_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Rows per rollout, and calls and tokens that came to nothing; {} if no calls are recorded."""
+    recorded = [r for r in rollouts if r.calls]
+    if not recorded:
+        return {}
+    rows = [[row for row in r.rows() if row.token_ids] for r in recorded]
+    unscorable = [call for r in recorded for call in r.calls if not call.scorable]
+    dropped = sum(r.dropped for r in rollouts)
+    return {
+        "rollout/calls_per_episode": sum(len(r.calls) for r in recorded) / len(recorded),
+        "rollout/rows_per_episode": sum(map(len, rows)) / len(recorded),
+        # A role's first row is no miss.
+        "rollout/merge_misses": float(sum(len(own) - len({r.role for r in own}) for own in rows)),
+        "rollout/unscorable_calls": float(len(unscorable)),
+        "rollout/dropped_tokens": float(dropped + sum(c.stop - c.start for c in unscorable)),
+    }
 
 
 def logged_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -95,31 +148,51 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
-def evaluation_metrics(rollouts: Sequence[Rollout], success_reward: float) -> dict[str, float]:
+def evaluation_metrics(
+    rollouts: Sequence[Rollout], success_reward: float | Mapping[str, float]
+) -> dict[str, float]:
     """``eval/*``: accuracy, reward, length, truncated share and pass@k for k = 2, 4, ... <= n.
 
     A rollout is right if its reward reaches ``success_reward``; one that could not be graded or
     generated counts as wrong. Accuracy is the mean over all rollouts, which with n samples per
-    prompt is pass@1.
+    prompt is pass@1. Of a mapping, each prompt set has its own, and ``eval/<set>/*`` are the same
+    of the rollouts of a set with a name.
     """
+    names = [name for name in success_reward if name] if isinstance(success_reward, Mapping) else []
+    right = [_is_right(rollout, success_reward) for rollout in rollouts]
+    metrics = _accuracies("eval", rollouts, right)
+    for name in names:
+        mine = [i for i, rollout in enumerate(rollouts) if rollout.prompt.set == name]
+        own = [rollouts[i] for i in mine], [right[i] for i in mine]
+        metrics |= _accuracies(f"eval/{name}", *own)
+    return metrics
+
+
+def _is_right(rollout: Rollout, success_reward: float | Mapping[str, float]) -> bool:
+    if isinstance(success_reward, Mapping):
+        success_reward = success_reward[rollout.prompt.set]
+    return rollout.completed and rollout.reward is not None and rollout.reward >= success_reward
+
+
+def _accuracies(place: str, rollouts: Sequence[Rollout], flags: Sequence[bool]) -> dict[str, float]:
     right: dict[str, list[bool]] = defaultdict(list)
-    for rollout in rollouts:
-        right[rollout.group_id].append(rollout.graded and rollout.reward >= success_reward)  # type: ignore[operator]
+    for rollout, flag in zip(rollouts, flags, strict=True):
+        right[rollout.group_id].append(flag)
     count = len(rollouts)
     reward_mean, reward_std = summarize([r.reward or 0.0 for r in rollouts])
     metrics = {
-        "eval/accuracy": sum(sum(group) for group in right.values()) / count,
-        "eval/reward_mean": reward_mean,
-        "eval/reward_std": reward_std,
-        "eval/tokens_mean": sum(len(r.token_ids) for r in rollouts) / count,
-        "eval/truncated_share": sum(r.finish_reason == "length" for r in rollouts) / count,
+        f"{place}/accuracy": sum(sum(group) for group in right.values()) / count,
+        f"{place}/reward_mean": reward_mean,
+        f"{place}/reward_std": reward_std,
+        f"{place}/tokens_mean": sum(r.length for r in rollouts) / count,
+        f"{place}/truncated_share": sum(r.finish_reason == "length" for r in rollouts) / count,
     }
-    metrics |= {f"eval/{name}": value for name, value in logged_metrics(rollouts).items()}
+    metrics |= {f"{place}/{name}": value for name, value in logged_metrics(rollouts).items()}
     smallest = min(len(group) for group in right.values())
     k = 2
     while k <= smallest:
         scores = [pass_at_k(len(group), sum(group), k) for group in right.values()]
-        metrics[f"eval/pass@{k}"] = fsum(scores) / len(scores)
+        metrics[f"{place}/pass@{k}"] = fsum(scores) / len(scores)
         k *= 2
     return metrics
 

@@ -7,10 +7,16 @@ A *batch* is a TensorDict with two parts:
   ``old_logprobs``, ``ref_logprobs``, ``values``, ``advantages``, ``returns``, ``loss_weights``.
   ``no_end``, where any rollout had ``min_tokens``: the engine could not end at this token.
   ``turn_start``, where any had a penalty: where in its rollout the turn begins that a token is in.
-- ``batch["rollouts"]``, batch size [R]: ``length`` and ``prompt_length`` in tokens, ``prefix``
-  (rows with the same number have the same prompt tokens), ``group``, ``reward``, ``truncated``,
-  ``expert`` (given, not sampled) and how it was sampled: ``temperature``, ``top_k``, ``top_p``, and
-  where any rollout had them ``min_p`` and ``repetition_``, ``presence_`` and ``frequency_penalty``.
+  Where any recorded its calls, ``call``: the number of the call that wrote the token, in the order
+  of its rollout's calls; ``call_reward``: the call's, on its last token, else 0; ``state``: calls
+  of a group in the same state have the same number, -1 without. Outside of calls they are -1, 0
+  and -1.
+- ``batch["rollouts"]``, batch size [R], one for each row of a rollout: ``length`` and
+  ``prompt_length`` in tokens, ``prefix`` (rows with the same number have the same prompt tokens),
+  ``group``, ``episode`` (rows with the same number are one rollout's, written by one role: they
+  share its reward, and count once), ``role``, ``reward``, ``truncated``, ``expert`` (given, not
+  sampled) and how it was sampled: ``temperature``, ``top_k``, ``top_p``, and where any rollout had
+  them ``min_p`` and ``repetition_``, ``presence_`` and ``frequency_penalty``.
 - ``batch["host"]``, in an update on a GPU: the columns that decide how packs are laid out, once
   more on the CPU (:func:`with_host`).
 """
@@ -23,8 +29,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.data.calls import call_columns
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Rollout, Row
 from lightning_rl.run.dist import gather, rank, world_size
 
 _column = partial(torch.tensor, device="cpu")  # also where another device is the default
@@ -38,8 +45,10 @@ def pack_rollouts(rollouts: Sequence[Rollout], among: Sequence[Rollout] = ()) ->
 
     Raises:
         ConfigError: if one was held to a form, so that its tokens cannot be scored.
+        DataError: if one recorded its calls, but not all that its model wrote, or some twice.
     """
     _require_scorable(rollouts)
+    sources = packed_rows(rollouts)
     input_ids: list[int] = []
     loss_mask: list[bool] = []
     logprobs: list[float] = []
@@ -48,36 +57,50 @@ def pack_rollouts(rollouts: Sequence[Rollout], among: Sequence[Rollout] = ()) ->
     groups: dict[str, int] = {}
     for rollout in among:
         groups.setdefault(rollout.group_id, len(groups))
-    rows: list[tuple[int, int, int, int, bool]] = []
-    for rollout in rollouts:
-        prompt = rollout.prompt.token_ids
+    episodes: dict[tuple[int, str], int] = {}
+    roles = {name: number for number, name in enumerate(sorted({row.role for _, row in sources}))}
+    numbers: list[tuple[int, ...]] = []
+    for rollout, row in sources:
+        prompt = row.prompt_ids
         # The first prompt token is predicted by nothing, so a loss mask never covers prompts.
-        input_ids += prompt + rollout.token_ids
-        loss_mask += [False] * len(prompt) + rollout.loss_mask
-        logprobs += [0.0] * len(prompt) + rollout.logprobs
-        versions += [-1] * len(prompt) + rollout.versions
-        rows.append(
+        input_ids += prompt + row.token_ids
+        loss_mask += [False] * len(prompt) + row.loss_mask
+        logprobs += [0.0] * len(prompt) + row.logprobs
+        versions += [-1] * len(prompt) + row.versions
+        numbers.append(
             (
-                len(prompt) + len(rollout.token_ids),
+                len(prompt) + len(row.token_ids),
                 len(prompt),
                 prefixes.setdefault(tuple(prompt), len(prefixes)),
                 groups.setdefault(rollout.group_id, len(groups)),
-                rollout.finish_reason == "length",
+                episodes.setdefault((id(rollout), row.role), len(episodes)),
+                roles[row.role],
             )
         )
-    length, prompt_length, prefix, group, truncated = zip(*rows, strict=True)
-    sampled, sampled_by = {}, {}
-    if any(rollout.min_tokens for rollout in rollouts):
-        flags = [flag for rollout in rollouts for flag in _no_end(rollout)]
+    names = ("length", "prompt_length", "prefix", "group", "episode", "role")
+    columns = zip(*numbers, strict=True)
+    counted = {n: _column(c, dtype=torch.long) for n, c in zip(names, columns, strict=True)}
+    sampled, sampled_by = call_columns(rollouts), {}
+    least = [setting_of(rollout, row, "min_tokens") for rollout, row in sources]
+    if any(least):
+        rows = zip(sources, least, strict=True)
+        flags = [flag for (_, row), count in rows for flag in _no_end(row, count)]
         sampled["no_end"] = _column(flags, dtype=torch.bool)
-    if any(rollout.min_p for rollout in rollouts):
-        sampled_by["min_p"] = _column([r.min_p for r in rollouts])
-    if any(_is_penalized(rollout) for rollout in rollouts):
-        starts = [start for rollout in rollouts for start in _turn_starts(rollout)]
+    if any(min_p := [setting_of(rollout, row, "min_p") for rollout, row in sources]):
+        sampled_by["min_p"] = _column(min_p)
+    if any(_is_penalized(rollout, row) for rollout, row in sources):
+        starts = [start for _, row in sources for start in _turn_starts(row)]
         sampled["turn_start"] = _column(starts, dtype=torch.long)
         for name in PENALTIES:
-            sampled_by[name] = _column([float(getattr(r, name)) for r in rollouts])
-    rewards = [0.0 if r.reward is None else r.reward for r in rollouts]
+            sampled_by[name] = _column([float(setting_of(*source, name)) for source in sources])
+    for name, dtype in (
+        ("temperature", torch.float32),
+        ("top_k", torch.long),
+        ("top_p", torch.float32),
+    ):
+        sampled_by[name] = _column([setting_of(*source, name) for source in sources], dtype=dtype)
+    truncated = [rollout.finish_reason == "length" for rollout, _ in sources]
+    rewards = [rollout.reward_of(row.role) for rollout, row in sources]
     return TensorDict(
         {
             "tokens": TensorDict(
@@ -92,31 +115,36 @@ def pack_rollouts(rollouts: Sequence[Rollout], among: Sequence[Rollout] = ()) ->
             ),
             "rollouts": TensorDict(
                 {
-                    "length": _column(length, dtype=torch.long),
-                    "prompt_length": _column(prompt_length, dtype=torch.long),
-                    "prefix": _column(prefix, dtype=torch.long),
-                    "group": _column(group, dtype=torch.long),
+                    **counted,
                     "truncated": _column(truncated, dtype=torch.bool),
                     "reward": _column(rewards, dtype=torch.float32),
-                    "temperature": _column([r.temperature for r in rollouts], dtype=torch.float32),
-                    "expert": _column([r.expert for r in rollouts], dtype=torch.bool),
-                    "top_k": _column([r.top_k for r in rollouts], dtype=torch.long),
-                    "top_p": _column([r.top_p for r in rollouts], dtype=torch.float32),
+                    "expert": _column([r.expert for r, _ in sources], dtype=torch.bool),
                     **sampled_by,
                 },
-                batch_size=[len(rollouts)],
+                batch_size=[len(sources)],
             ),
         },
         batch_size=[],
     )
 
 
+def packed_rows(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Row]]:
+    """The rows of a batch, each with its rollout: those with tokens after their prompts."""
+    return [(rollout, row) for rollout in rollouts for row in rollout.rows() if row.token_ids]
+
+
+def setting_of(rollout: Rollout, row: Row, name: str) -> float:
+    """How a row was sampled: its own setting of ``SAMPLED_BY``, or its rollout's."""
+    found: float = row.sampling.get(name, getattr(rollout, name))
+    return found
+
+
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Names, and values that change nothing."""
 
 
-def _is_penalized(rollout: Rollout) -> bool:
-    return any(getattr(rollout, name) != nothing for name, nothing in PENALTIES.items())
+def _is_penalized(rollout: Rollout, row: Row) -> bool:
+    return any(setting_of(rollout, row, name) != nothing for name, nothing in PENALTIES.items())
 
 
 def _require_scorable(rollouts: Sequence[Rollout]) -> None:
@@ -129,32 +157,41 @@ def _require_scorable(rollouts: Sequence[Rollout]) -> None:
         )
 
 
-def _turn_starts(rollout: Rollout) -> list[int]:
-    """Of each token, prompt included, where its turn begins, counted from the rollout's start."""
-    begin = len(rollout.prompt.token_ids)
+def _turn_starts(row: Row) -> list[int]:
+    """Of each token, prompt included, where its turn begins, counted from the row's start."""
+    begin = len(row.prompt_ids)
     starts = [0] * begin
-    for place, mine in enumerate(rollout.loss_mask, begin):
+    for place, mine in enumerate(row.loss_mask, begin):
         if not mine:
             begin = place + 1
         starts.append(begin)
     return starts
 
 
-def _no_end(rollout: Rollout) -> list[bool]:
-    """Flags of the tokens, prompt included, among the first ``min_tokens`` of a turn."""
-    flags, written = [False] * len(rollout.prompt.token_ids), 0
-    for mine in rollout.loss_mask:
+def _no_end(row: Row, least: float) -> list[bool]:
+    """Flags of the tokens, prompt included, among the first ``least`` of a turn."""
+    flags, written = [False] * len(row.prompt_ids), 0
+    for mine in row.loss_mask:
         written = written + 1 if mine else 0
-        flags.append(0 < written <= rollout.min_tokens)
+        flags.append(0 < written <= least)
     return flags
 
 
 def token_rows(batch: TensorDict) -> Tensor:
-    """The rollout each token belongs to, shape (T,)."""
+    """The row of ``batch["rollouts"]`` that each token belongs to, shape (T,)."""
     length = batch["rollouts", "length"]
     rows = torch.arange(len(length), device=length.device)
     # Told the size of the result, a GPU's host need not wait for it.
     return torch.repeat_interleave(rows, length, output_size=batch["tokens"].batch_size[0])
+
+
+def episode_rows(batch: TensorDict) -> Tensor:
+    """The episode of each row, shape (R,); in a batch made by hand each may be one of its own."""
+    rollouts = batch["rollouts"]
+    if "episode" in rollouts:
+        found: Tensor = rollouts["episode"]
+        return found
+    return torch.arange(len(rollouts), device=rollouts["length"].device)
 
 
 def host_of(batch: TensorDict) -> TensorDict:
@@ -257,11 +294,15 @@ def empty_like(batch: TensorDict) -> TensorDict:
 
 
 _SILENT = {"length": 2, "prompt_length": 1, "temperature": 1, "top_p": 1, "repetition_penalty": 1}
+_OUTSIDE = {"call": -1, "state": -1}
 
 
 def _made_up(batch: TensorDict) -> TensorDict:
     """Two tokens, the second of which nobody wrote, with the columns of a batch."""
-    tokens = {name: x.new_zeros(2, *x.shape[1:]) for name, x in batch["tokens"].items()}
+    tokens = {
+        name: x.new_full((2, *x.shape[1:]), _OUTSIDE.get(name, 0))
+        for name, x in batch["tokens"].items()
+    }
     rollouts = {
         name: x.new_full((1, *x.shape[1:]), _SILENT.get(name, 0))
         for name, x in batch["rollouts"].items()

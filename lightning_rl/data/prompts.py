@@ -146,6 +146,10 @@ class PromptDataset(ABC):
     def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Hear of every group of these prompts that was graded, kept or not; here: nothing."""
 
+    def shares(self) -> dict[str, float]:
+        """Expected share of each named set in the groups to come; {} where there are none."""
+        return {}
+
     def bound(self, room: int) -> None:
         """Drop prompts of more than ``room`` tokens too: the engine takes no longer ones."""
         self._room = room
@@ -171,6 +175,11 @@ class PromptDataset(ABC):
         Raises:
             ConfigError: if the order was made with another seed, or of another number of rows.
         """
+        if "sets" in state:
+            raise ConfigError(
+                f"the checkpoint's prompts were a Mixture of {', '.join(state['sets'])}, now they "
+                f"are {self!r}; give it the same sets to go on where the run stopped"
+            )
         if state["seed"] != self.seed:
             raise ConfigError(
                 f"the checkpoint's prompts were shuffled with seed={state['seed']}, now it is "

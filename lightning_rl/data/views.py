@@ -10,7 +10,8 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
-from lightning_rl.data.packing import token_rows
+from lightning_rl.data.episodes import calls_of, received
+from lightning_rl.data.packing import packed_rows, token_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Rollout, as_text
 
@@ -18,8 +19,8 @@ from lightning_rl.rollout import Rollout, as_text
 def as_padded(batch: TensorDict, length: int | None = None, pad_token_id: int = 0) -> TensorDict:
     """All tokens of a packed batch, one rollout a row, padded on the right: batch size [R, L].
 
-    It holds every column of ``batch["tokens"]`` under its name, zero (``versions`` -1,
-    ``input_ids`` ``pad_token_id``) where ``attention_mask`` is False.
+    It holds every column of ``batch["tokens"]`` under its name, zero (``versions``, ``call`` and
+    ``state`` -1, ``input_ids`` ``pad_token_id``) where ``attention_mask`` is False.
 
     Args:
         batch: R packed rollouts.
@@ -39,7 +40,8 @@ def as_padded(batch: TensorDict, length: int | None = None, pad_token_id: int = 
     grid = _Grid(token_rows(batch), len(lengths), length)
     columns = {name: grid.fill(values) for name, values in batch["tokens"].items()}
     there = grid.fill(torch.ones_like(batch["tokens", "loss_mask"]))
-    columns["versions"] = columns["versions"].masked_fill(~there, -1)
+    for name in {"versions", "call", "state"} & columns.keys():
+        columns[name] = columns[name].masked_fill(~there, -1)
     columns["input_ids"] = columns["input_ids"].masked_fill(~there, pad_token_id)
     return TensorDict(columns | {"attention_mask": there}, batch_size=there.shape)
 
@@ -51,6 +53,8 @@ def as_torchrl(
     pad_token_id: int = 0,
 ) -> TensorDict:
     """One row per rollout, batch size [R]: an episode of a single step, as torchrl sees it.
+
+    A rollout that was cut into several rows has as many here, each with the rollout's reward.
 
     ``len``, indices, ``torchrl.data.ReplayBuffer.extend`` and ``MCAdvantage`` take it. Its keys:
 
@@ -69,7 +73,7 @@ def as_torchrl(
         pad_token_id: stands in ``input_ids`` after a rollout's end.
 
     Raises:
-        ConfigError: if ``rollouts`` are not R, or a rollout has more than ``length`` tokens.
+        ConfigError: if ``rollouts`` do not have R rows, or a row has more than ``length`` tokens.
     """
     count = len(batch["rollouts"])
     ended = torch.ones(count, 1, dtype=torch.bool, device=batch["rollouts", "length"].device)
@@ -102,8 +106,9 @@ def as_steps(batch: TensorDict) -> TensorDict:
       where ``old_logprobs`` are not computed);
     - ``state_value`` (R, S, 1) where there is a critic, ``advantage`` and ``value_target`` where
       they are computed;
-    - ``next``: ``reward`` (the rollout's at its last step, and ``token_rewards``), ``done``,
-      ``terminated``, and ``state_value``, zero after the end; each (R, S, 1).
+    - ``next``: ``reward`` (what calls were paid at their last steps, the rest of the rollout's at
+      its last, and ``token_rewards``), ``done``, ``terminated``, and ``state_value``, zero after
+      the end; each (R, S, 1).
 
     Raises:
         ConfigError: if a rollout has no token that the model wrote.
@@ -120,10 +125,7 @@ def as_steps(batch: TensorDict) -> TensorDict:
         )
     grid = _Grid(row, count)
     mask = grid.fill(torch.ones_like(live, dtype=torch.bool))
-    rewards = torch.zeros_like(tokens["rollout_logprobs"][live])
-    rewards[written.cumsum(0) - 1] = batch["rollouts", "reward"]
-    if "token_rewards" in tokens:
-        rewards = rewards + tokens["token_rewards"][live]
+    rewards = received(batch, calls_of(batch))[live]
     old = tokens["old_logprobs" if "old_logprobs" in tokens else "rollout_logprobs"]
     place = torch.arange(mask.shape[1], device=mask.device)
     done = (place >= (written - 1).unsqueeze(1)).unsqueeze(2)
@@ -176,10 +178,11 @@ def _version_range(batch: TensorDict) -> dict[str, Tensor]:
 
 
 def _with_text(view: TensorDict, rollouts: Sequence[Rollout]) -> TensorDict:
-    count = len(view)
+    count, given = len(view), len(rollouts)
+    rollouts = [rollout for rollout, _ in packed_rows(rollouts)]
     if len(rollouts) != count:
         raise ConfigError(
-            f"{len(rollouts)} rollouts do not go with a batch of {count}; give those that were "
+            f"{given} rollouts do not go with a batch of {count}; give those that were "
             "packed, in order"
         )
     texts = {

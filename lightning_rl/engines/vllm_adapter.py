@@ -12,7 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_process import last_line
-from lightning_rl.errors import IncompleteWeightsError, LightningRLError, WeightSyncError
+from lightning_rl.errors import (
+    ConfigError,
+    IncompleteWeightsError,
+    LightningRLError,
+    WeightSyncError,
+)
 
 
 def weight_shapes(model_dir: Path, trust_remote_code: bool = False) -> dict[str, torch.Size]:
@@ -99,10 +104,21 @@ def sampling_params(sampling: Sampling, seed: int) -> Any:
 def add_request(
     llm: Any, request_id: str, token_ids: Sequence[int], params: Any, priority: int
 ) -> str:
-    """Returns the request's name inside vLLM, under which it can be aborted."""
+    """Returns the request's name inside vLLM, under which it can be aborted.
+
+    Raises:
+        ConfigError: if vLLM does not take it, such as a schema that is none.
+    """
     # With its type it is an input that needs no rendering.
     prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
-    name = str(llm.add_request(request_id, prompt, params, priority=priority))
+    try:
+        name = str(llm.add_request(request_id, prompt, params, priority=priority))
+    except Exception as error:
+        from vllm.exceptions import VLLMClientError
+
+        if not isinstance(error, VLLMClientError):
+            raise
+        raise ConfigError(f"vLLM refuses such a request: {last_line(error)}") from error
     llm.output_processor.request_states[name].logprobs_processor = SampledLogprobs()
     return name
 

@@ -2,6 +2,7 @@
 
 import logging
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,6 +15,7 @@ from lightning_rl.algos.objective import Aggregation, Objective
 from lightning_rl.data.packing import (
     deal_groups,
     pack_rollouts,
+    packed_rows,
     select,
     split_packs,
     token_rows,
@@ -51,21 +53,20 @@ class StreamedUpdate:
         self.failed = False
         """Whether memory did not suffice: then there are no gradients, and will be none."""
         self._parts: list[TensorDict] = []
-        self._trained: dict[str, bool] = {}  # by rollout, in the order of all parts
-        self._order: list[str] | None = None
+        self._trained: dict[_RowName, bool] = {}  # in the order of all parts
+        self._order: list[_RowName] | None = None
         self._known = torch.empty(0, dtype=torch.bool)
         self._sources = self._targets = torch.empty(0, dtype=torch.long)
         self._tokens = TensorDict({}, batch_size=[0])
 
     def add(self, rollouts: Sequence[Rollout], part: TensorDict, trained: Tensor) -> None:
-        """Keep what was computed of rollouts; ``trained`` (R,) of them have left a gradient."""
-        for rollout, flag in zip(rollouts, trained.tolist(), strict=True):
-            self._trained[rollout.id] = flag
+        """Keep what was computed of rollouts; ``trained`` (R,) of their rows left a gradient."""
+        self._trained |= zip(_row_names(rollouts), trained.tolist(), strict=True)
         self._parts.append(part)
 
     def finish(self, rollouts: Sequence[Rollout]) -> None:
         """Note the rollouts of the batch, in its order."""
-        self._order = [rollout.id for rollout in rollouts]
+        self._order = _row_names(rollouts)
 
     @property
     def finished(self) -> bool:
@@ -73,8 +74,8 @@ class StreamedUpdate:
         return self._order is not None
 
     def attach(self, batch: TensorDict) -> None:
-        """Find the batch's rollouts among those that are known; their tokens must be the same."""
-        places = {rollout: place for place, rollout in enumerate(self._trained)}
+        """Find the batch's rows among those that are known; their tokens must be the same."""
+        places = {name: place for place, name in enumerate(self._trained)}
         found = torch.tensor([places.get(name, -1) for name in self._order or ()], device="cpu")
         rows = batch["rollouts", "length"].cpu()
         self._known = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
@@ -93,7 +94,7 @@ class StreamedUpdate:
             self._known = known
 
     def knows(self, name: str) -> Tensor | None:
-        """Flags (R,), on the host, of the batch's rollouts that have this column; None: none."""
+        """Flags (R,), on the host, of the batch's rows that have this column; None: none."""
         return self._known if name in self._tokens and self._known.any() else None
 
     def fill(self, batch: TensorDict, *names: str) -> None:
@@ -107,11 +108,11 @@ class StreamedUpdate:
                 batch["tokens", name] = column
 
     def usable(self, batch: TensorDict, first: Tensor) -> Tensor | None:
-        """Flags (R,) of rollouts whose gradient is in the policy; None if it is not the batch's.
+        """Flags (R,) of rows whose gradient is in the policy; None if it is not the batch's.
 
         ``first`` (r,) are the rows of the first minibatch, to which all of them must belong.
         """
-        trained = {rollout for rollout, flag in self._trained.items() if flag}
+        trained = {name for name, flag in self._trained.items() if flag}
         if self.failed or self._order is None or not trained <= set(self._order):
             return None
         flags = torch.tensor([name in trained for name in self._order], device="cpu")
@@ -126,6 +127,20 @@ class StreamedUpdate:
             for name in names
             if name in self._tokens and name in batch["tokens"]
         )
+
+
+_RowName = tuple[str, int]
+"""A rollout's id, and which of its rows in a batch."""
+
+
+def _row_names(rollouts: Sequence[Rollout]) -> list[_RowName]:
+    """A name for each row that these rollouts have in a batch."""
+    found: Counter[str] = Counter()
+    names = []
+    for rollout, _ in packed_rows(rollouts):
+        names.append((rollout.id, found[rollout.id]))
+        found[rollout.id] += 1
+    return names
 
 
 def _spans(lengths: Tensor, rows: Tensor) -> Tensor:
@@ -186,7 +201,9 @@ class StreamingLoop(OwnLoop):
         if streamed is None or streamed.failed or not members:
             return
         rollouts = [rollout for _, rollout in members]
-        first = torch.tensor([place in streamed.first for place, _ in members], device="cpu")
+        place_of = {rollout.id: place for place, rollout in members}
+        places = [place_of[rollout.id] for rollout, _ in packed_rows(rollouts)]
+        first = torch.tensor([place in streamed.first for place in places], device="cpu")
         with self._as_in_a_step(), torch.enable_grad():
             part = self.compute_all(pack_rollouts(rollouts).to(self.device))
             masked = self.without_truncated(part.copy())

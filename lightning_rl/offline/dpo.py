@@ -171,7 +171,7 @@ class RolloutPairs(PromptDataset):
     """Pairs from graded rollouts, as ``lightning-rl rollout`` writes them.
 
     Of each group, the best against the worst; completions are the recorded tokens, so nothing is
-    tokenised again.
+    tokenised again. Rollouts of several rows, which are no single completion, are left out.
 
     Args:
         path: the file of rollouts: ``.jsonl``, ``.parquet`` or ``.sqlite``.
@@ -188,7 +188,7 @@ class RolloutPairs(PromptDataset):
 
     def read(self) -> Iterable[tuple[str, Any]]:
         for group in open_rollouts(self.path).groups():
-            graded = [r for r in group if r.reward is not None and r.token_ids]
+            graded = [r for r in group if r.reward is not None and r.token_ids and not r.further]
             best = max(graded, key=_reward, default=None)
             worst = min(graded, key=_reward, default=None)
             if best and worst and _reward(best) - _reward(worst) > self.min_gap:

@@ -67,7 +67,7 @@ class RecordedGroups:
 
     def _identity(self) -> dict[str, Any]:
         if not self._content:
-            tokens = [[(r.token_ids, r.reward) for r in group] for group in self._groups]
+            tokens = [[(r.completion_ids, r.reward) for r in group] for group in self._groups]
             self._content = blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
         return {"groups": len(self._groups), "seed": self._seed, "content": self._content}
 
@@ -192,7 +192,7 @@ class OfflineDataModule(LightningDataModule):
         assert groups is not None, "setup() comes first"
         rollouts = groups.draw(self.groups_per_iteration)
         mean, std = summarize([r.reward for r in rollouts if r.reward is not None])
-        tokens = summarize([float(len(r.token_ids)) for r in rollouts])[0]
+        tokens = summarize([float(r.length) for r in rollouts])[0]
         module.record({"reward/mean": mean, "reward/std": std, "rollout/tokens_mean": tokens})
         share = set(dist.shard(list(dict.fromkeys(r.group_id for r in rollouts))))
         return [r for r in rollouts if r.group_id in share]
@@ -204,7 +204,7 @@ class OfflineDataModule(LightningDataModule):
         groups = []
         for group in recorded:
             # Graded, and with tokens that a model wrote.
-            usable = [r for r in group if r.graded and any(r.loss_mask) and not r.expert]
+            usable = [r for r in group if r.graded and any(r.column("loss_mask")) and not r.expert]
             _check_tokens(self.path, usable, text_config.vocab_size)
             if len(usable) >= smallest and all(f.keep(usable) for f in self.filters):
                 groups.append(usable)
@@ -227,9 +227,10 @@ class OfflineDataModule(LightningDataModule):
 
 def _check_tokens(path: str, rollouts: Sequence[Rollout], vocabulary: int) -> None:
     for rollout in rollouts:
-        if not rollout.prompt.token_ids:
+        rows = [row for row in rollout.rows() if row.token_ids]
+        if not all(row.prompt_ids for row in rows):
             raise DataError(f"{path}: rollout {rollout.id!r} has a prompt without tokens")
-        largest = max(rollout.prompt.token_ids + rollout.token_ids)
+        largest = max(max(row.prompt_ids + row.token_ids) for row in rows)
         if largest >= vocabulary:
             raise DataError(
                 f"{path}: rollout {rollout.id!r} holds token {largest}, and model.model has only "

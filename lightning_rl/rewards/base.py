@@ -120,8 +120,8 @@ class Rewards:
         """The plain function that is being called in its thread right now, and this thread."""
         return self._calls.running()
 
-    def require_graded(self, rollouts: Sequence[Rollout]) -> None:
-        """Stop a run whose rewards, or whose agent, break too often.
+    def require_graded(self, rollouts: Sequence[Rollout], what: str = "rollouts") -> None:
+        """Stop a run whose rewards, or whose agent, break too often; ``what`` they are called.
 
         Raises:
             RewardError: when more than ``max_failed_share`` of the rollouts failed; it holds them
@@ -132,9 +132,9 @@ class Rewards:
         share = len(failed) / max(1, len(rollouts))
         if share > self.max_failed_share:
             ended = failed[0].finish_reason is not None
-            kind, what = (RewardError, "could not be graded") if ended else (AgentError, "failed")
+            kind, fate = (RewardError, "could not be graded") if ended else (AgentError, "failed")
             raise kind(
-                f"{len(failed)} of {len(rollouts)} rollouts {what} ({share:.0%}, "
+                f"{len(failed)} of {len(rollouts)} {what} {fate} ({share:.0%}, "
                 f"max_failed_share={self.max_failed_share}); first error: {failed[0].error}",
                 rollouts,
             )
@@ -192,9 +192,10 @@ class Rewards:
         available: dict[str, Any] = {
             "prompts": [r.prompt.prompt for r in rollouts],
             "completions": [r.completion for r in rollouts],
-            "completion_ids": [r.token_ids for r in rollouts],
+            "completion_ids": [r.completion_ids for r in rollouts],
             "finish_reasons": [r.finish_reason for r in rollouts],
             "environment_rewards": [r.environment_reward for r in rollouts],
+            "extras": [r.extra for r in rollouts],
             "group_ids": [r.group_id for r in rollouts],
             "trainer_state": self.state,
             **log.arguments(),

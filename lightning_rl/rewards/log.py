@@ -40,7 +40,7 @@ class RewardLog:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Keep a value per completion; several calls for one column follow one another."""
-        self.extra.setdefault(str(column), []).extend(map(_plain, values))
+        self.extra.setdefault(str(column), []).extend(map(as_plain, values))
 
     def log_metric(self, name: str, value: float) -> None:
         """Keep a number; all of one name are averaged over an iteration, NaN left out."""
@@ -107,7 +107,8 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(finite) / len(finite) if finite else math.nan
 
 
-def _plain(value: Any) -> Plain:
+def as_plain(value: Any) -> Plain:
+    """The value as every record of a rollout can hold it; as text if nothing else fits."""
     if value is None or type(value) in (str, int, bool):
         return value
     # Also numpy's float64, which is a float that no checkpoint loads.

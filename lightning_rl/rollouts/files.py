@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.rollout import Group, Prompt, Rollout
+from lightning_rl.rollout import Call, Group, Rollout, Row
 
 Record = dict[str, Any]
 
@@ -120,10 +120,17 @@ def as_record(rollout: Rollout) -> Record:
 
     It is as ``Rollout.to_dict``, but shares the rollout's lists, which are long.
     """
-    record = {"id": rollout.id} | {f.name: getattr(rollout, f.name) for f in fields(rollout)}
-    record["prompt"] = {f.name: getattr(rollout.prompt, f.name) for f in fields(Prompt)}
+    record: Record = {"id": rollout.id} | _shallow(rollout)
+    record["prompt"] = _shallow(rollout.prompt)
     record["status"] = rollout.status.value
+    record["further"] = [_shallow(row) for row in rollout.further]
+    record["calls"] = [_shallow(call) for call in rollout.calls]
     return record
+
+
+def _shallow(record: Any) -> Record:
+    """A dataclass's fields, its lists shared."""
+    return {f.name: getattr(record, f.name) for f in fields(record)}
 
 
 def as_rollout(where: str, record: Any) -> Rollout:
@@ -134,20 +141,30 @@ def as_rollout(where: str, record: Any) -> Rollout:
     """
     try:
         rollout = Rollout.from_dict(record)
-        lengths = {
-            len(part)
-            for part in (rollout.token_ids, rollout.loss_mask, rollout.logprobs, rollout.versions)
-        }
+        rows = rollout.rows()
+        lengths = [{len(getattr(row, name)) for name in ARRAYS} for row in rows]
+        calls = [call for call in rollout.calls if not _is_within(call, rows)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
             f"{where}: expected a rollout as `lightning-rl rollout` writes it ({error!r})"
         ) from error
-    if len(lengths) != 1:
+    for found in lengths:
+        if len(found) != 1:
+            raise DataError(
+                f"{where}: token_ids, loss_mask, logprobs and versions differ in length "
+                f"({sorted(found)}); they must have one entry per completion token"
+            )
+    if calls:
         raise DataError(
-            f"{where}: token_ids, loss_mask, logprobs and versions differ in length "
-            f"({sorted(lengths)}); they must have one entry per completion token"
+            f"{where}: a call is tokens {calls[0].start} to {calls[0].stop} of row {calls[0].row}, "
+            "which are not there; restore the file"
         )
     return rollout
+
+
+def _is_within(call: Call, rows: Sequence[Row]) -> bool:
+    there = 0 <= call.row < len(rows)
+    return there and 0 <= call.start <= call.stop <= len(rows[call.row].token_ids)
 
 
 def as_json(record: Record) -> str:
@@ -166,11 +183,18 @@ ARRAYS = {"token_ids": "<i4", "loss_mask": "?", "logprobs": "<f8", "versions": "
 def as_row(rollout: Rollout, iteration: int) -> Record:
     """The record as columns ``id`` ... ``tokens``, the arrays as lists, ``rest`` as JSON text.
 
-    ``version_min`` and ``version_max`` are over the tokens that the model wrote; None without any.
+    The arrays of several rows stand one after the other; ``rest`` knows how many ``tokens`` each of
+    the ``further`` ones has. ``version_min`` and ``version_max`` are over the tokens that are
+    trained on; None without any.
     """
     record = as_record(rollout)
-    arrays = {name: record.pop(name) for name in ARRAYS}
-    written = [v for v, m in zip(rollout.versions, rollout.loss_mask, strict=True) if m]
+    for name in ARRAYS:
+        del record[name]
+    record["further"] = [
+        {"tokens": len(row["token_ids"])} | {k: v for k, v in row.items() if k not in ARRAYS}
+        for row in record["further"]
+    ]
+    written = rollout.written_versions()
     return {
         "id": record.pop("id"),
         "group_id": rollout.group_id,
@@ -181,8 +205,8 @@ def as_row(rollout: Rollout, iteration: int) -> Record:
         "reward": rollout.reward,
         "status": rollout.status.value,
         "finish_reason": rollout.finish_reason,
-        "tokens": len(rollout.token_ids),
-        **arrays,
+        "tokens": rollout.length,
+        **{name: rollout.column(name) for name in ARRAYS},
         "rest": as_json(record),
     }
 
@@ -194,7 +218,12 @@ def from_row(where: str, row: Record) -> Rollout:
         DataError: naming the place, if the row is no rollout.
     """
     try:
-        record: Any = json.loads(row["rest"]) | {name: row[name] for name in ARRAYS}
+        record: Any = json.loads(row["rest"])
+        record |= {name: row[name] for name in ARRAYS}
+        for further in reversed(record.get("further", ())):
+            begin = len(record["token_ids"]) - further["tokens"]
+            for name in ARRAYS:
+                record[name], further[name] = record[name][:begin], record[name][begin:]
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{where}: damaged row ({error!r}); restore the file") from error
     return as_rollout(where, record)

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_rl.view.calls import rows_of
+
 GAP_NATS = 0.5
 """Engine and trainer logprobs differ by 1e-6 in float32 and by up to 2e-2 in bfloat16."""
 
@@ -23,11 +25,17 @@ Record = dict[str, Any]
 def find_flags(record: Record) -> dict[str, list[int]]:
     """The names of the flags that apply, each with the places of the tokens it is about.
 
-    A flag about the rollout as a whole has no places. ``record`` is a line of ``recorded.jsonl`` or
-    ``rollouts.jsonl``.
+    A flag about the rollout as a whole has no places; those of further rows go on counting after
+    the rows before. ``record`` is a line of ``recorded.jsonl`` or ``rollouts.jsonl``.
     """
-    found = {name: places for name, check in _TOKEN_CHECKS.items() if (places := check(record))}
-    if any(_length(record, name) != len(record["token_ids"]) for name in _PER_TOKEN):
+    found: dict[str, list[int]] = {}
+    rows, begin = rows_of(record), 0
+    for row in rows:
+        for name, check in _TOKEN_CHECKS.items():
+            if places := check(row):
+                found.setdefault(name, []).extend(begin + place for place in places)
+        begin += len(row["token_ids"])
+    if any(_length(row, name) != len(row["token_ids"]) for row in rows for name in _PER_TOKEN):
         found["lengths"] = []
     if record["status"] == "completed" and not all(map(_is_finite, _rewards(record))):
         found["reward"] = []
@@ -44,7 +52,7 @@ def _mask(record: Record) -> list[int]:
 
 
 def gaps(record: Record) -> list[tuple[int, float]]:
-    """Places of the tokens whose logprobs engine and trainer tell, and how far apart they are."""
+    """Places in a row of the tokens that engine and trainer score, and how far apart they are."""
     trainer = record.get("trainer_logprobs")
     if trainer is None or record.get("expert"):
         return []

@@ -9,9 +9,11 @@ from array import array
 from base64 import b64encode
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import chain
 from typing import Any
 
 from lightning_rl.rollout import as_text
+from lightning_rl.view.calls import rows_of
 from lightning_rl.view.flags import FLAGS, find_flags, gaps
 from lightning_rl.view.runs import Record, Run
 
@@ -32,10 +34,10 @@ def build_page(runs: Sequence[Run]) -> str:
     """A page that needs no network: styles, scripts and data are in it.
 
     The data are gzip blocks in base64. Block ``index`` is JSON: runs with their metrics, and a row
-    per rollout. Each block ``tokens-K`` holds numbers of ``ROLLOUTS_PER_BLOCK`` rollouts, little
-    endian, one column after the other: for each prompt and then for each completion token the index
-    of its text (uint32), and for each completion token the ``TOKEN_COLUMNS`` (float32, nan where
-    nothing was recorded), version (int32) and mask (uint8).
+    per rollout. Each block ``tokens-K`` holds numbers of ``ROLLOUTS_PER_BLOCK`` rollouts, row by
+    row, little endian, one column after the other: for each prompt and then for each completion
+    token the index of its text (uint32), and for each completion token the ``TOKEN_COLUMNS``
+    (float32, nan where nothing was recorded), version (int32) and mask (uint8).
     """
     rollouts = [(place, record) for place, run in enumerate(runs) for record in run.rollouts]
     texts: dict[str, int] = {}
@@ -76,17 +78,28 @@ def _run_entry(run: Run) -> Record:
 
 
 def _rollout_row(place: int, record: Record) -> Record:
-    versions = [version for version in record["versions"] if version >= 0]
+    rows = rows_of(record)
+    versions = [version for row in rows for version in row["versions"] if version >= 0]
     return {
         "run": place,
-        "prompt_tokens": len(record["prompt"]["token_ids"]),
-        "tokens": len(record["token_ids"]),
+        "prompt_tokens": sum(len(row["prompt_ids"]) for row in rows),
+        "tokens": sum(len(row["token_ids"]) for row in rows),
+        "rows": [
+            {
+                "role": row.get("role", ""),
+                "prompt_tokens": len(row["prompt_ids"]),
+                "tokens": len(row["token_ids"]),
+            }
+            for row in rows
+        ],
+        "calls": _plain(record.get("calls") or []),
         "prompt": as_text(record["prompt"]["prompt"]),
         "completion": as_text(record["completion"]),
         "columns": _plain(record["prompt"].get("columns", {})),
+        "set": record["prompt"].get("set") or None,
         "oldest": min(versions, default=None),
         "newest": max(versions, default=None),
-        "gap": _plain(max((gap for _, gap in gaps(record)), default=None)),
+        "gap": _plain(max((gap for row in rows for _, gap in gaps(row)), default=None)),
         "flags": find_flags(record),
     } | {
         name: _plain(record.get(name))
@@ -111,18 +124,18 @@ def _token_block(records: Sequence[Record], texts: dict[str, int]) -> bytes:
     prompts, completions = array("I"), array("I")
     columns = {name: array("f") for name in TOKEN_COLUMNS}
     versions, mask = array("i"), array("B")
-    for record in records:
+    for row in chain.from_iterable(map(rows_of, records)):
         for target, ids, pieces in (
-            (prompts, record["prompt"]["token_ids"], record.get("prompt_pieces")),
-            (completions, record["token_ids"], record.get("pieces")),
+            (prompts, row["prompt_ids"], row.get("prompt_pieces")),
+            (completions, row["token_ids"], row.get("pieces")),
         ):
             words = [f"⟨{token}⟩" for token in ids] if pieces is None else pieces
             target.extend(texts.setdefault(word, len(texts)) for word in words)
-        count = len(record["token_ids"])
+        count = len(row["token_ids"])
         for name, column in columns.items():
-            column.extend(_fit(record.get(name) or (), count, math.nan))
-        versions.extend(_fit(record["versions"], count, -1))
-        mask.extend(_fit(record["loss_mask"], count, False))
+            column.extend(_fit(row.get(name) or (), count, math.nan))
+        versions.extend(_fit(row["versions"], count, -1))
+        mask.extend(_fit(row["loss_mask"], count, False))
     arrays: list[array[Any]] = [prompts, completions, *columns.values(), versions, mask]
     return b"".join(map(_little_endian, arrays))
 

@@ -41,8 +41,10 @@ function filterBar() {
   const bound = (name) => el("input", { type: "number", step: "any", "data-filter": name, placeholder: name.split(" ")[1], "aria-label": name,
     oninput: (event) => change(name, event.target.value) });
   const range = (name) => el("label", {}, name, el("span", { class: "range" }, bound(`${name} from`), bound(`${name} to`)));
+  const sets = distinct((r) => r.set);
   return el("div", { class: "card filters" },
     el("label", {}, "text", el("input", { type: "search", "data-filter": "text", placeholder: "prompt, completion, id", value: rollouts.filters.text, oninput: (event) => change("text", event.target.value) })),
+    ...(sets.length ? [choice("set", sets)] : []),
     choice("flag", ["any", ...Object.keys(view.flags)]),
     choice("status", distinct((r) => r.status)),
     choice("end", distinct((r) => r.finish_reason)),
@@ -53,6 +55,7 @@ function filterBar() {
 function matches(row) {
   const f = rollouts.filters;
   if (curves.hiddenRuns.has(row.run)) return false;
+  if (f.set && row.set !== f.set) return false;
   if (f.status && row.status !== f.status) return false;
   if (f.end && row.finish_reason !== f.end) return false;
   if (f.flag && !(f.flag === "any" ? Object.keys(row.flags).length : f.flag in row.flags)) return false;

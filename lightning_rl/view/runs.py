@@ -129,8 +129,11 @@ def _add_pieces(rollouts: list[Record], run: Path, summary: Record) -> None:
     tokenizer = Tokenizer.from_file(str(file))
     pieces = TokenPieces(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
     for rollout in rollouts:
-        rollout.setdefault("pieces", pieces(rollout["token_ids"]))
         rollout.setdefault("prompt_pieces", pieces(rollout["prompt"]["token_ids"]))
+        for row in (rollout, *(rollout.get("further") or ())):
+            row.setdefault("pieces", pieces(row["token_ids"]))
+        for row in rollout.get("further") or ():
+            row.setdefault("prompt_pieces", pieces(row["prompt_ids"]))
 
 
 def _is_run(path: Path) -> bool:

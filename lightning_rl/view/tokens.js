@@ -62,13 +62,51 @@ function visible(text) {
   });
 }
 
+// The rows of a rollout, and where each begins in what is told of all.
+function rowsOf(row) {
+  let [at, promptAt] = [0, 0];
+  return row.rows.map((part, number) => {
+    const placed = { ...part, number, at, promptAt };
+    at += part.tokens;
+    promptAt += part.prompt_tokens;
+    return placed;
+  });
+}
+
+// A row: its prompt, of which the end is seen at once, and its tokens with a mark before each call.
+const TAIL = 40;
+function rowBlock(row, part, tokens, spans, several) {
+  const marks = new Map();
+  row.calls.forEach((call, number) => {
+    if (call.row === part.number) marks.set(call.start, [...(marks.get(call.start) ?? []), callMark(call, number)]);
+  });
+  const shown = spans.slice(part.at, part.at + part.tokens).flatMap((span, i) => [...(marks.get(i) ?? []), span]);
+  const block = el("div", { class: "text-block mono" }, ...shown);
+  if (!several) return [block];
+  const prompt = tokens.prompt.slice(part.promptAt, part.promptAt + part.prompt_tokens);
+  const tail = (prompt.length > TAIL ? "…" : "") + prompt.slice(-TAIL).join("");
+  return [
+    el("h3", { "data-row": part.number }, `Row ${part.number + 1}${part.role ? ` · ${part.role}` : ""}, ${part.tokens} tokens after a prompt of ${part.prompt_tokens}`),
+    el("details", {}, el("summary", { class: "mono prompt" }, tail), el("div", { class: "text-block mono prompt" }, prompt.join(""))),
+    block,
+  ];
+}
+
+function callMark(call, number) {
+  const told = [`call ${number + 1}`, call.finish_reason, call.reward === null ? null : `reward ${format(call.reward)}`, call.scorable === false ? "not trained on" : null];
+  return el("span", { class: "call", "data-call": number, title: call.state ?? null }, told.filter(Boolean).join(" · "));
+}
+
 function tokenBlock(row, tokens, found) {
   const flagged = new Map();
   for (const [flag, places] of Object.entries(row.flags)) for (const i of places) flagged.set(i, [...(flagged.get(i) ?? []), flag]);
   const spans = tokens.texts.map((text, i) => el("span", {
     class: `token${flagged.has(i) ? " flagged" : ""}${tokens.mask[i] ? "" : " unmasked"}`, "data-token": i,
   }, ...visible(text)));
-  const block = el("div", { class: "text-block mono", id: "completion" }, ...spans);
+  const several = row.rows.filter((part) => part.tokens).length > 1;
+  const block = several || row.calls.length
+    ? el("div", { id: "completion" }, ...rowsOf(row).filter((part) => part.tokens).flatMap((part) => rowBlock(row, part, tokens, spans, several)))
+    : el("div", { class: "text-block mono", id: "completion" }, ...spans);
   block.addEventListener("mousemove", (event) => {
     const span = event.target.closest(".token");
     if (span) showTip(event, tokenTip(Number(span.dataset.token), tokens, found, flagged)); else hideTip();
@@ -106,8 +144,9 @@ async function drawDetail(place) {
     ...Object.entries(choices).filter(([name]) => !(name in QUANTITIES) || name in found)
       .map(([name, label]) => el("option", { value: name, selected: name === colourBy }, label)));
   if (!(colourBy in found) && colourBy in QUANTITIES) colourBy = select.value = "logprobs" in found ? "logprobs" : "mask";
-  $(".detail").replaceChildren(...details(row, place), el("h3", {}, `Prompt, ${row.prompt_tokens} tokens`),
-    el("div", { class: "text-block mono prompt" }, tokens.prompt.join("")),
+  const own = row.rows[0].prompt_tokens;
+  $(".detail").replaceChildren(...details(row, place), el("h3", {}, `Prompt, ${own} tokens`),
+    el("div", { class: "text-block mono prompt" }, tokens.prompt.slice(0, own).join("")),
     el("h3", {}, `Completion, ${row.tokens} tokens`),
     el("div", { class: "colour" }, el("label", {}, "Colour by ", select), el("span", { id: "legend" })),
     tokenBlock(row, tokens, found), ...given(row));

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ MAX_TURNS = 4
 BISECTING = 0.25
 NUM_GAMES = 8_000
 SEED = 0
+Play = Callable[[int, random.Random], list[dict[str, Any]]]
 
 
 def bisect(low: int, high: int, rng: random.Random) -> int:
@@ -37,29 +39,33 @@ def bisect(low: int, high: int, rng: random.Random) -> int:
     return (low + high + rng.randint(0, 1)) // 2
 
 
+def guesses(digit: int, rng: random.Random) -> Iterator[int]:
+    """The player's guesses in one game, up to the right one."""
+    bisecting = rng.random() < BISECTING
+    low, high, guess = min(DIGITS), max(DIGITS), rng.choice(DIGITS)
+    for _ in range(MAX_TURNS):
+        if bisecting:
+            guess = bisect(low, high, rng)
+        yield guess
+        if guess == digit:
+            return
+        low, high = (guess + 1, high) if digit > guess else (low, guess - 1)
+
+
 def play(digit: int, rng: random.Random) -> list[dict[str, Any]]:
     """The turns of one game, each as a row: what was said so far, and the token to answer it.
 
     One row per turn, so that the warm start, too, only learns the tokens of the player.
     """
-    bisecting = rng.random() < BISECTING
     said, rows = PROMPT, []
-    low, high, guess = min(DIGITS), max(DIGITS), rng.choice(DIGITS)
-    for _ in range(MAX_TURNS):
-        if bisecting:
-            guess = bisect(low, high, rng)
+    for guess in guesses(digit, rng):
         rows.append({"prompt": said, "completion": [VOCABULARY.index(str(guess))]})
-        if guess == digit:
-            break
-        if digit > guess:
-            low, said = guess + 1, f"{said}{guess}>:"
-        else:
-            high, said = guess - 1, f"{said}{guess}<:"
+        said += f"{guess}{'>' if digit > guess else '<'}:"
     return rows
 
 
-def draw_turns() -> list[dict[str, Any]]:
-    """The turns of all warm-start games."""
+def draw_turns(play: Play = play) -> list[dict[str, Any]]:
+    """The turns of all warm-start games, as ``play`` writes them."""
     rng = random.Random(SEED)
     return [row for _ in range(NUM_GAMES) for row in play(rng.choice(DIGITS), rng)]
 

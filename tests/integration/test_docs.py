@@ -22,6 +22,8 @@ from lightning_rl.cli.rerun import parse_arguments as parse_rerun
 from lightning_rl.cli.rollouts import parse_arguments as parse_rollouts
 from lightning_rl.cli.view import parse_arguments as parse_view
 from lightning_rl.errors import LightningRLError
+from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.serving.verifiers.hosting import Hosting
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -222,6 +224,13 @@ def test_any_other_command_exists(block, words):
     elif words[:2] == ["python", "-m"]:
         source = inspect.getsource(import_module(words[2]))
         assert [w for w in words[3:] if w.startswith("--") and f'"{w}"' not in source] == []
+    elif "verifiers>=0.4" in words:  # what is also told where it is missing
+        options = ["--compile-bytecode", "--python", words[5], "verifiers>=0.4"]
+        assert words[:7] == ["uv", "pip", "install", *options]
+        place = Hosting("my-wordle", str(ROOT / words[5] / "bin" / "python"))
+        assert shlex.join([*words[:5], str(ROOT / words[5])]) in place.recipe()
+    elif words[0].endswith("/bin/pip"):  # of an agent's own environment
+        assert words[1] == "install"
     elif words[:3] == ["uv", "pip", "install"]:
         files = [w for w in words if w.startswith("install/")]
         assert files
@@ -231,8 +240,10 @@ def test_any_other_command_exists(block, words):
     else:
         assert words[:2] in (
             ["source", ".venv/bin/activate"],
+            ["uv", "venv"],
             ["tensorboard", "--logdir"],
             ["pip", "uninstall"],
+            ["pip", "install"],
         )
 
 
@@ -259,6 +270,54 @@ def test_the_configuration_of_the_cli_page_runs(stand_in):
     assert main(["fit", "--config", "verbatim.yaml", "--trainer.limit_train_batches", "1"]) == 0
     assert "bfloat16" not in block.text
     assert (place / "lightning_logs/version_0/checkpoints/iteration_1.ckpt").exists()
+
+
+def test_the_mixture_of_its_page_trains_each_set_as_it_says(stand_in, capsys):
+    place = stand_in(ROOT / "docs" / "mixtures.md")
+    asked = [{"prompt": f"{digit}{digit}=", "answer": f"{digit}{digit}"} for digit in range(10)]
+    lines = "".join(json.dumps(row) + "\n" for row in asked)
+    (place / "runs/sort_digits/train.jsonl").write_text(lines)
+    configs = ["--config", "recipes/sort_digits/grpo.yaml", "--config", "mixture.yaml"]
+    monitor = ["--trainer.callbacks+=IterationCheckpoint", "--trainer.callbacks.monitor"]
+    quick = ["check", *configs, "--trainer.enable_checkpointing", "true", "--no_rollout", *monitor]
+    assert main([*quick, "eval/spell/accuracy"]) == 0
+    assert "prompts of sort (75% of the groups): 10 of 10 are short" in capsys.readouterr().out
+    assert main([*quick, "eval/spel/accuracy"]) == 2
+    assert "did you mean eval/spell/accuracy?" in capsys.readouterr().err
+    small = ["--data.groups_per_iteration", "16", "--data.group_size", "16"]
+    kept = ["--trainer.callbacks+=RolloutRecorder", "--trainer.callbacks.num_groups", "null"]
+    assert main(["fit", *configs, *small, *kept, "--trainer.limit_train_batches", "2"]) == 0
+    run = place / "runs/sort_digits/grpo/version_0"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if "reward/mean" in row]
+    assert len(trained) == 2
+    assert all(row["rollout/logprob_gap_max"] < 1e-4 for row in trained)
+    assert all(row["rollout/sort/share"] + row["rollout/spell/share"] == 1 for row in trained)
+    names = [n for n in rows[0] if n.startswith("eval/") and n.endswith(("accuracy", "pass@2"))]
+    assert sorted(names) == ["eval/accuracy", "eval/sort/accuracy", "eval/spell/accuracy",
+                             "eval/spell/pass@2"]  # fmt: skip
+    rollouts = [found.rollout for found in open_rollouts(run / "recorded.jsonl").read()]
+    assert len(rollouts) == 2 * 16 * 16
+    of = {name: [r for r in rollouts if r.prompt.set == name] for name in ("sort", "spell")}
+    assert [*map(len, of.values())] == [
+        sum(256 * row[f"rollout/{name}/share"] for row in trained) for name in of
+    ]
+    assert {(r.temperature, *r.reward_parts) for r in of["sort"]} == {(1.0, "exact_match")}
+    assert {(r.temperature, *r.reward_parts) for r in of["spell"]} == {(0.8, "environment")}
+    assert all(all(r.loss_mask) for r in of["sort"])
+    assert max(len(r.token_ids) for r in of["spell"]) > 1  # some first digit was right
+    for rollout in of["spell"]:
+        # A digit a turn, answered by "=" as long as it was right.
+        assert rollout.loss_mask == [i % 2 == 0 for i in range(len(rollout.token_ids))]
+        # The first tokens are special, and the digits the next ones.
+        digit = 3 + int(rollout.prompt.columns["answer"][0])
+        right = [token == digit for token in rollout.token_ids[::2]]
+        assert right in ([False], [True, False], [True, True])
+        assert rollout.reward == sum(right) / 2
+    # Written again, alone, by the agent and with the sampling of its set.
+    chosen = max(of["spell"], key=lambda r: (r.group_id.startswith("0/"), len(r.token_ids)))
+    assert len(chosen.token_ids) > 1
+    assert main(["rerun", str(run), "--rollout", chosen.id]) == 0
 
 
 def slug(heading: str) -> str:

@@ -26,3 +26,10 @@ def test_two_killed_asynchronous_runs_lose_no_prompt_and_train_on_none_twice():
         "--points", "2", "--engine", "TransformersEngine", "--collector", "AsyncCollector"
     )
     assert (result["points"], result["equal"]) == (2, 2)
+
+
+@pytest.mark.timeout(900)
+def test_programs_and_trainer_killed_equal_an_uninterrupted_run():
+    options = "--program", "--points", "2", "--engine", "TransformersEngine"
+    result, _ = kill_table(*options)
+    assert (result["points"], result["equal"]) == (2, 2)

@@ -11,6 +11,8 @@ from lightning_rl.callbacks import WeightSync
 from lightning_rl.cli import main
 from lightning_rl.config.layers import load_yaml
 from lightning_rl.module import PolicyModule
+from lightning_rl.serving.results import ENDINGS
+from recipes.openai_agent.prepare import prepare as prepare_openai_agent
 from tests.tiny_models import chatml_tokenizer, save_random_model
 
 ROOT = Path(__file__).parents[2]
@@ -99,3 +101,51 @@ def test_one_iteration_of_reasoning_gym_with_a_stand_in(chat_model, tmp_path, mo
     assert rollout["completion"][0]["role"] == "assistant"
     assert list(run.glob("checkpoints/*.ckpt"))
     assert (run / "hf" / "model.safetensors").exists()
+
+
+def test_a_script_with_the_openai_package_is_trained(tmp_path, monkeypatch):
+    """recipes/openai_agent on real vLLM, shortened: 30 steps of warm start, two iterations."""
+    pytest.importorskip("vllm")
+    monkeypatch.chdir(ROOT)
+    data = tmp_path / "data"
+    prepare_openai_agent(data)
+    recipe = ROOT / "recipes" / "openai_agent"
+    warm = {
+        "model.model": data / "model",
+        "data.train.path": data / "sft.jsonl",
+        "trainer.max_steps": 30,
+        "trainer.accelerator": "cpu",
+        "trainer.logger.save_dir": tmp_path,
+    }
+    arguments = [f"--{name}={value}" for name, value in warm.items()]
+    # The list of callbacks is of the file; the last has the directory of the export.
+    arguments += [f"--trainer.callbacks.directory={tmp_path / 'sft_hf'}"]
+    assert main(["fit", "--config", str(recipe / "sft.yaml"), *arguments]) == 0
+    options = {
+        "model.model": tmp_path / "sft_hf",
+        "data.train_prompts.path": data / "digits.jsonl",
+        "data.eval_prompts.path": data / "digits.jsonl",
+        "data.eval_samples": 1,
+        "data.groups_per_iteration": 4,
+        "data.group_size": 4,
+        "data.iterations_per_epoch": 2,
+        "trainer.accelerator": "cpu",
+        "trainer.logger.save_dir": tmp_path,
+    }
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    assert main(["fit", "--config", str(recipe / "grpo.yaml"), *arguments]) == 0
+    run = tmp_path / "grpo" / "version_0"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["iterations"]) == ("completed", 2)
+    metrics = summary["metrics"]
+    assert metrics["rollout/completed"] == 16
+    assert [v for k, v in metrics.items() if k.startswith("agent/")] == [0.0] * len(ENDINGS)
+    assert metrics["rollout/rows_per_episode"] == 1.0
+    assert metrics["rollout/logprob_gap_max"] < 1e-3
+    for line in (run / "rollouts.jsonl").read_text().splitlines():
+        rollout = json.loads(line)
+        # What the script says is what was played: a hit is the end of the game.
+        guesses = [m["content"] for m in rollout["completion"] if m["role"] == "assistant"]
+        assert len(rollout["calls"]) == len(guesses) <= 4
+        hit = guesses[-1] == str(rollout["prompt"]["columns"]["digit"])
+        assert rollout["environment_reward"] == float(hit)

@@ -9,7 +9,8 @@ import torch
 import yaml
 
 from lightning_rl.cli import main
-from lightning_rl.cli.rerun.compare import rerun_iteration, rerun_rollout
+from lightning_rl.cli.rerun.compare import rerun_iteration
+from lightning_rl.cli.rerun.rollouts import rerun_rollout
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.errors import DataError
 from lightning_rl.models.policy import Policy

@@ -7,13 +7,14 @@ import pytest
 import yaml
 
 from lightning_rl.cli import main
-from lightning_rl.cli.rerun.compare import rerun_iteration, rerun_rollout
+from lightning_rl.cli.rerun.compare import rerun_iteration
+from lightning_rl.cli.rerun.rollouts import rerun_rollout
 from lightning_rl.cli.rerun.run import RecordedRun
 
 pytest.importorskip("vllm")
 
 CODE = """
-from lightning_rl import Environment, Reply
+from lightning_rl import Agent, Environment, Episode, Reply
 
 class Again(Environment):
     def __init__(self, prompt):
@@ -22,6 +23,15 @@ class Again(Environment):
     def step(self, turn):
         self.told.append(turn)
         return Reply("".join(self.told) + "=", reward=0.5, done=len(self.told) == 3)
+
+class Calls(Agent):
+    async def run(self, rollout, engine, sampling):
+        episode, own = Episode(rollout), rollout.prompt.token_ids
+        _, first = await episode.call(engine, own, sampling)
+        _, second = await episode.call(engine, [*own, *first.token_ids, 2, 5], sampling)
+        await episode.call(engine, [*own, 2, *second.token_ids[:2]], sampling, "critic")
+        episode.end()
+        return rollout
 
 def sevens(completions, completion_ids, **columns):
     return [text.count("7") / len(ids) for text, ids in zip(completions, completion_ids)]
@@ -68,8 +78,15 @@ def config(model: str, agent: dict) -> dict:
     }
 
 
-@pytest.mark.parametrize("turns", ["single", "multi"])
-def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch):
+AGENTS = {
+    "single": {"class_path": "SingleTurn"},
+    "multi": ECHOING,
+    "calls": {"class_path": "done_again.Calls"},
+}
+
+
+@pytest.mark.parametrize("turns", AGENTS)
+def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "done_again", raising=False)  # of the other case
@@ -78,8 +95,7 @@ def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch):
     rows = [json.dumps({"prompt": f"{n}="}) + "\n" for n in range(30, 42)]
     (tmp_path / "train.jsonl").write_text("".join(rows))
     (tmp_path / "done_again.py").write_text(CODE)
-    agent = ECHOING if turns == "multi" else {"class_path": "SingleTurn"}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config(str(tiny_model), agent)))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config(str(tiny_model), AGENTS[turns])))
     assert main(["fit", "--config", "config.yaml"]) == 0
 
     run = RecordedRun(tmp_path / "runs" / "version_0")
@@ -88,10 +104,20 @@ def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch):
     assert iteration.kept.version == 0
     assert iteration.checkpoint is not None
     assert iteration.equal, iteration.lines()
-    recorded = max(run.log.rollouts(2), key=lambda r: len(r.token_ids))
+    recorded = max(run.log.rollouts(2), key=lambda r: r.length)
     assert all(recorded.loss_mask) == (turns == "single")
+    assert len(recorded.rows()) == 1 + (turns == "calls")
     [rerun] = rerun_rollout(run, recorded.id)
     assert rerun.generated
     assert rerun.equal, rerun.lines()
     assert rerun.again.loss_mask == recorded.loss_mask
     assert rerun.gap < 1e-4
+    if turns != "single":
+        capsys.readouterr()
+        assert main(["rerun", str(run.path), "--rollout", recorded.id, "--calls"]) == 0
+        said = capsys.readouterr().out
+        assert said.count(" tokens, equal") == len(recorded.calls) == 3
+        assert f"call 1, seed {recorded.seed}: " in said
+        [scored, *_] = rerun_rollout(run, recorded.id, version=2)
+        assert not scored.generated
+        assert scored.gap < 1e-4

@@ -119,8 +119,8 @@ ENGINE = "data.init_args.engine.init_args"
         ({"model_kwargs": {"trust_remote_code": True}}, "True runs code"),
         ({"ckpt_path": "https://evil.example/x.ckpt"}, "ckpt_path: .* would be unpickled"),
         ({"r": {"class_path": "PythonTests", "init_args": {"sandbox": False}}}, "unprotected"),
-        ({"p": {"class_path": "VerifiersPrompts", "init_args": {"environment": "evil"}}},
-         r"environment: 'evil' imports a module; read its code, then add --trust evil"),
+        ({"p": {"class_path": "VerifiersPrompts", "init_args": {"python": "./evil"}}},
+         r"python: '\./evil' is a program that would be run"),
     ],
 )  # fmt: skip
 def test_arguments_that_hand_code_on_are_refused(tree, words):
@@ -138,9 +138,8 @@ def test_harmless_arguments_are_not():
             "model_kwargs": {"dtype": "bfloat16"},
             "judge": {"class_path": "OpenAIJudge", "init_args": {"options": {"top_k": 1}}},
             "tests": {"class_path": "PythonTests", "init_args": {"sandbox": True}},
-            "prompts": {"class_path": "VerifiersPrompts", "init_args": {"environment": "mine"}},
         },
-        [*TRUSTED, "mine"],
+        TRUSTED,
     )
 
 

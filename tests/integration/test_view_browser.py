@@ -224,6 +224,15 @@ def test_every_planted_error_is_seen_and_found_by_its_flag(show, planted):
     assert count(page) == "48 of 48"
 
 
+def test_a_filter_for_prompt_sets_is_there_if_there_are_any(show, planted):
+    assert show(planted, fragment="#rollouts").locator("[data-filter=set]").count() == 0
+    for number, rollout in enumerate(planted.rollouts):
+        rollout["prompt"] = rollout["prompt"] | {"set": "odd" if number % 2 else "even"}
+    page = show(planted, fragment="#rollouts")
+    choose(page, "set", "odd")
+    assert count(page) == "24 of 48"
+
+
 def test_filters_narrow_the_list_together(show, planted):
     page = show(planted, fragment="#rollouts")
     fill(page, "reward from", "0.1")
@@ -278,6 +287,48 @@ def test_a_tokens_numbers_are_the_recorded_ones(show, planted):
     assert FLAGS["gap"] in page.inner_text("#tip")
     page.mouse.move(5, 400)
     assert page.locator("#tip").is_hidden()
+
+
+def test_each_row_and_call_of_a_rollout_is_told_apart(show, planted):
+    row = {
+        "prompt_ids": [5] * 50,
+        "token_ids": [7, 1],
+        "loss_mask": [True, True],
+        "logprobs": [-0.5, -2.0],
+        "versions": [3, 4],
+        "role": "critic",
+        "sampling": {},
+        "pieces": ["so", "<eos>"],
+        "prompt_pieces": [*map(str, range(49)), " what?"],
+    }
+    call = {"seed": 1, "finish_reason": "stop", "state": None, "scorable": True, "asked": True}
+    calls = [
+        {"row": 0, "start": 0, "stop": 2, "reward": None} | call,
+        {"row": 0, "start": 3, "stop": 4, "reward": 0.25} | call,
+        {"row": 1, "start": 0, "stop": 2, "reward": None} | call | {"scorable": False},
+    ]
+    planted.rollouts = [good_rollout(id="talk", further=[row], calls=calls)]
+    page = show(planted, fragment="#rollouts")
+    page.click("[data-rollout]")
+    page.wait_for_selector(".detail h2:has-text('talk')")
+    assert page.locator("[data-row]").all_inner_texts() == [
+        "Row 1, 4 tokens after a prompt of 2",
+        "Row 2 · critic, 2 tokens after a prompt of 50",
+    ]
+    assert page.locator("[data-call]").all_inner_texts() == [
+        "call 1 · stop",
+        "call 2 · stop · reward 0.25",
+        "call 3 · stop · not trained on",
+    ]
+    tail = page.locator("#completion summary").all_inner_texts()[1]
+    assert tail.startswith("…1011")
+    assert tail.endswith("48 what?")
+    blocks = page.locator("#completion > .text-block").all_inner_texts()
+    assert blocks[1] == "call 3 · stop · not trained onso<eos>"
+    page.hover("#completion [data-token='5']")
+    assert page.inner_text("#tip b") == '"<eos>"'
+    assert (tip(page)["token"], tip(page)["version"]) == ("6 of 6", "4")
+    assert page.locator("#completion .token").count() == 6
 
 
 def test_colours_follow_the_chosen_quantity(show, planted):

@@ -47,10 +47,11 @@ from tests.bad_configs import complaint
 
 # Records that a run makes in great numbers, and what only code puts together.
 NO_CONFIGURATION = {
-    "CollectorStatus", "Completion", "Decision", "Entry", "Environment", "Finding", "GroupSource",
-    "MasterWeights", "PackLayout", "ParsedCall", "Prompt", "Reply", "RewardFailure", "Rollout",
-    "RolloutFile", "RolloutPipeline", "ReplicaStatus", "RolloutStore", "SyncState",
-    "StagedTransport", "TrainerState", "TurnTemplate", "VerifiersEnvironment", "WeightReceiver",
+    "AgentClient", "AgentServer", "Answer", "Call", "CollectorStatus", "Completion", "Decision",
+    "Entry", "Environment", "Episode", "Finding", "GroupSource", "MasterWeights", "PackLayout",
+    "ParsedCall", "Prompt", "Reply", "RewardFailure", "Rollout", "RolloutFile", "RolloutPipeline",
+    "ReplicaStatus", "RolloutStore", "Row", "Session", "SyncState",
+    "StagedTransport", "TrainerState", "TurnTemplate", "WeightReceiver",
     "WeightStream",
 }  # fmt: skip
 

@@ -67,8 +67,9 @@ def run_of(*wall_s, generate=0.0, train=0.0):
 def measured():
     return {
         "ours": {
-            "2 processes": [run_of(9.0, 0.6, 0.6), run_of(9.0, 0.5)],
-            "1 thread": [run_of(9.0, 1.0, generate=0.5, train=0.4)],
+            "vllm, 2 processes": [run_of(9.0, 0.6, 0.6), run_of(9.0, 0.5)],
+            "vllm, 1 thread": [run_of(9.0, 1.0, generate=0.5, train=0.4)],
+            "transformers, 1 thread": [run_of(9.0, 0.7, generate=0.2, train=0.4)],
         },
         "trl": {"padded, 2 threads": [run_of(9.0, 1.2)], "vllm, 1 thread": [run_of(9.0, 1.5)]},
     }
@@ -80,7 +81,8 @@ def task_of(goal=NEVER):
 
 def test_wall_compares_the_best_layout_of_each_with_the_other_and_with_the_floor(measured):
     result = wall.figures(task_of(goal=0.9), measured)
-    assert (result["ours"]["best"], result["trl"]["best"]) == ("2 processes", "padded, 2 threads")
+    best = result["ours"]["best"], result["trl"]["best"]
+    assert best == ("vllm, 2 processes", "padded, 2 threads")
     assert result["ratio"] == pytest.approx(1.2 / 0.6)
     assert result["two_over_one"] == pytest.approx(1.0 / 0.6)
     # Both at once: max(0.5, 0.4). Perfectly halved: 1.0 / 2. Here they are the same.
@@ -91,7 +93,7 @@ def test_wall_compares_the_best_layout_of_each_with_the_other_and_with_the_floor
     # With the first iteration: 10.2 beside the median of 10.2 and 9.5.
     assert result["goal_ratio"] == pytest.approx(10.2 / 9.85)
     assert wall.table({"quickstart": result})[2:] == [
-        "| quickstart | 0.6 (2 processes) | 1.2 (padded, 2 threads) | 2.00 | 1.67 | 1.20 |"
+        "| quickstart | 0.6 (vllm, 2 processes) | 1.2 (padded, 2 threads) | 2.00 | 1.67 | 1.20 |"
     ]
 
 
@@ -123,11 +125,12 @@ def test_saving_keeps_the_tasks_that_were_not_measured_again(tmp_path, monkeypat
     assert list(found.items()) == [("quickstart", {"ratio": 1.5}), ("long", {"ratio": 2.0})]
 
 
-def test_finalists_are_the_fastest_the_next_if_near_and_the_single_thread():
+def test_finalists_are_the_fastest_and_the_next_if_near():
     tried = {"a": 1.0, "b": 1.05, "c": 1.08, "d": "failed: no MPI", "1 thread": 1.9}
     assert wall.finalists(tried, 2) == ["a", "b"]
-    assert wall.finalists(tried, 1, "1 thread") == ["a", "1 thread"]
-    assert wall.finalists({"a": 1.0, "b": 1.2}, 2, "a") == ["a"]
+    assert wall.finalists({"a": 1.0, "b": 1.2}, 2) == ["a"]
+    both = ["transformers, 2 processes", "vllm, 2 threads"]
+    assert wall.with_one_thread(both) == [*both, "transformers, 1 thread", "vllm, 1 thread"]
     with pytest.raises(RuntimeError, match=r"no layout ran.*no MPI"):
         wall.finalists({"d": "failed: no MPI"}, 2)
 

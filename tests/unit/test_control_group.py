@@ -88,7 +88,7 @@ def two_ranks(backend, groups=1):
     ]
     for process in ranks:
         process.start()
-    told = sorted(results.get(timeout=30) for _ in ranks)
+    told = sorted(results.get(timeout=120) for _ in ranks)
     for process in ranks:
         process.join(30)
     return told

@@ -33,7 +33,7 @@ def mine(tmp_path_factory):
 
 def test_there_is_a_page_for_each_part_on_public_names_alone():
     parts = {"loss", "advantage", "aggregation", "correction", "agent", "prompts", "filter"}
-    parts |= {"collector", "engine", "transport", "metered", "schedule", "guard"}
+    parts |= {"episode", "collector", "engine", "transport", "metered", "schedule", "guard"}
     assert {name.removeprefix("my_") for name in FILES} == parts
     for name, code in FILES.items():
         for node in ast.walk(ast.parse(code)):
@@ -84,6 +84,23 @@ def test_a_run_on_nothing_but_parts_of_ones_own(mine, tiny_model, tmp_path):
     assert transport.sent_mb == pytest.approx(3 * 4 * weights / 2**20)
     assert metrics["guard/truncated"] == 1
     assert metrics["policy/lr"] == pytest.approx(1e-3 * 0.25**3)
+
+
+def test_an_agent_of_ones_own_calls_a_model_as_it_likes(mine, tiny_model, tmp_path):
+    data = data_module(
+        agent=mine["episode"].Compacting(),
+        eval_prompts=None,
+        group_size=2,
+        groups_per_iteration=2,
+        iterations_per_epoch=1,
+    )
+    trainer = trainer_of(tmp_path, [WeightSync()])
+    trainer.fit(grpo(tiny_model, optimizer=adamw(1e-2)), data)
+    metrics = trainer.callback_metrics
+    assert metrics["rollout/calls_per_episode"] == 2
+    assert metrics["rollout/logprob_gap_max"] < 1e-4
+    # An answer that reads the whole of a short draft goes on from it, others begin a row.
+    assert 1 < metrics["rollout/rows_per_episode"] <= 2
 
 
 def test_a_transport_of_ones_own_brings_the_trainers_weights(mine, tiny_model, tmp_path):

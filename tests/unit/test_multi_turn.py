@@ -174,6 +174,80 @@ def test_rollouts_at_the_same_time_do_not_share_an_environment(tokenizer, real_e
         assert rollout.environment_reward == alone.environment_reward
 
 
+# ---------------------------------------------------------------- recorded turns
+
+
+class Named(Sums):
+    """Says in what state the game is."""
+
+    def step(self, turn: str) -> Reply:
+        return replace(super().step(turn), state=f"sum {self.sum}")
+
+
+def calls_of(rollout: Rollout) -> list[tuple]:
+    return [(c.start, c.stop, c.finish_reason, c.reward, c.state) for c in rollout.calls]
+
+
+def test_each_turn_is_a_call_with_what_it_was_paid_and_the_state_it_was_asked_in(play):
+    engine = Scripted([[5, EOS], [4, EOS], [10, EOS]])
+    rollout = play(engine, Named)
+    assert calls_of(rollout) == [
+        (0, 2, "stop", 0.25, "12="),
+        (4, 6, "stop", 0.25, "sum 2"),
+        (8, 10, "stop", 1.25, "sum 3"),
+    ]
+    assert [call.seed for call in rollout.calls] == [seed for _, _, seed in engine.requests]
+    assert sum(call.reward for call in rollout.calls) == rollout.environment_reward
+
+
+def test_states_without_names_have_none_but_for_the_prompts(play):
+    rollout = play(Scripted([[5, EOS], [10, EOS]]))
+    assert [call.state for call in rollout.calls] == ["12=", None]
+
+
+def test_a_turn_that_was_cut_is_a_call_that_nobody_paid(play):
+    rollout = play(Scripted([[4, EOS]] * 9), sampling=Sampling(max_tokens=5))
+    assert calls_of(rollout) == [(0, 2, "stop", 0.25, "12="), (4, 5, "length", None, None)]
+
+
+def test_a_turn_as_long_as_allowed_came_to_its_end(play):
+    rollout = play(Scripted([[4, 5, 6, EOS], [6, 6, 6, EOS]]), max_turn_tokens=2)
+    assert [call.finish_reason for call in rollout.calls] == ["stop", "stop"]
+
+
+def test_a_resumed_rollout_has_each_turn_once(play):
+    whole = play(Scripted([[5, EOS], [4, EOS], [10, EOS]]), Named)
+    turns = [[5, EOS], [4, EOS], [10, EOS]]
+    for count, left in [(2, turns[1:]), (4, turns[1:]), (5, [[EOS], *turns[2:]]), (8, turns[2:])]:
+        part = cut(whole, count)  # its calls are still those of the whole
+        assert play(Scripted(left), Named, part).calls == whole.calls
+        part = cut(whole, count)
+        part.calls = []  # as it was interrupted
+        assert play(Scripted(left), Named, part).calls == whole.calls
+
+
+def test_a_rollout_that_ran_out_of_time_has_the_turns_that_it_made(play):
+    class Slow(Named):
+        async def step(self, turn: str) -> Reply:
+            if self.sum:
+                await asyncio.Event().wait()
+            return super().step(turn)
+
+    rollout = play(Scripted([[5, EOS], [4, EOS]]), Slow, max_seconds=0.2)
+    assert rollout.finish_reason == "max_seconds"
+    assert calls_of(rollout) == [(0, 2, "stop", 0.25, "12="), (4, 6, "stop", None, "sum 2")]
+
+
+def test_a_state_is_named_by_text(play):
+    class Numbered(Sums):
+        def step(self, turn: str) -> Reply:
+            return replace(super().step(turn), state=3)
+
+    rollout = play(Scripted([[5, EOS]]), Numbered)
+    assert rollout.status is RolloutStatus.FAILED
+    assert "Numbered.step: TypeError: returned state=3; name it by a string" in rollout.error
+
+
 # ---------------------------------------------------------------- resuming
 
 

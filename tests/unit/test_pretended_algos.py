@@ -14,6 +14,7 @@ from lightning_rl.algos.correction import Correction
 from lightning_rl.algos.kl import EntropyBonus, KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
 from lightning_rl.algos.objective import Aggregation, Objective, loss_tokens
+from lightning_rl.data.episodes import call_numbers
 from lightning_rl.data.packing import has_zero_advantage, select, split_minibatches, without
 from lightning_rl.models.policy import Scores
 from tests.pretended import DEVICE
@@ -43,6 +44,9 @@ def batch(random_batch) -> TensorDict:
         noise = 0.3 * torch.randn(len(tokens), generator=generator)
         tokens[name] = (noise - (1 if "logprobs" in name else 0)) * tokens["loss_mask"]
     made["rollouts", "expert"][3] = True
+    call = tokens["call"] = call_numbers(made)
+    tokens["call_reward"] = torch.zeros(len(tokens))
+    tokens["state"] = torch.where(call < 0, -1, call % 2)
     return made
 
 

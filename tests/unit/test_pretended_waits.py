@@ -32,7 +32,7 @@ def with_penalty(tiny_model):
     return grpo(tiny_model, kl=K3Penalty(), correction=TokenTIS())
 
 
-@pytest.mark.parametrize(("make", "budget"), [(grpo, 20), (with_penalty, 15)])
+@pytest.mark.parametrize(("make", "budget"), [(grpo, 20), (with_penalty, 16)])
 def test_no_pack_waits(make, budget, tiny_model, random_batch, train_on):
     """However many packs there are, the host waits as often: for an iteration, not for a pack."""
     batch = random_batch(3)

@@ -86,7 +86,7 @@ def test_a_second_probe_has_other_tokens_and_leaves_randomness_alone(synced, mon
     assert max(first.value, second.value) < 1e-4
     assert {r.seed for r in rollouts[0]}.isdisjoint({r.seed for r in rollouts[1]})
     assert [r.prompt for r in rollouts[1]] == PROMPTS
-    assert max(map(len, second.by_prompt)) == AGAIN_TOKENS
+    assert 2 < max(map(len, second.by_prompt)) <= AGAIN_TOKENS
     # Where there is room for a token only, there are as many completions.
     monkeypatch.setattr(type(synced[0]), "max_length", 4)
     third = probe_again(*synced, PROMPTS[:1], 1.0)

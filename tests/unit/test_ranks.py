@@ -26,6 +26,7 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, FilterError
 from lightning_rl.models.policy import Policy, load_tokenizer
+from lightning_rl.rollout import Call
 from lightning_rl.run import dist
 
 
@@ -257,6 +258,7 @@ def test_a_rank_without_a_group_scores_a_made_up_rollout(tiny_model, make_rollou
     rollout = make_rollout(
         [3], [4, 1], temperature=0.7, top_k=3, min_p=0.1, repetition_penalty=1.2, min_tokens=1
     )
+    rollout.calls = [Call(0, 0, 2, reward=0.5, state="s")]
     batch = GRPO()(pack_rollouts([rollout]))
     nothing = select(batch, torch.zeros(0, dtype=torch.long))
     made = without(nothing, has_zero_advantage(nothing))
@@ -265,6 +267,8 @@ def test_a_rank_without_a_group_scores_a_made_up_rollout(tiny_model, make_rollou
             {name: (x.dtype, x.shape[1:]) for name, x in one[part].items()} for one in (batch, made)
         ]
         assert kinds[0] == kinds[1]
+    marks = {name: made["tokens", name].tolist() for name in ("call", "call_reward", "state")}
+    assert marks == {"call": [-1, -1], "call_reward": [0, 0], "state": [-1, -1]}
     policy = Policy(str(tiny_model))
     scores = policy(made)
     assert len(scores.live) == 0

@@ -58,6 +58,7 @@ def test_a_plain_function_gets_columns_by_name(groups):
             "environment_rewards",
             "group_ids",
             "trainer_state",
+            "extras",
             "log_extra",
             "log_metric",
         }

@@ -25,6 +25,7 @@ from lightning_rl.algos.objective import (
     SequenceMean,
     TokenSum,
 )
+from lightning_rl.algos.turns import GiGPO, RewardToGo, TurnGAE
 from lightning_rl.callbacks import IterationCheckpoint, RLCallback
 from lightning_rl.collect.collector import RewardSpread, SyncCollector
 from lightning_rl.collect.replay_buffer import ReplayBuffer
@@ -36,6 +37,7 @@ from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.calling import batch_reward
 from tests.small_run import data_module, grpo, trainer_of
+from tests.three_calls import cut_in_two
 from tests.tolerances import rounding
 
 GROUPS, GROUP_SIZE = 5, 4
@@ -157,6 +159,45 @@ def test_an_update_is_the_same_streamed_or_not(tiny_model, random_rollouts, in_d
         assert measured[key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "pass_at_k", "corrected", "gspo"])
+def test_rollouts_of_several_rows_are_streamed_too(tiny_model, random_rollouts, in_double, name):
+    rollouts = random_rollouts(1, groups=GROUPS, group_size=GROUP_SIZE)
+    rollouts = [cut_in_two(r) if n % 3 else r for n, r in enumerate(rollouts)]
+
+    def in_chunks(module, groups):
+        stream(module, groups, [[3, 1], [0], [4, 2]])
+
+    (measured, ours), (_, theirs) = fitted_both_ways(
+        tiny_model, rollouts, in_chunks, **ALGORITHMS[name]
+    )
+    assert differences(ours, theirs) <= EXACT
+    assert measured["policy/streamed_share"] > 0
+
+
+TURNS = {
+    "gae": {"advantage": GAE(whiten=False), "value_head": SharedValueHead()},
+    "turn_gae": {"advantage": TurnGAE(whiten=False), "value_head": SharedValueHead()},
+    "reward_to_go": {"advantage": RewardToGo(0.9), "minibatches": 2},
+    "gigpo": {"advantage": GiGPO(), "kl_reward": K1Penalty(0.1)},
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_turns_have_the_same_credit_streamed_or_not(tiny_model, random_rollouts, in_double, name):
+    rollouts = random_rollouts(6, groups=GROUPS, group_size=GROUP_SIZE)
+    for rollout in rollouts:
+        rollout.calls = rollout.model_calls()
+        for number, call in enumerate(rollout.calls):
+            call.reward, call.state = number / 8, f"state {number % 2}"
+
+    def in_chunks(module, groups):
+        stream(module, groups, [[3, 1], [0], [4, 2]])
+
+    (measured, ours), (_, theirs) = fitted_both_ways(tiny_model, rollouts, in_chunks, **TURNS[name])
+    assert differences(ours, theirs) <= EXACT
+    assert measured["policy/streamed_share"] > 0
+
+
 def test_scores_are_not_computed_twice(tiny_model, random_rollouts, in_double, monkeypatch):
     rollouts = random_rollouts(2, groups=GROUPS, group_size=GROUP_SIZE)
     scored = []
@@ -247,6 +288,7 @@ def test_groups_of_later_minibatches_leave_no_gradient(tiny_model, random_rollou
 
 REFUSED = {
     "GAE": {"advantage": GAE(), "value_head": SharedValueHead()},
+    "TurnGAE": {"advantage": TurnGAE(), "value_head": SharedValueHead()},
     "ReinforcePlusPlus": {"advantage": ReinforcePlusPlus()},
     "RunningBaseline": {"advantage": RunningBaseline()},
     "Cubed": {"aggregation": Cubed()},

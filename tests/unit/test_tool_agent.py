@@ -98,6 +98,33 @@ def written(rollout):
 # ---------------------------------------------------------------- turns
 
 
+def test_each_turn_is_recorded_as_a_call_of_the_model():
+    asks, answers = call(a=2, b=3) + END, "It is 5." + END
+    rollout, engine = play(asks, answers)
+    spans = [(c.start, c.stop) for c in rollout.calls]
+    assert [TOKENIZER.decode(rollout.token_ids[a:b]) for a, b in spans] == [asks, answers]
+    assert [c.seed for c in rollout.calls] == [seed for _, _, seed in engine.requests]
+    assert [(c.reward, c.state) for c in rollout.calls] == [(None, None)] * 2
+
+
+ASKS = call(a=2, b=3) + END
+ASKED, RESULT = len(encoded(ASKS)), len(encoded(response(5)))
+
+
+@pytest.mark.parametrize(
+    ("turns", "max_tokens", "reasons"),
+    [
+        ([ASKS, "It is 5." + END], ASKED + RESULT + 3, ["stop", "length"]),
+        ([ASKS], ASKED + RESULT, ["stop"]),  # no room after the result
+        ([ASKS], ASKED - 1, ["length"]),
+        ([ASKS, "It<|begin|>"], 5000, ["stop", "abort"]),
+    ],
+)
+def test_a_call_says_whether_it_was_cut(turns, max_tokens, reasons):
+    rollout, _ = play(*turns, max_tokens=max_tokens)
+    assert [c.finish_reason for c in rollout.calls] == reasons
+
+
 def test_a_call_is_answered_and_only_the_models_tokens_are_trained_on():
     asks, answers = "Let me add. " + call(a=2, b=3) + END, "It is 5." + END
     rollout, engine = play(asks, answers)

@@ -1,146 +1,94 @@
-"""Environments of the verifiers library (up to 0.1) under MultiTurn, with the real library."""
+"""Environments for verifiers: what is refused or told before one is hosted."""
 
-import asyncio
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 import pytest
-from packaging.version import Version
-from transformers import Qwen2Tokenizer
 
-from lightning_rl.agents.multi_turn import MultiTurn
-from lightning_rl.agents.verifiers import VerifiersEnvironment, VerifiersPrompts
-from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl import VerifiersAgent, VerifiersPrompts
+from lightning_rl.cli.trust import require_harmless
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
-from tests.engine_checks import FakeEngine
+from lightning_rl.serving.verifiers.hosting import Hosting
+from lightning_rl.serving.verifiers.prompts import shown
 from tests.tiny_models import chatml_tokenizer
 
 
-def installed() -> bool:
-    try:
-        return Version(version("verifiers")) < Version("0.2")
-    except PackageNotFoundError:
-        return False
+def test_an_interpreter_that_is_not_there_is_named_with_the_commands_that_make_one(tmp_path):
+    agent = VerifiersAgent("wordle", f"{tmp_path}/games")
+    told = rf"no interpreter at {tmp_path}/games/bin/python; .*`uv venv {tmp_path}/games && "
+    with pytest.raises(ConfigError, match=told):
+        agent.configure(chatml_tokenizer())
+    (tmp_path / "games").mkdir()
+    with pytest.raises(ConfigError, match=told):
+        agent.configure(chatml_tokenizer())
 
 
-needs_verifiers = pytest.mark.skipif(not installed(), reason="needs verifiers<0.2")
-
-# What an author of an environment writes: a number to guess, three turns, a rubric.
-MODULE = '''
-import verifiers as vf
-from datasets import Dataset
-
-class Guess(vf.MultiTurnEnv):
-    async def setup_state(self, state):
-        state["guesses"] = 0
-
-    async def env_response(self, messages, state, **kwargs):
-        guess, answer = int(messages[-1].content), int(state["answer"])
-        state["guesses"] += 1
-        if guess == answer:
-            state["final_env_response"] = [{"role": "user", "content": "Yes."}]
-            return state["final_env_response"]
-        return [{"role": "user", "content": "Larger." if answer > guess else "Smaller."}]
-
-def hit(completion, answer, **kwargs):
-    return float(any(m.role == "assistant" and m.content == answer for m in completion))
-
-def brief(state, **kwargs):
-    return 1.0 / len(state["trajectory"])
-
-def load_environment(largest=9, tools=False):
-    rows = [{"question": f"0 to {largest}?", "answer": str(n)} for n in range(largest + 1)]
-    rubric = vf.Rubric(funcs=[hit, brief], weights=[1.0, 0.5])
-    data = Dataset.from_list(rows)
-    if tools:
-        def double(x: int) -> int:
-            """Twice x."""
-            return 2 * x
-        return vf.ToolEnv(dataset=data, rubric=rubric, tools=[double])
-    return Guess(dataset=data, rubric=rubric, max_turns=3)
-'''
+def test_an_interpreter_without_verifiers_is_told_what_to_install():
+    prompts = VerifiersPrompts("wordle", sys.executable)
+    with pytest.raises(ConfigError, match=r"verifiers is not installed there; .*'verifiers>=0\.4'"):
+        prompts.load(chatml_tokenizer())
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Qwen2Tokenizer:
-    return chatml_tokenizer()
+def test_an_environments_directory_means_its_python(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    # The link itself: by it Python knows which environment it is.
+    assert Hosting("wordle", str(tmp_path)).program == f"{tmp_path}/bin/python"
+    assert Hosting("wordle", f"{tmp_path}/bin/python").program == f"{tmp_path}/bin/python"
 
 
-@pytest.fixture
-def module(tmp_path, monkeypatch) -> str:
-    name = f"guess_{tmp_path.name}"  # environments are cached by name
-    (tmp_path / f"{name}.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield name
-    sys.modules.pop(name, None)
+def test_a_worker_gets_no_keys_unless_they_are_named(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "secret")
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    kept = Hosting("wordle", sys.executable).variables()
+    assert "PATH" in kept
+    assert not kept.keys() & {"JUDGE_API_KEY", "PYTHONPATH", "VIRTUAL_ENV"}
+    named = Hosting("wordle", sys.executable, env={"A": "1"}, pass_env=("JUDGE_API_KEY",))
+    assert named.variables() == kept | {"JUDGE_API_KEY": "secret", "A": "1"}
+    monkeypatch.delenv("JUDGE_API_KEY")
+    with pytest.raises(ConfigError, match="pass_env names 'JUDGE_API_KEY', which is not set"):
+        named.check()
 
 
-class Says(FakeEngine):
-    """Writes given texts, one per turn."""
-
-    def __init__(self, tokenizer, *texts: str) -> None:
-        self.turns = [tokenizer(f"{text}<|im_end|>")["input_ids"] for text in texts]
-
-    async def generate(self, token_ids, sampling, seed) -> Completion:
-        turn = self.turns.pop(0)
-        return Completion(turn, [-1.0] * len(turn), "stop", [0] * len(turn))
-
-
-def play(prompt: Prompt, tokenizer, *texts: str, **limits) -> Rollout:
-    agent = MultiTurn(VerifiersEnvironment, **limits)
-    agent.configure(tokenizer)
-    rollout = Rollout(prompt, "g", 0, 0, 1.0)
-    return asyncio.run(agent.run(rollout, Says(tokenizer, *texts), Sampling(max_tokens=500)))
+def test_the_taskset_is_named_once():
+    with pytest.raises(ConfigError, match=r"options\.taskset\.id is what `environment` says"):
+        VerifiersAgent("wordle", sys.executable, {"taskset": {"id": "other"}})
+    hosting = Hosting("wordle", sys.executable, {"taskset": {"num": 3}, "agent": {"max_turns": 2}})
+    assert hosting.configuration() == {
+        "taskset": {"id": "wordle", "num": 3},
+        "agent": {"max_turns": 2},
+    }
 
 
-@needs_verifiers
-def test_a_game_is_played_and_graded_by_its_own_rubric(module, tokenizer):
-    prompts = VerifiersPrompts(module)
-    prompts.load(tokenizer)
-    assert len(prompts) == 10
-    assert prompts[7].prompt == [{"role": "user", "content": "0 to 9?"}]
-    rollout = play(prompts[7], tokenizer, "5", "7")
-    assert [(m["role"], m["content"]) for m in rollout.completion] == [
-        ("assistant", "5"),
-        ("user", "Larger."),
-        ("assistant", "7"),
-    ]
-    assert (rollout.status, rollout.finish_reason) == (RolloutStatus.COMPLETED, "stop")
-    assert rollout.environment_reward == 1.0 + 0.5 / 2
+@pytest.mark.parametrize(
+    ("task", "prompt"),
+    [
+        ({"prompt": "Hi"}, [{"role": "user", "content": "Hi"}]),
+        (
+            {"prompt": "Hi", "system_prompt": "Be kind."},
+            [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}],
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "Hi", "name": None}]},
+            [{"role": "user", "content": "Hi"}],
+        ),
+        ({"name": "a hand of poker", "idx": 3}, "a hand of poker"),
+        ({"idx": 3}, "task 3"),
+    ],
+)
+def test_the_prompt_is_what_the_model_reads_first_as_far_as_the_task_says(task, prompt):
+    assert shown(task) == prompt
 
 
-@needs_verifiers
-def test_its_own_limit_ends_a_game(module, tokenizer):
-    prompts = VerifiersPrompts(module, {"largest": 4})
-    prompts.load(tokenizer)
-    assert len(prompts) == 5
-    rollout = play(prompts[0], tokenizer, "4", "3", "2", "1")
-    assert rollout.finish_reason == "stop"
-    assert rollout.environment_reward == pytest.approx(0.5 / 3)
+def test_numbers_out_of_range_are_refused():
+    with pytest.raises(ConfigError, match="limit=0 must be >= 1"):
+        VerifiersPrompts("wordle", sys.executable, limit=0)
+    with pytest.raises(ConfigError, match="workers=0 must be >= 1"):
+        VerifiersAgent("wordle", sys.executable, workers=0)
+    with pytest.raises(ConfigError, match="environment is empty"):
+        VerifiersAgent("", sys.executable)
 
 
-@needs_verifiers
-def test_a_games_mistake_costs_one_rollout_and_ours_end_without_a_grade(module, tokenizer):
-    prompts = VerifiersPrompts(module)
-    prompts.load(tokenizer)
-    rollout = play(prompts[7], tokenizer, "five")
-    assert rollout.status is RolloutStatus.FAILED
-    assert "invalid literal for int()" in rollout.error
-    rollout = play(prompts[7], tokenizer, "5", "6", max_turns=2)
-    assert (rollout.finish_reason, rollout.environment_reward) == ("max_turns", 0.0)
-
-
-@needs_verifiers
-def test_what_it_cannot_run_is_refused(module, tokenizer):
-    prompts = VerifiersPrompts(module, {"tools": True})
-    prompts.load(tokenizer)
-    assert "use ToolAgent" in play(prompts[0], tokenizer, "1").error
-    with pytest.raises(ConfigError, match="no_such_module"):
-        VerifiersPrompts("no_such_module").load(tokenizer)
-
-
-@pytest.mark.skipif(installed(), reason="verifiers is installed")
-def test_without_the_library_it_says_what_to_install(tokenizer):
-    with pytest.raises(ConfigError, match=r"pip install 'verifiers<0\.2'"):
-        VerifiersPrompts("wordle").load(tokenizer)
+def test_a_strangers_configuration_starts_no_interpreter():
+    tree = {"class_path": "VerifiersAgent", "init_args": {"environment": "e", "python": "./evil"}}
+    with pytest.raises(ConfigError, match=r"'\./evil' is a program that would be run"):
+        require_harmless(tree)

@@ -1,7 +1,5 @@
 """What the viewer's page holds: tokens cut right, flags found, every number as recorded."""
 
-import base64
-import gzip
 import json
 import re
 import subprocess
@@ -18,7 +16,15 @@ from lightning_rl.errors import DataError
 from lightning_rl.view.flags import FLAGS, TokenPieces, find_flags
 from lightning_rl.view.page import TOKEN_COLUMNS, build_page
 from lightning_rl.view.runs import find_runs, read_run
-from tests.planted_run import HOSTILE, PLACES, PLANTED, good_rollout, planted_rollouts, write_run
+from tests.planted_run import (
+    HOSTILE,
+    PLACES,
+    PLANTED,
+    blocks_of,
+    good_rollout,
+    planted_rollouts,
+    write_run,
+)
 
 
 def lines_of(*records) -> str:
@@ -191,11 +197,6 @@ def test_a_rollout_store_is_a_rollout_file(tmp_path, make_rollout):
 
 
 # ---------------------------------------------------------------- the page
-
-
-def blocks_of(page: str) -> dict[str, bytes]:
-    found = re.findall(r'<script type="text/plain" id="([\w-]+)">([^<]*)</script>', page)
-    return {name: gzip.decompress(base64.b64decode(text)) for name, text in found}
 
 
 def test_the_page_holds_every_number_and_loads_nothing(tmp_path):

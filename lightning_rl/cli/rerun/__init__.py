@@ -1,11 +1,16 @@
 """``lightning-rl rerun``: a recorded rollout or iteration done again."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_rl.cli.process import CommandParser
 from lightning_rl.errors import ConfigError, require_at_least
+
+if TYPE_CHECKING:
+    from lightning_rl.cli.rerun.calls import CallsRerun
+    from lightning_rl.cli.rerun.rollouts import RolloutRerun
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -27,6 +32,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     score = "with --rollout: only score its tokens, with the weights of version V"
     parser.add_argument("--version", metavar="V", type=int, help=score)
+    calls = "with --rollout: generate each of its recorded calls, alone, without its agent"
+    parser.add_argument("--calls", action="store_true", help=calls)
     start = "with --iteration: start from the kept weights of version C (default: the nearest)"
     parser.add_argument("--since", metavar="C", type=int, help=start)
     parser.add_argument(
@@ -40,6 +47,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         value = getattr(parsed, option)
         if value is not None and getattr(parsed, partner) is None:
             raise ConfigError(f"--{option} {value} goes with --{partner}; leave it out")
+    if parsed.calls and (parsed.rollout is None or parsed.version is not None):
+        raise ConfigError("--calls goes with --rollout, without --version; leave it out")
     require_at_least(0, iteration=parsed.iteration, version=parsed.version, since=parsed.since)
     return parsed
 
@@ -49,7 +58,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
     from lightning.pytorch.utilities import rank_zero_only
 
-    from lightning_rl.cli.rerun.compare import rerun_iteration, rerun_rollout
+    from lightning_rl.cli.rerun.calls import rerun_calls
+    from lightning_rl.cli.rerun.compare import rerun_iteration
+    from lightning_rl.cli.rerun.rollouts import rerun_rollout
     from lightning_rl.cli.rerun.run import RecordedRun
 
     trust = [f"--trust={module}" for module in options.trust]
@@ -59,7 +70,12 @@ def main(arguments: Sequence[str]) -> int:
         rank_zero_only(print)("\n".join(iteration.lines()))  # the others only help to train
         return 0 if iteration.equal else 1
     equal = True
-    for rollout in rerun_rollout(run, options.rollout, options.version):
-        print("\n".join(rollout.lines()), flush=True)
-        equal = equal and rollout.equal
+    again: Iterator[CallsRerun | RolloutRerun]
+    if options.calls:
+        again = rerun_calls(run, options.rollout)
+    else:
+        again = rerun_rollout(run, options.rollout, options.version)
+    for rerun in again:
+        print("\n".join(rerun.lines()), flush=True)
+        equal = equal and rerun.equal
     return 0 if equal else 1

@@ -1,0 +1,183 @@
+"""Episode: the model calls of one rollout, recorded exactly, and cut into rows to train on."""
+
+import asyncio
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from itertools import count
+
+from lightning_rl.agents.base import end
+from lightning_rl.agents.rows import Captured, captured, cut_anew, own_settings, write
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.errors import ContextLengthError, EpisodeError
+from lightning_rl.rollout import SAMPLED_BY, Call, Rollout, RolloutStatus
+
+
+class Episode:
+    """Has models called for a rollout, and keeps all of it: in ``calls``, and in rows of tokens.
+
+    A call whose prompt goes on from the very tokens of a row, by the same role and sampled alike,
+    continues the longest such row: what its prompt adds is given, so without loss. Any other begins
+    a row. Nothing is ever encoded or decoded, so what is trained on is what was generated. Calls
+    are in the order of asking, whichever was answered first.
+
+    Seeds depend on what is asked, and how often it was asked before, but not on when: a program
+    that is run again asks the same and gets the same, also with calls side by side. So what a
+    rollout holds from an interrupted attempt is given again in place of generating it, to whoever
+    asks for it, and until then is kept. What nobody has asked for when the rollout ends is dropped,
+    and counted in ``rollout.dropped``.
+
+    Once a call was aborted by the engine the rollout ends ABORTED. Calls under
+    ``structured_outputs`` are recorded, but not trained on.
+
+    Args:
+        rollout: to be filled. What was told of it after its calls (their rewards and states,
+            ``completion``, ``environment_reward``, ``role_rewards``) is to be told again.
+    """
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout = rollout
+        if not rollout.calls:
+            rollout.clear()
+        rollout.status, rollout.finish_reason = RolloutStatus.INIT, None
+        rollout.completion, rollout.environment_reward = "", None
+        rollout.role_rewards = {}
+        self._taken: defaultdict[bytes, set[int]] = defaultdict(set)
+        """Of each question, which times of asking it have their answer, or wait for it."""
+        self._held: dict[int, Call] = {}
+        """Calls that can be given in place of generating them, by their seeds."""
+        self._asked_as: dict[int, tuple[bytes, int]] = {}  # by seed
+        self._places: dict[int, int] = {}  # in the order of asking, by seed
+        self._asking = count()
+        for call in rollout.calls:
+            call.asked, call.reward, call.state = False, None, None
+            if call.finish_reason != "abort":
+                self._held[call.seed] = call
+
+    async def call(
+        self, engine: Engine, prompt_ids: Sequence[int], sampling: Sampling, role: str = ""
+    ) -> tuple[Call, Completion]:
+        """Let a role's model go on after ``prompt_ids``, and record what it wrote.
+
+        Several may be under way at once. One that is cancelled has not been asked: who asks again
+        gets the same. ``max_tokens`` is lowered to what the engine has room for.
+
+        Raises:
+            ContextLengthError: if the prompt leaves no room for a single token.
+            EpisodeError: if there is no prompt, or the rollout has ended (meanwhile).
+            EngineError: if the engine fails.
+        """
+        self._require_open()
+        prompt = list(prompt_ids)
+        fitting = _fitting(engine, len(prompt), sampling)
+        settings = own_settings(self.rollout, sampling)
+        scorable = sampling.structured_outputs is None
+        question = _question(role, prompt, sampling)
+        plain = not (role or settings) and scorable
+        seed = self._take_seed(question, plain and prompt == self.rollout.prompt.token_ids)
+        place = next(self._asking)
+        if (known := self._held.pop(seed, None)) is not None:
+            self._ask_again(place, known)
+            try:
+                await asyncio.sleep(0)  # others beside it ask first, as where it is generated
+            except asyncio.CancelledError:
+                self.undelivered(known)
+                raise
+            return known, captured(self.rollout, known).completion
+        try:
+            completion = await engine.generate(prompt, fitting, seed)
+        except BaseException:
+            self._forget(seed)
+            raise
+        if self.rollout.status is not RolloutStatus.INIT:
+            self.rollout.dropped += len(completion.token_ids)
+            self._require_open()
+        call = Call(0, 0, 0, seed, completion.finish_reason, scorable=scorable)
+        self._record(place, Captured(call, role, settings, prompt, completion))
+        return call, completion
+
+    def undelivered(self, call: Call) -> None:
+        """Take note that whoever asked for a call never got it, as when a connection broke.
+
+        Who asks the same again gets the same; if nobody does, it is dropped. After the rollout's
+        end, and said twice, it changes nothing.
+        """
+        if not call.asked or self.rollout.status is not RolloutStatus.INIT:
+            return
+        call.asked = False
+        if call.finish_reason != "abort":
+            self._held[call.seed] = call
+        self._forget(call.seed)
+
+    def end(self, reason: str = "stop") -> None:
+        """Set what ended the rollout: COMPLETED, or ABORTED by the engine or without any token."""
+        end(self.rollout, reason)
+
+    def _require_open(self) -> None:
+        if self.rollout.status is not RolloutStatus.INIT:
+            raise EpisodeError(
+                f"rollout {self.rollout.id!r} has ended ({self.rollout.status.value}), so that no "
+                "more calls belong to it; let the agent wait for its calls before it ends"
+            )
+
+    def _take_seed(self, question: bytes, own: bool) -> int:
+        """The rollout's own for the first time of its ``own`` question; else of 63 bits."""
+        taken = self._taken[question]
+        number = next(n for n in count(1) if n not in taken)
+        taken.add(number)
+        seed = self.rollout.seed
+        if number > 1 or not own:
+            key = f"{seed}/{number}/".encode() + question
+            seed = int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
+        self._asked_as[seed] = question, number
+        return seed
+
+    def _forget(self, seed: int) -> None:
+        """Whoever asks this question again gets this seed."""
+        question, number = self._asked_as.pop(seed)
+        self._taken[question].discard(number)
+
+    def _ask_again(self, place: int, call: Call) -> None:
+        """Have a held call follow those that were asked for before."""
+        calls = self.rollout.calls
+        index = next(i for i, other in enumerate(calls) if other is call)
+        call.asked, self._places[call.seed] = True, place
+        if any(other.asked for other in calls[index + 1 :]):
+            everyone = [captured(self.rollout, other) for other in calls]
+            cut_anew(self.rollout, [*everyone[:index], *everyone[index + 1 :], everyone[index]])
+
+    def _record(self, place: int, one: Captured) -> None:
+        """Put an answered call before those that were asked for later."""
+        calls, self._places[one.call.seed] = self.rollout.calls, place
+        later = (i for i, c in enumerate(calls) if c.asked and self._places[c.seed] > place)
+        index = next(later, None)
+        if index is None:
+            write(self.rollout, one)
+            return
+        everyone = [captured(self.rollout, call) for call in calls]
+        cut_anew(self.rollout, [*everyone[:index], one, *everyone[index:]])
+
+
+def _question(role: str, prompt: list[int], sampling: Sampling) -> bytes:
+    """A digest of what a call asks: role, prompt, and what it samples from."""
+    settings = [float(getattr(sampling, name)) for name in SAMPLED_BY]
+    asked = f"{role}/{settings}/{sampling.structured_outputs is not None}/".encode()
+    return blake2b(asked + array("q", prompt).tobytes(), digest_size=16).digest()
+
+
+def _fitting(engine: Engine, length: int, sampling: Sampling) -> Sampling:
+    """The sampling with no more ``max_tokens`` than the engine has room for."""
+    if length == 0:
+        raise EpisodeError("a call has no prompt tokens; give the model something to go on from")
+    room = engine.max_length - length
+    if room < 1:
+        raise ContextLengthError(
+            f"a prompt of {length} tokens leaves no room in the engine's {engine.max_length}; "
+            "shorten the history, or raise the engine's max_model_len if the model allows more"
+        )
+    if sampling.max_tokens <= room:
+        return sampling
+    return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))

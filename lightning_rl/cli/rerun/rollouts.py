@@ -1,0 +1,225 @@
+"""A rollout done again, and where it first differs from what was recorded."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile, zip_longest
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.cli.rerun.rebuild import Remade, remade
+from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
+from lightning_rl.data.packing import pack_rollouts, packed_rows
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.errors import DataError
+from lightning_rl.models.policy import save_skeleton
+from lightning_rl.models.tokenizer import load_tokenizer
+from lightning_rl.rollout import SAMPLED_BY, Rollout, Row
+from lightning_rl.run.loop import run_async
+
+
+@dataclass(frozen=True)
+class RolloutRerun:
+    """A recorded rollout, and what the weights of ``version`` make of it.
+
+    ``again`` has its own tokens (``generated``), or the recorded ones with the trainer's logprobs.
+    ``weights_differ``: the weights could be made again, but not bit by bit.
+    """
+
+    recorded: Rollout
+    again: Rollout
+    version: int
+    kept: KeptWeights
+    weights_differ: bool
+    generated: bool
+    decode: Callable[[list[int]], Any]
+
+    @property
+    def first_difference(self) -> int | None:
+        """The index of the first token that is another one, or that only one of them has.
+
+        Of several rows the tokens are counted one row after the other; with the prompt of a row, or
+        whose it is, all of it differs.
+        """
+        place = 0
+        for was, now in zip_longest(_rows(self.recorded), _rows(self.again)):
+            if was is None or now is None:
+                return place
+            if (was.prompt_ids, was.role) != (now.prompt_ids, now.role):
+                return place
+            same = common(was.token_ids, now.token_ids)
+            place += same
+            if not same == len(was.token_ids) == len(now.token_ids):
+                return place
+        return None
+
+    @property
+    def gap(self) -> float:
+        """The largest difference of logprobs in nats, over tokens of ``version`` up to there."""
+        end = self.first_difference
+        versions, was, now = (
+            column[:end]
+            for column in (
+                self.recorded.column("versions"),
+                self.recorded.column("logprobs"),
+                self.again.column("logprobs"),
+            )
+        )
+        gaps = (abs(a - b) for a, b, v in zip(was, now, versions, strict=True) if v == self.version)
+        return max(gaps, default=0.0)
+
+    @property
+    def equal(self) -> bool:
+        """Compare tokens. Logprobs depend on what else was in the batch."""
+        return self.first_difference is None
+
+    def lines(self) -> list[str]:
+        """Tell a person."""
+        exact = ", NOT as recorded: checksums differ" if self.weights_differ else ""
+        rows = f" in {len(_rows(self.recorded))} rows" if self.recorded.further else ""
+        lines = [
+            f"rollout {self.recorded.id}: {self.recorded.length} tokens{rows}, seed "
+            f"{self.recorded.seed}",
+            f"weights of version {self.version}: {self.kept.lead_to(self.version)}{exact}",
+        ]
+        if not self.generated:
+            return [*lines, *self._scored()]
+        place, count = self.first_difference, self.recorded.length
+        if place is None:
+            equal = f"equal: {count} of {count} tokens, logprobs within {self.gap:.2g} nats"
+            return [*lines, equal]
+        was, now = self._token(self.recorded, place), self._token(self.again, place)
+        return [*lines, f"different from token {place} on: recorded {was}, again {now}"]
+
+    def _scored(self) -> Iterator[str]:
+        yield (
+            f"scored: the tokens have logprob {_total(self.again):.4f} together, "
+            f"{_total(self.recorded):.4f} when they were sampled"
+        )
+        own = self.recorded.column("versions").count(self.version)
+        if own:
+            yield f"{own} tokens are of this version: logprobs within {self.gap:.2g} nats"
+
+    def _token(self, rollout: Rollout, place: int) -> str:
+        if place >= rollout.length:
+            return f"the end ({rollout.finish_reason})"
+        token, logprob = rollout.completion_ids[place], rollout.column("logprobs")[place]
+        return f"{token} {self.decode([token])!r} (logprob {logprob:.4f})"
+
+
+def _rows(rollout: Rollout) -> list[Row]:
+    return [row for _, row in packed_rows([rollout])]
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens from the first on are the same."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _total(rollout: Rollout) -> float:
+    """Sum over the tokens that are trained on, in nats."""
+    pairs = zip(rollout.column("logprobs"), rollout.column("loss_mask"), strict=True)
+    return fsum(logprob for logprob, mine in pairs if mine)
+
+
+def rerun_rollout(
+    run: RecordedRun, rollout_id: str, version: int | None = None
+) -> Iterator[RolloutRerun]:
+    """Generate a rollout again with the weights that wrote it.
+
+    One that several versions wrote, while it was in flight, is scored instead: once with the
+    weights of each.
+
+    Args:
+        run: what to do again.
+        rollout_id: as recorded.
+        version: score it with the weights of this version, whoever wrote it; None: of its own.
+
+    Raises:
+        ConfigError: if the run's configuration does not work here.
+        DataError: if there is no such rollout, or not enough was kept.
+        EngineError: if the engine fails.
+    """
+    recorded = run.rollout(rollout_id)
+    wrote = sorted(set(recorded.written_versions()))
+    if recorded.expert or not wrote:
+        raise DataError(f"rollout {rollout_id!r} was written by no engine: nothing to rerun")
+    for used in wrote if version is None else [version]:
+        with remade(run, used, used) as made:
+            if not made.trainer.is_global_zero:  # it has helped to train
+                continue
+            generated = version is None and len(wrote) == 1
+            again = (_generate if generated else _score)(made, recorded)
+            differ = made.diverged_at(run.log.outcomes()) is not None
+            tokenizer = load_tokenizer(made.module.model, made.module.loading)
+            yield RolloutRerun(
+                recorded, again, used, made.kept, differ, generated, tokenizer.decode
+            )
+
+
+def data_with_engine(made: Remade) -> RLDataModule:
+    """The run's data module.
+
+    Raises:
+        DataError: if it is one that has no engine.
+    """
+    data = made.datamodule
+    if not isinstance(data, RLDataModule):
+        raise DataError(
+            f"{type(data).__name__} has no engine; use --version N to score the rollout"
+        )
+    return data
+
+
+def _generate(made: Remade, recorded: Rollout) -> Rollout:
+    """Let the run's agent and engine write the rollout once more, alone."""
+    data = data_with_engine(made)
+    sampled_by = {name: getattr(recorded, name) for name in SAMPLED_BY}
+    again = Rollout(
+        recorded.prompt,
+        recorded.group_id,
+        recorded.sample_index,
+        recorded.seed,
+        **sampled_by,
+    )
+    task = data.task_of(recorded.prompt)
+    task.agent.configure(data.load_tokenizer(made.module))
+    with pushed_engine(made, data):
+        return run_async(task.agent.run(again, data.engine, replace(task.sampling, **sampled_by)))
+
+
+@contextmanager
+def pushed_engine(made: Remade, data: RLDataModule) -> Iterator[None]:
+    """The run's engine with the module's weights."""
+    module = made.module
+    with tempfile.TemporaryDirectory(prefix="lightning_rl_") as directory:
+        save_skeleton(module.model, directory, module.loading)
+        data.engine.trust_remote_code = module.trust_remote_code
+        try:
+            data.engine.start(Path(directory))
+            made.transport.connect(data.engine)
+            made.transport.push(made.transport.weights_of(module.loaded_policy), module.iteration)
+            yield
+        finally:
+            made.transport.close()
+            data.engine.close()
+
+
+def _score(made: Remade, recorded: Rollout) -> Rollout:
+    """The recorded tokens with the logprobs that the policy gives them."""
+    policy = made.module.loaded_policy
+    batch = pack_rollouts([recorded]).to(policy.lm.device)
+    with made.trainer.precision_plugin.forward_context():
+        batch = policy.score(batch, "again", made.module.max_tokens_per_pack)
+    values = iter(batch["tokens", "again"].tolist())
+    scored = []
+    for row in recorded.rows():
+        # What has no tokens is not in the batch.
+        own = (
+            list(islice(values, len(row.prompt_ids) + len(row.token_ids))) if row.token_ids else []
+        )
+        scored.append(replace(row, logprobs=own[len(row.prompt_ids) :] if own else []))
+    return replace(recorded, logprobs=scored[0].logprobs, further=scored[1:])

@@ -1,0 +1,133 @@
+"""What agents have in common whose models are asked through a session."""
+
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.agents.base import Agent, end, require_seconds
+from lightning_rl.agents.rows import drop_unasked
+from lightning_rl.agents.templates import ToolParser
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Sampling
+from lightning_rl.errors import ConfigError
+from lightning_rl.rollout import Rollout
+from lightning_rl.run.loop import run_async
+from lightning_rl.serving.results import ENDING, Ending, note_result
+from lightning_rl.serving.server import AgentServer
+from lightning_rl.serving.session import Session
+
+_CLOSE_S = 5.0
+
+
+class SessionAgent(Agent):
+    """Opens a session of an :class:`AgentServer` for each rollout, in which :meth:`play` runs.
+
+    ``rollout.completion`` becomes the session's transcript. ``finish_reason`` is the last call's,
+    or ``max_seconds``. Whatever ends otherwise costs its rollout, which is FAILED with the reason.
+
+    Args:
+        roles: names of further models (policies) that may be asked, besides ``policy``.
+        parser: reads the model family's way to write tool calls.
+        client_sampling: whether requests may change what is sampled from, such as the temperature.
+        max_seconds: wall time of one run at most, in seconds; None: no limit.
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    def __init__(
+        self,
+        roles: list[str] | None,
+        parser: ToolParser | None,
+        client_sampling: bool,
+        max_seconds: float | None,
+    ) -> None:
+        require_seconds(max_seconds)
+        self.roles = roles or []
+        self.parser = parser
+        self.client_sampling = client_sampling
+        self.max_seconds = max_seconds
+        self._server: AgentServer | None = None
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What runs, for messages."""
+
+    @abstractmethod
+    async def play(self, rollout: Rollout, session: Session) -> Ending:
+        """Run once; calls are recorded by the session."""
+
+    def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._server = AgentServer(
+            tokenizer,
+            parser=self.parser,
+            chat_options=self.chat_options,
+            client_sampling=self.client_sampling,
+        )
+
+    async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
+        self.conclude(rollout, await self.attempt(rollout, engine, sampling))
+        return rollout
+
+    async def attempt(
+        self,
+        rollout: Rollout,
+        engine: Engine,
+        sampling: Sampling,
+        play: Callable[[Rollout, Session], Awaitable[Ending]] | None = None,
+    ) -> Ending:
+        """Run once in a session of its own: what the rollout holds is given again.
+
+        ``play`` takes the place of :meth:`play`.
+
+        Raises:
+            EngineError: if the engine fails.
+        """
+        if self._server is None:
+            name = type(self).__name__
+            raise ConfigError(f"{name} has no tokenizer yet; call configure(tokenizer) first")
+        async with self._server.session(rollout, engine, sampling, self.roles) as session:
+            try:
+                ending = await (play or self.play)(rollout, session)
+            except Exception:
+                rollout.extra[ENDING] = "exit"
+                raise
+            finally:
+                rollout.completion = list(session.messages)
+        return Ending("abort") if session.aborted else ending
+
+    def conclude(self, rollout: Rollout, ending: Ending) -> None:
+        """Give a rollout its end, and what was said of it."""
+        drop_unasked(rollout)
+        if ending.kind in ("done", "timeout"):
+            ending = _judged(rollout, ending)
+        rollout.extra[ENDING] = ending.kind
+        if ending.kind == "done":
+            end(rollout, rollout.calls[-1].finish_reason)
+        elif ending.kind == "timeout":
+            rollout.environment_reward = rollout.environment_reward or 0.0
+            end(rollout, "max_seconds")
+        elif ending.kind == "abort":
+            end(rollout, "abort")
+        else:
+            rollout.fail(f"{self.name} {ending.reason} (prompt {rollout.prompt.id!r})")
+
+    def close(self) -> None:
+        """End the endpoint; it starts again when needed."""
+        if self._server is not None:
+            with suppress(TimeoutError):  # something blocks the loop: it ends with the process
+                run_async(self._server.close(), timeout=_CLOSE_S)
+
+
+def _judged(rollout: Rollout, ending: Ending) -> Ending:
+    """The same ending, once what was said is noted; another if that cannot be."""
+    if not rollout.calls:
+        return Ending("silent", "asked no model")
+    try:
+        note_result(rollout, ending.said)
+    except ValueError as error:
+        return Ending("result", f"said {error}")
+    return ending

@@ -1,0 +1,172 @@
+"""The ASGI application: which session a request belongs to, and what answers it."""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.rollout import Message
+from lightning_rl.serving.anthropic import MessagesDoor
+from lightning_rl.serving.ask import Answer
+from lightning_rl.serving.door import Door
+from lightning_rl.serving.errors import RequestError, session_over, unknown_key
+from lightning_rl.serving.http import Receive, Reply, Send, json_reply, read_json, refusal
+from lightning_rl.serving.openai_chat import ChatDoor
+from lightning_rl.serving.openai_text import TextDoor
+from lightning_rl.serving.retries import Pending, Retries
+from lightning_rl.serving.session import Session
+
+_log = logging.getLogger(__name__)
+_ENDED_KEPT = 10_000
+"""Keys of sessions that are over, so that their programs are told that, and not of a wrong key."""
+
+
+@dataclass(slots=True)
+class _Guest:
+    """A session and its requests."""
+
+    session: Session
+    retries: Retries = field(default_factory=Retries)
+    answered: int = 0
+
+
+class AgentApp:
+    """Answers requests for the sessions that are open, and tells them apart by their keys."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._guests: dict[str, _Guest] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._chat = ChatDoor()
+        self._doors: dict[str, Door] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": TextDoor(tokenizer),
+            "/v1/messages": MessagesDoor(),
+        }
+
+    def open(self, session: Session) -> None:
+        """Answer what comes with this session's key."""
+        self._guests[session.api_key] = _Guest(session)
+
+    def end(self, session: Session) -> None:
+        """Answer nothing more for it."""
+        self._guests.pop(session.api_key, None)
+        self._ended[session.api_key] = None
+        if len(self._ended) > _ENDED_KEPT:
+            self._ended.popitem(last=False)
+
+    async def close(self) -> None:
+        """End all sessions."""
+        for guest in list(self._guests.values()):
+            self.end(guest.session)
+            await guest.session.close()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        door = self._doors.get(scope["path"], self._chat)
+        guest: _Guest | None = None
+        try:
+            headers = dict(scope["headers"])
+            guest = self._guest(headers)
+            if scope["path"] == "/v1/models":
+                reply = json_reply(_models(guest.session))
+            elif scope["path"] not in self._doors or scope["method"] != "POST":
+                raise _unknown_url(scope)
+            else:
+                reply = await self._answer(guest, door, scope["path"], headers, receive)
+        except RequestError as error:
+            reply = refusal(door, error)
+        except Exception as error:  # ours: the run is to know, and the client must not hang
+            _log.exception("AgentServer cannot answer %s", scope["path"])
+            if guest is not None:
+                guest.session.failure = guest.session.failure or error
+            reply = refusal(door, RequestError(f"{type(error).__name__}: {error}", status=500))
+        await reply.send(send)
+
+    def _guest(self, headers: Mapping[bytes, bytes]) -> _Guest:
+        """Whose key it is; OpenAI's and Anthropic's clients send it in fields of their own."""
+        bearer = headers.get(b"authorization", b"").partition(b" ")[2]
+        for value in (bearer, headers.get(b"x-api-key", b"")):
+            key = value.decode("latin-1").strip()
+            if key in self._guests:
+                return self._guests[key]
+            if key in self._ended:
+                raise session_over()
+        raise unknown_key()
+
+    async def _answer(
+        self,
+        guest: _Guest,
+        door: Door,
+        path: str,
+        headers: Mapping[bytes, bytes],
+        receive: Receive,
+    ) -> Reply:
+        body, request = await read_json(receive)
+        ask, wanted = door.read(request, guest.session.terms)
+        key, retried = _name(path, body, headers)
+        retries, session = guest.retries, guest.session
+        earlier = retries.earlier(key, retried)
+        future = asyncio.get_running_loop().create_future() if earlier is None else earlier
+        pending = Pending(receive, future)
+        retries.note(key, pending)
+        try:
+            if earlier is None:
+                # Nobody cancels it when its client goes away: it may be asked for again.
+                answers = await _filling(future, session.answer(ask))
+            else:
+                answers = await asyncio.shield(earlier)
+        except BaseException:
+            retries.forget(key, pending)
+            raise
+        if not retries.arrives(key, pending):
+            session.undelivered(ask, answers)
+        guest.answered += 1
+        number, now = f"{session.episode.rollout.id}-{guest.answered}", int(time.time())
+        if wanted.stream:
+            events = b"".join(door.stream(ask, wanted, answers, number, now))
+            return Reply(events, kind=b"text/event-stream; charset=utf-8")
+        return json_reply(door.write(ask, wanted, answers, number, now))
+
+
+async def _filling(
+    future: asyncio.Future[list[Answer]], answering: Awaitable[list[Answer]]
+) -> list[Answer]:
+    """The answers, or their error, which whoever waits for the future gets too."""
+    try:
+        answers = await answering
+    except Exception as error:
+        future.set_exception(error)
+        future.exception()  # nobody has to wait
+        raise
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+    future.set_result(answers)
+    return answers
+
+
+def _name(path: str, body: bytes, headers: Mapping[bytes, bytes]) -> tuple[bytes, bool]:
+    """What tells a request from others, and whether its client says that it asks again."""
+    if name := headers.get(b"idempotency-key"):
+        return b"key " + name, True
+    again = headers.get(b"x-stainless-retry-count", b"0") != b"0"
+    return blake2b(path.encode() + b" " + body, digest_size=16).digest(), again
+
+
+def _unknown_url(scope: Mapping[str, Any]) -> RequestError:
+    asked = f"{scope['method']} {scope['path']}"
+    return RequestError(f"Invalid URL ({asked})", code="unknown_url", status=404)
+
+
+def _models(session: Session) -> Message:
+    """The roles that may be asked for."""
+    models = [
+        {"id": name, "object": "model", "created": 0, "owned_by": "lightning_rl"}
+        for name in session.terms.models
+    ]
+    return {"object": "list", "data": models}

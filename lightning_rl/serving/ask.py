@@ -1,0 +1,113 @@
+"""What a request comes to, and its answer, whichever API it came by."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.errors import ConfigError
+from lightning_rl.rollout import Call, Message
+from lightning_rl.serving.chat_format import ChatFormat, ChatFormats
+from lightning_rl.serving.errors import RequestError, unknown_model
+from lightning_rl.serving.messages import Said
+
+DEFAULT_MODEL = "policy"
+"""What clients call the model of the role ``""``."""
+
+
+@dataclass(slots=True)
+class Terms:
+    """What the requests of a session are read by.
+
+    Args:
+        formats: ways to write chats.
+        sampling: holds where a request says nothing.
+        client_sampling: whether requests may change what is sampled from.
+        models: the roles that may be asked for, by the names that clients use.
+        known: settings that were asked for before, by what they change: a client repeats them.
+    """
+
+    formats: ChatFormats
+    sampling: Sampling
+    client_sampling: bool
+    models: dict[str, str]
+    known: dict[str, Sampling] = field(default_factory=dict)
+
+    def role_of(self, model: str) -> str:
+        """The role (policy) that a request names as its model.
+
+        Raises:
+            RequestError: if there is none of that name.
+        """
+        if model not in self.models:
+            raise unknown_model(model, list(self.models))
+        return self.models[model]
+
+    def form_of(self, tools: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> ChatFormat:
+        """How chats with these tools and options of the template are written.
+
+        Raises:
+            RequestError: if the template cannot write them.
+        """
+        try:
+            return self.formats.of(tools, options)
+        except ConfigError as error:
+            raise RequestError(str(error), param="tools" if tools else "messages") from error
+
+
+@dataclass(slots=True)
+class Ask:
+    """Prompts, and how often and how each is to be gone on with.
+
+    Either ``chat``, written as ``form`` says, or ``prompts`` of token ids. ``must_call`` is empty,
+    the name of the tool that has to be called, or ``*`` for any.
+    """
+
+    model: str
+    role: str
+    sampling: Sampling
+    count: int = 1
+    chat: list[Said] = field(default_factory=list)
+    form: ChatFormat | None = None
+    prompts: list[list[int]] = field(default_factory=list)
+    may_call: bool = True
+    must_call: str = ""
+    parallel: bool = True
+
+
+@dataclass(slots=True)
+class Answer:
+    """One completion, as tokens and as what a client reads.
+
+    ``message`` is in the form of chat templates, with arguments of calls as objects.
+    ``finish_reason`` is ``stop``, ``length`` or ``tool_calls``; ``ended_by`` the string that ended
+    it, if one did.
+    """
+
+    prompt_ids: list[int]
+    completion: Completion
+    call: Call
+    message: Message
+    finish_reason: str
+    ended_by: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What it says beside its calls."""
+        return str(self.message["content"])
+
+
+@dataclass(slots=True)
+class Wanted:
+    """What a client wants to read of an answer, and how."""
+
+    stream: bool = False
+    usage: bool = True
+    logprobs: bool = False
+    token_ids: bool = False
+
+
+def usage_of(answers: Sequence[Answer]) -> tuple[int, int]:
+    """Tokens read and written; a prompt counts once, however many answers it has."""
+    read = {id(answer.prompt_ids): len(answer.prompt_ids) for answer in answers}
+    return sum(read.values()), sum(len(answer.completion.token_ids) for answer in answers)

@@ -1,0 +1,191 @@
+"""How a chat with given tools is written in tokens, and how a turn of the model is read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.agents.templates import ParsedCall, ToolParser, TurnTemplate, tool_reply
+from lightning_rl.agents.tools import call_message
+from lightning_rl.engines.sampling import Completion, StructuredOutputs
+from lightning_rl.errors import ConfigError
+from lightning_rl.rollout import Message
+from lightning_rl.serving.messages import Said
+
+_PROMPTS_KEPT = 256
+"""Of whole chats, as token ids: the rollouts of a group begin with the same."""
+_FORMATS_KEPT = 64
+
+
+class ChatFormat:
+    """The chat template with one set of tools and options, and a parser that knows those tools.
+
+    Args:
+        tokenizer: of the policy.
+        parser: reads calls; one of its own is made for these tools.
+        options: further variables of the template.
+        tools: OpenAI-style schemas.
+        key: what tells it from other formats.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        parser: ToolParser,
+        options: Mapping[str, Any],
+        tools: Sequence[dict[str, Any]],
+        key: str,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._end = tokenizer.eos_token_id
+        self.tools = list(tools)
+        self.key = key
+        self.template = TurnTemplate(tokenizer, {**options, **({"tools": tools} if tools else {})})
+        self.parser = copy(parser)
+        if tools:
+            self.parser.configure(tokenizer, self.tools)
+        self._encoded = lru_cache(_PROMPTS_KEPT)(self._encode)
+
+    def prompt(self, chat: Sequence[Said]) -> list[int]:
+        """Token ids of a whole chat, with the opening of the model's turn.
+
+        Raises:
+            ConfigError: if the template cannot render it.
+        """
+        return list(self._encoded(f"[{','.join(item.text for item in chat)}]"))
+
+    def _encode(self, messages: str) -> tuple[int, ...]:
+        text = self.template.render(json.loads(messages))
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def suffix(self, wrote: Sequence[int], turn: Message, reply: Sequence[Said]) -> list[int]:
+        """Token ids that follow the model's turn, of tokens ``wrote``.
+
+        Raises:
+            ConfigError: if the template cannot render it.
+        """
+        calls = turn.get("tool_calls", ())
+        return self.template.suffix(wrote, [item.message for item in reply], calls)
+
+    # ---------------------------------------------------------------- what the model wrote
+
+    def read(
+        self,
+        completion: Completion,
+        stop: Sequence[str],
+        before: int,
+        calls_allowed: bool,
+        parallel: bool,
+    ) -> tuple[Message, str | None]:
+        """A turn as a message, and the string that stopped it, which is no part of the message.
+
+        A turn that was cut off is not searched for calls, and one with a call that cannot be read
+        is text, as servers do it. ``before`` is the number of calls that the chat has already.
+        """
+        if self.tools and calls_allowed and completion.finish_reason == "stop":
+            # Call formats are made of special tokens too.
+            text, ended_by = self._text(completion, stop, skip_special_tokens=False)
+            content, calls = self.parser.parse(text)
+            if calls and not any(call.error for call in calls):
+                return self._with_calls(content, calls, before, parallel), ended_by
+        content, ended_by = self._text(completion, stop, skip_special_tokens=True)
+        return {"role": "assistant", "content": content}, ended_by
+
+    def read_forced(self, completion: Completion, name: str | None, before: int) -> Message:
+        """A turn that was held to the form of :meth:`forced`; text if it was cut off."""
+        text, _ = self._text(completion, (), skip_special_tokens=True)
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError:
+            return {"role": "assistant", "content": text}
+        if name is not None:
+            return self._with_calls("", [ParsedCall(name, found)], before, True)
+        calls = [ParsedCall(call["name"], call["parameters"]) for call in found]
+        return self._with_calls("", calls, before, True)
+
+    def forced(self, name: str | None) -> StructuredOutputs:
+        """The form of a turn that must call a tool: its arguments, or a list of calls of any.
+
+        As vLLM's server does it: JSON, and not the format that the model learned.
+        """
+        functions = [tool["function"] for tool in self.tools]
+        anything = {"type": "object"}
+        if name is not None:
+            chosen = next(function for function in functions if function["name"] == name)
+            return StructuredOutputs(json=chosen.get("parameters") or anything)
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": function["name"]},
+                    "parameters": function.get("parameters") or anything,
+                },
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for function in functions
+        ]
+        return StructuredOutputs(json={"type": "array", "minItems": 1, "items": {"anyOf": calls}})
+
+    def _text(
+        self, completion: Completion, stop: Sequence[str], skip_special_tokens: bool
+    ) -> tuple[str, str | None]:
+        wrote = completion.token_ids
+        if wrote and wrote[-1] == self._end:
+            wrote = wrote[:-1]
+        return until_stop(
+            str(self.tokenizer.decode(wrote, skip_special_tokens=skip_special_tokens)), stop
+        )
+
+    def _with_calls(
+        self, content: str, calls: Sequence[ParsedCall], before: int, parallel: bool
+    ) -> Message:
+        messages = [call_message(call, number) for number, call in enumerate(calls, before)]
+        if len(messages) > 1 and not (parallel and self._takes(messages)):
+            del messages[1:]
+        return {"role": "assistant", "content": content, "tool_calls": messages}
+
+    def _takes(self, calls: Sequence[Message]) -> bool:
+        """Some templates have no place for several calls in a turn."""
+        try:
+            self.template.suffix([], [tool_reply(call, "A result.") for call in calls], calls)
+        except ConfigError:
+            return False
+        return True
+
+
+def until_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """The text before the first of the strings that end it, and that string."""
+    places = [(place, string) for string in stop if (place := text.find(string)) >= 0]
+    if not places:
+        return text, None
+    place, string = min(places)
+    return text[:place], string
+
+
+class ChatFormats:
+    """Makes formats, and keeps those that were used lately."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, parser: ToolParser, options: Mapping[str, Any]
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._parser = parser
+        self._options = dict(options)
+        self._made = lru_cache(_FORMATS_KEPT)(self._make)
+
+    def of(self, tools: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> ChatFormat:
+        """The format with these tools, and these options besides the server's.
+
+        Raises:
+            ConfigError: if the tokenizer has no chat template, or the parser refuses the tools.
+        """
+        key = json.dumps([tools, options], ensure_ascii=False) if tools or options else ""
+        return self._made(key)
+
+    def _make(self, key: str) -> ChatFormat:
+        tools, options = json.loads(key) if key else ([], {})
+        return ChatFormat(self.tokenizer, self._parser, self._options | options, tools, key)

@@ -1,0 +1,141 @@
+"""The interface of the APIs that clients may speak, and what OpenAI's have in common."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lightning_rl.rollout import Message
+from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted, usage_of
+from lightning_rl.serving.errors import RequestError
+from lightning_rl.serving.fields import Fields, wrong_value
+
+MOST_ANSWERS = 128
+"""As OpenAI's API has it."""
+
+
+class Door(ABC):
+    """One kind of request: how it is read, and how its answers are written."""
+
+    @abstractmethod
+    def read(self, body: Any, terms: Terms) -> tuple[Ask, Wanted]:
+        """What a request asks for.
+
+        Raises:
+            RequestError: for what is no such request, or not supported.
+        """
+
+    @abstractmethod
+    def write(
+        self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
+    ) -> Message:
+        """The answers as one object; ``number`` tells them from others, ``now`` is in seconds."""
+
+    @abstractmethod
+    def stream(
+        self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
+    ) -> Iterator[bytes]:
+        """The answers as server-sent events."""
+
+    @abstractmethod
+    def error(self, error: RequestError) -> Message:
+        """What a client is told."""
+
+
+class OpenAIDoor(Door):
+    """Errors, events and counts as OpenAI's API has them."""
+
+    prefix: str
+    """Of the ids of answers."""
+    whole: str
+    """The kind of object that an answer is."""
+    part: str
+    """The same of a chunk of a stream."""
+
+    def write(
+        self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
+    ) -> Message:
+        return {
+            "id": f"{self.prefix}-{number}",
+            "object": self.whole,
+            "created": now,
+            "model": ask.model,
+            "choices": [
+                self.choice(index, ask, wanted, answer) for index, answer in enumerate(answers)
+            ],
+            "usage": openai_usage(answers),
+        }
+
+    def stream(
+        self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
+    ) -> Iterator[bytes]:
+        head = {
+            "id": f"{self.prefix}-{number}",
+            "object": self.part,
+            "created": now,
+            "model": ask.model,
+        }
+        for index, answer in enumerate(answers):
+            for choice in self.chunks(index, ask, wanted, answer):
+                yield _event({**head, "choices": [choice]})
+        if wanted.usage:
+            yield _event({**head, "choices": [], "usage": openai_usage(answers)})
+        yield b"data: [DONE]\n\n"
+
+    @abstractmethod
+    def choice(self, index: int, ask: Ask, wanted: Wanted, answer: Answer) -> Message:
+        """One answer."""
+
+    @abstractmethod
+    def chunks(self, index: int, ask: Ask, wanted: Wanted, answer: Answer) -> Iterator[Message]:
+        """One answer in parts."""
+
+    def error(self, error: RequestError) -> Message:
+        kind = "server_error" if error.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": error.message,
+                "type": kind,
+                "param": error.param,
+                "code": error.code,
+            }
+        }
+
+
+def read_wanted(fields: Fields) -> Wanted:
+    """How an answer is to be written; ``logprobs`` is another field for each kind."""
+    stream = fields.get("stream", bool) or False
+    options = Fields(fields.get("stream_options", dict) or {}, "stream_options.")
+    return Wanted(
+        stream,
+        usage=not stream or bool(options.get("include_usage", bool)),
+        token_ids=fields.get("return_token_ids", bool) or False,
+    )
+
+
+def read_count(fields: Fields) -> int:
+    """``n``, the number of answers."""
+    count = fields.get("n", int)
+    count = 1 if count is None else count
+    if not 1 <= count <= MOST_ANSWERS:
+        raise wrong_value("n", count, f"1 to {MOST_ANSWERS}")
+    return count
+
+
+def pieces(text: str, size: int = 32) -> Iterator[str]:
+    """A text in parts of so many characters."""
+    return (text[start : start + size] for start in range(0, len(text), size))
+
+
+def token_ids_of(answer: Answer) -> Message:
+    """The tokens themselves, under vLLM's names."""
+    return {"prompt_token_ids": answer.prompt_ids, "token_ids": answer.completion.token_ids}
+
+
+def openai_usage(answers: Sequence[Answer]) -> dict[str, int]:
+    read, wrote = usage_of(answers)
+    return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
+
+
+def _event(data: Message) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"

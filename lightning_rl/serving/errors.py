@@ -1,0 +1,83 @@
+"""What a client did wrong, or cannot have: each with the status and words that real APIs answer."""
+
+from typing import Any
+
+from lightning_rl.errors import LightningRLError
+
+
+class RequestError(LightningRLError):
+    """A request that is answered by an error; ``param`` names the field, ``code`` the kind."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        retry: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
+        self.retry = retry
+        """Whether the same request may be answered later; clients are told."""
+
+
+def unsupported(name: str, value: Any, fix: str) -> RequestError:
+    """A field of the real API that has no meaning here."""
+    return RequestError(
+        f"{name}={value!r:.80} is not supported here; {fix}",
+        param=name,
+        code="unsupported_parameter",
+    )
+
+
+def unknown_model(name: str, known: list[str]) -> RequestError:
+    """No role of that name."""
+    return RequestError(
+        f"The model `{name}` does not exist; there are: {', '.join(known)}",
+        param="model",
+        code="model_not_found",
+        status=404,
+    )
+
+
+def too_long(longest: int, tokens: int, param: str) -> RequestError:
+    """A prompt that leaves no room for a completion."""
+    return RequestError(
+        f"This model's maximum context length is {longest} tokens. However, your {param} resulted "
+        f"in {tokens} tokens. Please reduce the length of the {param}.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def unknown_key() -> RequestError:
+    """No session has this key, or none was sent."""
+    return RequestError(
+        "Incorrect API key provided; use the one that this program was started with",
+        code="invalid_api_key",
+        status=401,
+    )
+
+
+def session_over() -> RequestError:
+    """The rollout that the key belongs to has ended."""
+    return RequestError(
+        "The rollout that this key belongs to is over; nothing more is generated for it",
+        code="session_over",
+        status=503,
+    )
+
+
+def engine_failed(error: BaseException) -> RequestError:
+    """Not the client's fault: the run is told too, and ends or tries again."""
+    return RequestError(f"The engine failed: {error}", code="engine_error", status=500)
+
+
+def aborted() -> RequestError:
+    """The engine ended a completion early; its rollout is to be made again later."""
+    return RequestError("The engine was interrupted", code="engine_interrupted", status=503)

@@ -1,0 +1,95 @@
+"""Fields of a request's JSON: each is read with its kind checked; null counts as left out."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from lightning_rl.serving.errors import RequestError, unsupported
+
+T = TypeVar("T")
+
+_KINDS = {
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    list: "an array",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+class Fields:
+    """A JSON object, and where it stands in the request.
+
+    Args:
+        body: the object.
+        path: what comes before its fields' names in errors, such as ``messages[0].``.
+
+    Raises:
+        RequestError: from every method, if the value is of another kind.
+    """
+
+    def __init__(self, body: Any, path: str = "") -> None:
+        if not isinstance(body, dict):
+            raise wrong_kind(path.rstrip(".") or "body", body, dict)
+        self.body: Mapping[str, Any] = body
+        self.path = path
+
+    def get(self, name: str, kind: type[T]) -> T | None:
+        """The value, None where there is none."""
+        value = self.body.get(name)
+        if value is None:
+            return None
+        if kind is float and type(value) is int:
+            return float(value)  # type: ignore[return-value]
+        if type(value) is not kind:
+            raise wrong_kind(self.path + name, value, kind)
+        return value
+
+    def need(self, name: str, kind: type[T]) -> T:
+        """The value of a field that must be there."""
+        value = self.get(name, kind)
+        if value is None:
+            where = self.path + name
+            raise RequestError(
+                f"Missing required parameter: '{where}'.",
+                param=where,
+                code="missing_required_parameter",
+            )
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """A string, or an array of them."""
+        value = self.body.get(name)
+        if value is None:
+            return []
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise wrong_kind(self.path + name, value, list)
+        return value
+
+    def refuse(self, name: str, fix: str, *harmless: Any) -> None:
+        """Refuse a field of the real API, unless it is left out or asks for nothing."""
+        value = self.body.get(name)
+        if value is not None and value not in harmless:
+            raise unsupported(self.path + name, value, fix)
+
+
+def wrong_kind(where: str, value: Any, kind: type) -> RequestError:
+    """The error for a value that is of another kind than the field's."""
+    got = _KINDS.get(type(value), type(value).__name__)
+    return RequestError(
+        f"Invalid type for '{where}': expected {_KINDS[kind]}, but got {got} instead.",
+        param=where,
+        code="invalid_type",
+    )
+
+
+def wrong_value(where: str, value: Any, allowed: str) -> RequestError:
+    """The error for a value that is none of those allowed."""
+    return RequestError(
+        f"Invalid value: {value!r:.80}. Supported values for '{where}' are: {allowed}.",
+        param=where,
+        code="invalid_value",
+    )

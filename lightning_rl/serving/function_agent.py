@@ -1,0 +1,141 @@
+"""FunctionAgent: an async Python function is the agent."""
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from lightning_rl.agents.base import within
+from lightning_rl.agents.templates import ToolParser
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError
+from lightning_rl.rollout import Message, Prompt, Rollout
+from lightning_rl.serving.agent import SessionAgent
+from lightning_rl.serving.ask import DEFAULT_MODEL, Answer
+from lightning_rl.serving.results import Ending
+from lightning_rl.serving.session import Session
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+
+class AgentClient:
+    """The models, for a :class:`FunctionAgent`'s function; every call is recorded and trained on.
+
+    ``base_url`` and ``api_key`` are the endpoint's, for clients of any kind.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.base_url = session.base_url
+        self.api_key = session.api_key
+        self._session = session
+
+    async def chat(
+        self,
+        messages: str | Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        role: str = "",
+        **fields: Any,
+    ) -> Answer:
+        """The next turn of a chat, without HTTP.
+
+        Args:
+            messages: the chat, into which answers' messages may be put back as they are; a text
+                is one message of the user's.
+            tools: OpenAI-style schemas.
+            role: the model (policy) that is asked; empty: the one that every run has.
+            fields: further ones of a chat completion's request, such as ``temperature``.
+
+        Raises:
+            RequestError: for what the endpoint would answer with an error.
+        """
+        if tools is not None:
+            fields["tools"] = list(tools)
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return await self._session.chat(messages, model=role or DEFAULT_MODEL, **fields)
+
+    @cached_property
+    def openai(self) -> "AsyncOpenAI":
+        """A client of the ``openai`` package for the endpoint; the model's name is ``policy``.
+
+        Raises:
+            ConfigError: if the package is missing.
+        """
+        try:
+            from openai import AsyncOpenAI
+        except ImportError as error:
+            raise ConfigError("client.openai needs `pip install openai`") from error
+        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key)
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        if "openai" in vars(self):
+            await self.openai.close()
+
+
+@configurable
+class FunctionAgent(SessionAgent):
+    """Awaits a function for each rollout: ``async def solve(client, prompt)``.
+
+    ``client`` is an :class:`AgentClient`, ``prompt`` the :class:`Prompt`. What it returns says how
+    it went: nothing, a reward (a number), or a mapping as a :class:`ProgramAgent`'s result is.
+    ``rollout.completion`` becomes the transcript of its calls.
+
+    ``finish_reason`` is the last call's, or ``max_seconds``, with reward 0. A function that raises,
+    asks no model or returns what cannot be costs its rollout, which is FAILED with the reason. One
+    that was interrupted is called again, and is given the same completions again.
+
+    It runs in the event loop with all others: what computes for long belongs into a process, and
+    what waits should be awaited.
+
+    Args:
+        function: of a module that can be imported.
+        roles: names of further models (policies) that it may ask for, besides ``policy``.
+        parser: reads the model family's way to write tool calls.
+        client_sampling: whether it may change what is sampled from, such as the temperature.
+        max_seconds: wall time of one rollout at most; None: no limit.
+
+    Raises:
+        ConfigError: if the function is not ``async``, or for values out of range.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        roles: list[str] | None = None,
+        parser: ToolParser | None = None,
+        client_sampling: bool = True,
+        max_seconds: float | None = None,
+    ) -> None:
+        super().__init__(roles, parser, client_sampling, max_seconds)
+        call = function if inspect.isroutine(function) else type(function).__call__
+        if not inspect.iscoroutinefunction(call):
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            raise ConfigError(
+                f"function {name} is not async, so all rollouts would wait for it; make it "
+                "`async def`, or run it as a program of its own (ScriptAgent)"
+            )
+        self.function: Callable[[AgentClient, Prompt], Awaitable[Any]] = function
+
+    @property
+    def name(self) -> str:
+        kind = type(self.function)
+        return f"function {getattr(self.function, '__qualname__', kind.__qualname__)}"
+
+    async def play(self, rollout: Rollout, session: Session) -> Ending:
+        said: list[Any] = []
+
+        async def solve() -> str:
+            client = AgentClient(session)
+            try:
+                said.append(await self.function(client, rollout.prompt))
+            finally:
+                await client.close()
+            return "stop"
+
+        await within(self.max_seconds, solve())
+        if not said:
+            return Ending("timeout")
+        result = {} if said[0] is None else said[0]
+        return Ending("done", said=result if isinstance(result, Mapping) else {"reward": result})

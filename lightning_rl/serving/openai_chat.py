@@ -1,0 +1,150 @@
+"""Chat completions as OpenAI's API has them."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lightning_rl.rollout import Message
+from lightning_rl.serving.ask import DEFAULT_MODEL, Answer, Ask, Terms, Wanted
+from lightning_rl.serving.door import OpenAIDoor, pieces, read_count, read_wanted, token_ids_of
+from lightning_rl.serving.errors import RequestError
+from lightning_rl.serving.fields import Fields, wrong_value
+from lightning_rl.serving.messages import read_messages
+from lightning_rl.serving.settings import answer_form, asked_sampling
+
+
+class ChatDoor(OpenAIDoor):
+    """``/v1/chat/completions``."""
+
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def read(self, body: Any, terms: Terms) -> tuple[Ask, Wanted]:
+        fields = Fields(body)
+        model = fields.get("model", str) or DEFAULT_MODEL
+        role = terms.role_of(model)
+        chat = read_messages(fields.need("messages", list))
+        tools = _tools(fields)
+        form = terms.form_of(tools, fields.get("chat_template_kwargs", dict) or {})
+        must_call, may_call = _tool_choice(fields, tools)
+        _refuse(fields)
+        limit = "max_tokens" if fields.body.get(_LIMIT) is None else _LIMIT
+        held = answer_form(fields)
+        if must_call:
+            held = form.forced(None if must_call == "*" else must_call)
+        sampling = asked_sampling(fields, terms, limit, structured_outputs=held)
+        wanted = read_wanted(fields)
+        wanted.logprobs = fields.get("logprobs", bool) or False
+        parallel = fields.get("parallel_tool_calls", bool) is not False
+        count = read_count(fields)
+        return Ask(
+            model, role, sampling, count, chat, form, [], may_call, must_call, parallel
+        ), wanted
+
+    def choice(self, index: int, ask: Ask, wanted: Wanted, answer: Answer) -> Message:
+        message: Message = {"role": "assistant", "content": answer.text, "refusal": None}
+        if calls := _calls(answer):
+            message |= {"content": answer.text or None, "tool_calls": calls}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": _logprobs(ask, answer) if wanted.logprobs else None,
+            "finish_reason": _reason(ask, answer),
+            **(token_ids_of(answer) if wanted.token_ids else {}),
+        }
+
+    def chunks(self, index: int, ask: Ask, wanted: Wanted, answer: Answer) -> Iterator[Message]:
+        def chunk(delta: Message, logprobs: Any = None, reason: str | None = None) -> Message:
+            return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+        calls = _calls(answer)
+        yield chunk(
+            {"role": "assistant", "content": None if calls and not answer.text else ""},
+            _logprobs(ask, answer) if wanted.logprobs else None,
+        )
+        for piece in pieces(answer.text):
+            yield chunk({"content": piece})
+        for number, call in enumerate(calls):
+            begun = {**call["function"], "arguments": ""}
+            yield chunk({"tool_calls": [{"index": number, **call, "function": begun}]})
+            for piece in pieces(call["function"]["arguments"]):
+                told = {"index": number, "function": {"arguments": piece}}
+                yield chunk({"tool_calls": [told]})
+        ids = token_ids_of(answer) if wanted.token_ids else {}
+        yield chunk({}, reason=_reason(ask, answer)) | ids
+
+
+_LIMIT = "max_completion_tokens"
+
+
+def _refuse(fields: Fields) -> None:
+    """What would change an answer, and cannot be done."""
+    own = "the engine tells the logprob of the sampled token only; logprobs: true gives it"
+    fields.refuse("top_logprobs", own, 0)
+    fields.refuse("logit_bias", "its tokens could not be scored", {})
+    fields.refuse("functions", "use tools", [])
+    fields.refuse("function_call", "use tool_choice")
+    fields.refuse("modalities", "answers are text", ["text"])
+    fields.refuse("audio", "answers are text")
+
+
+def _tools(fields: Fields) -> list[dict[str, Any]]:
+    tools = fields.get("tools", list) or []
+    for number, tool in enumerate(tools):
+        given = Fields(tool, f"tools[{number}].")
+        if (kind := given.need("type", str)) != "function":
+            raise wrong_value(f"tools[{number}].type", kind, "'function'")
+        Fields(given.need("function", dict), f"tools[{number}].function.").need("name", str)
+    return tools
+
+
+def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, bool]:
+    """The tool that must be called (any: ``*``), and whether one may be."""
+    choice = fields.body.get("tool_choice")
+    if choice is None or choice in ("auto", "none"):
+        return "", choice != "none"
+    if not tools:
+        raise RequestError(
+            "'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice"
+        )
+    if choice == "required":
+        return "*", True
+    if isinstance(choice, str):
+        raise wrong_value("tool_choice", choice, "'none', 'auto', and 'required'")
+    chosen = Fields(choice, "tool_choice.").need("function", dict)
+    name = Fields(chosen, "tool_choice.function.").need("name", str)
+    if all(tool["function"]["name"] != name for tool in tools):
+        raise RequestError(
+            f"Tool choice '{name}' not found in 'tools' parameter.", param="tool_choice"
+        )
+    return name, True
+
+
+def _calls(answer: Answer) -> list[Message]:
+    """As the API has them: arguments are JSON in a string."""
+    return [
+        {
+            **call,
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in answer.message.get("tool_calls", ())
+    ]
+
+
+def _reason(ask: Ask, answer: Answer) -> str:
+    """As the API has it: a call of a tool that was named by the client is a ``stop``."""
+    named = ask.must_call not in ("", "*")
+    return "stop" if named and answer.finish_reason == "tool_calls" else answer.finish_reason
+
+
+def _logprobs(ask: Ask, answer: Answer) -> Message:
+    assert ask.form is not None
+    content = []
+    completion = answer.completion
+    for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
+        text = str(ask.form.tokenizer.decode([token]))
+        told = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        content.append({**told, "top_logprobs": []})
+    return {"content": content, "refusal": None}

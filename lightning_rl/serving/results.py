@@ -1,0 +1,115 @@
+"""What came of an agent's run: how it ended, and what it says of it."""
+
+import json
+import math
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_rl.rewards.log import as_plain
+from lightning_rl.rollout import Rollout
+
+ENDINGS = ("timeout", "exit", "killed", "output", "result", "silent")
+"""How a run may end besides ``done``; all but the first fail its rollout."""
+ENDING = "agent_end"
+"""The column of ``rollout.extra`` that says how it ended."""
+RESULT_KEYS = ("reward", "role_rewards", "call_rewards", "metrics", "answer")
+"""A line of output is a result if it has one of these."""
+
+
+_REASON_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended: ``done`` or one of ``ENDINGS``, the reason of a failure, what was said."""
+
+    kind: str
+    reason: str = ""
+    said: Mapping[str, Any] = field(default_factory=dict)
+
+
+def ending_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """``agent/*_share``: the share of runs with each ending but ``done``; {} where nothing ran."""
+    endings = Counter(r.extra[ENDING] for r in rollouts if ENDING in r.extra)
+    if not endings:
+        return {}
+    return {f"agent/{kind}_share": endings[kind] / endings.total() for kind in ENDINGS}
+
+
+def signal_name(number: int) -> str:
+    """As ``SIGKILL``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def last_lines(output: bytes | bytearray, most: int | None = None) -> str:
+    """The last of what a process printed, behind a colon; nothing if it printed nothing."""
+    lines = [line.strip() for line in output.decode(errors="replace").splitlines()]
+    said = [line for line in lines if line]
+    told = " | ".join(said if most is None else said[-most:])
+    return f": {told[-_REASON_CHARACTERS:]}" if told else ""
+
+
+def last_result(output: bytes) -> dict[str, Any]:
+    """The last line that is a JSON object with one of ``RESULT_KEYS``; {} if there is none."""
+    for line in reversed(output.splitlines()):
+        if not line.lstrip().startswith(b"{"):
+            continue
+        try:
+            said = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(said, dict) and not said.keys().isdisjoint(RESULT_KEYS):
+            return said
+    return {}
+
+
+def note_result(rollout: Rollout, said: Mapping[str, Any]) -> None:
+    """Write into a rollout what its agent says of it.
+
+    ``reward`` becomes the ``environment_reward``, ``role_rewards`` the rewards of roles (by name),
+    ``call_rewards`` those of calls (in their order, None where nothing fell), ``metrics`` are
+    logged; everything else is kept in ``extra``.
+
+    Raises:
+        ValueError: naming what cannot be; the rollout is then as it was.
+    """
+    reward = said.get("reward")
+    rewards = None if reward is None else _number("reward", reward)
+    roles = _numbers("role_rewards", said.get("role_rewards"))
+    metrics = _numbers("metrics", said.get("metrics"))
+    known = {row.role for row in rollout.rows() if row.token_ids}
+    if unknown := roles.keys() - known:
+        raise ValueError(f"role_rewards names {sorted(unknown)}; roles that wrote: {sorted(known)}")
+    calls = said.get("call_rewards") or []
+    if calls and (not isinstance(calls, list) or len(calls) != len(rollout.calls)):
+        raise ValueError(
+            f"call_rewards={calls!r:.80} must be a list of {len(rollout.calls)}, one per call"
+        )
+    of_calls = [None if paid is None else _number("call_rewards", paid) for paid in calls]
+    rollout.environment_reward = rewards
+    rollout.role_rewards |= roles
+    rollout.logged |= metrics
+    for call, paid in zip(rollout.calls, of_calls, strict=False):  # none, or one for each
+        call.reward = paid
+    others = said.keys() - {"reward", "role_rewards", "call_rewards", "metrics"}
+    rollout.extra |= {key: as_plain(said[key]) for key in sorted(others)}
+
+
+def _numbers(name: str, said: Any) -> dict[str, float]:
+    if said is None:
+        return {}
+    if not isinstance(said, dict):
+        raise ValueError(f"{name}={said!r:.80} must be an object of numbers by name")
+    return {str(key): _number(f"{name}.{key}", value) for key, value in said.items()}
+
+
+def _number(name: str, said: Any) -> float:
+    if isinstance(said, bool | int | float) and math.isfinite(said):
+        return float(said)
+    raise ValueError(f"{name}={said!r:.80} must be a finite number")

@@ -1,0 +1,66 @@
+"""Clients that ask again because no answer came: they get the one that was on its way."""
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass
+
+from lightning_rl.serving.ask import Answer
+from lightning_rl.serving.http import Receive, is_gone
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A client that waits, by its connection, and what it waits for."""
+
+    receive: Receive
+    answers: asyncio.Future[list[Answer]]
+
+    def is_lost(self) -> bool:
+        """Whether its client went away."""
+        return is_gone(self.receive)
+
+
+class Retries:
+    """The requests of one session by what they ask, or by the keys that clients give them.
+
+    The same once more is another request, and gets another sample, as it does from any server:
+    unless the client that asked before went away without its answer, or says that it retries.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: defaultdict[bytes, list[Pending]] = defaultdict(list)
+        self._last: dict[bytes, asyncio.Future[list[Answer]]] = {}
+
+    def earlier(self, key: bytes, retried: bool) -> asyncio.Future[list[Answer]] | None:
+        """What this request is to be answered by, if it was asked for before and got lost."""
+        waiting = self._waiting[key]
+        lost = next((pending for pending in waiting if pending.is_lost()), None)
+        if lost is not None:
+            waiting.remove(lost)
+            return lost.answers
+        return self._last.get(key) if retried else None
+
+    def note(self, key: bytes, pending: Pending) -> None:
+        """Keep a request while its answer is on its way."""
+        self._waiting[key].append(pending)
+        self._last[key] = pending.answers
+
+    def arrives(self, key: bytes, pending: Pending) -> bool:
+        """Take its answer for sent; False if nobody is there to get it.
+
+        One that another request has taken over is that one's to send.
+        """
+        if pending not in self._waiting[key]:
+            return True
+        self._waiting[key].remove(pending)
+        arrives = not pending.is_lost()
+        if not arrives:
+            self.forget(key, pending)
+        return arrives
+
+    def forget(self, key: bytes, pending: Pending) -> None:
+        """It has no answer: whoever asks again asks anew."""
+        if pending in self._waiting[key]:
+            self._waiting[key].remove(pending)
+        if self._last.get(key) is pending.answers:
+            del self._last[key]

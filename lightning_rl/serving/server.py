@@ -1,0 +1,189 @@
+"""AgentServer: an endpoint on this machine, in which each rollout has a session of its own."""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.agents.templates import HermesParser, ToolParser
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Sampling
+from lightning_rl.errors import ConfigError
+from lightning_rl.rollout import Rollout
+from lightning_rl.serving.app import AgentApp
+from lightning_rl.serving.ask import DEFAULT_MODEL, Terms
+from lightning_rl.serving.chat_format import ChatFormats
+from lightning_rl.serving.session import Session
+
+_KEEP_ALIVE_S = 3600
+"""A connection that the server closes while it is used again looks like a failure to clients."""
+
+
+class AgentServer:
+    """Lets programs be agents: an OpenAI-compatible endpoint in front of an engine.
+
+    It answers ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and Anthropic's
+    ``/v1/messages``. A client's key says which rollout its requests belong to. Requests are handled
+    in the event loop that :meth:`start` ran in.
+
+    Args:
+        tokenizer: of the policy; chats need its chat template.
+        parser: reads the model family's way to write tool calls.
+        chat_options: further variables of the chat template.
+        host: the address to listen on; leave it, unless programs run on other machines: whoever
+            has a session's key may use the engine.
+        port: 0: any that is free.
+        client_sampling: whether clients may change what is sampled from (temperature, top-p,
+            penalties ...). False keeps the run's settings, for programs that ask for temperature
+            0, with which all rollouts of a group would be alike.
+
+    Raises:
+        ConfigError: without an ASGI server, or for a port that does not exist.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        parser: ToolParser | None = None,
+        chat_options: Mapping[str, Any] | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        client_sampling: bool = True,
+    ) -> None:
+        if not 0 <= port < 2**16:
+            raise ConfigError(f"port={port} must be in [0, 65535] (0: any that is free)")
+        _require_uvicorn()
+        self.host = host
+        self.port = port
+        self.client_sampling = client_sampling
+        self.tokenizer = tokenizer
+        self.formats = ChatFormats(tokenizer, parser or HermesParser(), chat_options or {})
+        self._app = AgentApp(tokenizer)
+        self._listening: asyncio.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = asyncio.Lock()
+        self._connections: set[Any] = set()
+
+    @property
+    def url(self) -> str:
+        """Of the endpoint, without ``/v1``.
+
+        Raises:
+            ConfigError: before it listens.
+        """
+        if self._listening is None:
+            raise ConfigError("AgentServer does not listen yet; await start() first")
+        port = self._listening.sockets[0].getsockname()[1]
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{port}"
+
+    async def start(self) -> None:
+        """Listen, in the running loop; nothing happens if it does already.
+
+        Raises:
+            ConfigError: if the address cannot be listened on.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # the first time, or after another was given up
+            self._loop, self._listening, self._starting = loop, None, asyncio.Lock()
+        async with self._starting:
+            if self._listening is None:
+                self._listening = await self._listen(loop)
+
+    async def _listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
+        import uvicorn
+        from uvicorn.server import ServerState
+
+        # Only what speaks HTTP: uvicorn's own server would listen for signals, which are the run's.
+        config = uvicorn.Config(
+            self._app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+        )
+        config.load()
+        state = ServerState()
+        self._connections = state.connections
+        make: Any = config.http_protocol_class
+        protocol = partial(make, config=config, server_state=state, app_state={})
+        try:
+            return await loop.create_server(
+                protocol, self.host, self.port, backlog=socket.SOMAXCONN
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"AgentServer cannot listen on {self.host}:{self.port}: {error}; port: 0 takes one "
+                "that is free"
+            ) from error
+
+    @asynccontextmanager
+    async def session(
+        self,
+        rollout: Rollout,
+        engine: Engine,
+        sampling: Sampling,
+        roles: Sequence[str] = (),
+    ) -> AsyncIterator[Session]:
+        """Open the endpoint for one rollout: what comes with the session's key is recorded in it.
+
+        Args:
+            rollout: filled by the calls; one that holds calls gives them again.
+            engine: generates.
+            sampling: holds where a request says nothing else.
+            roles: names of further models that clients may ask for, besides ``policy``.
+
+        Raises:
+            EngineError: at its end, if the engine failed in between, whatever became of the agent.
+        """
+        await self.start()
+        if DEFAULT_MODEL in roles or "" in roles:
+            raise ConfigError(f"roles={list(roles)} must not name {DEFAULT_MODEL!r} or ''")
+        models = {DEFAULT_MODEL: "", **{role: role for role in roles}}
+        session = Session(
+            rollout,
+            engine,
+            Terms(self.formats, sampling, self.client_sampling, models),
+            self.url,
+            f"sk-{secrets.token_urlsafe(24)}",
+        )
+        self._app.open(session)
+        try:
+            yield session
+        except Exception as error:
+            if session.failure is None:
+                raise
+            raise session.failure from error  # which is why the program failed
+        finally:
+            self._app.end(session)
+            await session.close()
+        if session.failure is not None:
+            raise session.failure
+
+    async def close(self) -> None:
+        """Stop listening, and end all sessions and connections. Closing twice is fine."""
+        listening, self._listening = self._listening, None
+        if listening is None:
+            return
+        listening.close()
+        await self._app.close()
+        for connection in list(self._connections):
+            connection.transport.close()
+
+
+def _require_uvicorn() -> None:
+    if find_spec("uvicorn") is None:
+        raise ConfigError(
+            "AgentServer needs uvicorn, which comes with vLLM: `pip install uvicorn httptools`, or "
+            "`pip install lightning_rl[cpu]` (or [cuda])"
+        )

@@ -1,0 +1,82 @@
+"""Sampling settings of a request: what a client says, and the run's where it says nothing."""
+
+from dataclasses import replace
+from typing import Any
+
+from lightning_rl.engines.sampling import Sampling, StructuredOutputs
+from lightning_rl.errors import ConfigError
+from lightning_rl.serving.ask import Terms
+from lightning_rl.serving.errors import RequestError
+from lightning_rl.serving.fields import Fields, wrong_value
+
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_ANYTHING = {"type": "object"}
+
+
+def asked_sampling(
+    fields: Fields, terms: Terms, limit: str, stop: str = "stop", **given: Any
+) -> Sampling:
+    """How a request is sampled.
+
+    Args:
+        fields: of the request.
+        terms: of the session.
+        limit: the name of the field with the most tokens.
+        stop: the name of the field with the strings that end a completion.
+        given: further settings, which are known otherwise.
+
+    Raises:
+        RequestError: for a value out of range.
+    """
+    run = terms.sampling
+    changes = {name: value for name, value in given.items() if value is not None}
+    if terms.client_sampling:
+        for name in _NUMBERS:
+            if (number := fields.get(name, float)) is not None:
+                changes[name] = number
+        if (top_k := fields.get("top_k", int)) is not None:
+            changes["top_k"] = max(0, top_k)  # vLLM's clients write -1 for all
+    if (longest := fields.get(limit, int)) is not None:
+        changes["max_tokens"] = longest
+        changes["min_tokens"] = min(run.min_tokens, longest)
+    if strings := fields.texts(stop):
+        changes["stop"] = strings
+    if not changes:
+        return run
+    key = repr(changes)
+    try:
+        if key not in terms.known:
+            terms.known[key] = replace(run, **changes)
+        return terms.known[key]
+    except ConfigError as error:
+        names = {"max_tokens": limit, "stop": stop}
+        param = str(error).removeprefix("sampling.").partition("=")[0]
+        raise RequestError(str(error), param=names.get(param, param)) from error
+
+
+def answer_form(fields: Fields) -> StructuredOutputs | None:
+    """The form that ``response_format`` holds an answer to.
+
+    Raises:
+        RequestError: if it is none.
+    """
+    given = fields.get("response_format", dict)
+    if given is None:
+        return None
+    form = Fields(given, "response_format.")
+    kind = form.need("type", str)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json=_ANYTHING)
+    if kind == "json_schema":
+        schema = Fields(form.need("json_schema", dict), "response_format.json_schema.")
+        return StructuredOutputs(json=schema.get("schema", dict) or _ANYTHING)
+    raise wrong_value("response_format.type", kind, "'json_object', 'json_schema', and 'text'")

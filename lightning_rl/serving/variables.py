@@ -1,0 +1,39 @@
+"""The environment variables of programs: what they get of the trainer's."""
+
+import os
+from collections.abc import Sequence
+
+from lightning_rl.errors import ConfigError
+
+KEPT_VARIABLES = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "OMP_NUM_THREADS",
+)
+"""What a program gets of the trainer's environment: none of it is a secret."""
+_LOOPBACK = "localhost,127.0.0.1,::1"
+NO_PROXY = {"NO_PROXY": _LOOPBACK, "no_proxy": _LOOPBACK}
+"""Lets clients reach endpoints at this machine by themselves."""
+
+
+def passed_on(names: Sequence[str]) -> dict[str, str]:
+    """Those of ``KEPT_VARIABLES`` and of ``names`` that the trainer has."""
+    wanted = (*KEPT_VARIABLES, *names)
+    return {name: os.environ[name] for name in wanted if name in os.environ}
+
+
+def require_set(pass_env: Sequence[str]) -> None:
+    """Refuse to pass on what is not there.
+
+    Raises:
+        ConfigError: naming the first variable that is not set.
+    """
+    if missing := [name for name in pass_env if name not in os.environ]:
+        raise ConfigError(
+            f"pass_env names {missing[0]!r}, which is not set; export it, or leave it out"
+        )

@@ -1,0 +1,1 @@
+"""Environments for verifiers: hosted under a Python of their own, played by our models."""

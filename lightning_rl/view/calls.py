@@ -1,0 +1,32 @@
+"""Rollouts of several rows, as the viewer and previews show them: row by row, call by call."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_rl.rollout import Rollout
+
+Record = dict[str, Any]
+TAIL = 40
+"""Tokens of a call's prompt that a preview shows."""
+
+
+def rows_of(record: Record) -> list[Record]:
+    """The rows of a recorded rollout, each with ``prompt_ids`` and its own per-token lists."""
+    first = record | {"prompt_ids": record["prompt"]["token_ids"]}
+    expert = {"expert": record.get("expert")}
+    return [first, *(expert | row for row in record.get("further") or ())]
+
+
+def calls_as_text(rollout: Rollout, decode: Callable[[list[int]], str], tail: int = TAIL) -> str:
+    """Each call in its order: row, role, reward, the end of its prompt, and what was written."""
+    rows, lines = rollout.rows(), []
+    for number, call in enumerate(rollout.calls, 1):
+        row = rows[call.row]
+        prompt = rollout.prompt_of(call)
+        begin = "…" if len(prompt) > tail else ""
+        told = [f"call {number}", f"row {call.row + 1}", row.role]
+        told += [] if call.reward is None else [f"reward {call.reward:g}"]
+        told += [] if call.scorable else ["not trained on"]
+        wrote = decode(row.token_ids[call.start : call.stop])
+        lines.append(f"[{', '.join(filter(None, told))}] {begin}{decode(prompt[-tail:])} → {wrote}")
+    return "\n".join(lines)

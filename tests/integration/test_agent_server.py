@@ -1,0 +1,160 @@
+"""AgentServer on real vLLM: what went through it is what was generated, and forms are kept to."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+import torch
+
+from lightning_rl.agents.templates import VLLMParser
+from lightning_rl.engines import Sampling, VLLMLocal
+from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.serving.server import AgentServer
+from tests.engine_checks import ROUNDING, own_logprobs, plain_model
+from tests.tiny_models import save_chat_model
+from tests.unit.test_agent_server import QUESTION, TOOLS
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("chats") / "model"
+    save_chat_model(directory, "qwen3")
+    return Policy(str(directory))
+
+
+@pytest.fixture(scope="module")
+def engine(policy, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("skeleton")
+    save_skeleton(policy.model, directory)
+    engine = VLLMLocal(max_model_len=2048)
+    engine.start(directory)
+    engine.load_weights(policy.named_weights(), 0)
+    yield engine
+    engine.close()
+
+
+@asynccontextmanager
+async def opened(policy, engine, max_tokens=24, seed=11, **options):
+    server = AgentServer(policy.tokenizer, **options)
+    rollout = Rollout(Prompt("p", QUESTION, [1, 2]), "g", 0, seed=seed, temperature=1.0)
+    try:
+        async with server.session(rollout, engine, Sampling(max_tokens=max_tokens)) as session:
+            http = openai.DefaultAsyncHttpxClient(verify=False)
+            key = session.api_key
+            async with openai.AsyncOpenAI(
+                base_url=session.base_url, api_key=key, http_client=http, max_retries=0
+            ) as client:
+                yield rollout, client.chat.completions.create
+    finally:
+        await server.close()
+
+
+async def talk(create, turns, stream=False, **options):
+    """A conversation, and a second one that forks off after the first answer."""
+    chat = list(QUESTION)
+    for number in range(turns):
+        answer = await create(model="policy", messages=chat, tools=TOOLS, n=2, **options)
+        message = answer.choices[number % 2].message
+        chat += [message, {"role": "user", "content": f"And then? {number}"}]
+    chunks = await create(model="policy", messages=chat[:3], stream=True, **options)
+    return [chunk async for chunk in chunks]
+
+
+async def test_what_was_asked_over_http_is_scored_and_generated_again(policy, engine, tmp_path):
+    async with opened(policy, engine) as (rollout, create):
+        await asyncio.gather(talk(create, 3), talk(create, 2, temperature=0.7))
+    rows = rollout.rows()
+    assert len(rollout.calls) == 2 * 3 + 2 * 2 + 2
+    plain = plain_model(policy.model, dict(policy.named_weights()))
+    for row in rows:
+        if row.token_ids and not row.sampling:
+            mask = torch.tensor(row.loss_mask)
+            scored = own_logprobs(plain, row.prompt_ids, row.token_ids)[mask]
+            told = torch.tensor(row.logprobs)[mask]
+            torch.testing.assert_close(told, scored, rtol=0, atol=ROUNDING)
+    for call in rollout.calls:
+        row = rows[call.row]
+        prompt = row.prompt_ids + row.token_ids[: call.start]
+        temperature = row.sampling.get("temperature", 1.0)
+        sampling = Sampling(max_tokens=24, temperature=temperature)
+        again = await engine.generate(prompt, sampling, call.seed)
+        assert again.token_ids == row.token_ids[call.start : call.stop]
+        assert again.logprobs == row.logprobs[call.start : call.stop]
+
+
+async def test_an_answer_keeps_to_a_schema_and_is_not_trained_on(policy, engine):
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "digit": {"enum": [1, 2, 3]}},
+        "required": ["ok", "digit"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    async with opened(policy, engine, max_tokens=300) as (rollout, create):
+        answer = await create(model="policy", messages=QUESTION, response_format=wanted)
+        forced = await create(
+            model="policy", messages=QUESTION, tools=CHOOSE, tool_choice="required"
+        )
+    found = json.loads(answer.choices[0].message.content)
+    assert found.keys() == {"ok", "digit"}
+    assert found["digit"] in (1, 2, 3)
+    (call,) = forced.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["way"] in ("left", "right")
+    assert not any(any(row.loss_mask) for row in rollout.rows())
+    assert not any(call.scorable for call in rollout.calls)
+
+
+CHOOSE = [
+    {
+        "type": "function",
+        "function": {
+            "name": "go",
+            "parameters": {
+                "type": "object",
+                "properties": {"way": {"enum": ["left", "right"]}},
+                "required": ["way"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+
+
+async def test_a_schema_that_is_none_is_refused_and_nothing_breaks(policy, engine):
+    broken = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}
+    async with opened(policy, engine) as (rollout, create):
+        with pytest.raises(openai.BadRequestError):
+            await create(model="policy", messages=QUESTION, response_format=broken)
+        assert (await create(model="policy", messages=QUESTION)).choices[0].message.content
+    assert len(rollout.calls) == 1
+
+
+async def test_a_stop_string_ends_an_answer(policy, engine):
+    async with opened(policy, engine, max_tokens=60) as (rollout, create):
+        greedy = {"model": "policy", "messages": QUESTION, "temperature": 0}
+        whole = (await create(**greedy)).choices[0].message.content
+        stop = next(whole[i : i + 2] for i in range(5, 60) if whole[i : i + 2].isascii())
+        cut = (await create(**greedy, stop=[stop])).choices[0]
+    assert (cut.message.content, cut.finish_reason) == (whole.partition(stop)[0], "stop")
+    row = rollout.further[-1]
+    assert policy.tokenizer.decode(row.token_ids).endswith(stop)
+
+
+def test_a_parser_is_made_for_the_tools_of_each_request(policy):
+    """vLLM's parsers are made with their tools: no chat may get those of another."""
+    server = AgentServer(policy.tokenizer, VLLMParser("hermes"))
+    forms = [server.formats.of(tools, {}) for tools in (TOOLS, CHOOSE, TOOLS)]
+    assert forms[0] is forms[2]
+    call = '<tool_call>\n{"name": "go", "arguments": {"way": "left"}}\n</tool_call>'
+    assert [form.parser.parse(call)[1][0].name for form in forms] == ["go"] * 3
+    assert forms[0].parser is not forms[1].parser

@@ -1,0 +1,44 @@
+"""An agent whose rollouts have several rows, as those of agent programs do."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+from lightning_rl import Agent, Episode
+from lightning_rl.rollout import Rollout, Row
+
+
+class ThreeCalls(Agent):
+    """A call, one that goes on from it, and one that only knows the end of what was said.
+
+    Between them it waits for up to ``pause`` seconds, by the seed.
+    """
+
+    def __init__(self, pause: float = 0.0) -> None:
+        self.pause = pause
+
+    async def run(self, rollout, engine, sampling):
+        episode, own = Episode(rollout), rollout.prompt.token_ids
+        _, first = await episode.call(engine, own, sampling)
+        await self._wait(rollout, 1)
+        _, second = await episode.call(engine, [*own, *first.token_ids, 2, 5], sampling)
+        await self._wait(rollout, 2)
+        short = [*own, 2, *second.token_ids[:2]]
+        await episode.call(engine, short, replace(sampling, temperature=0.8), "critic")
+        episode.end()
+        return rollout
+
+    async def _wait(self, rollout, call: int) -> None:
+        await asyncio.sleep(self.pause * random.Random(rollout.seed + call).random())
+
+
+def cut_in_two(rollout: Rollout) -> Rollout:
+    """The same tokens, of which the second half is a row that goes on from the first."""
+    half = len(rollout.token_ids) // 2
+    columns = {
+        name: getattr(rollout, name) for name in ("token_ids", "loss_mask", "logprobs", "versions")
+    }
+    prompt = rollout.prompt.token_ids + rollout.token_ids[:half]
+    further = Row(prompt, **{name: column[half:] for name, column in columns.items()})
+    first = {name: column[:half] for name, column in columns.items()}
+    return replace(rollout, **first, further=[further])

@@ -1,0 +1,64 @@
+"""Rollouts of several turns, made by hand or at random, with what each turn was paid and where."""
+
+import random
+
+import torch
+from tensordict import TensorDict
+
+from lightning_rl.rollout import Call, Prompt, Rollout, RolloutStatus, Row
+
+Turn = tuple[str | None, int, float | None]
+"""State, number of tokens, and reward."""
+
+
+def played(turns: list[Turn], reward: float, **fields) -> Rollout:
+    """A prompt of one token; turns of 4s, with a token of the environment's, 3, between two."""
+    rollout = Rollout(
+        Prompt("p", "text", [2]),
+        **({"group_id": "g", "sample_index": 0, "seed": 0, "temperature": 1.0} | fields),
+    )
+    rollout.status, rollout.finish_reason = RolloutStatus.COMPLETED, "stop"
+    rollout.reward = reward
+    for state, size, paid in turns:
+        begin = len(rollout.token_ids) + bool(rollout.token_ids)
+        mask = [False] * (begin - len(rollout.token_ids)) + [True] * size
+        rollout.token_ids += [4 if mine else 3 for mine in mask]
+        rollout.loss_mask += mask
+        rollout.logprobs += [-1.0 if mine else 0.0 for mine in mask]
+        rollout.versions += [0 if mine else -1 for mine in mask]
+        rollout.calls.append(Call(0, begin, begin + size, reward=paid, state=state))
+    return rollout
+
+
+def random_episodes(seed: int, groups: int = 4, group_size: int = 3) -> list[Rollout]:
+    """Up to five calls each, in up to three rows, which calls visit in any order."""
+    rng, rollouts = random.Random(seed), []
+    for place in range(groups * group_size):
+        rollout = played([], rng.randint(0, 4) / 4, group_id=str(place // group_size))
+        rollout.sample_index = place % group_size
+        rollout.further = [Row([2, 3]) for _ in range(rng.randint(0, 2))]
+        rows, used = rollout.rows(), set()
+        for number in range(rng.randint(1, 5)):
+            at = rng.choice([*used, min(len(used), len(rows) - 1)])
+            used.add(at)
+            row, size = rows[at], rng.randint(1, 3)
+            given = rng.randint(1, 2) if row.token_ids else 0
+            row.token_ids += [3] * given + [4 + number] * size
+            row.loss_mask += [False] * given + [True] * size
+            row.logprobs += [0.0] * given + [-1.0] * size
+            row.versions += [-1] * given + [0] * size
+            stop = len(row.token_ids)
+            paid = rng.choice([None, 0.0, 0.25, -0.5, 0.1])
+            rollout.calls.append(
+                Call(at, stop - size, stop, reward=paid, state=rng.choice(["s", "t"]))
+            )
+        rollout.further = [row for row in rows[1:] if row.token_ids]
+        rollouts.append(rollout)
+    return rollouts
+
+
+def with_values(batch: TensorDict) -> TensorDict:
+    """A critic's, at random."""
+    generator = torch.Generator().manual_seed(3)
+    batch["tokens", "values"] = torch.randn(len(batch["tokens"]), generator=generator)
+    return batch

@@ -1,0 +1,272 @@
+"""Running programs: their input and output, limits, and that nothing of them is left."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_rl.errors import ConfigError
+from lightning_rl.serving.programs import Launcher, ProgramRequest
+from lightning_rl.serving.results import Ending
+
+ENV = {"PATH": os.environ["PATH"]}
+LEFT_BEHIND_S = 20.0
+
+
+@pytest.fixture
+def launcher():
+    made = Launcher()
+    yield made
+    made.close()
+
+
+async def result_of(
+    launcher: Launcher, shell: str, limit: int = 10_000, seconds: float = 30.0, **request
+) -> tuple[Ending | None, str]:
+    """How a shell's command ended (None: not in time), and what it printed."""
+    asked = ProgramRequest(**({"env": ENV, "command": ["/bin/sh", "-c", shell]} | request))
+    async with launcher.running(asked, b'{"id": 7}\n', limit) as program:
+        try:
+            async with asyncio.timeout(seconds):
+                end = await program.wait()
+        except TimeoutError:
+            end = None
+        return end, program.stdout.decode()
+
+
+def is_there(pid: int) -> bool:
+    """A process that is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_gone(printed: str, count: int) -> None:
+    pids = [int(line) for line in printed.split()]
+    assert len(pids) == count
+    end = time.monotonic() + LEFT_BEHIND_S
+    while any(map(is_there, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [pid for pid in pids if is_there(pid)] == []
+
+
+@pytest.mark.parametrize(
+    ("shell", "end", "printed"),
+    [
+        ("cat", Ending("done"), '{"id": 7}\n'),
+        ("cat /dev/stdin; echo; pwd", Ending("done"), '{"id": 7}\n\n/\n'),
+        ("echo a; exit 3", Ending("exit", "ended with exit status 3"), "a\n"),
+        (
+            "seq 1 9 >&2; false",
+            Ending("exit", "ended with exit status 1: 7 | 8 | 9"),
+            "",
+        ),
+        ("kill -9 $$", Ending("killed", "was killed by SIGKILL"), ""),
+        ("kill -KILL 0", Ending("killed", "was killed by SIGKILL"), ""),
+        ("env | grep -v ^PWD | grep -v ^_ | sort", Ending("done"), "A=b\n"),
+    ],
+)
+def test_what_goes_in_and_comes_out(launcher, shell, end, printed):
+    found = asyncio.run(result_of(launcher, shell, cwd="/", env={"A": "b"}))
+    assert found[0] == end
+    assert found[1] == printed
+
+
+@pytest.mark.parametrize("request_", [{"command": ["/no/such"]}, {"cwd": "/no/such"}])
+def test_one_that_cannot_be_started_says_why(launcher, request_):
+    end, _ = asyncio.run(result_of(launcher, "true", **request_))
+    assert end == Ending(
+        "exit",
+        "could not be started: FileNotFoundError: [Errno 2] No such file or directory: '/no/such'",
+    )
+
+
+@pytest.mark.parametrize("stream", ["&1", "&2"])
+def test_a_flood_is_stopped_and_no_other_program_notices(launcher, stream):
+    async def both():
+        return await asyncio.gather(
+            result_of(launcher, f"yes >{stream}"), result_of(launcher, "sleep 0.3; echo fine")
+        )
+
+    (flood, printed), (end, other) = asyncio.run(both())
+    assert flood == Ending("output", "wrote more than max_output_bytes=10000 to its output")
+    assert len(printed) < 10_000 + 2**18
+    assert (end, other) == (Ending("done"), "fine\n")
+
+
+def test_memory_is_bounded(launcher):
+    asked = {"command": [sys.executable, "-I", "-S", "-c", "x = bytearray(2**31)"]}
+    end, _ = asyncio.run(result_of(launcher, "", memory_bytes=2**30, **asked))
+    assert end.kind == "exit"
+    assert end.reason.endswith("MemoryError")
+
+
+LEAVERS = {
+    "children": ("sleep 600 & echo $!; sleep 600 & echo $!", 2),
+    "sessions": ("for i in 1 2 3; do setsid sh -c 'echo $$; exec sleep 600' & done; sleep 0.2", 3),
+    "deaf": ("trap '' TERM; setsid sh -c 'trap \"\" TERM; echo $$; sleep 600' & sleep 0.2", 1),
+    # The child of a child whose parent is gone, in a session of its own: what a daemon does.
+    "daemons": ("(setsid sh -c '(echo $$; exec sleep 600) &' &); sleep 0.2", 1),
+    "forks": (
+        "for i in $(seq 40); do (setsid sh -c 'echo $$; exec sleep 600' &); done; sleep 1",
+        40,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEAVERS)
+def test_what_a_program_leaves_behind_ends_with_it(launcher, name):
+    shell, count = LEAVERS[name]
+    end, printed = asyncio.run(result_of(launcher, shell))
+    assert end == Ending("done")
+    assert_gone(printed, count)
+
+
+@pytest.mark.parametrize(
+    "shell", ["echo $$; sleep 600", "trap '' TERM; echo $$; while true; do sleep 1; done"]
+)
+def test_one_that_hangs_is_ended(launcher, shell):
+    end, printed = asyncio.run(result_of(launcher, shell, seconds=0.3))
+    assert end is None
+    assert_gone(printed, 1)
+
+
+def test_a_program_may_tidy_up_when_it_is_told_to_end(launcher, tmp_path):
+    shell = f"trap 'echo tidy > {tmp_path}/said; exit' TERM; echo $$; sleep 600 & wait"
+    asyncio.run(result_of(launcher, shell, seconds=0.3))
+    assert (tmp_path / "said").read_text() == "tidy\n"
+
+
+def test_a_program_ends_when_its_task_is_cancelled(launcher):
+    printed = []
+
+    async def cancelled():
+        asked = ProgramRequest(ENV, ["/bin/sh", "-c", "setsid sleep 600 & echo $!; wait"])
+        async with launcher.running(asked, b"", 100) as program:
+            while not program.stdout:
+                await asyncio.sleep(0.01)
+            printed.append(program.stdout.decode())
+            asyncio.current_task().cancel()
+            await program.wait()
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    assert_gone(printed[0], 1)
+
+
+def test_programs_end_with_a_trainer_that_is_killed(tmp_path):
+    script = (
+        "import asyncio, sys\n"
+        "from lightning_rl.serving.programs import Launcher, ProgramRequest\n"
+        "async def run():\n"
+        "    shell = 'setsid sleep 600 & echo $!; echo $$; wait'\n"
+        "    asked = ProgramRequest({}, ['/bin/sh', '-c', shell])\n"
+        "    async with Launcher().running(asked, b'', 100) as program:\n"
+        "        while program.stdout.count(b'\\n') < 2: await asyncio.sleep(0.01)\n"
+        "        print(program.stdout.decode(), flush=True)\n"
+        "        await program.wait()\n"
+        "asyncio.run(run())\n"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        printed = trainer.stdout.readline() + trainer.stdout.readline()
+        trainer.kill()
+    assert_gone(printed, 2)
+
+
+def test_a_program_ends_with_its_keeper(launcher):
+    async def run():
+        asked = ProgramRequest(ENV, ["/bin/sh", "-c", "echo $$; echo $PPID; exec sleep 600"])
+        async with launcher.running(asked, b"", 100) as program:
+            while program.stdout.count(b"\n") < 2:
+                await asyncio.sleep(0.01)
+            me, keeper = program.stdout.split()
+            os.kill(int(keeper), signal.SIGKILL)
+            return await program.wait(), me.decode()
+
+    end, printed = asyncio.run(run())
+    assert end == Ending("killed", "its keeper was killed")
+    assert_gone(printed, 1)
+
+
+def test_a_launcher_that_was_killed_is_replaced(launcher):
+    assert asyncio.run(result_of(launcher, "echo 1"))[1] == "1\n"
+    before = launcher._process
+    before.kill()
+    before.wait()
+    assert asyncio.run(result_of(launcher, "echo 2"))[1] == "2\n"
+    assert launcher._process is not before
+
+
+def test_many_at_once(launcher):
+    async def all_of_them():
+        return await asyncio.gather(*(result_of(launcher, f"echo {i}") for i in range(200)))
+
+    results = asyncio.run(all_of_them())
+    assert [printed for _, printed in results] == [f"{i}\n" for i in range(200)]
+    assert all(end == Ending("done") for end, _ in results)
+
+
+def test_a_closed_launcher_is_gone_and_starts_again(launcher):
+    asyncio.run(result_of(launcher, "true"))
+    process = launcher._process
+    launcher.close()
+    assert process.poll() == 0
+    assert asyncio.run(result_of(launcher, "echo again"))[1] == "again\n"
+
+
+# ---------------------------------------------------------------- scripts
+
+
+SCRIPT = """
+import json, os, sys
+import warm
+from helper import LETTER
+print(__name__, sys.argv[1:], json.load(sys.stdin)["id"], LETTER, warm.count, dict(os.environ))
+warm.count += 1
+if "fail" in sys.argv: raise KeyError("three")
+if "leave" in sys.argv: sys.exit(4)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    place = tmp_path / "agent"
+    place.mkdir()
+    (place / "main.py").write_text(SCRIPT)
+    (place / "helper.py").write_text("LETTER = 'h'\n")
+    (tmp_path / "warm.py").write_text("import os\ncount = 0\nprint('imported', os.getpid())\n")
+    made = Launcher(["warm"], sys.executable, ENV | {"PYTHONPATH": str(tmp_path)})
+    yield made, str(place / "main.py")
+    made.close()
+
+
+def test_a_script_runs_with_what_was_imported_once(script):
+    launcher, path = script
+
+    async def run(*arguments):
+        return await result_of(
+            launcher, "", command=(), script=path, arguments=arguments, env={"A": "b"}
+        )
+
+    for _ in range(2):  # what one changes, another does not see
+        end, printed = asyncio.run(run("x", "y"))
+        assert end == Ending("done")
+        assert printed == "__main__ ['x', 'y'] 7 h 0 {'A': 'b'}\n"
+    assert asyncio.run(run("leave"))[0] == Ending("exit", "ended with exit status 4")
+    end, _ = asyncio.run(run("fail"))
+    assert end.kind == "exit"
+    assert end.reason.endswith("KeyError: 'three'")
+
+
+def test_a_module_that_cannot_be_imported_is_named(tmp_path):
+    launcher = Launcher(["no_such_module"], sys.executable)
+    with pytest.raises(ConfigError, match="cannot import 'no_such_module': ModuleNotFoundError"):
+        asyncio.run(result_of(launcher, "true"))
+    launcher.close()
