@@ -19,7 +19,7 @@ def run(out: Path, model: Path, *rank: str) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(900)  # three starts of two processes
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_signal_to_one_process_stops_both_and_both_go_on(tiny_model, tmp_path, rank):
     status, said = run(tmp_path / "whole", tiny_model)
     assert status == 0, said

@@ -343,6 +343,7 @@ def test_tensor_parallel_inside_an_actor(weights, engine, local, skeleton):
     wait_for(lambda: not [pid for pid in pids if is_running(pid)])
 
 
+@pytest.mark.slow
 def test_training_from_the_command_line(cluster, tiny_model, tmp_path):
     """Two iterations of the recipe, which says nothing of this cluster: RAY_ADDRESS does."""
     rows = [{"prompt": f"{n}=", "answer": "".join(sorted(str(n)))} for n in range(300, 364)]
