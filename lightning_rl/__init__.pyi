@@ -9,6 +9,14 @@ from lightning_rl.agents.base import (
     generate_turn as generate_turn,
     room as room,
 )
+from lightning_rl.agents.branching import (
+    Branching as Branching,
+    EveryCall as EveryCall,
+    ForkPoints as ForkPoints,
+    RandomCalls as RandomCalls,
+    TheseCalls as TheseCalls,
+    forked as forked,
+)
 from lightning_rl.agents.episode import Episode as Episode
 from lightning_rl.agents.multi_turn import MultiTurn as MultiTurn
 from lightning_rl.agents.templates import (
@@ -78,6 +86,7 @@ from lightning_rl.algos.objective import (
     TokenMean as TokenMean,
     TokenSum as TokenSum,
 )
+from lightning_rl.algos.tree import TreeRLOO as TreeRLOO
 from lightning_rl.algos.turns import (
     GiGPO as GiGPO,
     RewardToGo as RewardToGo,

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.checks import (
+    check_branching,
     check_collecting,
     check_experts,
     check_groups,
@@ -312,6 +313,7 @@ class RLDataModule(LightningDataModule):
             for task in self.train_tasks:
                 with naming(task.name):
                     check_collecting(module.advantage, self.filters, task.sampling, task.group_size)
+                    check_branching(module.advantage, task.agent)
             check_groups(self.groups_per_iteration, module.minibatches)
             if isinstance(self.collector, WorkingAhead) and self.collector.max_staleness:
                 warn_if_uncorrected("asynchronous", module.objective, module.trust_engine_logprobs)

@@ -1,7 +1,7 @@
 """The records a run is made of: prompts, and the rollouts sampled from them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain, groupby
 from typing import Any
@@ -80,6 +80,19 @@ class Call:
 
 
 @dataclass(slots=True)
+class Fork:
+    """Where a rollout branched off from another of its group, of the same ``sample_index``.
+
+    The first ``calls`` calls are that one's, token by token. What follows is the ``number``-th
+    continuation from there; its requests have seeds of their own, derived from ``seed``.
+    """
+
+    calls: int
+    number: int
+    seed: int
+
+
+@dataclass(slots=True)
 class Row:
     """Tokens that go on from one prompt: what is scored in one pass, and trained on.
 
@@ -115,7 +128,8 @@ class Rollout:
     are the first row's. ``calls`` are the models' calls in their order; without any recorded, each
     stretch of tokens that a model wrote is one (:meth:`model_calls`). ``role_rewards`` are rewards
     of roles that are paid otherwise than the rollout. ``dropped`` counts tokens that a model wrote
-    for it and that are not in its rows (any more).
+    for it and that are not in its rows (any more). ``fork`` is where it branched off, None for one
+    that began with its prompt.
     """
 
     prompt: Prompt
@@ -151,6 +165,7 @@ class Rollout:
     role_rewards: dict[str, float] = field(default_factory=dict)
     sampling: dict[str, float] = field(default_factory=dict)
     dropped: int = 0
+    fork: Fork | None = None
 
     def rows(self) -> list[Row]:
         """All rows; the first shares the rollout's lists, and may be without any tokens."""
@@ -161,6 +176,23 @@ class Rollout:
     def length(self) -> int:
         """Tokens after the prompts of all rows, whoever wrote them."""
         return len(self.token_ids) + sum(len(row.token_ids) for row in self.further)
+
+    def shared(self) -> list[int]:
+        """Of each row, how many of its tokens were there before the fork."""
+        counts = [0] * (1 + len(self.further))
+        if self.fork is not None:
+            for call in self.model_calls()[: self.fork.calls]:
+                counts[call.row] = max(counts[call.row], call.stop)
+        return counts
+
+    def own_rows(self) -> list[Row]:
+        """All rows, in which what was there before the fork has no loss."""
+        if self.fork is None:
+            return self.rows()
+        return [
+            replace(row, loss_mask=[False] * count + row.loss_mask[count:])
+            for row, count in zip(self.rows(), self.shared(), strict=True)
+        ]
 
     @property
     def completion_ids(self) -> list[int]:
@@ -202,8 +234,17 @@ class Rollout:
 
     @property
     def id(self) -> str:
-        """Unique within a run: the group's id and the sample's place in it."""
-        return f"{self.group_id}/{self.sample_index}"
+        """Unique within a run: the group's id, the sample's place in it, and where it branched.
+
+        ``.../1+2.0`` is the first continuation of ``.../1`` after two of its calls.
+        """
+        fork = "" if self.fork is None else f"+{self.fork.calls}.{self.fork.number}"
+        return f"{self.group_id}/{self.sample_index}{fork}"
+
+    @property
+    def own_seed(self) -> int:
+        """From which the seeds of what is its own are derived, not of what it shares."""
+        return self.seed if self.fork is None else self.fork.seed
 
     @property
     def completed(self) -> bool:
@@ -249,6 +290,8 @@ class Rollout:
         values["status"] = RolloutStatus(record["status"])
         values["further"] = [Row(**_known(Row, row)) for row in record.get("further", ())]
         values["calls"] = [Call(**_known(Call, call)) for call in record.get("calls", ())]
+        fork = record.get("fork")
+        values["fork"] = None if fork is None else Fork(**fork)
         return cls(**values)
 
 

@@ -40,6 +40,13 @@ class Agent(ABC):
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
         """Extend ``rollout`` in place until it is completed or aborted, and return it."""
 
+    def branches(self, rollout: Rollout) -> list[Rollout]:
+        """Further rollouts of a completed one's group that begin as it does, and are yet to be run.
+
+        Asked of the same rollout again, after a run was interrupted, it must name the same.
+        """
+        return []
+
     def close(self) -> None:
         """Free what it holds besides its rollouts, such as processes, once a run is over.
 
@@ -51,7 +58,7 @@ class SingleTurn(Agent):
     """One prompt, one completion."""
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
-        completion = await engine.generate(rollout.prompt.token_ids, sampling, rollout.seed)
+        completion = await engine.generate(rollout.prompt.token_ids, sampling, rollout.own_seed)
         _append_written(rollout, completion)
         end(rollout, completion.finish_reason)
         return rollout
@@ -87,7 +94,7 @@ async def generate_turn(
     completion = await engine.generate(
         rollout.prompt.token_ids + rollout.token_ids,
         replace(sampling, max_tokens=max_tokens, min_tokens=least),
-        continuation_seed(rollout.seed, len(rollout.token_ids)),
+        continuation_seed(rollout.own_seed, len(rollout.token_ids)),
     )
     _append_written(rollout, completion)
     return completion
@@ -170,8 +177,11 @@ def record_turns(
     """
     rollout.calls = []  # so that they are found anew
     calls = rollout.model_calls()
-    for call, reward, state in zip_longest(calls, rewards[: len(calls)], states[: len(calls)]):
-        call.seed = continuation_seed(rollout.seed, call.start)
+    shared = 0 if rollout.fork is None else rollout.fork.calls
+    told = zip_longest(calls, rewards[: len(calls)], states[: len(calls)])
+    for number, (call, reward, state) in enumerate(told):
+        seed = rollout.seed if number < shared else rollout.own_seed
+        call.seed = continuation_seed(seed, call.start)
         call.reward, call.state = reward, state
     if calls:
         calls[-1].finish_reason = last_reason

@@ -124,14 +124,18 @@ class Episode:
             )
 
     def _take_seed(self, question: bytes, own: bool) -> int:
-        """The rollout's own for the first time of its ``own`` question; else of 63 bits."""
+        """The rollout's own for the first time of its ``own`` question; else of 63 bits.
+
+        What a branch holds from before its fork has the seeds that it had there.
+        """
         taken = self._taken[question]
         number = next(n for n in count(1) if n not in taken)
         taken.add(number)
         seed = self.rollout.seed
         if number > 1 or not own:
-            key = f"{seed}/{number}/".encode() + question
-            seed = int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
+            seed = _derived(seed, number, question)
+        if self.rollout.fork is not None and seed not in self._held:
+            seed = _derived(self.rollout.fork.seed, number, question)
         self._asked_as[seed] = question, number
         return seed
 
@@ -166,6 +170,11 @@ def _question(role: str, prompt: list[int], sampling: Sampling) -> bytes:
     settings = [float(getattr(sampling, name)) for name in SAMPLED_BY]
     asked = f"{role}/{settings}/{sampling.structured_outputs is not None}/".encode()
     return blake2b(asked + array("q", prompt).tobytes(), digest_size=16).digest()
+
+
+def _derived(seed: int, number: int, question: bytes) -> int:
+    key = f"{seed}/{number}/".encode() + question
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
 def _fitting(engine: Engine, length: int, sampling: Sampling) -> Sampling:

@@ -116,6 +116,8 @@ class Advantage(ABC):
     needs_values: ClassVar[bool] = False
     takes_kl_reward: ClassVar[bool] = True
     """True where a reward may have a KL taken off; not where it says how good a rollout was."""
+    takes_branches: ClassVar[bool] = False
+    """True where rollouts may branch off from others (:class:`Branching`)."""
 
     @property
     def per_group(self) -> bool:

@@ -142,7 +142,7 @@ class WorkingAhead(Collector):
         return self._slots(self.source.iterations - 1, self._missing)
 
     async def _finish(self, group: Group) -> None:
-        await self.pipeline.generate(group, self.source.sampling)
+        await self.pipeline.generate([group], self.source.sampling)
         await self.pipeline.rewards.grade_ahead([group])
 
     def _on_done(self, task: asyncio.Task[None]) -> None:

@@ -5,6 +5,7 @@ Each check raises a ConfigError that names the keys that contradict each other, 
 
 from collections.abc import Sequence
 
+from lightning_rl.agents.base import Agent
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.losses import SFTMix
 from lightning_rl.algos.objective import Aggregation, Objective
@@ -38,6 +39,16 @@ def check_collecting(
             f"sampling.structured_outputs={sampling.structured_outputs.as_dict()} changes which "
             "tokens can be sampled, and the trainer does not know where: its ratios would not "
             "start at 1; set it in data.eval_sampling only, or reward the form instead"
+        )
+
+
+def check_branching(advantage: Advantage, agent: Agent) -> None:
+    """Check that what branches off is told from what it branched off from."""
+    if type(agent).branches is not Agent.branches and not advantage.takes_branches:
+        raise ConfigError(
+            f"agent={type(agent).__name__} adds branches to groups, which "
+            f"advantage={type(advantage).__name__} would count as rollouts of their own; set "
+            "model.advantage: TreeRLOO, which tells them apart"
         )
 
 

@@ -117,8 +117,19 @@ class Collector(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Finish those groups first; what could not be graded is graded again."""
         self._restored = [
-            [_retried(Rollout.from_dict(record)) for record in group] for group in state["groups"]
+            [
+                _retried(rollout)
+                for rollout in map(Rollout.from_dict, group)
+                if not _is_lost(rollout)
+            ]
+            for group in state["groups"]
         ]
+
+
+def _is_lost(rollout: Rollout) -> bool:
+    """A branch that its agent failed: what it branched off from makes it anew."""
+    failed = rollout.status is RolloutStatus.FAILED and rollout.finish_reason is None
+    return failed and rollout.fork is not None
 
 
 def _retried(rollout: Rollout) -> Rollout:
@@ -148,8 +159,7 @@ class SyncCollector(Collector):
 
     async def take(self, count: int) -> list[Group]:
         groups = [self.issue() for _ in range(count)]
-        rollouts = [rollout for group in groups for rollout in group]
-        await self.pipeline.generate(rollouts, self.source.sampling, self.max_concurrency)
+        await self.pipeline.generate(groups, self.source.sampling, self.max_concurrency)
         return groups
 
 

@@ -163,8 +163,7 @@ class TailBatchingCollector(Collector):
         slow = min(count, len(self._tail))
         groups = [self._issue_again(self._tail.popleft()) for _ in range(slow)]
         groups += [self._next_or_again() for _ in range(count - slow)]
-        rollouts = [rollout for group in groups for rollout in group]
-        await self.pipeline.generate(rollouts, self.source.sampling)
+        await self.pipeline.generate(groups, self.source.sampling)
         return groups
 
     async def _short_round(self, count: int) -> list[Group]:
@@ -178,7 +177,7 @@ class TailBatchingCollector(Collector):
     async def _first_done(self, groups: list[Group], count: int) -> set[str]:
         """Generate all until ``count`` are done; ids of those."""
         tasks = {
-            asyncio.create_task(self.pipeline.generate(group, self.source.sampling)): group
+            asyncio.create_task(self.pipeline.generate([group], self.source.sampling)): group
             for group in groups
         }
         finished: list[Group] = []

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -185,7 +186,7 @@ class RolloutPipeline:
         self.engine.require_ready()
         rollouts = [rollout for group in groups for rollout in group]
         with self.clock("generate"):
-            run_async(self.generate(rollouts, sampling))
+            run_async(self.generate(groups, sampling, branching=False))
         self.grade(groups)
         self.rewards.require_graded(rollouts)
 
@@ -201,29 +202,50 @@ class RolloutPipeline:
         return [rollout for group in together for rollout in group]
 
     async def generate(
-        self, rollouts: Sequence[Rollout], sampling: Sampling, max_concurrency: int | None = None
+        self,
+        groups: Sequence[Group],
+        sampling: Sampling,
+        max_concurrency: int | None = None,
+        branching: bool = True,
     ) -> None:
-        """Let the agent fill those that are not done yet, ``max_concurrency`` at a time.
+        """Let the agent fill rollouts that are not done yet, ``max_concurrency`` at a time.
 
-        A rollout whose agent raises is FAILED with that reason; the others go on.
+        A rollout whose agent raises is FAILED with that reason; the others go on. Where agents have
+        rollouts branch, each branch follows what it branched off from in its group.
 
         Raises:
             EngineError: if the engine fails.
-            ConfigError: if an agent refuses what it was configured with.
+            ConfigError: if an agent refuses what it was configured with, or for rollouts that are
+                not in groups.
         """
-        unfinished = [r for r in rollouts if r.status is RolloutStatus.INIT]
-        gate = asyncio.Semaphore(max_concurrency or max(1, len(unfinished)))
+        if any(isinstance(group, Rollout) for group in groups):
+            raise ConfigError(
+                "pipeline.generate(rollouts, ...) takes groups now, lists of rollouts, to which "
+                "branches may be added; give it [group] or a list of them"
+            )
+        gate = asyncio.Semaphore(max_concurrency or sys.maxsize)
 
-        async def fill(rollout: Rollout) -> None:
+        async def fill(group: Group, rollout: Rollout) -> None:
             agent, own = self._by(rollout.prompt, sampling)
-            async with gate:
-                await run_agent(agent, rollout, self.engine, own)
-            note_progress()
+            if rollout.status is RolloutStatus.INIT:
+                async with gate:
+                    await run_agent(agent, rollout, self.engine, own)
+                note_progress()
+            if branching and rollout.completed:
+                known = {member.id for member in group}  # those of a checkpoint
+                branches = [b for b in agent.branches(rollout) if b.id not in known]
+                group += branches
+                for branch in branches:
+                    tasks.create_task(fill(group, branch))
 
         async with asyncio.TaskGroup() as tasks:
-            for rollout in unfinished:
-                tasks.create_task(fill(rollout))
-        self._decode([r for r in rollouts if r.finish_reason is not None])  # also of a checkpoint
+            for group in groups:
+                for rollout in group:
+                    tasks.create_task(fill(group, rollout))
+        for group in groups:
+            group.sort(key=_place)
+        done = (r for group in groups for r in group if r.finish_reason is not None)
+        self._decode(list(done))  # also of a checkpoint
 
     def _by(self, prompt: Prompt, sampling: Sampling) -> tuple[Agent, Sampling]:
         """Who answers a prompt, and sampled how, if ``sampling`` is for all that say no other."""
@@ -258,6 +280,12 @@ def _completions(rollout: Rollout) -> list[list[int]]:
     if not rollout.further:
         return [rollout.token_ids]
     return [row.token_ids for row in rollout.rows() if row.token_ids]
+
+
+def _place(rollout: Rollout) -> tuple[int, int, int]:
+    """In a group's order."""
+    fork = rollout.fork
+    return rollout.sample_index, *((0, 0) if fork is None else (fork.calls, fork.number))
 
 
 def in_groups(rollouts: Sequence[Rollout]) -> list[Group]:

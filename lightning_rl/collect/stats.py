@@ -24,13 +24,14 @@ def rollout_metrics(
     metrics = {f"rollout/{status.value}": float(statuses[status]) for status in RolloutStatus}
     ended = [r for r in rollouts if r.status not in _CUT]
     rollouts = ended or rollouts
-    tokens = sum(r.length for r in rollouts)
+    tokens = sum(r.length - sum(r.shared()) for r in rollouts)
     graded = [r for r in rollouts if r.reward is not None]
     metrics |= {
         "rollout/tokens_per_s": tokens / max(seconds, 1e-9),
         **_endings("rollout", rollouts),
     }
-    metrics |= tool_metrics(rollouts) | call_metrics(rollouts) | ending_metrics(rollouts)
+    metrics |= tool_metrics(rollouts) | call_metrics(rollouts) | branch_metrics(rollouts)
+    metrics |= ending_metrics(rollouts)
     ages = [trainer_version - version for r in rollouts for version in r.written_versions()]
     if ages:
         metrics["rollout/staleness_max"] = float(max(ages))
@@ -123,6 +124,18 @@ def call_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/merge_misses": float(sum(len(own) - len({r.role for r in own}) for own in rows)),
         "rollout/unscorable_calls": float(len(unscorable)),
         "rollout/dropped_tokens": float(dropped + sum(c.stop - c.start for c in unscorable)),
+    }
+
+
+def branch_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Branches per rollout, and the share of all tokens that they took over; {} without any."""
+    branches = [r for r in rollouts if r.fork is not None]
+    if not branches:
+        return {}
+    shared = sum(sum(branch.shared()) for branch in branches)
+    return {
+        "rollout/branches_per_rollout": len(branches) / max(1, len(rollouts) - len(branches)),
+        "rollout/shared_token_share": shared / max(1, sum(r.length for r in rollouts)),
     }
 
 

@@ -91,7 +91,7 @@ class StreamedCollector(Collector):
 
     async def _finish(self, group: Group, gate: asyncio.Semaphore) -> None:
         async with gate:
-            await self.pipeline.generate(group, self.source.sampling)
+            await self.pipeline.generate([group], self.source.sampling)
         await self.pipeline.rewards.grade_ahead([group])
 
     def _over(self) -> bool:

@@ -27,7 +27,7 @@ def call_columns(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
         by_row: defaultdict[int, list[tuple[int, Call]]] = defaultdict(list)
         for number, call in enumerate(rollout.model_calls()):
             by_row[call.row].append((number, call))
-        for place, row in enumerate(rollout.rows()):
+        for place, row in enumerate(rollout.own_rows()):
             if row.token_ids:
                 marks.add(rollout, row, by_row[place])
     return {

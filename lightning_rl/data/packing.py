@@ -16,7 +16,9 @@ A *batch* is a TensorDict with two parts:
   ``group``, ``episode`` (rows with the same number are one rollout's, written by one role: they
   share its reward, and count once), ``role``, ``reward``, ``truncated``, ``expert`` (given, not
   sampled) and how it was sampled: ``temperature``, ``top_k``, ``top_p``, and where any rollout had
-  them ``min_p`` and ``repetition_``, ``presence_`` and ``frequency_penalty``.
+  them ``min_p`` and ``repetition_``, ``presence_`` and ``frequency_penalty``. Where any branched
+  off from another, ``sample`` (of a group, those with the same number began as one) and ``fork``
+  (how many calls they share, 0 for the one they branched off from; those have no loss).
 - ``batch["host"]``, in an update on a GPU: the columns that decide how packs are laid out, once
   more on the CPU (:func:`with_host`).
 """
@@ -80,6 +82,10 @@ def pack_rollouts(rollouts: Sequence[Rollout], among: Sequence[Rollout] = ()) ->
     names = ("length", "prompt_length", "prefix", "group", "episode", "role")
     columns = zip(*numbers, strict=True)
     counted = {n: _column(c, dtype=torch.long) for n, c in zip(names, columns, strict=True)}
+    if any(rollout.fork for rollout in rollouts):
+        forks = [(r.sample_index, r.fork.calls if r.fork else 0) for r, _ in sources]
+        for name, column in zip(("sample", "fork"), zip(*forks, strict=True), strict=True):
+            counted[name] = _column(column, dtype=torch.long)
     sampled, sampled_by = call_columns(rollouts), {}
     least = [setting_of(rollout, row, "min_tokens") for rollout, row in sources]
     if any(least):
@@ -130,7 +136,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], among: Sequence[Rollout] = ()) ->
 
 def packed_rows(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Row]]:
     """The rows of a batch, each with its rollout: those with tokens after their prompts."""
-    return [(rollout, row) for rollout in rollouts for row in rollout.rows() if row.token_ids]
+    return [(rollout, row) for rollout in rollouts for row in rollout.own_rows() if row.token_ids]
 
 
 def setting_of(rollout: Rollout, row: Row, name: str) -> float:

@@ -125,6 +125,7 @@ def as_record(rollout: Rollout) -> Record:
     record["status"] = rollout.status.value
     record["further"] = [_shallow(row) for row in rollout.further]
     record["calls"] = [_shallow(call) for call in rollout.calls]
+    record["fork"] = None if rollout.fork is None else _shallow(rollout.fork)
     return record
 
 

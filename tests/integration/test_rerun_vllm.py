@@ -1,4 +1,4 @@
-"""A run on vLLM, with one turn and with several, and its rollouts and iterations done again."""
+"""A run on vLLM, with one turn, several and branches; its rollouts and iterations done again."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ from lightning_rl.cli import main
 from lightning_rl.cli.rerun.compare import rerun_iteration
 from lightning_rl.cli.rerun.rollouts import rerun_rollout
 from lightning_rl.cli.rerun.run import RecordedRun
+from lightning_rl.rollouts.files import open_rollouts
 
 pytest.importorskip("vllm")
 
@@ -50,6 +51,7 @@ def config(model: str, agent: dict) -> dict:
             "class_path": "PolicyModule",
             "init_args": {
                 "model": model,
+                "advantage": "TreeRLOO",
                 "minibatches": 2,
                 "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
             },
@@ -80,7 +82,13 @@ def config(model: str, agent: dict) -> dict:
 
 AGENTS = {
     "single": {"class_path": "SingleTurn"},
-    "multi": ECHOING,
+    "branches": {
+        "class_path": "Branching",
+        "init_args": {
+            "agent": ECHOING,
+            "at": {"class_path": "TheseCalls", "init_args": {"numbers": [2]}},
+        },
+    },
     "calls": {"class_path": "done_again.Calls"},
 }
 
@@ -104,7 +112,8 @@ def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch, capsys):
     assert iteration.kept.version == 0
     assert iteration.checkpoint is not None
     assert iteration.equal, iteration.lines()
-    recorded = max(run.log.rollouts(2), key=lambda r: r.length)
+    rollouts = run.log.rollouts(2)
+    recorded = max(rollouts, key=lambda r: (r.fork is not None, r.length))
     assert all(recorded.loss_mask) == (turns == "single")
     assert len(recorded.rows()) == 1 + (turns == "calls")
     [rerun] = rerun_rollout(run, recorded.id)
@@ -121,3 +130,26 @@ def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch, capsys):
         [scored, *_] = rerun_rollout(run, recorded.id, version=2)
         assert not scored.generated
         assert scored.gap < 1e-4
+    if turns == "branches":
+        goes_on_otherwise(run, {r.id: r for r in rollouts}, recorded, capsys)
+
+
+def goes_on_otherwise(run, rollouts, branch, capsys):
+    """A rollout forked again is what its branch was in the run; further ones are others."""
+    trunk = rollouts[f"{branch.group_id}/{branch.sample_index}"]
+    arguments = ["--rollout", trunk.id, "--branch", "2", "--count", "3", "--out", "what_if.jsonl"]
+    assert main(["rerun", str(run.path), *arguments]) == 0
+    said = capsys.readouterr().out
+    assert f"rollout {trunk.id} forked before call 2 of 3" in said
+    assert said.count("1 more call, reward ") == 4
+    assert "mean reward of 3 branches" in said
+    first, *others = [found.rollout for found in open_rollouts("what_if.jsonl").read()]
+    assert (first.id, first.token_ids) == (branch.id, branch.token_ids)
+    assert (first.reward, first.logprobs) == (
+        branch.reward,
+        pytest.approx(branch.logprobs, abs=1e-4),
+    )
+    shared = trunk.calls[0].stop
+    for other in others:
+        assert other.token_ids[:shared] == trunk.token_ids[:shared]
+        assert other.calls[1].seed not in {trunk.calls[1].seed, first.calls[1].seed}

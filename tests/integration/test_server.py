@@ -10,7 +10,10 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from transformers import AutoTokenizer
 
+import benchmarks
+from lightning_rl import ScriptAgent
 from lightning_rl.engines import Sampling, StructuredOutputs, VLLMServer
 from lightning_rl.errors import (
     DamagedWeightsError,
@@ -22,6 +25,7 @@ from lightning_rl.errors import (
 )
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
+from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
@@ -44,6 +48,7 @@ from tests.engine_checks import (
 pytestmark = pytest.mark.timeout(240)  # a hang is a failure
 
 KEY = "LIGHTNING_RL_TEST_KEY"
+PROGRAM = Path(benchmarks.__file__).with_name("kill_program.py")
 
 
 @pytest.fixture(scope="module")
@@ -444,6 +449,38 @@ def test_requests_outlive_the_replica_that_they_were_sent_to(weights, engine, fa
 
         with fault("a server killed with six requests in flight", "the same tokens, by the other"):
             assert [c.token_ids for c in run_async(kill_one())] == expected
+        wait_for(lambda: engine.replicas[1].version == 5)
+
+
+@pytest.mark.slow
+def test_programs_outlive_the_replica_that_answers_them(tiny_model, weights, engine, fault):
+    agent = ScriptAgent(str(PROGRAM), preload=["urllib.request"])
+    agent.configure(AutoTokenizer.from_pretrained(tiny_model))
+
+    async def play(killing: bool) -> list[Rollout]:
+        prompts = [Prompt(str(n), f"{n}=", [3 + n, 2]) for n in range(8)]
+        rollouts = [Rollout(prompt, prompt.id, 0, 50, 1.0) for prompt in prompts]
+        runs = [asyncio.create_task(agent.run(r, engine, Sampling(max_tokens=8))) for r in rollouts]
+        if killing:
+            while not engine.replicas[1].load:
+                await asyncio.sleep(0)
+            await asyncio.to_thread(engine.replicas[1]._process.kill)
+        await asyncio.gather(*runs)
+        return rollouts
+
+    with connected(MemoryTransport(), engine) as transport:
+        transport.push(weights.items(), 5)
+        try:
+            expected = run_async(play(killing=False))
+            with fault("a server killed under eight programs", "the same rollouts"):
+                again = run_async(play(killing=True))
+        finally:
+            agent.close()
+        assert all(rollout.completed and len(rollout.calls) == 2 for rollout in expected)
+        assert [r.token_ids for r in again] == [r.token_ids for r in expected]
+        assert [c.seed for r in again for c in r.calls] == [
+            c.seed for r in expected for c in r.calls
+        ]
         wait_for(lambda: engine.replicas[1].version == 5)
 
 

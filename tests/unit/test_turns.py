@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks import turns as benchmark
+from benchmarks.games import WALK
 from lightning_rl import GAE, GRPO, RLOO, GiGPO, ReinforcePlusPlus, RewardToGo, TurnGAE
 from lightning_rl.algos.turns import call_rewards
 from lightning_rl.data.episodes import calls_of, received
@@ -472,5 +473,5 @@ def test_credit_of_turns_is_unbiased_and_has_less_noise_at_equal_tokens():
 
 def test_exact_values_by_hand():
     """Before the last turn, at even odds: left pays -0.3, right 0.1 (at the end 1.1), else -0.1."""
-    values = benchmark.values(torch.zeros(benchmark.STATES, 3, dtype=torch.double))
+    values = WALK.values(torch.zeros(WALK.states, 3, dtype=torch.double))
     assert values[-2].tolist() == pytest.approx([0, -0.1, -0.1, 0.7 / 3, 0])

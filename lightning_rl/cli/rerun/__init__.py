@@ -22,7 +22,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
         "rerun",
         "Do a recorded rollout or iteration again, and say where it first differs.",
-        "Exit status: 0 if it is equal, 1 if it is not.",
+        "Exit status: 0 if it is equal (or forked), 1 if it is not.",
     )
     parser.add_argument("run", type=Path, help="the directory of a run")
     what = parser.add_mutually_exclusive_group(required=True)
@@ -34,6 +34,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", metavar="V", type=int, help=score)
     calls = "with --rollout: generate each of its recorded calls, alone, without its agent"
     parser.add_argument("--calls", action="store_true", help=calls)
+    branch = "with --rollout: fork it before its N-th call, and show what comes of other answers"
+    parser.add_argument("--branch", metavar="N", type=int, help=branch)
+    count = "with --branch: how often to go on from there (default: 4)"
+    parser.add_argument("--count", metavar="K", type=int, help=count)
+    out = "with --branch: add the branches to this rollout file"
+    parser.add_argument("--out", metavar="FILE", type=Path, help=out)
     start = "with --iteration: start from the kept weights of version C (default: the nearest)"
     parser.add_argument("--since", metavar="C", type=int, help=start)
     parser.add_argument(
@@ -43,12 +49,21 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--trust", metavar="MODULE", action="append", default=[], help="and from this module's"
     )
     parsed = parser.parse_args(arguments)
-    for option, partner in (("version", "rollout"), ("since", "iteration")):
+    for option, partner in (
+        ("version", "rollout"),
+        ("since", "iteration"),
+        ("branch", "rollout"),
+        ("count", "branch"),
+        ("out", "branch"),
+    ):
         value = getattr(parsed, option)
         if value is not None and getattr(parsed, partner) is None:
             raise ConfigError(f"--{option} {value} goes with --{partner}; leave it out")
     if parsed.calls and (parsed.rollout is None or parsed.version is not None):
         raise ConfigError("--calls goes with --rollout, without --version; leave it out")
+    if parsed.branch is not None and (parsed.calls or parsed.version is not None):
+        raise ConfigError("--branch goes with neither --calls nor --version; leave these out")
+    require_at_least(1, branch=parsed.branch, count=parsed.count)
     require_at_least(0, iteration=parsed.iteration, version=parsed.version, since=parsed.since)
     return parsed
 
@@ -58,6 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
     from lightning.pytorch.utilities import rank_zero_only
 
+    from lightning_rl.cli.rerun.branch import branch_rollout
     from lightning_rl.cli.rerun.calls import rerun_calls
     from lightning_rl.cli.rerun.compare import rerun_iteration
     from lightning_rl.cli.rerun.rollouts import rerun_rollout
@@ -69,6 +85,12 @@ def main(arguments: Sequence[str]) -> int:
         iteration = rerun_iteration(run, options.iteration, options.since)
         rank_zero_only(print)("\n".join(iteration.lines()))  # the others only help to train
         return 0 if iteration.equal else 1
+    if options.branch is not None:
+        count = 4 if options.count is None else options.count
+        branched = branch_rollout(run, options.rollout, options.branch - 1, count, options.out)
+        if branched is not None:
+            print("\n".join(branched.lines()))
+        return 0
     equal = True
     again: Iterator[CallsRerun | RolloutRerun]
     if options.calls:

@@ -9,6 +9,7 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.agents.branching import forked
 from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.data.packing import pack_rollouts, packed_rows
@@ -185,6 +186,8 @@ def _generate(made: Remade, recorded: Rollout) -> Rollout:
         recorded.seed,
         **sampled_by,
     )
+    if recorded.fork is not None:  # what it shares was written by what it branched off from
+        again = replace(forked(recorded, recorded.fork.calls, 0), fork=recorded.fork)
     task = data.task_of(recorded.prompt)
     task.agent.configure(data.load_tokenizer(made.module))
     with pushed_engine(made, data):

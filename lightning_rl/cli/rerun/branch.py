@@ -1,0 +1,127 @@
+"""A recorded rollout forked at one of its calls: what if it had answered otherwise there?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lightning_rl.agents.branching import Branching, forked
+from lightning_rl.agents.rows import captured
+from lightning_rl.cli.rerun.rebuild import Remade, remade
+from lightning_rl.cli.rerun.rollouts import data_with_engine, pushed_engine
+from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
+from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.errors import DataError
+from lightning_rl.rollout import SAMPLED_BY, Rollout
+from lightning_rl.rollouts.files import open_rollouts
+
+
+@dataclass(frozen=True)
+class BranchRerun:
+    """A recorded rollout, and what came of it where it went on otherwise from one of its calls.
+
+    ``call`` counts from 0; the ``branches`` were written by the weights of ``version``.
+    """
+
+    recorded: Rollout
+    call: int
+    branches: list[Rollout]
+    version: int
+    kept: KeptWeights
+    weights_differ: bool
+    decode: Callable[[list[int]], Any]
+
+    def lines(self) -> list[str]:
+        """Tell a person."""
+        exact = ", NOT as recorded: checksums differ" if self.weights_differ else ""
+        return [
+            f"rollout {self.recorded.id} forked before call {self.call + 1} of "
+            f"{len(self.recorded.model_calls())}",
+            f"weights of version {self.version}: {self.kept.lead_to(self.version)}{exact}",
+            f"recorded: {self._went_on(self.recorded)}",
+            *(
+                f"branch {number}: {self._went_on(branch)}"
+                for number, branch in enumerate(self.branches, 1)
+            ),
+            *self._compared(),
+        ]
+
+    def _went_on(self, rollout: Rollout) -> str:
+        """The answer at the fork, and how it ended."""
+        calls = rollout.model_calls()
+        if rollout.error is not None or len(calls) <= self.call:
+            return f"{rollout.status.value}, {rollout.error or 'without an answer'}"
+        answer = self.decode(captured(rollout, calls[self.call]).completion.token_ids)
+        more = len(calls) - self.call - 1
+        reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:g}"
+        return f"{answer!r}, {more} more call{'s' * (more != 1)}, {reward}"
+
+    def _compared(self) -> list[str]:
+        rewards = [branch.reward for branch in self.branches if branch.reward is not None]
+        if not rewards or self.recorded.reward is None:
+            return []
+        mean = fmean(rewards)
+        return [
+            f"mean reward of {len(rewards)} branches {mean:g}: the recorded answer got "
+            f"{self.recorded.reward - mean:+g}"
+        ]
+
+
+def branch_rollout(
+    run: RecordedRun, rollout_id: str, call: int, count: int, out: Path | None = None
+) -> BranchRerun | None:
+    """Fork a rollout before one of its calls, go on from there ``count`` times, and grade that.
+
+    Up to the fork nothing is generated: the recorded tokens stand, whichever versions wrote them.
+
+    Args:
+        run: what to do again.
+        rollout_id: as recorded.
+        call: counts from 0.
+        count: how often.
+        out: a rollout file to which the branches are added.
+
+    Returns:
+        None on a rank that only helps to train.
+
+    Raises:
+        ConfigError: if the run's configuration does not work here.
+        DataError: if there is no such rollout, or not enough was kept.
+        EpisodeError: if it has no such call.
+        EngineError: if the engine fails.
+        RewardError: if too large a share could not be graded.
+    """
+    recorded = run.rollout(rollout_id)
+    branches = [forked(recorded, call, number) for number in range(count)]
+    versions = captured(recorded, recorded.model_calls()[call]).completion.versions
+    if recorded.expert or not versions or versions[0] < 0:
+        raise DataError(f"rollout {rollout_id!r} was written by no engine there: nothing to rerun")
+    with remade(run, versions[0], versions[0]) as made:
+        if not made.trainer.is_global_zero:
+            return None
+        _go_on(made, branches)
+        differ = made.diverged_at(run.log.outcomes()) is not None
+        decode = made.module.loaded_policy.tokenizer.decode
+    if out is not None:
+        file = open_rollouts(out)
+        file.append(branches, versions[0])
+        file.close()
+    return BranchRerun(recorded, call, branches, versions[0], made.kept, differ, decode)
+
+
+def _go_on(made: Remade, branches: list[Rollout]) -> None:
+    """Let the run's agent and engine write the rest, and its rewards grade it."""
+    data = data_with_engine(made)
+    task, first = data.task_of(branches[0].prompt), branches[0]
+    tokenizer = data.load_tokenizer(made.module)
+    agent = task.agent if isinstance(task.agent, Branching) else Branching(task.agent)
+    agent.configure(tokenizer)
+    sampling = replace(task.sampling, **{name: getattr(first, name) for name in SAMPLED_BY})
+    pipeline = RolloutPipeline(data.engine, agent, task.rewards, tokenizer)
+    try:
+        with pushed_engine(made, data):
+            pipeline.complete([branches], sampling)
+    finally:
+        agent.close()
+        task.rewards.close()
