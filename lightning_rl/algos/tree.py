@@ -91,7 +91,7 @@ class TreeRLOO(WithinGroups):
 
     All ways to go on at a fork share, equally, the weight that one of them would have, so that no
     call counts for more because more was tried there: advantages are divided by the number of ways
-    at each fork on the way. Branches count where an aggregation takes the mean over rollouts.
+    at each fork on the way. Aggregations count branches as rollouts.
     """
 
     takes_kl_reward: ClassVar[bool] = False
