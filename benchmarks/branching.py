@@ -18,8 +18,8 @@ start.
   the policy; about 1 if it is unbiased. GRPO divides by standard deviations, so it has none.
 
 The last line is JSON: ``noise_over_grpo_<game>``, the least noise of TreeRLOO's ways over that of
-GRPO with about as many tokens in a group, and the figures of each. ``--save`` also writes the table of
-docs/branching.md. Takes about two minutes.
+GRPO with about as many tokens in a group, and the figures of each. ``--save`` also writes the table
+of docs/branching.md. Takes about two minutes.
 """
 
 from dataclasses import dataclass

@@ -266,7 +266,10 @@ def main() -> None:
         for make, iterations in (TASKS[name] for name in arguments.tasks)
     ]
     if arguments.choose:
-        CHOSEN.write_text(json.dumps({task.name: choose(task) for task in tasks}))
+        known = json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
+        for task in tasks:
+            known[task.name] = choose(task)
+            CHOSEN.write_text(json.dumps(known))
         return
     chosen: dict[str, Any] = json.loads(CHOSEN.read_text()) if arguments.chosen else {}
     by_task: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -268,7 +268,8 @@ class RolloutBatches:
             return await collector.begin(count, consumer.first)
 
         before = len(self.kept)
-        with beside_engine(collector.engine_threads):
+        elsewhere = self.pipeline.engine.serves_all_ranks  # servers have threads of their own
+        with nullcontext() if elsewhere else beside_engine(collector.engine_threads):
             groups = run_async(begin())
             while places := run_async(collector.complete()):
                 kept = [p for p in places if all(f.keep(groups[p]) for f in self.filters)]

@@ -1,5 +1,6 @@
 """What agents have in common whose models are asked through a session."""
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -11,9 +12,9 @@ from lightning_rl.agents.rows import drop_unasked
 from lightning_rl.agents.templates import ToolParser
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop import cancel_here, run_async
 from lightning_rl.serving.results import ENDING, Ending, note_result
 from lightning_rl.serving.server import AgentServer
 from lightning_rl.serving.session import Session
@@ -91,7 +92,7 @@ class SessionAgent(Agent):
             raise ConfigError(f"{name} has no tokenizer yet; call configure(tokenizer) first")
         async with self._server.session(rollout, engine, sampling, self.roles) as session:
             try:
-                ending = await (play or self.play)(rollout, session)
+                ending = await _until_failure((play or self.play)(rollout, session), session)
             except Exception:
                 rollout.extra[ENDING] = "exit"
                 raise
@@ -120,6 +121,19 @@ class SessionAgent(Agent):
         if self._server is not None:
             with suppress(TimeoutError):  # something blocks the loop: it ends with the process
                 run_async(self._server.close(), timeout=_CLOSE_S)
+
+
+async def _until_failure(playing: Awaitable[Ending], session: Session) -> Ending:
+    """Await it, but no longer than models can be asked: who is told so may still wait for ever."""
+    play = asyncio.ensure_future(playing)
+    failed = asyncio.create_task(session.failed.wait())
+    try:
+        await asyncio.wait([play, failed], return_when=asyncio.FIRST_COMPLETED)
+        if not play.done():
+            raise EngineError("given up, since the engine failed")  # the session tells why
+        return play.result()
+    finally:
+        await cancel_here([play, failed])
 
 
 def _judged(rollout: Rollout, ending: Ending) -> Ending:

@@ -50,6 +50,8 @@ class Session:
         self.episode = Episode(rollout)
         self.failure: Exception | None = None
         """What went wrong here and not in the program: raised when the session ends."""
+        self.failed = asyncio.Event()
+        """Set together with ``failure``."""
         self.aborted = False
         """Whether the engine ended a completion early: the rollout is to be made again."""
         self._answering: set[asyncio.Task[Any]] = set()
@@ -143,6 +145,7 @@ class Session:
                 raise RequestError(str(error), code="unsupported_value") from error
             # The run's to handle; a program is only told.
             self.failure = self.failure or error
+            self.failed.set()
             raise engine_failed(error) from error
         if any(completion.finish_reason == "abort" for _, completion in made):
             self.aborted = True

@@ -259,7 +259,16 @@ def test_waiting_for_a_place_is_not_counted(run, rollout, engine, tokenizer):
     assert late.extra["agent_end"] == "exit"
 
 
-def test_an_engine_that_fails_ends_the_run(run, rollout, model):
+WAITS = """
+try:
+    twice()
+except Exception:
+    time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("code", ["FINE", "WAITS"])
+def test_an_engine_that_fails_ends_the_run_whatever_programs_make_of_it(run, rollout, model, code):
     class Broken(TransformersEngine):
         async def generate(self, token_ids, sampling, seed):
             raise EngineError("out of order")
@@ -267,7 +276,7 @@ def test_an_engine_that_fails_ends_the_run(run, rollout, model):
     broken = Broken(device="cpu")
     broken.start(model)
     with pytest.raises(EngineError, match="out of order"):
-        run(program(FINE), rollout(), engine=broken)
+        run(program(globals()[code]), rollout(), engine=broken)
 
 
 def equal(a: Rollout, b: Rollout) -> bool:
