@@ -128,6 +128,7 @@ def preview_table(
         parts = ", ".join(f"{name} {score}" for name, score in r.reward_parts.items())
         end = r.error or f"{r.status.value}, {r.finish_reason}, {r.length} tokens"
         end += f" in {len(packed_rows([r]))} rows" if r.further and not r.error else ""
+        end += f", branched off after {r.fork.calls} calls" if r.fork and not r.error else ""
         logged = [r.extra.get(column) for column in extra]
         said = calls_as_text(r, decode) if r.further else as_text(r.completion)
         name = [r.prompt.set] if several else []

@@ -18,11 +18,13 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
-from lightning_rl.agents.base import Environment, Reply
+from lightning_rl.agents.base import Agent, Environment, Reply
+from lightning_rl.agents.branching import Branching, RandomCalls
 from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.algos.advantages import GAE, Advantage
 from lightning_rl.algos.correction import TokenTIS
 from lightning_rl.algos.kl import K3Penalty
+from lightning_rl.algos.tree import TreeRLOO
 from lightning_rl.algos.turns import GiGPO, TurnGAE
 from lightning_rl.callbacks import (
     Evaluate,
@@ -279,8 +281,10 @@ class Evens(Environment):
 
 
 def turns(advantage: Advantage) -> dict[str, Any]:
-    """Three turns of two tokens each."""
-    agent = MultiTurn(Evens, max_turns=3, max_turn_tokens=2)
+    """Three turns of two tokens each, and branches where these are told apart."""
+    agent: Agent = MultiTurn(Evens, max_turns=3, max_turn_tokens=2)
+    if advantage.takes_branches:
+        agent = Branching(agent, at=RandomCalls(0.5))
     data = {"agent": agent, "rewards": [EnvironmentReward()], "sampling": Sampling(max_tokens=8)}
     head = SharedValueHead() if advantage.needs_values else None
     return {"advantage": advantage, "value_head": head, "data": data}
@@ -337,6 +341,7 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
             "ddp_critic_minibatches", DDPStrategy(), **critic(), **in_minibatches()
         ),
         "ddp_turns": lambda: run("ddp_turns", DDPStrategy(), **turns(GiGPO())),
+        "ddp_branches": lambda: run("ddp_branches", DDPStrategy(), **turns(TreeRLOO())),
         "ddp_turns_critic": lambda: run("ddp_turns_critic", DDPStrategy(), **turns(TurnGAE())),
         "curriculum": lambda: run("curriculum", DDPStrategy(), curriculum=True),
         "mixture": lambda: run("mixture", DDPStrategy(), data={"train_prompts": mixed()}),

@@ -116,6 +116,7 @@ def _rollout_row(place: int, record: Record) -> Record:
             "extra",
             "error",
             "expert",
+            "fork",
         )
     }
 

@@ -162,6 +162,7 @@ function details(row, place) {
     ...Object.entries(row.extra ?? {}).map(([name, value]) => fact(name, String(value))),
     fact("iteration", row.iteration), fact("status", row.status), fact("end", row.finish_reason ?? "–"),
     fact("version", versions), fact("largest gap", format(row.gap)), fact("temperature", format(row.temperature)),
+    ...(row.fork ? [fact("branched off after", `${row.fork.calls} call${row.fork.calls === 1 ? "" : "s"}`)] : []),
   ];
   const said = Object.entries(row.flags).map(([flag, places]) => el("li", {}, el("span", { class: "flag" }, flag), view.flags[flag],
     ...places.slice(0, 5).map((i) => el("button", { onclick: () => $(`#completion [data-token="${i}"]`).scrollIntoView({ block: "center" }) }, `token ${i + 1}`)),

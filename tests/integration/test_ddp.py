@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from lightning_rl.algos.tree import TreeRLOO
 from lightning_rl.algos.turns import GiGPO, TurnGAE
 from lightning_rl.cli.rerun.compare import rerun_iteration
 from lightning_rl.cli.rerun.run import RecordedRun
@@ -52,6 +53,7 @@ def alone(tiny_model, folder) -> Callable[[str], dict[str, Any]]:
         "minibatches": lambda where: fit(model, where, "auto", *everything(), **in_minibatches()),
         "critic_minibatches": lambda where: fit(model, where, **critic(), **in_minibatches()),
         "turns": lambda where: fit(model, where, **turns(GiGPO())),
+        "branches": lambda where: fit(model, where, **turns(TreeRLOO())),
         "turns_critic": lambda where: fit(model, where, **turns(TurnGAE())),
         "curriculum": lambda where: fit(model, where, curriculum=True),
         "mixture": lambda where: fit(model, where, data={"train_prompts": mixed()}),
@@ -95,6 +97,7 @@ def test_sharded_weights_are_not_streamed(results):
         ("ddp_minibatches", "minibatches"),
         ("ddp_critic_minibatches", "critic_minibatches"),
         ("ddp_turns", "turns"),
+        ("ddp_branches", "branches"),
         ("ddp_turns_critic", "turns_critic"),
         ("curriculum", "curriculum"),
         ("mixture", "mixture"),
@@ -107,7 +110,8 @@ def test_two_processes_train_as_one(results, alone, scenario, name):
         shares = [rank["rollouts"][iteration] for rank in two]
         replayed = (0, 3, 3)[iteration] if scenario == "replay" else 0  # of four and eight groups
         groups = [(GROUPS + replayed + 1) // 2, (GROUPS + replayed) // 2]
-        assert [len(share) for share in shares] == [count * GROUP_SIZE for count in groups]
+        begun = [sum("+" not in name for name, _ in share) for share in shares]  # but for branches
+        assert begun == [count * GROUP_SIZE for count in groups]
         assert sorted(shares[0] + shares[1]) == sorted(map(list, one["rollouts"][iteration]))
     assert len(one["rows"]) == len(two[0]["rows"]) == ITERATIONS + 1
     for expected, row in zip(one["rows"], two[0]["rows"], strict=True):
