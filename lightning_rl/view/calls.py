@@ -11,10 +11,20 @@ TAIL = 40
 
 
 def rows_of(record: Record) -> list[Record]:
-    """The rows of a recorded rollout, each with ``prompt_ids`` and its own per-token lists."""
+    """The rows of a recorded rollout, each with ``prompt_ids`` and its own per-token lists.
+
+    In a branch what was there before its fork has no loss.
+    """
     first = record | {"prompt_ids": record["prompt"]["token_ids"]}
     expert = {"expert": record.get("expert")}
-    return [first, *(expert | row for row in record.get("further") or ())]
+    rows = [first, *(expert | row for row in record.get("further") or ())]
+    shared = [0] * len(rows)
+    for call in (record.get("calls") or ())[: (record.get("fork") or {}).get("calls", 0)]:
+        shared[call["row"]] = max(shared[call["row"]], call["stop"])
+    return [
+        row | {"loss_mask": [False] * count + row["loss_mask"][count:]} if count else row
+        for row, count in zip(rows, shared, strict=True)
+    ]
 
 
 def calls_as_text(rollout: Rollout, decode: Callable[[list[int]], str], tail: int = TAIL) -> str:

@@ -140,8 +140,8 @@ def goes_on_otherwise(run, rollouts, branch, capsys):
     arguments = ["--rollout", trunk.id, "--branch", "2", "--count", "3", "--out", "what_if.jsonl"]
     assert main(["rerun", str(run.path), *arguments]) == 0
     said = capsys.readouterr().out
-    assert f"rollout {trunk.id} forked before call 2 of 3" in said
-    assert said.count("1 more call, reward ") == 4
+    assert f"rollout {trunk.id} forked before call 2 of {len(trunk.calls)}" in said
+    assert said.count(" more call") == 4
     assert "mean reward of 3 branches" in said
     first, *others = [found.rollout for found in open_rollouts("what_if.jsonl").read()]
     assert (first.id, first.token_ids) == (branch.id, branch.token_ids)

@@ -35,6 +35,8 @@ from lightning_rl.errors import ConfigError, EngineError, EpisodeError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Fork, Prompt, Rollout, RolloutStatus
 from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.view.calls import rows_of
+from lightning_rl.view.flags import gaps
 from lightning_rl.view.page import build_page
 from lightning_rl.view.runs import read_run
 from tests.planted_run import blocks_of
@@ -344,7 +346,12 @@ def test_previews_and_the_page_say_where_it_branched(tree, tmp_path):
     ]
     file = open_rollouts(tmp_path / "rollouts.jsonl")
     file.append(tree, 0)
-    page = build_page([read_run(file.path, 10)])
+    run = read_run(file.path, 10)
+    # What is shared has no logprob of the trainer's, and no gap.
+    branch = run.rollouts[1] | {"trainer_logprobs": [0.0, 0.0, -1.0]}
+    assert gaps(rows_of(branch)[0]) == [(2, 0.0)]
+    assert len(gaps(rows_of(branch | {"fork": None})[0])) == 2
+    page = build_page([run])
     forks = [row["fork"] for row in json.loads(blocks_of(page)["index"])["rollouts"]]
     assert [fork and fork["calls"] for fork in forks] == [None, 1, 1, 2, None]
 

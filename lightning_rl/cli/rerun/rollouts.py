@@ -214,7 +214,8 @@ def pushed_engine(made: Remade, data: RLDataModule) -> Iterator[None]:
 def _score(made: Remade, recorded: Rollout) -> Rollout:
     """The recorded tokens with the logprobs that the policy gives them."""
     policy = made.module.loaded_policy
-    batch = pack_rollouts([recorded]).to(policy.lm.device)
+    whole = replace(recorded, fork=None)  # what a branch shares is scored too
+    batch = pack_rollouts([whole]).to(policy.lm.device)
     with made.trainer.precision_plugin.forward_context():
         batch = policy.score(batch, "again", made.module.max_tokens_per_pack)
     values = iter(batch["tokens", "again"].tolist())
