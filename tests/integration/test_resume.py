@@ -11,6 +11,7 @@ from lightning_rl.callbacks import IterationCheckpoint, RLCallback
 from lightning_rl.errors import CheckpointError, DiskError, RewardError, RunInterrupted
 from lightning_rl.run.checkpoint_io import checkpoints_in, damage, newest_good
 from lightning_rl.run.rundir import run_dir
+from tests.engine_checks import wait_for
 from tests.integration.test_checkpoint import (
     ITERATIONS,
     SignalInUpdate,
@@ -119,6 +120,7 @@ class FullDisk(RLCallback):
 
     def on_update_start(self, trainer, pl_module, batch) -> None:
         if pl_module.iteration == 2:
+            wait_for(lambda: newest_good(run_dir(trainer) / "checkpoints"))  # of the background
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
 
