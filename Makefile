@@ -26,8 +26,7 @@ quickstart: setup  ## train the small model of recipes/sort_digits and show its 
 test: setup  ## unit tests, then integration tests with a real vLLM engine, then MLflow's
 	@install/verifiers.sh
 	$(PY) -m pytest tests/unit -n 2
-# A file shares its servers. Files in their order: by number of tests the longest would come last.
-	$(PY) -m pytest tests/integration -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(PY) -m pytest tests/integration -n 2 --dist loadfile -m "not slow"  # a file shares its servers
 	@install/mlflow.sh
 	build/mlflow/bin/python -m pytest tests/integration/test_loggers.py -k mlflow  # left out above
 
