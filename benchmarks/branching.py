@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.games import PLAN, WALK, Game, Turns, noise_of
-from benchmarks.results import parser_of, report, write_block
+from benchmarks.games import PLAN, WALK, Game, Turns, command, noise_of
 from lightning_rl import GRPO, RLOO, Advantage, TreeRLOO
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.rollout import Fork, Rollout
@@ -161,16 +160,5 @@ def _cells(row: dict[str, float]) -> str:
     return f"{row['tokens']:.1f} | {row['noise']:.0f} | {sigmas}"
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--groups", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    result = run(args.groups, args.seed)
-    if args.save:
-        write_block(PAGE, "branching", table(result))
-    report("branching", result, args.save)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, "branching", PAGE, run, table)

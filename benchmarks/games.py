@@ -1,11 +1,15 @@
 """Small games in which what a policy can expect, and the gradient of that, are known exactly."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.results import parser_of, report, write_block
 from lightning_rl.rollout import Call, Prompt, Rollout, RolloutStatus
 
 GROUP_SIZE = 4
@@ -115,6 +119,24 @@ class Game:
             rollout.reward = sum(paid)
             rollouts.append(rollout)
         return rollouts
+
+
+def command(
+    doc: str | None,
+    name: str,
+    page: Path,
+    run: Callable[[int, int], dict[str, Any]],
+    table: Callable[[dict[str, Any]], list[str]],
+) -> None:
+    """The command of a benchmark on games: run it, and on request save result and table."""
+    parser = parser_of(doc)
+    parser.add_argument("--groups", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    result = run(args.groups, args.seed)
+    if args.save:
+        write_block(page, name, table(result))
+    report(name, result, args.save)
 
 
 @dataclass(frozen=True)

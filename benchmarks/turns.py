@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.games import GROUP_SIZE, WALK, Turns, noise_of
-from benchmarks.results import parser_of, report, write_block
+from benchmarks.games import GROUP_SIZE, WALK, Turns, command, noise_of
 from lightning_rl import GRPO, RLOO, Advantage, DrGRPO, GiGPO, RewardToGo, TurnGAE
 from lightning_rl.data.episodes import calls_of
 from lightning_rl.data.packing import pack_rollouts
@@ -97,16 +96,5 @@ def table(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--groups", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    result = run(args.groups, args.seed)
-    if args.save:
-        write_block(PAGE, "turns", table(result))
-    report("turns", result, args.save)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, "turns", PAGE, run, table)

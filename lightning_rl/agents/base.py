@@ -5,7 +5,6 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from itertools import groupby, zip_longest
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.rows import drop_unasked
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.sampling import Completion, Sampling, request_seed
+from lightning_rl.engines.sampling import Completion, Sampling, request_seed, seed_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Prompt, Rollout, RolloutStatus
 
@@ -73,8 +72,7 @@ def continuation_seed(seed: int, position: int) -> int:
     """
     if position == 0:
         return seed
-    key = f"{seed}/{position}".encode()
-    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
+    return seed_of(f"{seed}/{position}".encode())
 
 
 def room(rollout: Rollout, engine: Engine, sampling: Sampling) -> int:

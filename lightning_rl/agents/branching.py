@@ -4,7 +4,6 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +12,7 @@ from lightning_rl.agents.base import Agent
 from lightning_rl.agents.rows import captured, cut_anew
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.sampling import Sampling
+from lightning_rl.engines.sampling import Sampling, seed_of
 from lightning_rl.errors import ConfigError, EpisodeError, require_at_least
 from lightning_rl.rollout import SAMPLED_BY, Fork, Rollout
 
@@ -176,14 +175,14 @@ def forked(rollout: Rollout, calls: int, number: int) -> Rollout:
             f"rollout {rollout.id!r} has no call {calls + 1} to be forked before; it has "
             f"{len(made)}, counted from 1"
         )
-    digest = blake2b(f"{rollout.own_seed}/fork/{calls}/{number}".encode(), digest_size=8).digest()
+    seed = seed_of(f"{rollout.own_seed}/fork/{calls}/{number}".encode())
     branch = Rollout(
         rollout.prompt,
         rollout.group_id,
         rollout.sample_index,
         rollout.seed,
         structured=rollout.structured,
-        fork=Fork(calls, number, int.from_bytes(digest, "big") >> 1),
+        fork=Fork(calls, number, seed),
         **{name: getattr(rollout, name) for name in SAMPLED_BY},
     )
     begun = [captured(rollout, replace(call)) for call in made[:calls]]

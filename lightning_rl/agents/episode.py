@@ -11,7 +11,7 @@ from itertools import count
 from lightning_rl.agents.base import end
 from lightning_rl.agents.rows import Captured, captured, cut_anew, own_settings, write
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.engines.sampling import Completion, Sampling, seed_of
 from lightning_rl.errors import ContextLengthError, EpisodeError
 from lightning_rl.rollout import SAMPLED_BY, Call, Rollout, RolloutStatus
 
@@ -173,8 +173,7 @@ def _question(role: str, prompt: list[int], sampling: Sampling) -> bytes:
 
 
 def _derived(seed: int, number: int, question: bytes) -> int:
-    key = f"{seed}/{number}/".encode() + question
-    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
+    return seed_of(f"{seed}/{number}/".encode() + question)
 
 
 def _fitting(engine: Engine, length: int, sampling: Sampling) -> Sampling:

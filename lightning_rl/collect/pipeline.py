@@ -231,9 +231,9 @@ class RolloutPipeline:
                 async with gate:
                     await run_agent(agent, rollout, self.engine, own)
                 note_progress()
-            if branching and rollout.completed:
+            if branching and rollout.completed and (branches := agent.branches(rollout)):
                 known = {member.id for member in group}  # those of a checkpoint
-                branches = [b for b in agent.branches(rollout) if b.id not in known]
+                branches = [branch for branch in branches if branch.id not in known]
                 group += branches
                 for branch in branches:
                     tasks.create_task(fill(group, branch))

@@ -147,5 +147,9 @@ class Completion:
 
 def request_seed(run_seed: int, prompt_id: str, sample_index: int, iteration: int) -> int:
     """A 63-bit seed of its own for every rollout, so that any one can be generated again."""
-    key = f"{run_seed}/{prompt_id}/{sample_index}/{iteration}".encode()
+    return seed_of(f"{run_seed}/{prompt_id}/{sample_index}/{iteration}".encode())
+
+
+def seed_of(key: bytes) -> int:
+    """The 63-bit seed that a key stands for, on every machine."""
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
