@@ -81,6 +81,11 @@ def rl_callbacks(trainer: Trainer) -> list[Callback]:
     return [*StopEarly.where_needed(trainer), *default_callbacks(trainer)]
 
 
+def env_callbacks(trainer: Trainer) -> list[Callback]:
+    """Callbacks of a run in environments."""
+    return own_display(trainer)
+
+
 def push_weights(trainer: Trainer) -> None:
     """Have a ``WeightSync`` where there is an engine, unless one was given.
 

@@ -74,6 +74,7 @@ from lightning_rl.algos.losses import (
     PPOClip as PPOClip,
     Reinforce as Reinforce,
     SFTMix as SFTMix,
+    Surrogate as Surrogate,
     ValueLoss as ValueLoss,
     ppo_clip as ppo_clip,
     row_means as row_means,
@@ -85,6 +86,13 @@ from lightning_rl.algos.objective import (
     SequenceMean as SequenceMean,
     TokenMean as TokenMean,
     TokenSum as TokenSum,
+)
+from lightning_rl.algos.step_kl import AdaptiveKL as AdaptiveKL
+from lightning_rl.algos.steps import (
+    StepAdvantage as StepAdvantage,
+    StepGAE as StepGAE,
+    StepReturn as StepReturn,
+    Steps as Steps,
 )
 from lightning_rl.algos.tree import TreeRLOO as TreeRLOO
 from lightning_rl.algos.turns import (
@@ -199,6 +207,20 @@ from lightning_rl.engines.base import (
     RunState as RunState,
     require_same_weights as require_same_weights,
 )
+from lightning_rl.envs.base import EnvModule as EnvModule
+from lightning_rl.envs.collector import (
+    EnvCollector as EnvCollector,
+    EnvEpisode as EnvEpisode,
+    EnvError as EnvError,
+)
+from lightning_rl.envs.datamodule import EnvDataModule as EnvDataModule
+from lightning_rl.envs.gym import Gym as Gym
+from lightning_rl.envs.maker import (
+    EnvMaker as EnvMaker,
+    TorchRLEnv as TorchRLEnv,
+)
+from lightning_rl.envs.module import ActorCriticModule as ActorCriticModule
+from lightning_rl.envs.rows import Clips as Clips
 from lightning_rl.errors import (
     AgentError as AgentError,
     CheckpointError as CheckpointError,
@@ -254,6 +276,30 @@ from lightning_rl.models.reference import (
 from lightning_rl.models.sharding import ShardedStrategy as ShardedStrategy
 from lightning_rl.models.tokenizer import load_tokenizer as load_tokenizer
 from lightning_rl.module import PolicyModule as PolicyModule
+from lightning_rl.networks.actor_critic import ActorCritic as ActorCritic
+from lightning_rl.networks.bodies import (
+    Body as Body,
+    Centralized as Centralized,
+    CNNBody as CNNBody,
+    GRUBody as GRUBody,
+    MLPBody as MLPBody,
+    PerAgent as PerAgent,
+    RecurrentBody as RecurrentBody,
+)
+from lightning_rl.networks.policy_heads import (
+    BernoulliHead as BernoulliHead,
+    CategoricalHead as CategoricalHead,
+    GaussianHead as GaussianHead,
+    PolicyHead as PolicyHead,
+    TanhGaussianHead as TanhGaussianHead,
+)
+from lightning_rl.networks.schedules import (
+    Alternating as Alternating,
+    EveryIteration as EveryIteration,
+    Periodic as Periodic,
+    UpdateSchedule as UpdateSchedule,
+)
+from lightning_rl.networks.space import Space as Space
 from lightning_rl.offline.dpo import (
     DPOModule as DPOModule,
     PairDataModule as PairDataModule,

@@ -149,6 +149,17 @@ class ValueLoss:
 
 
 @dataclass(frozen=True)
+class Surrogate(PolicyLoss):
+    """-w A without a clip (Schulman et al. 2015, TRPO, eq. 14); something else has to hold it."""
+
+    zero_at_zero_advantage: ClassVar[bool] = True
+
+    def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
+        ratio = ratios(logprobs - tokens["old_logprobs"])
+        return -ratio * tokens["advantages"], divergence(logprobs, tokens)
+
+
+@dataclass(frozen=True)
 class Reinforce(PolicyLoss):
     """-A log p (Williams 1992): the policy gradient, exact for the first update of a batch."""
 

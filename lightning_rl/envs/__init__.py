@@ -1,0 +1,1 @@
+"""Environments: what agents see and do there, and how batches of steps are collected."""

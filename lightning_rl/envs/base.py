@@ -1,0 +1,149 @@
+"""EnvModule: what modules that learn in environments have in common."""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from contextlib import nullcontext
+from copy import deepcopy
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+
+from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
+from lightning_rl.errors import ConfigError
+from lightning_rl.learn.base import RecordingModule
+from lightning_rl.networks.actor_critic import ActorCritic
+from lightning_rl.run.dist import all_sum, world_size
+from lightning_rl.run.hooks import datamodule_of, is_fast_dev_run, named_callbacks
+from lightning_rl.run.metrics import TokenMetrics
+
+
+class EnvModule(RecordingModule):
+    """Agents that are built for the data module's environment, and steps of one optimizer."""
+
+    given_agents: dict[str, ActorCritic]
+    optimizer: OptimizerCallable
+    lr_scheduler: LRSchedulerCallable | None
+    max_grad_norm: float | None
+    compile_agents: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agents = nn.ModuleDict()
+
+    @property
+    def described_as(self) -> str:
+        """What a report calls the model."""
+        return ", ".join(f"{name}: {type(a.body).__name__}" for name, a in self.agents.items())
+
+    # ---------------------------------------------------------------- set-up
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse what this training cannot do of Lightning's; add what every run has."""
+        refuse_flags(self.trainer)
+        warn_of_flags(self.trainer)
+        if is_fast_dev_run(self.trainer):
+            self.trainer.fit_loop.epoch_loop.max_steps = -1
+        return named_callbacks("env_callbacks", self.trainer)
+
+    def configure_model(self) -> None:
+        """Build the agents for what the environment shows and takes (once).
+
+        Raises:
+            ConfigError: for an agent that the environment does not have, or that does not fit.
+        """
+        if self.agents:
+            return
+        spaces = getattr(datamodule_of(self.trainer), "spaces", None)
+        if spaces is None:
+            raise ConfigError(
+                f"{type(self).__name__} learns in environments, and the data module has none; use "
+                "EnvDataModule"
+            )
+        unknown = [name for name in self.given_agents if name not in spaces]
+        if unknown:
+            raise ConfigError(
+                f"model.agents: the environment has no agent {unknown[0]!r}, but "
+                f"{', '.join(spaces)}"
+            )
+        for name, space in spaces.items():
+            given = self.given_agents.get(name)
+            agent = ActorCritic() if given is None else deepcopy(given)
+            try:
+                agent.build(space)
+            except ConfigError as error:
+                raise ConfigError(f"model.agents.{name}: {error}") from error
+            self.agents[name] = agent
+        self.check_agents()
+        if self.compile_agents:
+            for agent in self.agents.values():
+                agent.compile()
+
+    @abstractmethod
+    def check_agents(self) -> None:
+        """Refuse agents that these settings cannot teach."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [g for name, agent in self.agents.items() for g in agent.parameter_groups(name)]
+        factors = [group.pop("lr_factor") for group in groups]
+        optimizer = self.optimizer(groups)
+        for group, factor in zip(optimizer.param_groups, factors, strict=True):
+            group["lr"] = group["lr"] * factor
+        if self.lr_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
+
+    # ---------------------------------------------------------------- steps
+
+    def step(self, loss: Tensor, names: Iterable[str], measured: TokenMetrics) -> None:
+        """One optimizer step, of gradients that are summed over ranks and clipped.
+
+        What shares no weights is clipped apart: a critic's large errors do not slow its actor. The
+        step is left out where a gradient is NaN or infinite.
+        """
+        optimizer: Any = self.optimizers()  # one, so not a list
+        optimizer.zero_grad()
+        strategy: Any = self.trainer.strategy
+        # Agents may pause, and DDP's own reduction waits for every parameter.
+        alone = isinstance(strategy, DDPStrategy)
+        with strategy.block_backward_sync() if alone else nullcontext():
+            self.manual_backward(loss)
+        norms = []
+        for part in (part for name in names for part in self.agents[name].separate_parts()):
+            parameters = [p for p in part if p.grad is not None]
+            if parameters:
+                self._sum_over_ranks(parameters)
+                most = self.max_grad_norm or float("inf")
+                norms.append(nn.utils.clip_grad_norm_(parameters, most, foreach=True))
+        norm = torch.stack(norms).max()
+        if not bool(norm.isfinite()):  # the same on all ranks, whose gradients are
+            self.leave_out(optimizer)
+            return
+        measured.add({"policy/grad_norm": norm.reshape(1)})
+        optimizer.step()
+
+    @staticmethod
+    def _sum_over_ranks(parameters: list[nn.Parameter]) -> None:
+        if world_size() == 1:
+            return
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        summed = all_sum(torch.cat([gradient.flatten() for gradient in gradients]))
+        parts = summed.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.reshape(gradient.shape))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Nothing: :meth:`step` has looked at the gradient already."""
+
+    def end_iteration(self, metrics: dict[str, float]) -> None:
+        """Count the iteration."""
+        self.iteration += 1
+
+    def validation_step(self, batch: dict[str, float], batch_idx: int) -> None:
+        """Log ``eval/*`` of episodes apart (``lightning-rl validate`` and ``test``)."""
+        self.log_dict(batch, batch_size=1, sync_dist=True)
+
+    test_step = validation_step

@@ -1,0 +1,178 @@
+"""EnvCollector: steps environments with agents, and hands out a batch of steps per iteration."""
+
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.errors import LightningRLError
+from lightning_rl.networks.actor_critic import ActorCritic
+from lightning_rl.networks.space import Space
+
+Agents = Mapping[str, ActorCritic]
+
+
+class EnvError(LightningRLError):
+    """An environment raised, gave NaN, hung, or is not what it was; names which, and where."""
+
+
+@dataclass(frozen=True)
+class EnvEpisode:
+    """A finished episode.
+
+    Args:
+        rewards: each agent's return, undiscounted; of a group the mean over its agents.
+        length: steps.
+        seed: that it was reset with; None: the environment was not seeded for it alone.
+        terminated: it came to an end by itself, and was not cut at a time limit.
+        pictures: (H, W, 3) bytes each, of every step, where it was rendered.
+    """
+
+    rewards: Mapping[str, float]
+    length: int
+    seed: int | None = None
+    terminated: bool = True
+    pictures: Sequence[Any] = ()
+
+    @property
+    def reward(self) -> float:
+        """The mean over agents."""
+        return sum(self.rewards.values()) / len(self.rewards)
+
+
+class EnvCollector(ABC):
+    """Steps a number of environments side by side.
+
+    A batch is a TensorDict with ``steps`` [E, T] and ``ends`` [M]. ``steps`` has ``done`` and
+    ``terminated`` (E, T), and per agent, under its name, ``observations`` by name, ``actions`` by
+    name, ``logprobs`` (E, T, *A) and ``rewards`` (E, T, *A); with a memory ``state`` (E, T, *A, S)
+    before each step and ``begins`` (E, T), where an episode begins. ``ends`` holds what followed
+    steps that no step follows (the last, and those at which an episode was cut): their ``place``
+    (M,), e * T + t, and per agent ``observations``.
+    """
+
+    agents: Mapping[str, Space]
+    """What each agent, or group of them, sees and does; known once it is started."""
+    finished: Sequence[EnvEpisode] = ()
+    """Episodes that came to their end in the last batch."""
+
+    @property
+    @abstractmethod
+    def exact(self) -> str:
+        """Why a run that goes on is not bit-equal to one that was never stopped; "": it is."""
+
+    @abstractmethod
+    def start(self, seed: int, first: int, num_envs: int) -> None:
+        """Make the environments; ``first`` is the place of the first among those of all ranks.
+
+        Raises:
+            ConfigError: if they cannot be made.
+        """
+
+    @abstractmethod
+    def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
+        """The next ``steps`` steps of each environment.
+
+        Raises:
+            EnvError: naming the environment and its step.
+        """
+
+    @abstractmethod
+    def play(
+        self, agents: Agents, seeds: Sequence[int], greedy: bool, render: bool = False
+    ) -> list[EnvEpisode]:
+        """One episode for each seed, beside those that are being collected from.
+
+        Args:
+            agents: who acts.
+            seeds: one per episode.
+            greedy: take the best action, not a drawn one.
+            render: keep pictures.
+
+        Raises:
+            EnvError: as ``collect``.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next batch depends on besides the agents; primitives and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of all environments."""
+
+
+class Deadline:
+    """Ends a step of an environment that takes too long: in the main thread, where signals are.
+
+    Args:
+        seconds: that one step may take.
+        what: the environments, for the message.
+    """
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self.seconds = seconds
+        self.what = what
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Watchdog is what watches then
+            return
+        before = signal.signal(signal.SIGALRM, self._expired)
+        self.again()
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def again(self) -> None:
+        """Another step begins."""
+        if threading.current_thread() is threading.main_thread():
+            signal.setitimer(signal.ITIMER_REAL, self.seconds)
+
+    def _expired(self, number: int, frame: FrameType | None) -> NoReturn:
+        raise EnvError(
+            f"{self.what}: a step took longer than max_step_seconds={self.seconds:g}; it hangs, or "
+            "raise that"
+        )
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from torch's generators from a seed on; then they are as they were."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed % 2**63)
+        yield
+
+
+def require_finite_values(what: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a batch (E, T, ...) with NaN or infinity in it.
+
+    Raises:
+        EnvError: naming the first environment and step.
+    """
+    for name, values in tensors.items():
+        if not values.is_floating_point():
+            continue
+        bad = ~values.isfinite()
+        if bool(bad.any()):
+            places = bad.reshape(*bad.shape[:2], -1).any(-1).nonzero()
+            env, step = places[places[:, 1].argmin()].tolist()
+            raise EnvError(
+                f"{what}: environment {env} gave {values[env, step].flatten().tolist()[:8]} as "
+                f"{name} at step {step} of the batch; mend it, or clip what it gives"
+            )

@@ -1,0 +1,245 @@
+"""EnvDataModule: environments behind Lightning's data interface."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from tensordict import TensorDict
+
+from lightning_rl.collect.loader import LazyLoader, limited_epoch
+from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.base import EnvModule
+from lightning_rl.envs.collector import EnvCollector, EnvEpisode
+from lightning_rl.envs.loader import EnvLoader
+from lightning_rl.envs.maker import EnvMaker
+from lightning_rl.envs.stats import episode_metrics, evaluation_metrics
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.networks.space import Space
+from lightning_rl.run import dist
+from lightning_rl.run.hooks import call_hook
+from lightning_rl.run.resume import check_early, enter_directory, leave_directory
+from lightning_rl.run.rundir import require_writable_dirs
+from lightning_rl.run.seeding import derived_seed, run_seed
+
+EVALUATION = 2**31
+"""A place for seeds of episodes apart that no environment's place is."""
+
+
+@configurable
+class EnvDataModule(LightningDataModule):
+    """Steps environments with the module's agents, one batch of steps per iteration.
+
+    Args:
+        env: the environment.
+        num_envs: how many of it are stepped side by side, on all ranks together.
+        frames_per_iteration: steps of all environments together in a batch.
+        iterations_per_epoch: iterations that Lightning counts as one epoch.
+        max_episode_length: steps after which an episode is cut; None: as the environment has it.
+        collector: what steps them; None: what suits ``env``.
+        eval_env: the environment to evaluate in; None: ``env``.
+        eval_episodes: episodes of an evaluation, always of the same seeds; 0: there is none.
+        eval_greedy: take the best action in them, not a drawn one.
+        success_reward: an episode with at least this reward counts as right; None: nothing counts.
+        max_step_seconds: after which a step of the environments hangs.
+        seed: of episodes and actions; None: ``seed_everything``'s.
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    def __init__(
+        self,
+        env: EnvMaker,
+        num_envs: int = 8,
+        frames_per_iteration: int = 1024,
+        iterations_per_epoch: int = 100,
+        max_episode_length: int | None = None,
+        collector: EnvCollector | None = None,
+        eval_env: EnvMaker | None = None,
+        eval_episodes: int = 10,
+        eval_greedy: bool = True,
+        success_reward: float | None = None,
+        max_step_seconds: float = 60.0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        require_at_least(
+            1,
+            num_envs=num_envs,
+            frames_per_iteration=frames_per_iteration,
+            iterations_per_epoch=iterations_per_epoch,
+            max_episode_length=max_episode_length,
+        )
+        require_at_least(0, eval_episodes=eval_episodes)
+        require_finite(success_reward=success_reward, max_step_seconds=max_step_seconds)
+        if max_step_seconds <= 0:
+            raise ConfigError(f"max_step_seconds={max_step_seconds} must be > 0")
+        if frames_per_iteration % num_envs:
+            raise ConfigError(
+                f"frames_per_iteration={frames_per_iteration} must be a multiple of "
+                f"num_envs={num_envs}, of which each gives as many; "
+                f"{frames_per_iteration - frames_per_iteration % num_envs or num_envs} would do"
+            )
+        self.env = env
+        self.num_envs = num_envs
+        self.frames_per_iteration = frames_per_iteration
+        self.iterations_per_epoch = iterations_per_epoch
+        self.max_episode_length = max_episode_length
+        self.eval_env = eval_env
+        self.eval_episodes = eval_episodes
+        self.eval_greedy = eval_greedy
+        self.success_reward = success_reward
+        self.max_step_seconds = max_step_seconds
+        self.seed = run_seed(seed)
+        self.collector = collector or env.collector(max_episode_length, max_step_seconds)
+        self.player = (
+            self.collector
+            if eval_env is None
+            else eval_env.collector(max_episode_length, max_step_seconds)
+        )
+        """What plays the episodes of an evaluation."""
+        self._loader: EnvLoader | None = None
+        self._loader_state: dict[str, Any] | None = None
+        self.episodes: Sequence[EnvEpisode] = ()
+        """All ranks' episodes that came to an end in the last batch."""
+
+    @property
+    def spaces(self) -> Mapping[str, Space]:
+        """What each agent sees and does; known after ``setup``."""
+        return self.collector.agents
+
+    @property
+    def steps(self) -> int:
+        """Steps of each environment in a batch."""
+        return self.frames_per_iteration // self.num_envs
+
+    @property
+    def evaluates(self) -> bool:
+        """Tell whether there are episodes to evaluate on."""
+        return self.eval_episodes > 0
+
+    nothing_to_evaluate = "set data.eval_episodes"
+
+    # ---------------------------------------------------------------- Lightning's hooks
+
+    def prepare_data(self) -> None:
+        """Before loggers make their directories: can they?"""
+        if self.trainer is not None and self.trainer.state.fn == "fit":
+            require_writable_dirs(self.trainer)
+
+    def setup(self, stage: str) -> None:
+        """Make the environments."""
+        assert self.trainer is not None
+        self._module()
+        enter_directory(self.trainer)
+        check_early(self.trainer)
+        ranks = dist.world_size()
+        if self.num_envs % ranks:
+            raise ConfigError(
+                f"num_envs={self.num_envs} must be a multiple of the {ranks} processes, of which "
+                "each steps as many"
+            )
+        own = self.num_envs // ranks
+        with dist.every_rank():
+            self.collector.start(self.seed, dist.rank() * own, own)
+            if self.player is not self.collector:
+                self.player.start(self.seed, 0, 1)
+                _require_same(self.collector.agents, self.player.agents)
+
+    def train_dataloader(self) -> EnvLoader:
+        module = self._module()
+        self._loader = EnvLoader(
+            self.collect,
+            self.collector,
+            self.iterations_per_epoch,
+            self._epoch(),
+            lambda: module.iteration,
+        )
+        if self._loader_state is not None:
+            self._loader.load_state_dict(self._loader_state)
+            self._loader_state = None
+        return self._loader
+
+    # Lightning restores a loader's own state only if the checkpoint was taken within an epoch.
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": None if self._loader is None else self._loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loader_state = state_dict["loader"]
+
+    def val_dataloader(self) -> Any:
+        # While fitting, the Evaluate callback evaluates: it also does so before training.
+        if self.trainer is not None and self.trainer.state.fn == "fit":
+            return []
+        return LazyLoader(lambda _: self.evaluate()[1], 1)
+
+    def test_dataloader(self) -> Any:
+        return LazyLoader(lambda _: self.evaluate()[1], 1)
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return batch.to(device) if isinstance(batch, TensorDict) else batch
+
+    def teardown(self, stage: str) -> None:
+        self.collector.close()
+        self.player.close()
+        if self.trainer is not None:
+            leave_directory(self.trainer)
+
+    # ---------------------------------------------------------------- collecting
+
+    def collect(self, iteration: int) -> TensorDict:
+        """This rank's share of an iteration's steps."""
+        module, trainer = self._module(), self.trainer
+        assert trainer is not None
+        call_hook(trainer, "on_collect_start")
+        begin = time.perf_counter()
+        with module.clock("generate"):
+            batch = self.collector.collect(module.agents, iteration, self.steps)
+        seconds = dist.all_reduce_max(time.perf_counter() - begin)
+        told = dist.gather(list(self.collector.finished))
+        self.episodes = [episode for share in told for episode in share]
+        module.record(episode_metrics(self.episodes, self.frames_per_iteration, seconds))
+        return batch
+
+    def evaluate(self) -> tuple[list[EnvEpisode], dict[str, float]]:
+        """Play episodes apart, always of the same seeds.
+
+        Raises:
+            ConfigError: with ``eval_episodes: 0``.
+        """
+        if not self.evaluates:
+            raise ConfigError(f"there is nothing to evaluate on; {self.nothing_to_evaluate}")
+        module = self._module()
+        seeds = [derived_seed(self.seed, EVALUATION, i) % 2**31 for i in range(self.eval_episodes)]
+        with module.clock("eval"), dist.every_rank():
+            own = dist.shard(seeds)
+            episodes = self.player.play(module.agents, own, self.eval_greedy) if own else []
+        together = dist.interleaved(dist.gather(episodes))
+        return together, evaluation_metrics(together, self.success_reward)
+
+    def _epoch(self) -> int:
+        length = self.iterations_per_epoch
+        return length if self.trainer is None else limited_epoch(self.trainer, length)
+
+    def _module(self) -> EnvModule:
+        module = None if self.trainer is None else self.trainer.lightning_module
+        if not isinstance(module, EnvModule):
+            raise ConfigError(
+                f"EnvDataModule works with an ActorCriticModule, not {type(module).__name__}; for "
+                "language models use RLDataModule"
+            )
+        return module
+
+
+def _require_same(ours: Mapping[str, Space], theirs: Mapping[str, Space]) -> None:
+    if ours.keys() != theirs.keys():
+        raise ConfigError(
+            f"data.eval_env has agents {', '.join(theirs)}, and data.env has {', '.join(ours)}"
+        )
+    for name, space in ours.items():
+        if space.observations != theirs[name].observations:
+            raise ConfigError(
+                f"data.eval_env shows agent {name!r} something else than data.env does: "
+                f"{theirs[name].observations} and {space.observations}"
+            )

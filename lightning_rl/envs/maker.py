@@ -1,0 +1,153 @@
+"""EnvMaker: what a configuration says of an environment, from which it is made."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.config.hints import did_you_mean, import_object, parameters
+from lightning_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_rl.envs.collector import EnvCollector
+
+Part = str | dict[str, Any]
+"""A class, or function, by its import path; alone, or as ``{class_path: ..., init_args: ...}``."""
+
+
+class EnvMaker(ABC):
+    """An environment by its name, not made yet.
+
+    A subclass with ``make`` is one of torchrl's; how it is collected from is ``collector``'s.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What messages and reports call it."""
+
+    @abstractmethod
+    def collector(self, max_episode_length: int | None, max_step_seconds: float) -> "EnvCollector":
+        """What steps it, unless a collector is chosen."""
+
+
+@configurable
+class TorchRLEnv(EnvMaker):
+    """Any environment of torchrl's: a class path, arguments, and transforms.
+
+    Args:
+        make: the import path of an ``EnvBase``, such as ``torchrl.envs.VmasEnv``, or of a function
+            that returns one.
+        arguments: for it.
+        transforms: behind it, in this order: ``torchrl.envs.ObservationNorm``, say, alone or with
+            ``class_path`` and ``init_args``.
+        workers: processes that step the environments; 0: this one does.
+        seeded: the environment plays the same from the same seed; False: it cannot, and a run that
+            goes on is not bit-equal.
+
+    Raises:
+        ConfigError: if there is no such class; when it is made, for what it refuses.
+    """
+
+    def __init__(
+        self,
+        make: str,
+        arguments: dict[str, Any] | None = None,
+        transforms: list[str | dict[str, Any]] | None = None,
+        workers: int = 0,
+        seeded: bool = True,
+    ) -> None:
+        self.make = make
+        self.arguments = arguments or {}
+        self.transforms = transforms or []
+        self.workers = workers
+        self.seeded = seeded
+
+    @property
+    def name(self) -> str:
+        names = ("env_name", "scenario", "task")
+        what = next(
+            (self.arguments[n] for n in names if isinstance(self.arguments.get(n), str)), ""
+        )
+        return f"{self.make.rsplit('.', 1)[-1]} {what}".strip()
+
+    def collector(self, max_episode_length: int | None, max_step_seconds: float) -> "EnvCollector":
+        from lightning_rl.envs.torchrl_collector import TorchRLCollector
+
+        return TorchRLCollector(self, max_episode_length, max_step_seconds)
+
+    def made(self) -> Any:
+        """One environment, with its transforms.
+
+        Raises:
+            ConfigError: naming the part and what it said.
+        """
+        require_installed("torchrl", "TorchRLEnv")
+        env = built(self.make, self.arguments, "data.env.make")
+        from torchrl.envs import Compose, EnvBase, TransformedEnv
+
+        if not isinstance(env, EnvBase):
+            raise ConfigError(
+                f"data.env.make: {self.make} gives {type(env).__name__}, which is no torchrl "
+                "EnvBase; for a gymnasium environment use Gym"
+            )
+        if not self.transforms:
+            return env
+        transforms = [built_part(t, f"transforms[{i}]") for i, t in enumerate(self.transforms)]
+        return TransformedEnv(env, Compose(*transforms))
+
+
+def built_part(part: Part, key: str) -> Any:
+    """What a part of a configuration stands for.
+
+    Raises:
+        ConfigError: naming the key, for a class that there is not, or arguments it does not take.
+    """
+    if isinstance(part, str):
+        return built(part, {}, key)
+    unknown = [name for name in part if name not in ("class_path", "init_args")]
+    if "class_path" not in part or unknown:
+        raise ConfigError(
+            f"{key}: expected class_path and init_args, got {', '.join(map(str, part)) or 'nothing'}"
+        )
+    return built(part["class_path"], part.get("init_args") or {}, key)
+
+
+def built(path: str, arguments: Mapping[str, Any], key: str) -> Any:
+    """Call what an import path names.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    try:
+        component = import_object(path)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    try:
+        return component(**arguments)
+    except TypeError as error:
+        known = parameters(component)
+        wrong = next((name for name in arguments if name not in known), None)
+        meant = "" if wrong is None else did_you_mean(wrong, list(known))
+        raise ConfigError(f"{key}: {path}({_shown(arguments)}): {error}{meant}") from error
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{key}: {path}({_shown(arguments)}) failed: {what}") from error
+
+
+def _shown(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r:.60}" for name, value in arguments.items())
+
+
+def require_installed(package: str, who: str, extra: str = "envs") -> None:
+    """Refuse to go on without a package.
+
+    Raises:
+        ConfigError: naming it, and how to get it.
+    """
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"{who} needs {package}, which is not installed; pip install 'lightning_rl[{extra}]'"
+        )

@@ -1,0 +1,233 @@
+"""ActorCriticModule: agents of bodies and heads that learn on policy, one batch per iteration."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.algos.kl import EntropyBonus
+from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, ValueLoss
+from lightning_rl.algos.step_kl import AdaptiveKL
+from lightning_rl.algos.steps import StepAdvantage, StepGAE
+from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.base import EnvModule
+from lightning_rl.envs.rows import Clips, Rows, minibatches, rows_of
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.learn.base import save_primitive_hparams
+from lightning_rl.networks.actor_critic import ActorCritic, joint_entropy, joint_log_prob
+from lightning_rl.networks.bodies import RecurrentBody
+from lightning_rl.networks.distributions import ActionDistribution
+from lightning_rl.run.dist import all_sum
+from lightning_rl.run.metrics import TokenMetrics
+from lightning_rl.run.seeding import derived_seed, run_seed
+
+Old = Mapping[str, ActionDistribution]
+"""An agent's distributions on all rows, by action."""
+
+
+@configurable
+class ActorCriticModule(EnvModule):
+    """Improves agents in environments from batches of steps: PPO, REINFORCE and what is between.
+
+    With several groups of agents each learns from its own rewards, values and advantages (IPPO, de
+    Witt et al. 2020); with ``Centralized`` critics it is MAPPO (Yu et al. 2022).
+
+    Args:
+        agents: by the names that the environment has for its groups; a group that is not named,
+            and the one agent of a single-agent environment, is an ``ActorCritic()``.
+        loss: policy loss; any that looks at steps alone.
+        advantage: how rewards become credit.
+        value_loss: the critic's loss.
+        entropy: bonus; None for none.
+        kl: penalty for leaving the policy that collected the batch; None for none.
+        optimizer: called with the parameter groups; in YAML any torch optimizer.
+        lr_scheduler: called with the optimizer; stepped once per iteration.
+        epochs: passes over each batch.
+        minibatches: optimizer steps per pass.
+        clips: for bodies with a memory, the pieces of episodes that they learn from.
+        max_grad_norm: clip each agent's gradient; None: leave it.
+        compile: let ``torch.compile`` make agents faster; the first iteration pays for it.
+        seed: of the order of steps; None: ``seed_everything``'s.
+
+    Raises:
+        ConfigError: for values out of range, or a loss that needs what steps do not have.
+    """
+
+    def __init__(
+        self,
+        agents: dict[str, ActorCritic] | None = None,
+        loss: PolicyLoss = PPOClip(),
+        advantage: StepAdvantage = StepGAE(),
+        value_loss: ValueLoss = ValueLoss(),
+        entropy: EntropyBonus | None = None,
+        kl: AdaptiveKL | None = None,
+        optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=3e-4, eps=1e-5, fused=True),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        epochs: int = 4,
+        minibatches: int = 4,
+        clips: Clips | None = None,
+        max_grad_norm: float | None = 0.5,
+        compile: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        require_at_least(1, epochs=epochs, minibatches=minibatches)
+        require_finite(max_grad_norm=max_grad_norm)
+        _check_loss(loss)
+        save_primitive_hparams(self)
+        self.automatic_optimization = False
+        self.given_agents = agents or {}
+        self.loss = loss
+        self.advantage = advantage
+        self.value_loss = value_loss
+        self.entropy = entropy
+        self.kl = kl
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.epochs = epochs
+        self.minibatches = minibatches
+        self.clips = clips
+        self.max_grad_norm = max_grad_norm
+        self.compile_agents = compile
+        self.seed = run_seed(seed)
+
+    # ---------------------------------------------------------------- one iteration
+
+    def training_step(self, batch: TensorDict, batch_idx: int) -> None:
+        """One iteration on a batch of steps: values and advantages, then the update."""
+        learning = [name for name, a in self.agents.items() if a.schedule.due(self.iteration)]
+        with self.clock("train"):
+            rows, metrics = {}, {}
+            for name in learning:
+                rows[name], measured = rows_of(self.agents[name], name, batch, self.advantage)
+                metrics |= self._named(name, measured)
+            metrics |= self.update(rows, tuple(batch["steps"].batch_size))
+        self.end_iteration(metrics)
+        self.record(metrics)
+
+    def update(self, rows: Mapping[str, Rows], shape: tuple[int, int]) -> dict[str, float]:
+        """Epochs x minibatches of optimisation on all agents' rows; returns metrics.
+
+        ``shape``: environments and steps of the batch.
+        """
+        measured, self.nonfinite_steps = TokenMetrics(), 0
+        old = {name: self._old(name, own) for name, own in rows.items()}
+        for epoch in range(self.epochs if rows else 0):
+            order = torch.Generator().manual_seed(derived_seed(self.seed, self.iteration, epoch))
+            some = next(iter(rows.values()))
+            for places in minibatches(some, self.minibatches, self.clips, shape, order):
+                self._optimize(rows, places, old, measured)
+        if self.lr_scheduler is not None and rows:
+            scheduler: Any = self.lr_schedulers()
+            scheduler.step()
+        return measured.compute() | {"policy/nonfinite_skipped": float(self.nonfinite_steps)}
+
+    def _optimize(
+        self,
+        rows: Mapping[str, Rows],
+        places: Tensor,
+        old: Mapping[str, Old],
+        measured: TokenMetrics,
+    ) -> None:
+        """One optimizer step on a minibatch of every agent's."""
+        losses = []
+        for name, all_rows in rows.items():
+            own = self._drawn(name, all_rows, places)
+            loss, metrics = self._loss(name, own, old[name], places)
+            losses.append(loss)
+            measured.add(self._named(name, metrics))
+        self.step(torch.stack(losses).sum() if len(losses) > 1 else losses[0], rows, measured)
+
+    def _drawn(self, name: str, rows: Rows, places: Tensor) -> Rows:
+        if isinstance(self.agents[name].body, RecurrentBody):
+            assert self.clips is not None
+            return rows.clips(places, self.clips.length)
+        return rows.at(places)
+
+    def _loss(self, name: str, rows: Rows, old: Old, places: Tensor) -> tuple[Tensor, Metrics]:
+        """An agent's loss, summed so that ranks' sum is the mean over steps; and metrics (M,)."""
+        made, values = self.agents[name](rows.observations, rows.state, rows.begins)
+        tokens = {key: value.flatten() for key, value in rows.learned.items()}
+        weights = tokens["weights"]
+        share = weights / all_sum(weights.sum()).clamp(min=1)
+        loss, metrics = self.loss(joint_log_prob(made, rows.actions).flatten(), tokens)
+        entropy = joint_entropy(made).flatten()
+        metrics = {f"policy/{key}": value for key, value in metrics.items()}
+        metrics |= {"policy/entropy": entropy.detach(), "policy/loss": loss.detach()}
+        if self.entropy is not None:
+            loss = loss - self.entropy.at(self.iteration) * entropy
+        if self.kl is not None:
+            moved = torch.stack([old[key].at(places).kl(d) for key, d in made.items()]).sum(0)
+            moved = moved.flatten()
+            metrics["policy/kl"] = moved.detach()
+            loss = loss + self.kl.value * moved
+        if self.advantage.needs_values:
+            value_loss, of_values = self.value_loss(values.flatten(), tokens)
+            metrics |= {f"value/{k.removeprefix('value_')}": v for k, v in of_values.items()}
+            loss = loss + value_loss
+        live = weights > 0
+        if not bool(live.all()):
+            metrics = {key: value[live] for key, value in metrics.items()}
+        return (loss * share).sum(), metrics
+
+    def _old(self, name: str, rows: Rows) -> dict[str, ActionDistribution]:
+        """What the agent's distributions are before the update, as far as the loss asks for it."""
+        if self.kl is None:
+            return {}
+        with torch.no_grad():
+            made, _ = self.agents[name](rows.observations)
+        return made
+
+    def _named(self, name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Metrics by name; with the agent's in it, if there are several."""
+        if len(self.agents) == 1:
+            return dict(metrics)
+        return {key.replace("/", f"/{name}/", 1): value for key, value in metrics.items()}
+
+    def end_iteration(self, metrics: dict[str, float]) -> None:
+        """Count the iteration, and let the penalty adapt."""
+        super().end_iteration(metrics)
+        measured = [value for key, value in metrics.items() if key.endswith("/kl")]
+        if self.kl is not None and measured:
+            metrics["policy/kl_coef"] = self.kl.value
+            self.kl.update(sum(measured) / len(measured))
+
+    def stateful_parts(self) -> dict[str, Any]:
+        return {} if self.kl is None else {"kl": self.kl}
+
+    def check_agents(self) -> None:
+        """Refuse agents that these settings cannot teach.
+
+        Raises:
+            ConfigError: naming agent and setting.
+        """
+        for name, agent in self.agents.items():
+            remembers = isinstance(agent.body, RecurrentBody)
+            if remembers and self.clips is None:
+                raise ConfigError(
+                    f"agent {name!r} has a memory, {type(agent.body).__name__}, and learns from "
+                    "clips of episodes; set model.clips, e.g. Clips(length=16)"
+                )
+            if remembers and self.kl is not None:
+                raise ConfigError(f"agent {name!r} has a memory, for which there is no kl; drop kl")
+            if self.clips is not None and not remembers:
+                raise ConfigError(
+                    f"model.clips are for bodies with a memory, and agent {name!r} has "
+                    f"{type(agent.body).__name__}; drop clips, or give all agents such a body"
+                )
+
+
+def _check_loss(loss: PolicyLoss) -> None:
+    """Try a loss on a step, and refuse it if it looks at more than that."""
+    one = torch.zeros(1)
+    step = {"old_logprobs": one, "advantages": one, "values": one, "returns": one, "weights": one}
+    try:
+        loss(one, step)  # type: ignore[arg-type]  # losses read it by name alone
+    except KeyError as error:
+        raise ConfigError(
+            f"loss={type(loss).__name__} looks at {error} of a rollout, which steps of an "
+            "environment do not have; use PPOClip, Surrogate, Reinforce, CISPO or SAPO"
+        ) from error

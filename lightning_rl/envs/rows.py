@@ -1,0 +1,158 @@
+"""Rows: the steps of a batch as an agent learns from them, drawn in minibatches."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.algos.steps import StepAdvantage, Steps
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.networks.actor_critic import ActorCritic
+from lightning_rl.networks.bodies import RecurrentBody
+from lightning_rl.run.dist import global_mean_std
+
+
+@configurable
+@dataclass(frozen=True)
+class Clips:
+    """Pieces of episodes that a body with a memory learns from, each from its memory at the time.
+
+    Args:
+        length: steps of a clip.
+        stride: from the begin of one to that of the next; None: ``length``, so that none overlap.
+        num_samples: how many to draw of a batch in each epoch; None: all of them.
+
+    Raises:
+        ConfigError: for values below 1; for a ``length`` that a batch does not have.
+    """
+
+    length: int = 16
+    stride: int | None = None
+    num_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least(1, length=self.length, stride=self.stride, num_samples=self.num_samples)
+
+    def places(self, environments: int, steps: int) -> Tensor:
+        """Where clips begin, as e * T + t, (N,)."""
+        if self.length > steps:
+            raise ConfigError(
+                f"Clips(length={self.length}): a batch has {steps} steps of each environment; "
+                "raise frames_per_iteration, or lower it"
+            )
+        begins = torch.arange(0, steps - self.length + 1, self.stride or self.length)
+        return (torch.arange(environments).unsqueeze(1) * steps + begins).flatten()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Steps of one agent, row by row: (N, *A, ...) each, or clips of L of them, (L, N, *A, ...)."""
+
+    observations: Mapping[str, Tensor]
+    actions: Mapping[str, Tensor]
+    learned: Mapping[str, Tensor]
+    """``old_logprobs``, ``advantages``, ``values``, ``returns`` and ``weights``, as losses take."""
+    state: Tensor | None = None
+    begins: Tensor | None = None
+
+    def at(self, places: Tensor) -> "Rows":
+        """Those rows, (M, *A, ...)."""
+        return Rows(
+            {name: value[places] for name, value in self.observations.items()},
+            {name: value[places] for name, value in self.actions.items()},
+            {name: value[places] for name, value in self.learned.items()},
+        )
+
+    def clips(self, places: Tensor, length: int) -> "Rows":
+        """Clips of ``length`` steps that begin there, (L, M, *A, ...)."""
+        assert self.state is not None and self.begins is not None
+        clips = self.at(places + torch.arange(length, device=places.device).unsqueeze(1))
+        begins = self.begins[places + torch.arange(length, device=places.device).unsqueeze(1)]
+        return Rows(clips.observations, clips.actions, clips.learned, self.state[places], begins)
+
+
+@torch.no_grad()
+def rows_of(
+    agent: ActorCritic, name: str, batch: TensorDict, advantage: StepAdvantage
+) -> tuple[Rows, dict[str, float]]:
+    """All that an agent learns from a batch, and what it says of the critic.
+
+    Raises:
+        ConfigError: if the batch lacks something.
+    """
+    steps = batch["steps"]
+    own = steps[name]
+    rewards, done, terminated = own["rewards"], steps["done"], steps["terminated"]
+    if advantage.needs_values:
+        values, following = _values(agent, name, batch)
+    else:
+        values = following = torch.zeros_like(rewards)
+    advantages, returns = advantage(Steps(rewards, values, following, terminated, done))
+    weights = torch.ones_like(rewards)
+    mask = None if agent.space is None or agent.space.mask is None else agent.space.mask
+    if mask is not None:
+        weights = own["observations", mask].reshape(rewards.shape).to(rewards.dtype)
+    spread = returns[weights > 0].var(unbiased=False)
+    error = (returns - values)[weights > 0].var(unbiased=False)
+    measured = {"value/explained_variance": float(1 - error / spread.clamp(min=1e-8))}
+    if advantage.normalize:
+        mean, std = global_mean_std(advantages[weights > 0])
+        advantages = (advantages - mean) / (std + 1e-8)
+    learned = {
+        "old_logprobs": own["logprobs"],
+        "advantages": advantages,
+        "values": values,
+        "returns": returns,
+        "weights": weights,
+    }
+    rows = Rows(
+        _flat(own["observations"]),
+        _flat(own["actions"]),
+        {key: value.flatten(0, 1) for key, value in learned.items()},
+        own["state"].flatten(0, 1) if "state" in own.keys() else None,
+        own["begins"].flatten() if "begins" in own.keys() else None,
+    )
+    return rows, (measured if advantage.needs_values else {})
+
+
+def _flat(tensors: TensorDict) -> dict[str, Tensor]:
+    return {name: value.flatten(0, 1) for name, value in tensors.items()}
+
+
+def _values(agent: ActorCritic, name: str, batch: TensorDict) -> tuple[Tensor, Tensor]:
+    """Values (E, T, *A) of what was seen before each step, and after it."""
+    own, ends = batch["steps", name], batch["ends"]
+    seen, last = dict(own["observations"].items()), dict(ends[name, "observations"].items())
+    place = ends["place"]
+    if isinstance(agent.body, RecurrentBody):
+        in_time = {n: value.transpose(0, 1) for n, value in seen.items()}
+        values = agent.values(in_time, own["state"][:, 0], own["begins"].T).transpose(0, 1)
+        before = {n: value.flatten(0, 1)[place] for n, value in seen.items()}
+        _, state = agent.body.step(before, own["state"].flatten(0, 1)[place])
+        fresh = torch.zeros(1, len(place), dtype=torch.bool, device=place.device)
+        ahead = {n: value.unsqueeze(0) for n, value in last.items()}
+        final = agent.values(ahead, state, fresh)[0]
+    else:
+        values, final = agent.values(seen), agent.values(last)
+    following = torch.zeros_like(values)
+    following[:, :-1] = values[:, 1:]
+    flat = following.flatten(0, 1)
+    flat[place] = final
+    return values, flat.reshape(following.shape)
+
+
+def minibatches(
+    rows: Rows, count: int, clips: Clips | None, shape: tuple[int, int], generator: torch.Generator
+) -> Iterator[Tensor]:
+    """Places of rows, or of clips, in a new order, cut into ``count`` parts of nearly equal size."""
+    device = rows.learned["advantages"].device
+    if clips is None:
+        order = torch.randperm(shape[0] * shape[1], generator=generator)
+    else:
+        places = clips.places(*shape)
+        drawn = torch.randperm(len(places), generator=generator)[: clips.num_samples]
+        order = places[drawn]
+    yield from order.to(device).tensor_split(count)

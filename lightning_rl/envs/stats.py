@@ -1,0 +1,53 @@
+"""Metrics of finished episodes: of a batch, and of an evaluation."""
+
+from collections.abc import Sequence
+
+from lightning_rl.envs.collector import EnvEpisode
+from lightning_rl.run.metrics import summarize
+
+
+def episode_metrics(
+    episodes: Sequence[EnvEpisode], frames: int, seconds: float
+) -> dict[str, float]:
+    """``reward/*`` and ``rollout/*`` of a batch of ``frames`` steps that took ``seconds``.
+
+    The reward of an episode is the sum of its steps'. Without one that came to its end there is
+    none to tell of.
+    """
+    metrics = {
+        "rollout/frames": float(frames),
+        "rollout/frames_per_s": frames / max(seconds, 1e-9),
+        "rollout/episodes": float(len(episodes)),
+    }
+    if episodes:
+        metrics["rollout/length_mean"] = summarize([float(e.length) for e in episodes])[0]
+        metrics["rollout/terminated_share"] = sum(e.terminated for e in episodes) / len(episodes)
+        metrics |= _rewards("reward", episodes, "")
+    return metrics
+
+
+def evaluation_metrics(
+    episodes: Sequence[EnvEpisode], success_reward: float | None
+) -> dict[str, float]:
+    """``eval/*`` of episodes apart; ``accuracy`` is the share of at least ``success_reward``."""
+    rewards = [episode.reward for episode in episodes]
+    metrics = _rewards("eval", episodes, "reward_") | {
+        "eval/reward_min": min(rewards),
+        "eval/reward_max": max(rewards),
+        "eval/length_mean": summarize([float(e.length) for e in episodes])[0],
+    }
+    if success_reward is not None:
+        right = sum(reward >= success_reward for reward in rewards)
+        metrics["eval/accuracy"] = right / len(rewards)
+    return metrics
+
+
+def _rewards(place: str, episodes: Sequence[EnvEpisode], prefix: str) -> dict[str, float]:
+    mean, std = summarize([episode.reward for episode in episodes])
+    metrics = {f"{place}/{prefix}mean": mean, f"{place}/{prefix}std": std}
+    agents = list(episodes[0].rewards)
+    if len(agents) > 1:
+        for name in agents:
+            own = [episode.rewards[name] for episode in episodes]
+            metrics[f"{place}/{name}/{prefix}mean"] = summarize(own)[0]
+    return metrics

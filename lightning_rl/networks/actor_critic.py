@@ -1,0 +1,221 @@
+"""ActorCritic: one agent, or a group of alike agents, made of bodies and heads."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.networks.bodies import Body, MLPBody, RecurrentBody, linear
+from lightning_rl.networks.distributions import ActionDistribution
+from lightning_rl.networks.policy_heads import PolicyHead, default_head
+from lightning_rl.networks.schedules import EveryIteration, UpdateSchedule
+from lightning_rl.networks.space import Space
+
+Observations = Mapping[str, Tensor]
+
+
+@configurable
+class ActorCritic(nn.Module):
+    """An agent: a body and policy heads, and for its values a body and a head.
+
+    In a group of several agents (``PettingZooWrapper``, ``VmasEnv``) all of them share it; bodies
+    such as ``PerAgent`` and ``Centralized`` change that.
+
+    Args:
+        body: makes the features that actions, and values if shared, are made of.
+        policy: a head for each action of the environment, by its name; one head where there is one
+            action. None: the usual ones for what the environment takes.
+        share_body: values are made of the same features as actions.
+        critic_body: makes the features that values are made of; None: like ``body``, with weights
+            of its own.
+        body_lr: factor on the optimizer's learning rate for ``body``.
+        actor_lr: the same for the policy heads.
+        critic_lr: the same for what only values are made of.
+        schedule: in which iterations it learns.
+        pretrained: a checkpoint of a ``SoloModule``, whose body this one begins with.
+
+    Raises:
+        ConfigError: for values out of range, or a recurrent body that is not shared.
+    """
+
+    def __init__(
+        self,
+        body: Body | None = None,
+        policy: dict[str, PolicyHead] | PolicyHead | None = None,
+        share_body: bool = False,
+        critic_body: Body | None = None,
+        body_lr: float = 1.0,
+        actor_lr: float = 1.0,
+        critic_lr: float = 1.0,
+        schedule: UpdateSchedule = EveryIteration(),
+        pretrained: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.body = body if body is not None else MLPBody()
+        factors = {"body_lr": body_lr, "actor_lr": actor_lr, "critic_lr": critic_lr}
+        require_at_least(0, **factors)
+        require_finite(**factors)
+        if share_body and critic_body is not None:
+            raise ConfigError(
+                f"share_body=true with critic_body={type(critic_body).__name__}: values come from "
+                "one of them; leave the other out"
+            )
+        if any(isinstance(b, RecurrentBody) for b in (self.body, critic_body)) and not share_body:
+            raise ConfigError(
+                "a body with a memory is shared by actor and critic; set share_body: true"
+            )
+        self._policy = (policy,)  # a tuple hides modules until they are built
+        self.share_body = share_body
+        self._critic_body = (critic_body,)
+        self.factors = factors
+        self.schedule = schedule
+        self.pretrained = pretrained
+        self.space: Space | None = None
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of its memory; 0: it has none."""
+        return self.body.state_size if isinstance(self.body, RecurrentBody) else 0
+
+    def build(self, space: Space) -> None:
+        """Make all layers.
+
+        Raises:
+            ConfigError: if a part does not fit the environment.
+        """
+        self.space = space
+        given = self._critic_body[0]
+        critic = None if self.share_body else given or copy.deepcopy(self.body)
+        features = self.body.build(space)
+        self.heads = nn.ModuleDict(self._built_heads(space, features))
+        self.critic_body = critic
+        width = features if critic is None else critic.build(space)
+        self.value_layer = linear(width, 1, 1.0)
+        if self.pretrained is not None:
+            self._take_body(Path(self.pretrained))
+
+    def _built_heads(self, space: Space, features: int) -> dict[str, PolicyHead]:
+        given = self._policy[0]
+        if isinstance(given, PolicyHead):
+            if len(space.actions) > 1:
+                raise ConfigError(
+                    f"policy={type(given).__name__}: the environment takes {len(space.actions)} "
+                    f"actions ({', '.join(space.actions)}); give a mapping with a head for each"
+                )
+            given = {next(iter(space.actions)): given}
+        heads = dict(given or {})
+        unknown = [name for name in heads if name not in space.actions]
+        if unknown:
+            raise ConfigError(
+                f"policy: the environment takes no action {unknown[0]!r}, but "
+                f"{', '.join(space.actions)}"
+            )
+        for name, kind in space.actions.items():
+            heads.setdefault(name, default_head(kind))
+            heads[name].build(features, kind)
+        return {name: heads[name] for name in space.actions}
+
+    def _take_body(self, path: Path) -> None:
+        if not path.is_file():
+            raise ConfigError(f"pretrained: {str(path)!r} does not exist")
+        weights = torch.load(path, weights_only=True, map_location="cpu")["state_dict"]
+        prefix = "agent.body."
+        own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+        ours = self.body.state_dict()
+        same = own.keys() == ours.keys() and all(own[n].shape == ours[n].shape for n in own)
+        if not same:
+            raise ConfigError(
+                f"pretrained: {str(path)!r} holds another body than {type(self.body).__name__} as "
+                "it is configured; train both with the same one"
+            )
+        self.body.load_state_dict(own)
+
+    def begin(self, environments: int) -> Tensor:
+        """An empty memory, (E, *A, S)."""
+        assert self.space is not None
+        agents = [self.space.agents] if self.space.agents else []
+        return torch.zeros(
+            environments, *agents, self.state_size, device=self.value_layer.weight.device
+        )
+
+    def act(
+        self, observations: Observations, state: Tensor | None = None
+    ) -> tuple[dict[str, ActionDistribution], Tensor | None]:
+        """Distributions of actions by name, for one step of E environments; and the memory."""
+        if state is None:
+            features = self.body(observations)
+        else:
+            features, state = self.body.step(observations, state)  # type: ignore[operator]
+        return {name: head(features, observations) for name, head in self.heads.items()}, state
+
+    def forward(
+        self, observations: Observations, state: Tensor | None = None, begins: Tensor | None = None
+    ) -> tuple[dict[str, ActionDistribution], Tensor]:
+        """Distributions of actions by name, and values (*B); of a memory, for clips of steps."""
+        if state is None:
+            features = self.body(observations)
+        else:
+            assert isinstance(self.body, RecurrentBody) and begins is not None
+            features = self.body.unroll(observations, state, begins)
+        distributions = {name: head(features, observations) for name, head in self.heads.items()}
+        return distributions, self._values_of(features, observations)
+
+    def values(
+        self, observations: Observations, state: Tensor | None = None, begins: Tensor | None = None
+    ) -> Tensor:
+        """Values (*B) alone."""
+        if self.critic_body is not None:
+            return self._values_of(None, observations)
+        if state is None:
+            return self._values_of(self.body(observations), observations)
+        assert isinstance(self.body, RecurrentBody) and begins is not None
+        return self._values_of(self.body.unroll(observations, state, begins), observations)
+
+    def _values_of(self, features: Tensor | None, observations: Observations) -> Tensor:
+        if self.critic_body is not None:
+            features = self.critic_body(observations)
+        values: Tensor = self.value_layer(features).squeeze(-1)
+        return values
+
+    def separate_parts(self) -> list[list[nn.Parameter]]:
+        """Parameters of actor and critic, apart unless they share a body."""
+        actor = [*self.body.parameters(), *self.heads.parameters()]
+        critic = list(self.value_layer.parameters())
+        if self.critic_body is None:
+            return [actor + critic]
+        return [actor, critic + list(self.critic_body.parameters())]
+
+    def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
+        """Parameters by what they are for, each with a ``name`` and its ``lr_factor``."""
+        parts = {"body": [self.body], "actor": [self.heads], "critic": [self.value_layer]}
+        if self.critic_body is not None:
+            parts["critic"].append(self.critic_body)
+        for part, modules in parts.items():
+            parameters = [p for module in modules for p in module.parameters()]
+            if parameters:
+                factor = self.factors[f"{part}_lr"]
+                yield {"params": parameters, "name": f"{name}/{part}", "lr_factor": factor}
+
+
+def sampled(distributions: Mapping[str, ActionDistribution], greedy: bool) -> dict[str, Tensor]:
+    """An action of each distribution: the best, or drawn."""
+    return {n: d.mode() if greedy else d.sample() for n, d in distributions.items()}
+
+
+def joint_log_prob(
+    distributions: Mapping[str, ActionDistribution], actions: Mapping[str, Tensor]
+) -> Tensor:
+    """Log probability of all actions of a step together, (*B,)."""
+    parts = [d.log_prob(actions[name]) for name, d in distributions.items()]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def joint_entropy(distributions: Mapping[str, ActionDistribution]) -> Tensor:
+    """Entropy of all actions of a step together, (*B,)."""
+    parts = [d.entropy() for d in distributions.values()]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)

@@ -1,0 +1,74 @@
+"""In which iterations an agent learns."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError, require_at_least
+
+
+class UpdateSchedule(ABC):
+    """Tells whether an agent learns in an iteration; in the others it only acts."""
+
+    @abstractmethod
+    def due(self, iteration: int) -> bool:
+        """Tell it for an iteration, counted from 0."""
+
+
+@dataclass(frozen=True)
+class EveryIteration(UpdateSchedule):
+    """In all of them."""
+
+    def due(self, iteration: int) -> bool:
+        return True
+
+
+@configurable
+@dataclass(frozen=True)
+class Periodic(UpdateSchedule):
+    """In every N-th iteration.
+
+    Args:
+        every: N.
+        first: the first of them.
+
+    Raises:
+        ConfigError: for ``every`` below 1 or ``first`` below 0.
+    """
+
+    every: int = 2
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(1, every=self.every)
+        require_at_least(0, first=self.first)
+
+    def due(self, iteration: int) -> bool:
+        return iteration >= self.first and (iteration - self.first) % self.every == 0
+
+
+@configurable
+@dataclass(frozen=True)
+class Alternating(UpdateSchedule):
+    """Some iterations, then as many for each of the others, in turns.
+
+    Args:
+        iterations: of a turn.
+        turn: whose turn this agent's is, from 0.
+        turns: how many agents, or sets of them, take turns.
+
+    Raises:
+        ConfigError: for values below 1, or a ``turn`` that there is not.
+    """
+
+    iterations: int = 1
+    turn: int = 0
+    turns: int = 2
+
+    def __post_init__(self) -> None:
+        require_at_least(1, iterations=self.iterations, turns=self.turns)
+        if not 0 <= self.turn < self.turns:
+            raise ConfigError(f"Alternating(turn={self.turn}) must be in [0, turns={self.turns})")
+
+    def due(self, iteration: int) -> bool:
+        return iteration // self.iterations % self.turns == self.turn

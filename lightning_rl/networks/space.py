@@ -1,0 +1,100 @@
+"""What a group of agents observes and does, in terms that networks are built from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lightning_rl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Observed:
+    """An observation: ``shape`` without environments, time and agents."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def size(self) -> int:
+        """Numbers in one of them."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """An action that is one of ``n``; ``one_hot`` if the environment wants it so."""
+
+    n: int
+    one_hot: bool = False
+
+
+@dataclass(frozen=True)
+class MultiDiscrete:
+    """Several choices at once, one of each of ``ns``."""
+
+    ns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Binary:
+    """``n`` switches, each on or off."""
+
+    n: int
+
+
+@dataclass(frozen=True, eq=False)
+class Continuous:
+    """Real numbers within bounds, (D,) each; infinite where there is none."""
+
+    low: Tensor
+    high: Tensor
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.low.numel()
+
+
+ActionKind = Discrete | MultiDiscrete | Binary | Continuous
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a group of agents sees and does.
+
+    Args:
+        observations: by name.
+        actions: by name.
+        agents: agents in the group, a dimension of all of its tensors; 0: it is one, without.
+        mask: the name of the observation that says which agents act; None: all always do.
+    """
+
+    observations: Mapping[str, Observed]
+    actions: Mapping[str, ActionKind]
+    agents: int = 0
+    mask: str | None = None
+
+    def observed(self, names: list[str] | None, what: str) -> dict[str, Observed]:
+        """The named observations, or all that hold numbers.
+
+        Raises:
+            ConfigError: if there is none of a name, or none at all.
+        """
+        if names is None:
+            found = {
+                n: o for n, o in self.observations.items() if n not in ("action_mask", self.mask)
+            }
+        else:
+            unknown = [name for name in names if name not in self.observations]
+            if unknown:
+                raise ConfigError(
+                    f"{what}: there is no observation {unknown[0]!r}; the environment has "
+                    f"{', '.join(self.observations) or 'none'}"
+                )
+            found = {name: self.observations[name] for name in names}
+        if not found:
+            raise ConfigError(f"{what}: the environment shows nothing that it could read")
+        return found
