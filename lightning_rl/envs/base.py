@@ -1,10 +1,10 @@
 """EnvModule: what modules that learn in environments have in common."""
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback
@@ -32,7 +32,7 @@ class EnvModule(RecordingModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.agents = nn.ModuleDict()
+        self.agents: Mapping[str, ActorCritic] = cast(Any, nn.ModuleDict())
 
     @property
     def described_as(self) -> str:
@@ -70,13 +70,12 @@ class EnvModule(RecordingModule):
                 f"{', '.join(spaces)}"
             )
         for name, space in spaces.items():
-            given = self.given_agents.get(name)
-            agent = ActorCritic() if given is None else deepcopy(given)
+            agent = deepcopy(self.given_agents.get(name)) or ActorCritic()
             try:
                 agent.build(space)
             except ConfigError as error:
                 raise ConfigError(f"model.agents.{name}: {error}") from error
-            self.agents[name] = agent
+            cast(nn.ModuleDict, self.agents)[name] = agent
         self.check_agents()
         if self.compile_agents:
             for agent in self.agents.values():

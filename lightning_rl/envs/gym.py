@@ -89,7 +89,7 @@ class Gym(EnvMaker):
 
 
 def _wrapped(env: Any, wrapper: Part, key: str) -> Any:
-    part = {"class_path": wrapper} if isinstance(wrapper, str) else dict(wrapper)
+    part: dict[str, Any] = {"class_path": wrapper} if isinstance(wrapper, str) else dict(wrapper)
     part["init_args"] = {"env": env} | (part.get("init_args") or {})
     return built_part(part, key)
 
@@ -311,7 +311,7 @@ class GymCollector(EnvCollector):
         steps, count = rewards.shape
         observations = {n: torch.from_numpy(b[:-1]).transpose(0, 1) for n, b in seen.items()}
         actions, logprobs = (torch.stack(parts, 1).cpu() for parts in zip(*acted, strict=True))
-        own = {
+        own: dict[str, Any] = {
             "observations": observations,
             "actions": {ACTION: actions},
             "logprobs": logprobs,

@@ -139,9 +139,8 @@ class ActorCritic(nn.Module):
         """An empty memory, (E, *A, S)."""
         assert self.space is not None
         agents = [self.space.agents] if self.space.agents else []
-        return torch.zeros(
-            environments, *agents, self.state_size, device=self.value_layer.weight.device
-        )
+        shape = (environments, *agents, self.state_size)
+        return torch.zeros(shape, device=self.value_layer.weight.device)
 
     def act(
         self, observations: Observations, state: Tensor | None = None
@@ -192,7 +191,11 @@ class ActorCritic(nn.Module):
 
     def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
         """Parameters by what they are for, each with a ``name`` and its ``lr_factor``."""
-        parts = {"body": [self.body], "actor": [self.heads], "critic": [self.value_layer]}
+        parts: dict[str, list[nn.Module]] = {
+            "body": [self.body],
+            "actor": [self.heads],
+            "critic": [self.value_layer],
+        }
         if self.critic_body is not None:
             parts["critic"].append(self.critic_body)
         for part, modules in parts.items():
