@@ -232,7 +232,7 @@ class RunReport(RLCallback):
             "iterations": module.iteration,
             "wall_s": self._wall_seconds(),
             "cpu_s": self._cpu_seconds(),
-            "model": module.model,
+            "model": module.described_as,
             "device": device_name(trainer),
             "versions": installed_versions(),
             "metrics": self.history[-1] if self.history else {},
