@@ -140,9 +140,3 @@ class EnvModule(RecordingModule):
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Count the iteration."""
         self.iteration += 1
-
-    def validation_step(self, batch: dict[str, float], batch_idx: int) -> None:
-        """Log ``eval/*`` of episodes apart (``lightning-rl validate`` and ``test``)."""
-        self.log_dict(batch, batch_size=1, sync_dist=True)
-
-    test_step = validation_step

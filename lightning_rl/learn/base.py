@@ -65,8 +65,11 @@ class FiniteStepsModule(LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = full_tensor(get_total_norm([p.grad for p in parameters if p.grad is not None]))
-        if not any_rank(not math.isfinite(float(norm))):
-            return
+        if any_rank(not math.isfinite(float(norm))):
+            self.leave_out(optimizer)
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """Let the optimizer's next step change nothing, and count it."""
         optimizer.zero_grad(set_to_none=True)  # an optimizer leaves such parameters alone
         self.nonfinite_steps += 1
         if not self._warned and rank() == 0:
