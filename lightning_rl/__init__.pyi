@@ -286,6 +286,7 @@ from lightning_rl.networks.bodies import (
     PerAgent as PerAgent,
     RecurrentBody as RecurrentBody,
 )
+from lightning_rl.networks.graph import GraphBody as GraphBody, NodeHead as NodeHead
 from lightning_rl.networks.policy_heads import (
     BernoulliHead as BernoulliHead,
     CategoricalHead as CategoricalHead,
@@ -307,6 +308,12 @@ from lightning_rl.offline.dpo import (
 )
 from lightning_rl.offline.recorded import OfflineDataModule as OfflineDataModule
 from lightning_rl.offline.sft import SFTDataModule as SFTDataModule, SFTModule as SFTModule
+from lightning_rl.protocols.base import Protocol as Protocol
+from lightning_rl.protocols.single_prover import (
+    Adp as Adp,
+    Nip as Nip,
+    SoloVerifier as SoloVerifier,
+)
 from lightning_rl.rewards.base import Rewards as Rewards
 from lightning_rl.rewards.calling import (
     RewardFailure as RewardFailure,
