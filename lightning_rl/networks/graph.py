@@ -83,18 +83,19 @@ class GraphBody(Body):
         fits = shapes["adjacency"] == (count, count) and len(shapes["exists"]) == 1
         wrong = [n for n, shape in shapes.items() if len(shape) < 1 or shape[0] != count]
         if not fits or wrong or count % self.graphs:
-            told = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+            there = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
             raise ConfigError(
                 f"GraphBody reads adjacency (K, K), nodes (K, ...) and exists (K,), with K a "
-                f"multiple of graphs={self.graphs}, and the environment shows {told}; name "
+                f"multiple of graphs={self.graphs}, and the environment shows {there}; name "
                 "others"
             )
         width, (layers, attention) = self.hidden, self.counts
         self.count = count
-        self.into = linear(found[self.names["nodes"]].size // count, width)
+        self.sizes = {name: observed.size for name, observed in found.items()}
+        self.into = linear(self.sizes[self.names["nodes"]] // count, width)
         self.layers = nn.ModuleList(_GIN(width, self.activation) for _ in range(layers))
-        marked = 0 if self.marks is None else found[self.marks].size // count
-        told = sum(found[name].size for name in self.context)
+        marked = 0 if self.marks is None else self.sizes[self.marks] // count
+        told = sum(self.sizes[name] for name in self.context)
         self.mark = linear(marked + told, width, SMALL) if marked + told else None
         self.attention = nn.ModuleList(
             _Attention(width, self.heads, self.activation) for _ in range(attention)
@@ -108,14 +109,18 @@ class GraphBody(Body):
     def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
         adjacency = observations[self.names["adjacency"]]
         batch = adjacency.shape[:-2]
-        adjacency = adjacency.reshape(-1, self.count, self.count).float()
-        exists = observations[self.names["exists"]].reshape(-1, self.count, 1).float()
-        nodes = observations[self.names["nodes"]].reshape(*exists.shape[:2], -1).float()
-        told = [observations[name].reshape(len(exists), -1).float() for name in self.context]
-        features = self.into(nodes) * exists
+        rows = batch.numel()
+        adjacency = adjacency.reshape(rows, self.count, self.count).float()
+        exists = self._of_nodes(self.names["exists"], observations, rows)
+        told = [observations[n].reshape(rows, self.sizes[n]).float() for n in self.context]
+        features = self.into(self._of_nodes(self.names["nodes"], observations, rows)) * exists
         for layer in self.layers:
             features = layer(features, adjacency, exists)
-        features = self._marked(features, observations, told) * exists
+        if self.mark is not None:
+            parts = [value.unsqueeze(1).expand(-1, self.count, -1) for value in told]
+            if self.marks is not None:
+                parts.append(self._of_nodes(self.marks, observations, rows))
+            features = (features + self.mark(torch.cat(parts, -1))) * exists
         for block in self.attention:
             features = block(features, exists)
         whole = self.whole(torch.cat([*self._pooled(features, exists), *told], -1))
@@ -123,21 +128,16 @@ class GraphBody(Body):
             whole = torch.cat([whole, features.flatten(1)], -1)
         return whole.reshape(*batch, whole.shape[-1])
 
-    def _marked(
-        self, features: Tensor, observations: Mapping[str, Tensor], told: list[Tensor]
-    ) -> Tensor:
-        if self.mark is None:
-            return features
-        parts = [value.unsqueeze(1).expand(-1, self.count, -1) for value in told]
-        if self.marks is not None:
-            parts.append(observations[self.marks].reshape(*features.shape[:2], -1).float())
-        marked: Tensor = features + self.mark(torch.cat(parts, -1))
-        return marked
+    def _of_nodes(self, name: str, observations: Mapping[str, Tensor], rows: int) -> Tensor:
+        """An observation of all nodes, (B, K, F)."""
+        width = self.sizes[name] // self.count
+        return observations[name].reshape(rows, self.count, width).float()
 
     def _pooled(self, features: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
         """Graphs' mean features, their mean (B, D), and how far they are from it (B, D)."""
-        apart = features.reshape(len(features), self.graphs, -1, self.hidden)
-        counts = exists.reshape(len(features), self.graphs, -1, 1).sum(2).clamp(min=1)
+        split = (self.graphs, self.count // self.graphs)
+        apart = features.unflatten(1, split)
+        counts = exists.unflatten(1, split).sum(2).clamp(min=1)
         means = apart.sum(2) / counts
         mean = means.mean(1)
         return mean, (means - mean.unsqueeze(1)).abs().mean(1)
@@ -174,7 +174,7 @@ class _Attention(nn.Module):
     def forward(self, features: Tensor, exists: Tensor) -> Tensor:
         rows = self.into(self.norms[0](features)).unflatten(-1, (3, self.heads, -1))
         q, k, v = rows.permute(2, 0, 3, 1, 4)
-        seen = exists.bool().reshape(len(exists), 1, 1, -1)
+        seen = exists.bool().reshape(len(exists), 1, 1, exists.shape[1])
         # A node alone sees itself where nothing exists: no row of the softmax may be empty.
         seen = seen | ~seen.any(-1, keepdim=True)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
@@ -204,21 +204,21 @@ class NodeHead(PolicyHead):
         last: name of an observation (K,) that is 1 for the node in question and 0 for others; None:
             there is none.
         alike: weight of the similarity to begin with.
-        exists: name of the observation (K,) that is 0 for padding, which is never named; None:
-            there is no padding.
+        choices: name of an observation (K,) that is 0 for nodes which are not to be named, such as
+            padding; None: any may be.
 
     Raises:
         ConfigError: if ``alike`` is not finite; when built, for features of no such body.
     """
 
     def __init__(
-        self, last: str | None = None, alike: float = 4.0, exists: str | None = "exists"
+        self, last: str | None = None, alike: float = 4.0, choices: str | None = None
     ) -> None:
         super().__init__()
         require_finite(alike=alike)
         self.last = last
         self.begin = alike
-        self.exists = exists
+        self.choices = choices
 
     def build(self, features: int, action: ActionKind) -> None:
         if not isinstance(action, Discrete):
@@ -252,6 +252,6 @@ class NodeHead(PolicyHead):
             asked = observations[self.last].unsqueeze(-1) * turned
             alike = F.cosine_similarity(turned, asked.sum(-2, keepdim=True), -1)
             logits = logits + self.alike * alike
-        if self.exists is not None:
-            logits = logits.masked_fill(observations[self.exists] == 0, -torch.inf)
+        if self.choices is not None:
+            logits = logits.masked_fill(observations[self.choices] == 0, -torch.inf)
         return Categorical(logits, self.one_hot)

@@ -53,8 +53,8 @@ class Protocol(ABC):
         self.max_message_rounds = max_message_rounds
         self.min_message_rounds = min_message_rounds
         self.turn_reward = turn_reward
-        last = torch.arange(max_message_rounds)
-        if not bool(self.can_decide(last).any()):
+        rounds = torch.arange(max_message_rounds)
+        if not bool(self.can_decide(rounds).any()):
             raise ConfigError(
                 f"{type(self).__name__}(max_message_rounds={max_message_rounds}, "
                 f"min_message_rounds={min_message_rounds}) leaves the verifier no round to decide "
@@ -110,8 +110,9 @@ class Protocol(ABC):
         verdict = torch.where(decision == right, 1.0, -1.0)
         turn = self.turn_reward * self.has_turn(now, seed)
         paid = torch.where(decided, verdict, torch.where(last, -1.0, turn))
-        rewards = self.prover_rewards(decided & (decision == REJECT), decided & (decision == ACCEPT))
-        return decided | last, {VERIFIER: paid} | rewards
+        accepted, rejected = decided & (decision == ACCEPT), decided & (decision == REJECT)
+        rewards = {VERIFIER: paid} | self.prover_rewards(rejected, accepted)
+        return decided | last, rewards
 
     def prover_rewards(self, rejected: Tensor, accepted: Tensor) -> dict[str, Tensor]:
         """What a round pays each prover, (*B,): 1 if the verifier accepts, whatever is true."""

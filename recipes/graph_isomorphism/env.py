@@ -11,7 +11,7 @@ from torchrl.envs import EnvBase
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import require_at_least
 from lightning_rl.protocols.base import VERIFIER, Protocol
-from lightning_rl.protocols.single_prover import PROVER, Nip
+from lightning_rl.protocols.single_prover import Nip
 from recipes.graph_isomorphism.data import Kind, twins
 from recipes.graph_isomorphism.views import (
     FACTS,
@@ -28,9 +28,10 @@ from recipes.graph_isomorphism.views import (
 class GraphIsomorphism(EnvBase):
     """Many interactions side by side, each about a pair of graphs (:mod:`.data`).
 
-    A message names a node; one beyond a smaller graph's nodes counts on from its first. The prover
-    sees both graphs, and all messages. The verifier sees of messages only degrees, and of a
-    question of its own and the answer what :func:`.views.claims` says. Label 1: isomorphic.
+    A message names a node; one beyond a smaller graph's nodes counts on from its first, and an
+    answer is always in the graph that was not asked about. The prover sees both graphs, and all
+    messages. The verifier sees of messages only degrees, and of a question of its own and the
+    answer what :func:`.views.claims` says. Label 1: isomorphic.
 
     Args:
         protocol: who speaks when, and what it pays.
@@ -68,11 +69,10 @@ class GraphIsomorphism(EnvBase):
         self._questions = self._asked()
         self._make_specs()
         self.round = torch.zeros(num_envs, dtype=torch.long)
+        self.messages = torch.full((num_envs, self.protocol.max_message_rounds), -1)
         self._set_seed(0)
 
-    def _take(
-        self, split: str, count: int, nodes: tuple[int, int], kind: Kind, seed: int
-    ) -> None:
+    def _take(self, split: str, count: int, nodes: tuple[int, int], kind: Kind, seed: int) -> None:
         found = twins(split, count, (int(nodes[0]), int(nodes[1])), kind, seed)
         self._all = torch.from_numpy(found.graphs).float()
         self._features = node_features(self._all)
@@ -99,9 +99,10 @@ class GraphIsomorphism(EnvBase):
             "exists": (nodes,),
             "marks": (nodes, rounds),
             "last": (nodes,),
+            "choices": (nodes,),
             "round": (rounds,),
         }
-        seen = {name: shapes for name in self.protocol.prover_names}
+        seen = dict.fromkeys(self.protocol.prover_names, shapes)
         seen[VERIFIER] = {
             "round": (rounds,),
             "said": (rounds, 2),
@@ -143,7 +144,7 @@ class GraphIsomorphism(EnvBase):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
         anew = torch.ones(self.num_envs, dtype=torch.bool)
-        if tensordict is not None and "_reset" in tensordict.keys():
+        if tensordict is not None and "_reset" in tensordict:
             anew = tensordict["_reset"].reshape(self.num_envs)
         self._deal(anew)
         return self._observed()
@@ -183,7 +184,8 @@ class GraphIsomorphism(EnvBase):
         now = self.round.clamp(max=self.protocol.max_message_rounds - 1)
         for name in self.protocol.agent_names:
             message = tensordict[name, "message"].reshape(-1)
-            node = message % self.nodes % self.size + message // self.nodes * self.nodes
+            side = torch.where(self._answering(now), 1 - self._side(now - 1), message // self.nodes)
+            node = message % self.nodes % self.size + side * self.nodes
             heard = torch.where(self.protocol.speaks(name, now), node, -1)
             old = self.messages.gather(1, now.unsqueeze(1)).squeeze(1)
             kept = torch.where(heard >= 0, heard, old)
@@ -196,6 +198,15 @@ class GraphIsomorphism(EnvBase):
             after[name, "reward"] = paid.reshape(-1, 1, 1)
         after["done"] = after["terminated"] = done.unsqueeze(-1)
         return after
+
+    def _answering(self, round: Tensor) -> Tensor:
+        """Whether a round's message answers a question, (E,)."""
+        return torch.isin(round, self._questions + 1)
+
+    def _side(self, round: Tensor) -> Tensor:
+        """Which graph a round's message is in, (E,); 0 before the first."""
+        said = self.messages.gather(1, round.clamp(min=0).unsqueeze(1)).squeeze(1)
+        return said.clamp(min=0) // self.nodes
 
     # ---------------------------------------------------------------- what is seen
 
@@ -218,13 +229,17 @@ class GraphIsomorphism(EnvBase):
     def _prover_sees(self) -> dict[str, Tensor]:
         marks = pointed_at(self.messages, self.nodes)
         last = marks.gather(2, (self.round - 1).clamp(min=0).reshape(-1, 1, 1).expand_as(marks))
-        exists = torch.arange(self.nodes) < self.size.unsqueeze(1)
+        exists = (torch.arange(self.nodes) < self.size.unsqueeze(1)).float().repeat(1, 2)
+        sides = torch.arange(2 * self.nodes) // self.nodes
+        barred = self._answering(self.round).unsqueeze(1)
+        barred = barred & (sides == self._side(self.round - 1).unsqueeze(1))
         return {
             "adjacency": union(self.graphs),
             "nodes": self.features.flatten(1, 2),
-            "exists": exists.float().repeat(1, 2),
+            "exists": exists,
             "marks": marks,
             "last": last[..., 0],
+            "choices": exists.masked_fill(barred, 0.0),
         }
 
     def _verifier_sees(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """What prover and verifier see of two graphs and of what was said, as tensors.
 
-E interactions side by side, two graphs of up to N nodes each, R rounds. A node is a number: those of
-the first graph are 0 to N - 1, of the second N to 2N - 1. A message is a node, or -1: none yet.
+E interactions side by side, two graphs of up to N nodes each, R rounds. A node is a number: those
+of the first graph are 0 to N - 1, of the second N to 2N - 1. A message is a node, or -1: none yet.
 """
 
 import torch
@@ -57,9 +57,9 @@ def claims(questions: Tensor, answers: Tensor, graphs: Tensor) -> tuple[Tensor, 
     """What a verifier learns of X questions and their answers, each (E, X).
 
     An answer in the other graph claims that its node corresponds to the one asked for. Returns
-    which are such claims, (E, X), and for each two of them (a claim with itself, too), (E, X, X, 6):
-    whether the two nodes in the first graph are the same, whether they are neighbours, how many
-    neighbours they share; and how much more each of that is in the second graph.
+    which are such claims, (E, X), and for each two of them, also of a claim with itself,
+    (E, X, X, 6): whether the two nodes in the first graph are the same, whether they are
+    neighbours, how many neighbours they share; and how much more each of that is in the second.
     """
     nodes = graphs.shape[-1]
     made = (questions >= 0) & (answers >= 0) & ((questions < nodes) != (answers < nodes))
