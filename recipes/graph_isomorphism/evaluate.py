@@ -81,6 +81,7 @@ class _Run:
     """A run's agents and environment, built again from what it wrote."""
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.config: dict[str, Any] = yaml.safe_load((directory / "config.yaml").read_text())
         self.arguments: dict[str, Any] = self._part("data", "env")["init_args"]["arguments"]
         checkpoint = directory / "checkpoints" / "last.ckpt"
@@ -93,7 +94,7 @@ class _Run:
     def env(self, **further: Any) -> GraphIsomorphism:
         return GraphIsomorphism(**(self.arguments | further))
 
-    def agents(self, trained: bool = True, **schedules: Any) -> dict[str, ActorCritic]:
+    def agents(self, trained: bool = True) -> dict[str, ActorCritic]:
         """All of them, built; ``trained`` or as they began."""
         given = parse(dict[str, ActorCritic], self._part("model", "agents"))
         seed_everything(self.config["seed_everything"], verbose=False)
@@ -124,6 +125,7 @@ class _Run:
         trainer = Trainer(
             max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=self.directory / "attack",
         )  # fmt: skip
         trainer.fit(module, data)
         return {name: module.agents[name] for name in given}
