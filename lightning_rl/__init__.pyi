@@ -130,6 +130,7 @@ from lightning_rl.callbacks import (
     WeightSync as WeightSync,
     ZeroAdvantageGuard as ZeroAdvantageGuard,
 )
+from lightning_rl.cli.trainer import RLTrainer as RLTrainer
 from lightning_rl.collect.ahead import (
     AsyncCollector as AsyncCollector,
     OneStepOffCollector as OneStepOffCollector,
