@@ -120,6 +120,7 @@ from lightning_rl.callbacks import (
     RLProgressBar as RLProgressBar,
     RolloutRecorder as RolloutRecorder,
     RolloutWriter as RolloutWriter,
+    RunArtifacts as RunArtifacts,
     RunReport as RunReport,
     SkipUpdate as SkipUpdate,
     StalenessGuard as StalenessGuard,
