@@ -184,11 +184,12 @@ class RLCLI(LightningCLI):
             refuse_flags(self.trainer)
         elif isinstance(self.model, SFTModule | DPOModule):
             refuse_precision(self.trainer, "16-mixed")
-        if isinstance(self.model, PolicyModule | SFTModule | DPOModule):
+        ours = isinstance(self.model, RecordingModule | SFTModule | DPOModule)
+        if ours and hasattr(self.model, "optimizer"):
             try:
                 check_optimizer(self.model.optimizer)
                 optimizer = self.model.optimizer([Parameter(torch.zeros(1))])
-                if self.model.lr_scheduler is not None:
+                if getattr(self.model, "lr_scheduler", None) is not None:
                     self.model.lr_scheduler(optimizer)
             except Exception as error:  # a learning rate below 0, say
                 what = f"model.init_args.optimizer, lr_scheduler: {innermost(error)}"

@@ -87,3 +87,22 @@ def test_mistakes(workplace, capsys, starts, named, message):
     assert main(["test", "--config", "good.yaml", *named]) == 2
     assert message in capsys.readouterr().err
     assert starts == []
+
+
+def test_an_agent_that_is_no_language_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # seed_everything's, put back afterwards
+    trainer = {"accelerator": "cpu", "default_root_dir": str(tmp_path), "max_epochs": 1}
+    trainer |= {"callbacks": [{"class_path": "Evaluate"}], "logger": False}
+    parts = {"model": {"class_path": "tests.walker.Walker"}, "trainer": trainer}
+    file = tmp_path / "walk.yaml"
+    file.write_text(json.dumps(parts | {"data": {"class_path": "tests.walker.Walks"}}))
+    assert main(["fit", "--config", str(file)]) == 0
+    run = tmp_path / "lightning_rl_runs" / "version_0"
+    assert {"config.yaml", "summary.json", "curves.png", "run.json"} <= {
+        p.name for p in run.iterdir()
+    }
+    capsys.readouterr()
+    assert main(["test", "--config", str(file), "--checkpoints", str(run / "checkpoints")]) == 0
+    assert capsys.readouterr().out.split()[-2:] == ["3", "1.5"]
+    assert main(["fit", "--config", str(file), "--trainer.callbacks+=WeightSync"]) == 2
+    assert "WeightSync works with language models only, and Walker" in capsys.readouterr().err
