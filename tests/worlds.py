@@ -40,8 +40,8 @@ class Remember(Walk):
     limit = 4
 
     def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.wanted = int(self.np_random.integers(0, 2))
+        gymnasium.Env.reset(self, seed=seed)
+        self.wanted, self.steps = int(self.np_random.integers(0, 2)), 0
         return self.seen(), {}
 
     def seen(self):

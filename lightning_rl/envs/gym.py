@@ -369,7 +369,7 @@ class GymCollector(EnvCollector):
                     chosen = sampled(made, greedy)[ACTION].tolist()
                     for place, action in zip(playing, chosen, strict=True):
                         if render:
-                            pictures[place].append(players[place].env.render())
+                            pictures[place].append(_picture(players[place].env, self.env.name))
                         rows[place], _, over, cut = players[place].step(action)
                         if over or cut:
                             episodes[place] = players[place].over(over)
@@ -423,6 +423,16 @@ class GymCollector(EnvCollector):
         for player in self._players:
             player.env.close()
         self._players = []
+
+
+def _picture(env: Any, name: str) -> np.ndarray:
+    picture = env.render()
+    if not isinstance(picture, np.ndarray) or picture.ndim != 3:
+        raise ConfigError(
+            f"data.env: {name} renders no picture as rgb_array, but {type(picture).__name__}; "
+            "leave EpisodePreview out"
+        )
+    return picture
 
 
 def _tensors(row: Any) -> dict[str, Tensor]:

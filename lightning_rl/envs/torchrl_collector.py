@@ -19,7 +19,7 @@ from lightning_rl.envs.collector import (
 from lightning_rl.envs.maker import require_installed
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.networks.actor_critic import joint_log_prob, sampled
-from lightning_rl.networks.space import within
+from lightning_rl.networks.space import Space, within
 from lightning_rl.run.seeding import derived_seed
 
 if TYPE_CHECKING:
@@ -120,7 +120,10 @@ class TorchRLCollector(EnvCollector):
         from torchrl.collectors import Collector
         from torchrl.envs.utils import ExplorationType
 
-        self._policy, self._steps = _Policy(agents, self._places, self._deadline), steps
+        self._policy, self._steps = (
+            _Policy(agents, self.agents, self._places, self._deadline),
+            steps,
+        )
         self._collector = Collector(
             self._envs,
             self._policy,
@@ -210,7 +213,7 @@ class TorchRLCollector(EnvCollector):
         own = getattr(self._envs, "batch_size", [len(seeds)])[0]
         native = len(self.env.made().batch_size) == 1
         envs = self._made(own if native else len(seeds))
-        policy = _Policy(agents, self._places, self._deadline)
+        policy = _Policy(agents, self.agents, self._places, self._deadline)
         episodes: list[EnvEpisode] = []
         try:
             with torch.no_grad(), self._deadline():
@@ -281,8 +284,15 @@ class TorchRLCollector(EnvCollector):
 class _Policy(nn.Module):
     """The agents, as torchrl's collector calls them: they write actions into a TensorDict."""
 
-    def __init__(self, agents: Agents, places: Mapping[str, "Places"], deadline: Deadline) -> None:
+    def __init__(
+        self,
+        agents: Agents,
+        spaces: Mapping[str, Space],
+        places: Mapping[str, "Places"],
+        deadline: Deadline,
+    ) -> None:
         super().__init__()
+        self._spaces = spaces
         self._agents = (agents,)  # a tuple hides them: they are the module's
         self._places = places
         self._deadline = deadline
@@ -317,7 +327,7 @@ class _Policy(nn.Module):
             for action, key in places.actions.items():
                 drawn = actions[action].cpu()
                 tensordict.set((*_own(name), "actions", action), drawn)
-                tensordict.set(key, within(agent.space.actions[action], drawn))
+                tensordict.set(key, within(self._spaces[name].actions[action], drawn))
             tensordict.set((*_own(name), "logprobs"), joint_log_prob(made, actions).cpu())
         return tensordict
 
