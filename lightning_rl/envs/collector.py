@@ -14,10 +14,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.errors import LightningRLError
-from lightning_rl.networks.actor_critic import ActorCritic
+from lightning_rl.networks.agent import EnvAgent
 from lightning_rl.networks.space import Space
 
-Agents = Mapping[str, ActorCritic]
+Agents = Mapping[str, EnvAgent]
 
 
 class EnvError(LightningRLError):

@@ -198,6 +198,9 @@ class ActorCriticModule(EnvModule):
     def stateful_parts(self) -> dict[str, Any]:
         return {} if self.kl is None else {"kl": self.kl}
 
+    def default_agent(self) -> ActorCritic:
+        return ActorCritic()
+
     def check_agents(self) -> None:
         """Refuse agents that these settings cannot teach.
 
