@@ -155,7 +155,11 @@ def seeded(seed: int) -> Iterator[None]:
     """Draw from torch's generators from a seed on; then they are as they were."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(seed % 2**63)
+        # torch.manual_seed would take longer than a step, and keep a traceback of every call for a
+        # GPU that is not used yet.
+        torch.default_generator.manual_seed(seed % 2**63)
+        if devices:
+            torch.cuda.manual_seed_all(seed % 2**63)
         yield
 
 

@@ -40,6 +40,8 @@ class Polyak(TargetUpdate):
     def __call__(self, target: nn.Module, source: nn.Module, updates: int) -> None:
         ours, theirs = list(target.parameters()), list(source.parameters())
         torch._foreach_lerp_(ours, theirs, self.tau)
+        for own, other in zip(target.buffers(), source.buffers(), strict=True):
+            own.copy_(other)
 
 
 @configurable
