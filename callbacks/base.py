@@ -4,8 +4,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tensordict import TensorDict
 
 from lightning_rl.algos.objective import Decision
+from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.base import RecordingModule
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import datamodule_of
@@ -17,10 +19,12 @@ class RLCallback(Callback):
     ``self.log`` is not available in these hooks; use ``pl_module.record({...})``.
 
     ``reruns`` is True for a callback that has a say in what is learned: ``lightning-rl rerun``
-    lets it take part again, and no other.
+    lets it take part again, and no other. ``language_only`` is True for one that makes nothing of
+    agents that are no language models: their runs are refused with it.
     """
 
     reruns = False
+    language_only = False
 
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before an iteration's rollouts are generated."""
@@ -50,29 +54,57 @@ class RLCallback(Callback):
     ) -> None:
         """Called with all that was recorded for an iteration (also for 0: before training)."""
 
-    def module_of(self, pl_module: LightningModule) -> PolicyModule:
-        """A hook's ``pl_module``, by its type.
+    def module_of(self, pl_module: LightningModule) -> RecordingModule:
+        """A hook's ``pl_module``, by its type: whatever counts iterations.
 
         Raises:
-            ConfigError: if it is another, as in supervised training.
+            ConfigError: if it does not, as in supervised training.
+        """
+        if not isinstance(pl_module, RecordingModule):
+            raise ConfigError(
+                f"{type(self).__name__} needs a module that counts iterations, such as "
+                f"PolicyModule, not {type(pl_module).__name__}; remove the callback for supervised "
+                "training"
+            )
+        return pl_module
+
+    def policy_module_of(self, pl_module: LightningModule) -> PolicyModule:
+        """The same, where the callback needs a language model.
+
+        Raises:
+            ConfigError: if it is another.
         """
         if not isinstance(pl_module, PolicyModule):
             raise ConfigError(
                 f"{type(self).__name__} needs a PolicyModule, not {type(pl_module).__name__}; "
-                "remove the callback for supervised training"
+                "remove the callback, which is for language models that learn from rollouts"
             )
         return pl_module
 
-    def data_of(self, trainer: Trainer) -> RLDataModule:
-        """The run's data module, by its type.
+    def data_of(self, trainer: Trainer) -> CollectingDataModule:
+        """The run's data module, by its type: whatever collects and evaluates.
 
         Raises:
-            ConfigError: if it is another, as in supervised training.
+            ConfigError: if it does not, as in supervised training.
+        """
+        datamodule = datamodule_of(trainer)
+        if not isinstance(datamodule, CollectingDataModule):
+            raise ConfigError(
+                f"{type(self).__name__} needs a data module that collects, such as RLDataModule, "
+                f"not {type(datamodule).__name__}; remove the callback for supervised training"
+            )
+        return datamodule
+
+    def rl_data_of(self, trainer: Trainer) -> RLDataModule:
+        """The same, where the callback needs prompts, rewards or an engine.
+
+        Raises:
+            ConfigError: if it is another.
         """
         datamodule = datamodule_of(trainer)
         if not isinstance(datamodule, RLDataModule):
             raise ConfigError(
                 f"{type(self).__name__} needs an RLDataModule, not {type(datamodule).__name__}; "
-                "remove the callback for supervised training"
+                "remove the callback, which is for language models that learn from rollouts"
             )
         return datamodule

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from tensordict import TensorDict
+from torch.optim import Optimizer
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.early_stopping import Monitor
@@ -24,8 +25,8 @@ from lightning_rl.errors import (
     RunInterrupted,
     require_at_least,
 )
+from lightning_rl.learn.base import RecordingModule
 from lightning_rl.models.soundness import require_finite_weights
-from lightning_rl.module import PolicyModule
 from lightning_rl.run.checkpoint_io import (
     BackgroundCheckpointIO,
     VerifiedCheckpointIO,
@@ -116,7 +117,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self._directory = output_path(trainer, self._given, "checkpoints")
         if stage != "fit":
             return
-        if not isinstance(pl_module, PolicyModule):
+        if not isinstance(pl_module, RecordingModule):
             raise ConfigError(
                 f"IterationCheckpoint counts RL iterations, which {type(pl_module).__name__} has "
                 "none of; use ModelCheckpoint"
@@ -154,10 +155,21 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fresh = False
 
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._fresh = False
+
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
         self._updating, self._fresh = self.module_of(pl_module).iteration, False
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        # Of a module that announces no update, too.
+        self._updating = self.module_of(pl_module).iteration
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -202,7 +214,9 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
 
     # ---------------------------------------------------------------- saving
 
-    def _may_save(self, trainer: Trainer, module: PolicyModule, exception: BaseException) -> bool:
+    def _may_save(
+        self, trainer: Trainer, module: RecordingModule, exception: BaseException
+    ) -> bool:
         if self._fresh or isinstance(exception, CheckpointError | KeyboardInterrupt):
             return False
         if self._updating == module.iteration:  # the optimizer may have stepped or not
@@ -214,7 +228,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         # An error is one process's own; the others would wait for it in vain.
         return trainer.world_size == 1 or isinstance(exception, RunInterrupted)
 
-    def _save(self, trainer: Trainer, module: PolicyModule) -> None:
+    def _save(self, trainer: Trainer, module: RecordingModule) -> None:
         before, name = self.saved, f"iteration_{module.iteration}.ckpt"
         require_finite_weights(module, f"saved as {self._directory / name}")
         self.saved = [*(old for old in before if old != name), name]
@@ -235,7 +249,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         finally:
             self._interrupts.remove()
 
-    def _rank(self, module: PolicyModule) -> bool:
+    def _rank(self, module: RecordingModule) -> bool:
         """Remember this iteration if it is among the best so far; tell whether it is."""
         value = None if self.monitor is None else module.recorded.get(self.monitor)
         if value is None or not math.isfinite(value):

@@ -12,12 +12,14 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.early_stopping import StopEarly
 from lightning_rl.callbacks.learning_alarms import LearningAlarms
 from lightning_rl.callbacks.progress import RLProgressBar
 from lightning_rl.callbacks.report import RunReport
 from lightning_rl.callbacks.weight_sync import WeightSync
 from lightning_rl.datamodule import RLDataModule
+from lightning_rl.errors import ConfigError
 from lightning_rl.run.hooks import callbacks_of, datamodule_of, find_callbacks, is_fast_dev_run
 
 
@@ -82,8 +84,19 @@ def rl_callbacks(trainer: Trainer) -> list[Callback]:
 
 
 def env_callbacks(trainer: Trainer) -> list[Callback]:
-    """Callbacks of a run in environments."""
-    return own_display(trainer)
+    """Callbacks of a run whose policy is no language model, and so has no engine.
+
+    Raises:
+        ConfigError: if there is one that works with language models only.
+    """
+    for callback in find_callbacks(trainer, RLCallback):
+        if callback.language_only:
+            module = type(trainer.lightning_module).__name__
+            raise ConfigError(
+                f"{type(callback).__name__} works with language models only, and "
+                f"{module} trains none; remove the callback"
+            )
+    return [*StopEarly.where_needed(trainer), *default_callbacks(trainer)]
 
 
 def push_weights(trainer: Trainer) -> None:

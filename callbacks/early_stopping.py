@@ -55,7 +55,7 @@ class StopEarly(RLCallback):
     """Lets every ``EarlyStopping`` look at the rows of metrics that hold its monitor.
 
     Lightning's own looks at the end of epochs, or after a validation loop, which RL has none of.
-    One with ``check_on_train_epoch_end=True`` stays as it is. ``PolicyModule`` adds this callback.
+    One with ``check_on_train_epoch_end=True`` stays as it is. ``fit`` adds this callback.
 
     Raises:
         ConfigError: if nobody records a monitor.

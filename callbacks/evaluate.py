@@ -6,10 +6,10 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.weight_sync import WeightSync
+from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.config.arguments import configurable
-from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
-from lightning_rl.module import PolicyModule
+from lightning_rl.learn.base import RecordingModule
 from lightning_rl.run.hooks import datamodule_of, find_callbacks
 
 
@@ -40,8 +40,14 @@ class Evaluate(RLCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         datamodule = datamodule_of(trainer)
-        if not isinstance(datamodule, RLDataModule) or datamodule.eval_prompts is None:
-            raise ConfigError("Evaluate has nothing to evaluate on; set data.eval_prompts")
+        if not isinstance(datamodule, CollectingDataModule):
+            raise ConfigError(
+                f"Evaluate has nothing to evaluate on: {type(datamodule).__name__} collects "
+                "nothing; remove the callback"
+            )
+        if not datamodule.evaluates:
+            fix = datamodule.nothing_to_evaluate
+            raise ConfigError(f"Evaluate has nothing to evaluate on; {fix}")
         if stage == "fit":
             check_evaluations(trainer)
         self._evaluated = None
@@ -75,7 +81,7 @@ class Evaluate(RLCallback):
             return self.before_training
         return version % self.every_n_iterations == 0 or is_last(trainer, version)
 
-    def evaluate(self, trainer: Trainer, module: PolicyModule) -> None:
+    def evaluate(self, trainer: Trainer, module: RecordingModule) -> None:
         """Roll out the held-out prompts with the present weights, and record what came of it."""
         for sync in find_callbacks(trainer, WeightSync):
             sync.catch_up(trainer, module)

@@ -23,6 +23,8 @@ class HFExport(RLCallback):
         NonFiniteWeightsError: if the weights are NaN or infinite; what was there stays.
     """
 
+    language_only = True
+
     def __init__(self, directory: str | None = None) -> None:
         self.directory = directory
 

@@ -18,6 +18,7 @@ from lightning_rl.algos.objective import Decision
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, GuardError, require_at_least, require_finite
+from lightning_rl.learn.base import RecordingModule
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.dist import gather
 
@@ -32,7 +33,7 @@ class Finding:
     tokens, (T,), broke the bound by themselves.
     """
 
-    module: PolicyModule
+    module: RecordingModule
     batch: TensorDict | None
     offenders: Callable[[], Tensor]
     reason: str
@@ -173,7 +174,7 @@ class Guard(RLCallback, ABC):
         raise NotImplementedError
 
     def judge(
-        self, module: PolicyModule, value: float | None, batch: TensorDict | None
+        self, module: RecordingModule, value: float | None, batch: TensorDict | None
     ) -> Decision | None:
         """Record a value, and act on it; all ranks have to come here, with a value or None."""
         values = [v for v in gather(value) if v is not None]
@@ -198,6 +199,7 @@ class Guard(RLCallback, ABC):
 
         def offenders() -> Tensor:
             assert batch is not None
+            assert isinstance(module, PolicyModule)  # only a BatchGuard's batch comes here
             return self.offenders(module, batch)
 
         return self.action.act(Finding(module, batch, offenders, reason))
@@ -213,6 +215,7 @@ class BatchGuard(Guard, ABC):
     """A guard of what is about to be trained on; every action is in time. Override ``measure``."""
 
     before_update = True
+    language_only = True
 
     @abstractmethod
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
@@ -224,7 +227,7 @@ class BatchGuard(Guard, ABC):
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> Decision | None:
-        module = self.module_of(pl_module)
+        module = self.policy_module_of(pl_module)
         return self.judge(module, self.measure(module, batch), batch)
 
 

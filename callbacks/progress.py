@@ -12,13 +12,14 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.report import headline
 from lightning_rl.config.arguments import configurable
-from lightning_rl.module import PolicyModule
+from lightning_rl.learn.base import RecordingModule
 
 LABELS = {
     "reward/mean": "reward",
     "eval/accuracy": "accuracy",
     "eval/reward_mean": "held-out reward",
     "rollout/tokens_per_s": "tok/s",
+    "rollout/frames_per_s": "frames/s",
 }
 
 
@@ -50,7 +51,7 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if isinstance(pl_module, PolicyModule):
+        if isinstance(pl_module, RecordingModule):
             pl_module.clock.listeners.append(self._show_stage)
 
     def on_train_epoch_start(self, trainer: Trainer, *arguments: Any) -> None:
@@ -69,7 +70,7 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if isinstance(pl_module, PolicyModule):
+        if isinstance(pl_module, RecordingModule):
             return
         batch, last = batch_idx + 1, trainer.num_training_batches
         if batch % max(self.refresh_rate, trainer.log_every_n_steps, 1) == 0 or batch == last:  # type: ignore[attr-defined]
@@ -102,7 +103,8 @@ def draws() -> bool:
 
 
 def _figures(metrics: Mapping[str, Any]) -> dict[str, str]:
-    names = dict.fromkeys(["reward/mean", *headline([metrics]), "rollout/tokens_per_s"])
+    speeds = ("rollout/tokens_per_s", "rollout/frames_per_s")
+    names = dict.fromkeys(["reward/mean", *headline([metrics]), *speeds])
     known = {name: float(metrics[name]) for name in names if name in metrics}
     return {LABELS[n]: f"{v:.3g}" if abs(v) < 1000 else f"{v:,.0f}" for n, v in known.items()}
 

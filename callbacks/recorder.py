@@ -36,6 +36,7 @@ class RolloutSelection(RLCallback, ABC):
     """
 
     NAME: ClassVar[str]
+    language_only = True
 
     def __init__(self, every_n_iterations: int) -> None:
         self.every_n_iterations = every_n_iterations
@@ -111,7 +112,7 @@ class RolloutRecorder(RolloutSelection):
         self.num_groups = num_groups
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        tokenizer = self.module_of(pl_module).loaded_policy.tokenizer
+        tokenizer = self.policy_module_of(pl_module).loaded_policy.tokenizer
         self._pieces = TokenPieces(
             lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         )
@@ -119,7 +120,7 @@ class RolloutRecorder(RolloutSelection):
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
-        module = self.module_of(pl_module)
+        module = self.policy_module_of(pl_module)
         if not self.is_due(module.iteration):
             return
         collected = collected_rollouts(trainer)
@@ -169,12 +170,14 @@ class RerunRecorder(RLCallback):
             another callback recorded it and its version is in a checkpoint, an iteration cannot.
     """
 
+    language_only = True
+
     def __init__(self, rollouts: bool = True) -> None:
         self.rollouts = rollouts
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:  # also of a former run in this directory
-            RerunLog(run_dir(trainer)).forget_after(self.module_of(pl_module).iteration)
+            RerunLog(run_dir(trainer)).forget_after(self.policy_module_of(pl_module).iteration)
         trainer.strategy.barrier()
         self.on_iteration_end(trainer, pl_module, {})
 
@@ -183,13 +186,15 @@ class RerunRecorder(RLCallback):
     ) -> None:
         if self.rollouts:
             log, rollouts = RerunLog(run_dir(trainer)), collected_rollouts(trainer)
-            log.write_rollouts(self.module_of(pl_module).iteration, trainer.global_rank, rollouts)
+            log.write_rollouts(
+                self.policy_module_of(pl_module).iteration, trainer.global_rank, rollouts
+            )
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
         # On every rank: sharded weights are gathered.
-        made = outcome(trainer, self.module_of(pl_module), metrics)
+        made = outcome(trainer, self.policy_module_of(pl_module), metrics)
         if trainer.is_global_zero:
             RerunLog(run_dir(trainer)).write_outcome(made)
 
@@ -256,6 +261,8 @@ class RolloutWriter(RLCallback):
         DataError: if the file holds something else.
     """
 
+    language_only = True
+
     def __init__(self, path: str) -> None:
         self.path = path
         self.file = open_rollouts(path)
@@ -276,7 +283,7 @@ class RolloutWriter(RLCallback):
         return 0 if progress is None else int(progress["iterations"])
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        datamodule = self.data_of(trainer)
+        datamodule = self.rl_data_of(trainer)
         if trainer.world_size > 1:
             raise ConfigError(
                 f"rollouts are written by one process, not by {trainer.world_size}; set "
@@ -285,7 +292,7 @@ class RolloutWriter(RLCallback):
         progress = self.file.recover()
         if progress is None:
             return
-        for name, value in _origin(datamodule, self.module_of(pl_module)).items():
+        for name, value in _origin(datamodule, self.policy_module_of(pl_module)).items():
             if progress["origin"][name] != value:
                 raise ConfigError(
                     f"{self.file.path} was written with {name}={progress['origin'][name]!r}, now "
@@ -303,11 +310,11 @@ class RolloutWriter(RLCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        datamodule = self.data_of(trainer)
+        datamodule = self.rl_data_of(trainer)
         iteration = datamodule.first_iteration + batch_idx
         progress = {
             "iterations": iteration + 1,
-            "origin": _origin(datamodule, self.module_of(pl_module)),
+            "origin": _origin(datamodule, self.policy_module_of(pl_module)),
             "state": datamodule.rollout_state(),
         }
         self.file.append(outputs, iteration, progress)

@@ -33,6 +33,9 @@ def headline(rows: Sequence[Mapping[str, float]]) -> list[str]:
     rewarded the two are the same; where no reward reaches ``success_reward``, or each does, an
     accuracy says nothing. Without an evaluation: the mean reward of what was trained on.
     """
+    held_out = [name for name in ("eval/accuracy", "eval/reward_mean") if _any(rows, name)]
+    if len(held_out) == 1:  # environments tell of rewards alone
+        return held_out
     pairs = [
         (float(row["eval/accuracy"]), float(row["eval/reward_mean"]))
         for row in rows
@@ -115,7 +118,7 @@ def _draw_times(axes: Any, history: Sequence[Row], shown: Sequence[str]) -> None
     parts = (*STAGES, "other")
     bottom = [0.0] * len(rows)
     for part in parts:
-        heights = [max(row[f"time/{part}"], 0.0) for row in rows]
+        heights = [max(row.get(f"time/{part}", 0.0), 0.0) for row in rows]
         axes.bar([row["iteration"] for row in rows], heights, 1.0, bottom, label=part)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.legend(ncols=len(parts), fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
@@ -128,7 +131,7 @@ def _line(axes: Any, history: Sequence[Row], name: str, style: str, **options: A
     axes.grid(alpha=0.3)
 
 
-def _any(history: Sequence[Row], name: str) -> bool:
+def _any(history: Sequence[Mapping[str, float]], name: str) -> bool:
     return any(name in row for row in history)
 
 
@@ -149,8 +152,8 @@ class RunReport(RLCallback):
 
     "Before" is an evaluation of the policy that the run began with, "after" one of that which it
     ended with; without one they are null. A resumed run goes on with rows and times from where its
-    checkpoint was taken. A ``fit`` of a ``PolicyModule`` with a data module adds this callback, if
-    it is not among the trainer's.
+    checkpoint was taken. A ``fit`` with a data module that collects adds this callback, if it is
+    not among the trainer's.
     """
 
     def __init__(self) -> None:
@@ -232,7 +235,7 @@ class RunReport(RLCallback):
             "iterations": module.iteration,
             "wall_s": self._wall_seconds(),
             "cpu_s": self._cpu_seconds(),
-            "model": module.model,
+            "model": module.described_as,
             "device": device_name(trainer),
             "versions": installed_versions(),
             "metrics": self.history[-1] if self.history else {},

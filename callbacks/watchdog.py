@@ -9,7 +9,7 @@ from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.config.arguments import configurable
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, StalledError
-from lightning_rl.module import PolicyModule
+from lightning_rl.learn.base import RecordingModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.run.hooks import datamodule_of
 from lightning_rl.run.loop import (
@@ -68,14 +68,14 @@ class Watchdog(RLCallback):
     ) -> None:
         self._end.set()
 
-    def _watch(self, module: PolicyModule, file: Path, end: threading.Event) -> None:
+    def _watch(self, module: RecordingModule, file: Path, end: threading.Event) -> None:
         while not end.wait(min(self.timeout_s / 4, 5.0)):
             # A push has time limits of its own.
             if module.clock.stage != "sync" and stalled_seconds() > self.timeout_s:
                 self._stop(module, file)
                 return
 
-    def _stop(self, module: PolicyModule, file: Path) -> None:
+    def _stop(self, module: RecordingModule, file: Path) -> None:
         loop, thread = background_loop(), loop_thread()
         assert thread is not None
         blocked = replace_loop_if_blocked(min(self.timeout_s, TURN_S))

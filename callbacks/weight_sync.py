@@ -49,6 +49,8 @@ class WeightSync(RLCallback):
             probe fails.
     """
 
+    language_only = True
+
     def __init__(
         self,
         transport: WeightTransport | None = None,
@@ -71,7 +73,7 @@ class WeightSync(RLCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._pushed = None  # the engine may be another, and so may weights of the same version
-        datamodule = self.data_of(trainer)
+        datamodule = self.rl_data_of(trainer)
         if stage == "fit":
             schedules = [sync.schedule for sync in find_callbacks(trainer, WeightSync)]
             check_sync(schedules, datamodule.collector)
@@ -104,12 +106,12 @@ class WeightSync(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # The batch is collected; the push at its end wakes the engine.
-        self.data_of(trainer).engine.sleep()
+        self.rl_data_of(trainer).engine.sleep()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        datamodule, module = self.data_of(trainer), self.module_of(pl_module)
+        datamodule, module = self.rl_data_of(trainer), self.policy_module_of(pl_module)
         wanted = self.schedule.should_sync(datamodule.sync_state(module.iteration))
         # All ranks push together: as soon as one engine needs new weights.
         if any_rank(wanted and drives_engine(datamodule.engine)):
@@ -120,12 +122,12 @@ class WeightSync(RLCallback):
 
         Call it on all ranks, while no update is under way.
         """
-        if self._pushed != self.module_of(pl_module).iteration:
+        if self._pushed != self.policy_module_of(pl_module).iteration:
             self.sync(trainer, pl_module)
 
     def sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pause, push, verify, resume; then tell the other callbacks."""
-        datamodule, module = self.data_of(trainer), self.module_of(pl_module)
+        datamodule, module = self.rl_data_of(trainer), self.policy_module_of(pl_module)
         policy, version = module.loaded_policy, module.iteration
         call_hook(trainer, "on_sync_start")
         with every_rank():
@@ -143,7 +145,7 @@ class WeightSync(RLCallback):
         call_hook(trainer, "on_weights_synced", version)
 
     def _verify(self, trainer: Trainer, module: PolicyModule) -> None:
-        datamodule, policy = self.data_of(trainer), module.loaded_policy
+        datamodule, policy = self.rl_data_of(trainer), module.loaded_policy
         engine, temperature = datamodule.engine, datamodule.sampling.temperature
         # Prompts leave room for no more than that.
         tokens = min(2, datamodule.sampling.max_tokens)

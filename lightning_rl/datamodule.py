@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tensordict import TensorDict
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.collect.ahead import WorkingAhead
+from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.checks import (
     check_branching,
     check_collecting,
@@ -51,7 +51,7 @@ from lightning_rl.run.dist import announced
 from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.loop import run_async
 from lightning_rl.run.resume import check_early, enter_directory, leave_directory
-from lightning_rl.run.rundir import output_path, require_writable_dirs
+from lightning_rl.run.rundir import output_path
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
 
@@ -60,7 +60,7 @@ STOP_SECONDS = 10.0
 
 
 @configurable(train_prompts=prompts_of, eval_prompts=prompts_of, expert_prompts=prompts_of)
-class RLDataModule(LightningDataModule):
+class RLDataModule(CollectingDataModule):
     """Collects graded rollouts, one batch of groups per iteration.
 
     Args:
@@ -100,6 +100,8 @@ class RLDataModule(LightningDataModule):
     Raises:
         ConfigError: for values out of range.
     """
+
+    nothing_to_evaluate = "set data.eval_prompts"
 
     def __init__(
         self,
@@ -234,11 +236,6 @@ class RLDataModule(LightningDataModule):
         return list(dict.fromkeys(task.rewards for task in tasks))
 
     # ---------------------------------------------------------------- Lightning's hooks
-
-    def prepare_data(self) -> None:
-        """Before loggers make their directories: can they?"""
-        if self.trainer is not None and self.trainer.state.fn == "fit":
-            require_writable_dirs(self.trainer)
 
     def setup(self, stage: str) -> None:
         """Load prompts and start the engine, after Lightning has made its process group."""
@@ -420,15 +417,6 @@ class RLDataModule(LightningDataModule):
         self._loader_state = state_dict["loader"]
         _load_states(state_dict, buffer=self.buffer, experts=self.expert_prompts)
 
-    def val_dataloader(self) -> Any:
-        # While fitting, the Evaluate callback evaluates: it also does so before training.
-        if self.trainer is not None and self.trainer.state.fn == "fit":
-            return []
-        return LazyLoader(lambda _: self.evaluate()[1], 1)
-
-    def test_dataloader(self) -> Any:
-        return LazyLoader(lambda _: self.evaluate()[1], 1)
-
     def predict_dataloader(self) -> Any:
         """Batches of graded rollouts, as ``lightning-rl rollout`` runs through."""
         return LazyLoader(
@@ -512,6 +500,10 @@ class RLDataModule(LightningDataModule):
         """Let it go on with them."""
         run_async(self._ready_batches().collector.after_sync())
 
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_prompts is not None
+
     def evaluate(self) -> tuple[list[Rollout], dict[str, float]]:
         """Roll out and grade the held-out prompts, always with the same seeds.
 
@@ -519,7 +511,7 @@ class RLDataModule(LightningDataModule):
             ConfigError: without ``eval_prompts``, or if one of ``eval_metrics`` fails.
         """
         if self.eval_prompts is None:
-            raise ConfigError("there is nothing to evaluate on; set data.eval_prompts")
+            raise ConfigError(f"there is nothing to evaluate on; {self.nothing_to_evaluate}")
         module = self._module()
         groups = self.held_out_groups(self.eval_limit)
         with module.clock("eval"), self._ready_batches().yielding():

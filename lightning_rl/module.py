@@ -203,6 +203,11 @@ class PolicyModule(StreamingLoop):
 
     # ---------------------------------------------------------------- set-up
 
+    @property
+    def described_as(self) -> str:
+        """Directory or hub name of the model."""
+        return str(self.model)
+
     def configure_callbacks(self) -> list[Callback]:
         """Refuse what this training cannot do of Lightning's; add what every run has.
 
@@ -500,12 +505,6 @@ class PolicyModule(StreamingLoop):
             if penalty is not None and measured in metrics:
                 metrics[f"{measured}_coef"] = penalty.coef
                 penalty.coefficient.update(metrics[measured])
-
-    def validation_step(self, batch: dict[str, float], batch_idx: int) -> None:
-        """Log ``eval/*`` of the held-out rollouts (``lightning-rl validate`` and ``test``)."""
-        self.log_dict(batch, batch_size=1, sync_dist=True)
-
-    test_step = validation_step
 
     def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[Rollout]:
         """Collected rollouts as they are (``lightning-rl rollout``)."""

@@ -24,6 +24,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.cli.parser import RLArgumentParser, trainer_help
 from lightning_rl.cli.trust import require_trusted, require_trusted_classes, split_options
+from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.checks import check_sync
 from lightning_rl.config import names
 from lightning_rl.config.hints import import_object
@@ -100,7 +101,7 @@ class RLTrainer(Trainer):
 
 
 class RLCLI(LightningCLI):
-    """``fit``, ``validate``, ``test`` and ``rollout`` with any PolicyModule and data module."""
+    """``fit``, ``validate``, ``test`` and ``rollout`` with any module and data module."""
 
     def __init__(self, args: list[str]) -> None:
         super().__init__(
@@ -185,12 +186,11 @@ class RLCLI(LightningCLI):
         off = off or config["fast_dev_run"]
         if isinstance(self.model, RecordingModule) and lacks(Checkpoint) and not off:
             callbacks = [*callbacks, IterationCheckpoint()]
-        generates = isinstance(self.datamodule, RLDataModule)
-        if generates and lacks(Watchdog):
+        if isinstance(self.datamodule, CollectingDataModule) and lacks(Watchdog):
             callbacks = [*callbacks, Watchdog()]
-        collects = generates or isinstance(self.datamodule, OfflineDataModule)
+        has_rollouts = isinstance(self.datamodule, RLDataModule | OfflineDataModule)
         unlogged = config["logger"] is False or config["fast_dev_run"]
-        if collects and lacks(RerunRecorder) and not unlogged:
+        if has_rollouts and lacks(RerunRecorder) and not unlogged:
             callbacks = [*callbacks, RerunRecorder()]
         return super()._instantiate_trainer(config, callbacks)
 
@@ -247,6 +247,7 @@ class RLCLI(LightningCLI):
         if isinstance(self.datamodule, RLDataModule):
             syncs = [sync.schedule for sync in find_callbacks(self.trainer, WeightSync)]
             check_sync(syncs, self.datamodule.collector)
+        if isinstance(self.datamodule, CollectingDataModule):
             check_evaluations(self.trainer)
 
     def _note_configuration(self) -> None:

@@ -261,8 +261,9 @@ def _optimizer(module: Any) -> Table:
     table: Table = {"model.optimizer": type(optimizer).__name__}
     settings = {name: _plain(value) for name, value in optimizer.defaults.items()}
     table |= {f"model.optimizer.{name}": value for name, value in settings.items()}
-    if module.lr_scheduler is not None:
-        scheduler = module.lr_scheduler(optimizer)
+    make_scheduler = getattr(module, "lr_scheduler", None)
+    if make_scheduler is not None:
+        scheduler = make_scheduler(optimizer)
         table["model.lr_scheduler"] = type(scheduler).__name__
         for name, value in vars(scheduler).items():
             if isinstance(value, bool | int | float | str) and name != "last_epoch":

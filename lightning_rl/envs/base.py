@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback
@@ -32,7 +32,7 @@ class EnvModule(RecordingModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.agents = nn.ModuleDict()
+        self.agents: Mapping[str, EnvAgent] = cast(Any, nn.ModuleDict())
 
     @property
     def described_as(self) -> str:
@@ -70,13 +70,12 @@ class EnvModule(RecordingModule):
                 f"{', '.join(spaces)}"
             )
         for name, space in spaces.items():
-            given = self.given_agents.get(name)
-            agent = self.default_agent() if given is None else deepcopy(given)
+            agent = deepcopy(self.given_agents.get(name)) or self.default_agent()
             try:
                 agent.build(space)
             except ConfigError as error:
                 raise ConfigError(f"model.agents.{name}: {error}") from error
-            self.agents[name] = agent
+            cast(nn.ModuleDict, self.agents)[name] = agent
         self.check_agents()
         if self.compile_agents:
             for agent in self.agents.values():
@@ -145,9 +144,3 @@ class EnvModule(RecordingModule):
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Count the iteration."""
         self.iteration += 1
-
-    def validation_step(self, batch: dict[str, float], batch_idx: int) -> None:
-        """Log ``eval/*`` of episodes apart (``lightning-rl validate`` and ``test``)."""
-        self.log_dict(batch, batch_size=1, sync_dist=True)
-
-    test_step = validation_step

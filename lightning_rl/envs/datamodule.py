@@ -4,10 +4,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
 from tensordict import TensorDict
 
-from lightning_rl.collect.loader import LazyLoader, limited_epoch
+from lightning_rl.collect.base import CollectingDataModule
+from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule
 from lightning_rl.envs.collector import EnvCollector, EnvEpisode
@@ -19,7 +19,6 @@ from lightning_rl.networks.space import Space
 from lightning_rl.run import dist
 from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.resume import check_early, enter_directory, leave_directory
-from lightning_rl.run.rundir import require_writable_dirs
 from lightning_rl.run.seeding import derived_seed, run_seed
 
 EVALUATION = 2**31
@@ -27,7 +26,7 @@ EVALUATION = 2**31
 
 
 @configurable
-class EnvDataModule(LightningDataModule):
+class EnvDataModule(CollectingDataModule):
     """Steps environments with the module's agents, one batch of steps per iteration.
 
     Args:
@@ -123,11 +122,6 @@ class EnvDataModule(LightningDataModule):
 
     # ---------------------------------------------------------------- Lightning's hooks
 
-    def prepare_data(self) -> None:
-        """Before loggers make their directories: can they?"""
-        if self.trainer is not None and self.trainer.state.fn == "fit":
-            require_writable_dirs(self.trainer)
-
     def setup(self, stage: str) -> None:
         """Make the environments."""
         assert self.trainer is not None
@@ -167,15 +161,6 @@ class EnvDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loader_state = state_dict["loader"]
-
-    def val_dataloader(self) -> Any:
-        # While fitting, the Evaluate callback evaluates: it also does so before training.
-        if self.trainer is not None and self.trainer.state.fn == "fit":
-            return []
-        return LazyLoader(lambda _: self.evaluate()[1], 1)
-
-    def test_dataloader(self) -> Any:
-        return LazyLoader(lambda _: self.evaluate()[1], 1)
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         return batch.to(device) if isinstance(batch, TensorDict) else batch

@@ -89,7 +89,7 @@ class Gym(EnvMaker):
 
 
 def _wrapped(env: Any, wrapper: Part, key: str) -> Any:
-    part = {"class_path": wrapper} if isinstance(wrapper, str) else dict(wrapper)
+    part: dict[str, Any] = {"class_path": wrapper} if isinstance(wrapper, str) else dict(wrapper)
     part["init_args"] = {"env": env} | (part.get("init_args") or {})
     return built_part(part, key)
 
@@ -311,7 +311,7 @@ class GymCollector(EnvCollector):
         steps, count = rewards.shape
         observations = {n: torch.from_numpy(b[:-1]).transpose(0, 1) for n, b in seen.items()}
         actions, logprobs = (torch.stack(parts, 1).cpu() for parts in zip(*acted, strict=True))
-        own = {
+        own: dict[str, Any] = {
             "observations": observations,
             "actions": {ACTION: actions},
             "logprobs": logprobs,
@@ -388,11 +388,9 @@ class GymCollector(EnvCollector):
             return self._loaded
         return {
             "episodes": [
-                {"place": p.place, "episode": p.episode, "actions": list(p.actions)}
-                for p in self._players
-            ]
-            if self._rows
-            else [],
+                {"episode": p.episode, "actions": list(p.actions), "seen": _tensors(row)}
+                for p, row in zip(self._players, self._rows, strict=False)  # none yet: no rows
+            ],
             "state": self._state,
         }
 
@@ -405,15 +403,18 @@ class GymCollector(EnvCollector):
             return  # another number of environments: new episodes
         self._rows, self._begins = [], []
         for player, known in zip(self._players, state["episodes"], strict=True):
-            row = player.begin(known["episode"])
+            row, over, cut = player.begin(known["episode"]), False, False
             for action in known["actions"]:
                 row, _, over, cut = player.step(action)
                 if over or cut:
-                    raise EnvError(
-                        f"{self.env.name}: {self._where(player.place - self._players[0].place)} "
-                        "is over, and was not when the checkpoint was saved: it does not play the "
-                        "same from the same seed, so the run cannot be gone on with as it was"
-                    )
+                    break
+            if over or cut or not _equal(_tensors(row), known["seen"]):
+                where = self._where(player.place - self._players[0].place)
+                raise EnvError(
+                    f"{self.env.name}: {where}, is not where it was when the checkpoint was saved: "
+                    "it does not play the same from the same seed, so the run cannot be gone on "
+                    "with as it was"
+                )
             self._rows.append(row)
             self._begins.append(not known["actions"])
         self._state = state["state"]
@@ -422,6 +423,15 @@ class GymCollector(EnvCollector):
         for player in self._players:
             player.env.close()
         self._players = []
+
+
+def _tensors(row: Any) -> dict[str, Tensor]:
+    parts = row if isinstance(row, Mapping) else {OBSERVATION: row}
+    return {name: torch.as_tensor(np.asarray(part)) for name, part in parts.items()}
+
+
+def _equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def _buffer(observed: Observed, *leading: int) -> np.ndarray:

@@ -41,7 +41,7 @@ class TorchRLEnv(EnvMaker):
         arguments: for it.
         transforms: behind it, in this order: ``torchrl.envs.ObservationNorm``, say, alone or with
             ``class_path`` and ``init_args``.
-        workers: processes that step the environments; 0: this one does.
+        parallel: step each environment in a process of its own, for slow ones.
         seeded: the environment plays the same from the same seed; False: it cannot, and a run that
             goes on is not bit-equal.
 
@@ -54,13 +54,13 @@ class TorchRLEnv(EnvMaker):
         make: str,
         arguments: dict[str, Any] | None = None,
         transforms: list[str | dict[str, Any]] | None = None,
-        workers: int = 0,
+        parallel: bool = False,
         seeded: bool = True,
     ) -> None:
         self.make = make
         self.arguments = arguments or {}
         self.transforms = transforms or []
-        self.workers = workers
+        self.parallel = parallel
         self.seeded = seeded
 
     @property
@@ -107,9 +107,8 @@ def built_part(part: Part, key: str) -> Any:
         return built(part, {}, key)
     unknown = [name for name in part if name not in ("class_path", "init_args")]
     if "class_path" not in part or unknown:
-        raise ConfigError(
-            f"{key}: expected class_path and init_args, got {', '.join(map(str, part)) or 'nothing'}"
-        )
+        got = ", ".join(map(str, part)) or "nothing"
+        raise ConfigError(f"{key}: expected class_path and init_args, got {got}")
     return built(part["class_path"], part.get("init_args") or {}, key)
 
 

@@ -56,6 +56,8 @@ class ActorCriticModule(EnvModule):
         ConfigError: for values out of range, or a loss that needs what steps do not have.
     """
 
+    agents: Mapping[str, ActorCritic]
+
     def __init__(
         self,
         agents: dict[str, ActorCritic] | None = None,
@@ -100,7 +102,8 @@ class ActorCriticModule(EnvModule):
         """One iteration on a batch of steps: values and advantages, then the update."""
         learning = [name for name, a in self.agents.items() if a.schedule.due(self.iteration)]
         with self.clock("train"):
-            rows, metrics = {}, {}
+            rows: dict[str, Rows] = {}
+            metrics: dict[str, float] = {}
             for name in learning:
                 rows[name], measured = rows_of(self.agents[name], name, batch, self.advantage)
                 metrics |= self._named(name, measured)
@@ -228,7 +231,7 @@ def _check_loss(loss: PolicyLoss) -> None:
     one = torch.zeros(1)
     step = {"old_logprobs": one, "advantages": one, "values": one, "returns": one, "weights": one}
     try:
-        loss(one, step)  # type: ignore[arg-type]  # losses read it by name alone
+        loss(one, step)  # losses read it by name alone
     except KeyError as error:
         raise ConfigError(
             f"loss={type(loss).__name__} looks at {error} of a rollout, which steps of an "

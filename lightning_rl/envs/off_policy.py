@@ -1,8 +1,9 @@
 """OffPolicyModule: what modules that learn from the steps of earlier policies have in common."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -36,6 +37,7 @@ class OffPolicyModule(EnvModule):
 
     agent_class: ClassVar[type[ExploringAgent]]
     """What its agents are."""
+    agents: Mapping[str, ExploringAgent]
     compile_agents = False
     updates: Tensor
     """Optimizer steps so far."""
@@ -72,7 +74,7 @@ class OffPolicyModule(EnvModule):
         self.lr_scheduler = lr_scheduler
         self.max_grad_norm = max_grad_norm
         self.seed = run_seed(seed)
-        self.targets = nn.ModuleDict()
+        self.targets: Mapping[str, nn.Module] = cast(Any, nn.ModuleDict())
         self.register_buffer("updates", torch.zeros((), dtype=torch.long))
 
     # ---------------------------------------------------------------- what a subclass says
@@ -99,7 +101,8 @@ class OffPolicyModule(EnvModule):
         super().configure_model()
         for name, agent in self.agents.items():
             if name not in self.targets:
-                self.targets[name] = deepcopy(self.valuing(agent)).requires_grad_(False)
+                target = deepcopy(self.valuing(agent)).requires_grad_(False)
+                cast(nn.ModuleDict, self.targets)[name] = target
 
     def check_agents(self) -> None:
         """Refuse what single steps of earlier policies cannot teach.
@@ -108,10 +111,10 @@ class OffPolicyModule(EnvModule):
             ConfigError: naming the agent, or the setting.
         """
         for name, agent in self.agents.items():
-            if not isinstance(agent, self.agent_class):
+            if not isinstance(agent, kind := self.agent_class):
                 raise ConfigError(
-                    f"{type(self).__name__} teaches {self.agent_class.__name__}, and agent {name!r} "
-                    f"is {type(agent).__name__}; use the one, or ActorCriticModule"
+                    f"{type(self).__name__} teaches a {kind.__name__}, and agent {name!r} "
+                    f"is {type(agent).__name__}; use that, or ActorCriticModule"
                 )
             if agent.space is not None and agent.space.mask is not None:
                 raise ConfigError(
@@ -147,7 +150,7 @@ class OffPolicyModule(EnvModule):
         """Tell agents how much of the next batch is random."""
         share = self.exploration(self.iteration) if self.is_warm else 1.0
         for agent in self.agents.values():
-            agent.exploration = share  # type: ignore[assignment]  # it is no tensor
+            agent.exploration = share
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One iteration: keep the steps of the batch, and learn from such as are drawn."""

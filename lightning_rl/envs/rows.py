@@ -112,8 +112,8 @@ def rows_of(
         _flat(own["observations"]),
         _flat(own["actions"]),
         {key: value.flatten(0, 1) for key, value in learned.items()},
-        own["state"].flatten(0, 1) if "state" in own.keys() else None,
-        own["begins"].flatten() if "begins" in own.keys() else None,
+        own["state"].flatten(0, 1) if "state" in own else None,
+        own["begins"].flatten() if "begins" in own else None,
     )
     return rows, (measured if advantage.needs_values else {})
 
@@ -147,7 +147,7 @@ def _values(agent: ActorCritic, name: str, batch: TensorDict) -> tuple[Tensor, T
 def minibatches(
     rows: Rows, count: int, clips: Clips | None, shape: tuple[int, int], generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """Places of rows, or of clips, in a new order, cut into ``count`` parts of nearly equal size."""
+    """Places of rows, or of clips, in a new order, in ``count`` parts of nearly equal size."""
     device = rows.learned["advantages"].device
     if clips is None:
         order = torch.randperm(shape[0] * shape[1], generator=generator)

@@ -101,9 +101,7 @@ class SACModule(OffPolicyModule):
         }
         return critic + actor + temperature, metrics
 
-    def critic_loss(
-        self, agent: Any, target: Any, steps: Transitions
-    ) -> tuple[Tensor, Tensor]:
+    def critic_loss(self, agent: Any, target: Any, steps: Transitions) -> tuple[Tensor, Tensor]:
         """Both critics' loss, and the mean of their values, (M, *A) (eqs. 5 and 6)."""
         with torch.no_grad():
             action, log_prob = agent(steps.following).rsample()
@@ -114,9 +112,7 @@ class SACModule(OffPolicyModule):
         losses = [self.td_loss(value, targets) for value in values]
         return torch.stack(losses).sum(0), torch.stack(values).mean(0)
 
-    def actor_loss(
-        self, agent: Any, steps: Transitions, made: Tensor, log_prob: Tensor
-    ) -> Tensor:
+    def actor_loss(self, agent: Any, steps: Transitions, made: Tensor, log_prob: Tensor) -> Tensor:
         """What the policy's own actions lack in value and entropy, (M, *A) (eq. 7)."""
         with _constant(agent.critics):
             value = _least(agent.critics, steps.observations, made)

@@ -72,7 +72,7 @@ def transitions_of(batch: TensorDict, agents: Iterable[str]) -> TensorDict:
 
 
 def _following(seen: Tensor, last: Tensor, place: Tensor) -> Tensor:
-    """What was seen after each step (E, T, ...): the next row, or what the batch holds beside it."""
+    """What was seen after each step (E, T, ...): the next row, or what the batch has beside it."""
     after = torch.cat([seen[:, 1:], seen[:, -1:]], 1)
     after.view(-1, *after.shape[2:])[place] = last
     return after
@@ -174,13 +174,16 @@ def _length(rows: Mapping[str, Any]) -> int:
 
 def _require_alike(ours: TensorDict, theirs: TensorDict) -> None:
     """Refuse rows of another shape, which would be broadcast, or that lack something."""
-    known = {key: value for key, value in ours.items(True, True)}
-    given = {key: value for key, value in theirs.items(True, True)}
+    known = dict(ours.items(True, True))
+    given = dict(theirs.items(True, True))
     for key in known.keys() | given.keys():
-        old, new = known.get(key), given.get(key)
-        if old is None or new is None or old.shape[1:] != new.shape[1:] or old.dtype != new.dtype:
-            was, now = ("none" if t is None else f"{t.dtype} {tuple(t.shape[1:])}" for t in (old, new))
+        was, now = _kind(known.get(key)), _kind(given.get(key))
+        if was != now:
             raise ConfigError(
                 f"the buffer holds {was} as {key}, and was given {now}; an environment shows the "
                 "same from step to step, so begin a new run for another"
             )
+
+
+def _kind(rows: Tensor | None) -> str:
+    return "nothing" if rows is None else f"{rows.dtype} {tuple(rows.shape[1:])}"

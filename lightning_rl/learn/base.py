@@ -51,8 +51,8 @@ def _primitive(value: Any) -> bool:
     return value is None or (isinstance(value, kinds) and not isinstance(value, GivenModel))
 
 
-class LearningModule(LightningModule):
-    """A module with a policy, whose optimizer steps are left out where a gradient is not finite.
+class FiniteStepsModule(LightningModule):
+    """A module whose optimizer steps are left out where a gradient is not finite.
 
     On all ranks alike. Weights and the optimizer's state stay as if the batch had never been; a NaN
     in the loss makes one in the gradient.
@@ -61,6 +61,28 @@ class LearningModule(LightningModule):
     nonfinite_steps = 0
     """Steps left out since the module was built, or since it was set to 0."""
     _warned = False
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = full_tensor(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        if any_rank(not math.isfinite(float(norm))):
+            self.leave_out(optimizer)
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """Let the optimizer's next step change nothing, and count it."""
+        optimizer.zero_grad(set_to_none=True)  # an optimizer leaves such parameters alone
+        self.nonfinite_steps += 1
+        if not self._warned and rank() == 0:
+            self._warned = True
+            _log.warning(
+                "the gradient is NaN or infinite: this optimizer step is left out, as all such are "
+                "(policy/nonfinite_skipped counts them); look for extreme logprobs or advantages, "
+                "or lower lr"
+            )
+
+
+class LearningModule(FiniteStepsModule):
+    """A module whose policy is a language model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,24 +99,9 @@ class LearningModule(LightningModule):
             raise ConfigError("the model is not loaded yet; call configure_model() first")
         return self.policy
 
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = full_tensor(get_total_norm([p.grad for p in parameters if p.grad is not None]))
-        if not any_rank(not math.isfinite(float(norm))):
-            return
-        optimizer.zero_grad(set_to_none=True)  # an optimizer leaves such parameters alone
-        self.nonfinite_steps += 1
-        if not self._warned and rank() == 0:
-            self._warned = True
-            _log.warning(
-                "the gradient is NaN or infinite: this optimizer step is left out, as all such are "
-                "(policy/nonfinite_skipped counts them); look for extreme logprobs or advantages, "
-                "or lower lr"
-            )
 
-
-class RecordingModule(LearningModule):
-    """A module that counts iterations, times stages and gathers metrics.
+class RecordingModule(FiniteStepsModule):
+    """A module that counts iterations, times stages and gathers metrics, whatever its policy is.
 
     ``iteration`` is the number of iterations trained, which is also the version of the weights.
     """
@@ -116,6 +123,11 @@ class RecordingModule(LearningModule):
         """Differences from the checkpoint's configuration, when that was compared."""
         self.stopping: LightningRLError | None = None
         """Raised when the iteration is over: its row is written, and all callbacks have seen it."""
+
+    @property
+    def described_as(self) -> str:
+        """What is trained, in a word: ``model`` of ``summary.json``."""
+        return type(self).__name__
 
     @property
     def recorded(self) -> dict[str, float]:
@@ -144,6 +156,12 @@ class RecordingModule(LearningModule):
         if self.stopping is not None:
             error, self.stopping = self.stopping, None
             raise error
+
+    def validation_step(self, batch: dict[str, float], batch_idx: int) -> None:
+        """Log ``eval/*`` of what was held out (``lightning-rl validate`` and ``test``)."""
+        self.log_dict(batch, batch_size=1, sync_dist=True)
+
+    test_step = validation_step
 
     def stateful_parts(self) -> dict[str, Any]:
         """Parts besides the weights that change as training goes on; each has a ``state_dict``."""

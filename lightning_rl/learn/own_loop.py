@@ -16,7 +16,7 @@ from lightning_rl.collect.loader import trainable
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import Engine
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.base import RecordingModule
+from lightning_rl.learn.base import LearningModule, RecordingModule
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.dist import every_rank
 from lightning_rl.sync.base import WeightTransport, push
@@ -24,7 +24,7 @@ from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.verify import probe_again, probe_gap, require_agreement
 
 
-class OwnLoop(RecordingModule):
+class OwnLoop(RecordingModule, LearningModule):
     """``prepare``, ``fit`` and ``sync_weights``: one call per step, and no callback hears of it."""
 
     def __init__(self) -> None:

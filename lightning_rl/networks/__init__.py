@@ -1,1 +1,1 @@
-"""Agents' networks: bodies make features of observations, heads make actions and values of these."""
+"""Agents' networks: bodies make features of observations, heads actions and values of these."""

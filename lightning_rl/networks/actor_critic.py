@@ -156,7 +156,11 @@ class ActorCritic(EnvAgent):
         return [actor, critic + list(self.critic_body.parameters())]
 
     def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
-        parts = {"body": [self.body], "actor": [self.heads], "critic": [self.value_layer]}
+        parts: dict[str, list[nn.Module]] = {
+            "body": [self.body],
+            "actor": [self.heads],
+            "critic": [self.value_layer],
+        }
         if self.critic_body is not None:
             parts["critic"].append(self.critic_body)
         for part, modules in parts.items():

@@ -1,4 +1,4 @@
-"""Bodies: what makes features of observations. A body of one's own is a subclass with two methods."""
+"""Bodies: what makes features of observations; one of one's own is a class with two methods."""
 
 import copy
 import math
@@ -153,8 +153,8 @@ class CNNBody(Body):
         lengths = {len(self.channels), len(self.kernels), len(self.strides)}
         if len(lengths) > 1:
             raise ConfigError(
-                f"CNNBody(channels={self.channels}, kernels={self.kernels}, strides={self.strides}): "
-                "each needs a value per convolution"
+                f"CNNBody(channels={self.channels}, kernels={self.kernels}, "
+                f"strides={self.strides}): each needs a value per convolution"
             )
         require_at_least(1, hidden=hidden)
         require_activation(activation)

@@ -24,7 +24,7 @@ SMALL = 0.01
 
 
 class PolicyHead(nn.Module, ABC):
-    """Makes a distribution of one action; like a body, it is built when the environment is known."""
+    """Makes a distribution of one action; built, like a body, when the environment is known."""
 
     @abstractmethod
     def build(self, features: int, action: ActionKind) -> None:
@@ -54,7 +54,7 @@ def _refuse(head: PolicyHead, action: ActionKind) -> ConfigError:
 
 
 class CategoricalHead(PolicyHead):
-    """One of n, or one of each of several; an observation ``action_mask`` says which are allowed."""
+    """One of n, or one of each of several; an observation ``action_mask`` may forbid some."""
 
     def build(self, features: int, action: ActionKind) -> None:
         if not isinstance(action, Discrete | MultiDiscrete):
@@ -143,6 +143,8 @@ class TanhGaussianHead(PolicyHead):
                 "use GaussianHead"
             )
         self.layer = linear(features, 2 * action.size, SMALL)
+        self.low: Tensor
+        self.high: Tensor
         self.register_buffer("low", action.low.clone(), persistent=False)
         self.register_buffer("high", action.high.clone(), persistent=False)
 

@@ -195,7 +195,7 @@ class _Retraining(RLCallback):
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        found = outcome(trainer, self.module_of(pl_module), metrics)
+        found = outcome(trainer, self.policy_module_of(pl_module), metrics)
         self.made.outcomes[found.version] = found
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

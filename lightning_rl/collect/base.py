@@ -1,0 +1,54 @@
+"""CollectingDataModule: what callbacks and commands ask of data that a policy makes by itself."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from lightning_rl.collect.loader import LazyLoader
+from lightning_rl.run.rundir import require_writable_dirs
+
+
+class CollectingDataModule(LightningDataModule, ABC):
+    """Collects what is trained on, one batch per iteration, and evaluates the present policy.
+
+    ``setup`` begins with ``enter_directory(trainer)``, and ``teardown`` ends with
+    ``leave_directory(trainer)``: a run directory belongs to one process at a time.
+    """
+
+    nothing_to_evaluate = "use a data module that can evaluate"
+    """Advice, where ``evaluates`` is False."""
+
+    @property
+    @abstractmethod
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+
+    @abstractmethod
+    def evaluate(self) -> tuple[Any, dict[str, float]]:
+        """What the present policy does on held-out tasks, with the same seeds each time.
+
+        Returns:
+            What it did, and metrics of that, named ``eval/...``; the same on all ranks.
+
+        Raises:
+            ConfigError: if there is nothing to evaluate on.
+        """
+
+    def prepare_data(self) -> None:
+        """Before loggers make their directories: can they?"""
+        if self.trainer is not None and self.trainer.state.fn == "fit":
+            require_writable_dirs(self.trainer)
+
+    def val_dataloader(self) -> Any:
+        """One evaluation; [] while fitting, when the ``Evaluate`` callback does it.
+
+        That also evaluates before training.
+        """
+        if self.trainer is not None and self.trainer.state.fn == "fit":
+            return []
+        return self.test_dataloader()
+
+    def test_dataloader(self) -> Any:
+        """One evaluation."""
+        return LazyLoader(lambda _: self.evaluate()[1], 1)

@@ -1,0 +1,323 @@
+"""TorchRLCollector: torchrl's collector, with a seed and fresh episodes for each iteration."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from lightning_rl.envs.collector import (
+    Agents,
+    Deadline,
+    EnvCollector,
+    EnvEpisode,
+    EnvError,
+    require_finite_values,
+    seeded,
+)
+from lightning_rl.envs.maker import require_installed
+from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.networks.actor_critic import joint_log_prob, sampled
+from lightning_rl.run.seeding import derived_seed
+
+if TYPE_CHECKING:
+    from lightning_rl.envs.maker import TorchRLEnv
+    from lightning_rl.envs.torchrl_space import Places
+
+LONGEST = 100_000
+"""Steps after which an episode of an evaluation is given up, where nothing limits it."""
+
+
+class TorchRLCollector(EnvCollector):
+    """Steps any of torchrl's environments, with its own ``Collector``.
+
+    All environments are reset, from a seed of the iteration's own, when a batch begins: so a
+    checkpoint needs no simulator's state. An episode is as long as a batch at most; what it would
+    have earned from there on is the critic's guess.
+
+    Args:
+        env: what to step.
+        max_episode_length: steps after which an episode is cut; None: as the environment has it.
+        max_step_seconds: after which a step hangs.
+    """
+
+    def __init__(
+        self, env: "TorchRLEnv", max_episode_length: int | None, max_step_seconds: float
+    ) -> None:
+        require_at_least(1, max_episode_length=max_episode_length)
+        self.env = env
+        self._limit = max_episode_length
+        self._deadline = Deadline(max_step_seconds, env.name)
+        self._envs: Any = None
+        self._seed = 0
+        self._policy: _Policy | None = None
+        self._batches: Any = None
+        self._collector: Any = None
+        self._steps = 0
+
+    @property
+    def exact(self) -> str:
+        return "" if self.env.seeded else f"{self.env.name} does not play the same from a seed"
+
+    def start(self, seed: int, first: int, num_envs: int) -> None:
+        from lightning_rl.envs.torchrl_space import agents_of
+
+        require_installed("torchrl", "TorchRLEnv")
+        self._seed = derived_seed(seed, first)
+        one = self.env.made()
+        found = agents_of(one)
+        one.close()
+        self._envs = self._made(num_envs)
+        self.agents = {name: space for name, (space, _) in found.items()}
+        self._places: dict[str, Places] = {name: places for name, (_, places) in found.items()}
+
+    def _made(self, count: int) -> Any:
+        """``count`` environments side by side: the environment's own, or made so."""
+        from torchrl.envs import InitTracker, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
+
+        env = self.env.made()
+        if env.batch_size.numel() > 1 or len(env.batch_size) == 1:
+            if tuple(env.batch_size) != (count,):
+                env.close()
+                raise ConfigError(
+                    f"data.env: {self.env.name} steps {tuple(env.batch_size)} environments side by "
+                    f"side, and each process is to step {count}; set data.num_envs, or the "
+                    "environment's own argument"
+                )
+        else:
+            env.close()
+            kind = ParallelEnv if self.env.parallel else SerialEnv
+            env = kind(count, self.env.made)
+        if self._limit is not None:
+            env = TransformedEnv(env, StepCounter(self._limit))
+        return TransformedEnv(env, InitTracker())
+
+    # ---------------------------------------------------------------- collecting
+
+    def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
+        if self._collector is None or steps != self._steps:
+            self._begin(agents, steps)
+        assert self._policy is not None
+        self._policy.begin(self._envs.batch_size[0], greedy=False)
+        seed = derived_seed(self._seed, iteration)
+        try:
+            with seeded(seed), torch.no_grad(), self._deadline():
+                self._envs.set_seed(seed % 2**31)
+                data = next(self._batches)
+        except EnvError as error:
+            raise EnvError(f"{error} ({self._where(seed)})") from error
+        except Exception as error:  # whatever an environment raises
+            what = f"{type(error).__name__}: {error}"
+            raise EnvError(f"{self.env.name}: {self._where(seed)} raised {what}") from error
+        batch = self._batch(data)
+        self.finished = self._finished(batch)
+        return batch
+
+    def _begin(self, agents: Agents, steps: int) -> None:
+        from torchrl.collectors import Collector
+        from torchrl.envs.utils import ExplorationType
+
+        self._policy, self._steps = _Policy(agents, self._places, self._deadline), steps
+        self._collector = Collector(
+            self._envs,
+            self._policy,
+            frames_per_batch=steps * self._envs.batch_size[0],
+            total_frames=-1,
+            reset_at_each_iter=True,
+            trust_policy=True,
+            use_buffers=False,
+            exploration_type=ExplorationType.RANDOM,
+        )
+        self._batches = iter(self._collector)
+
+    def _where(self, seed: int) -> str:
+        step = 0 if self._policy is None else self._policy.step
+        return f"in step {step} after a reset with seed {seed % 2**31}"
+
+    def _batch(self, data: Any) -> TensorDict:
+        done, terminated = self._flags(data)
+        count, steps = done.shape
+        ends = done & ~terminated
+        ends[:, -1] = ~terminated[:, -1]
+        place = ends.flatten().nonzero().squeeze(1)
+        own: dict[str, Any] = {}
+        followed: dict[str, Any] = {}
+        for name, places in self._places.items():
+            space = self.agents[name]
+            own[name] = {
+                "observations": places.seen(data),
+                "actions": {n: data.get(key) for n, key in places.actions.items()},
+                "logprobs": data.get((*_own(name), "logprobs")),
+                "rewards": places.rewards(data, space.agents),
+            }
+            if (*_own(name), "state") in data.keys(True):
+                own[name]["state"] = data.get((*_own(name), "state"))
+                own[name]["begins"] = data.get("is_init").squeeze(-1)
+            finite = own[name]["observations"] | {"reward": own[name]["rewards"]}
+            require_finite_values(self.env.name, finite)
+            after = places.seen(data.get("next"))
+            followed[name] = {
+                "observations": {n: value.flatten(0, 1)[place] for n, value in after.items()}
+            }
+        flags = {"done": done, "terminated": terminated}
+        return TensorDict(
+            {
+                "steps": TensorDict(flags | own, [count, steps]),
+                "ends": TensorDict({"place": place} | followed, [len(place)]),
+            },
+            [],
+        )
+
+    def _flags(self, data: Any) -> tuple[Tensor, Tensor]:
+        """``done`` and ``terminated`` (E, T) of the environment, or of all of its agents."""
+        after = data.get("next")
+        if "done" in after:
+            return after.get("done").squeeze(-1), after.get("terminated").squeeze(-1)
+        groups = [after.get(name) for name in self._places]
+        flags = (
+            torch.stack([g.get(key).flatten(2).all(-1) for g in groups]).all(0)
+            for key in ("done", "terminated")
+        )
+        done, terminated = flags
+        return done, terminated
+
+    def _finished(self, batch: TensorDict) -> list[EnvEpisode]:
+        done, terminated = batch["steps", "done"], batch["steps", "terminated"]
+        earned = {name: self._earned(batch, name) for name in self._places}
+        episodes = []
+        for env in range(len(done)):
+            begin = 0
+            for end in (done[env].nonzero().squeeze(1) + 1).tolist():
+                rewards = {name: float(r[env, begin:end].sum()) for name, r in earned.items()}
+                over = bool(terminated[env, end - 1])
+                episodes.append(EnvEpisode(rewards, end - begin, terminated=over))
+                begin = end
+        return episodes
+
+    @staticmethod
+    def _earned(batch: TensorDict, name: str) -> Tensor:
+        rewards = batch["steps", name, "rewards"]
+        return rewards.flatten(2).mean(-1) if rewards.ndim > 2 else rewards
+
+    # ---------------------------------------------------------------- episodes apart
+
+    def play(
+        self, agents: Agents, seeds: Sequence[int], greedy: bool, render: bool = False
+    ) -> list[EnvEpisode]:
+        own = getattr(self._envs, "batch_size", [len(seeds)])[0]
+        native = len(self.env.made().batch_size) == 1
+        envs = self._made(own if native else len(seeds))
+        policy = _Policy(agents, self._places, self._deadline)
+        episodes: list[EnvEpisode] = []
+        try:
+            with torch.no_grad(), self._deadline():
+                while len(episodes) < len(seeds):
+                    episodes += self._round(envs, policy, seeds[len(episodes)], greedy, render)
+        finally:
+            envs.close()
+        return episodes[: len(seeds)]
+
+    def _round(
+        self, envs: Any, policy: "_Policy", seed: int, greedy: bool, render: bool
+    ) -> list[EnvEpisode]:
+        """The first episode of each environment, from one seed."""
+        count = envs.batch_size[0]
+        policy.begin(count, greedy)
+        pictures: list[list[Any]] = [[] for _ in range(count)]
+        earned = {name: torch.zeros(count) for name in self._places}
+        length = torch.zeros(count, dtype=torch.long)
+        over, ended = torch.zeros(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
+        with seeded(seed):
+            envs.set_seed(seed % 2**31)
+            data = envs.reset()
+            for _ in range(self._limit or LONGEST):
+                if render:
+                    self._picture(envs, data, pictures, ended)
+                step, data = envs.step_and_maybe_reset(policy(data))
+                live = (~ended).float()
+                for name, places in self._places.items():
+                    reward = places.rewards(step, self.agents[name].agents)
+                    reward = reward.flatten(1).mean(-1) if reward.ndim > 1 else reward
+                    earned[name] += live * reward
+                length += ~ended
+                done, terminated = self._flags(step.unsqueeze(1))
+                over |= ~ended & terminated[:, 0]
+                ended |= done[:, 0]
+                if bool(ended.all()):
+                    break
+        return [
+            EnvEpisode(
+                {name: float(rewards[i]) for name, rewards in earned.items()},
+                int(length[i]),
+                seed,
+                bool(over[i]),
+                pictures[i],
+            )
+            for i in range(count)
+        ]
+
+    def _picture(self, envs: Any, data: Any, pictures: list[list[Any]], ended: Tensor) -> None:
+        if "pixels" not in data:
+            raise ConfigError(
+                f"data.env: {self.env.name} shows no 'pixels', so there is no picture of it; add "
+                "them (from_pixels: true for a GymEnv), or leave the preview out"
+            )
+        for place, picture in enumerate(data.get("pixels")):
+            if not ended[place]:
+                pictures[place].append(picture.cpu().numpy())
+
+    def close(self) -> None:
+        if self._collector is not None:
+            self._collector.shutdown()
+            self._collector = self._batches = None
+        elif self._envs is not None and not self._envs.is_closed:
+            self._envs.close()
+        self._envs = None
+
+
+class _Policy(nn.Module):
+    """The agents, as torchrl's collector calls them: they write actions into a TensorDict."""
+
+    def __init__(self, agents: Agents, places: Mapping[str, "Places"], deadline: Deadline) -> None:
+        super().__init__()
+        self._agents = (agents,)  # a tuple hides them: they are the module's
+        self._places = places
+        self._deadline = deadline
+        self.begin(0, greedy=False)
+
+    def begin(self, environments: int, greedy: bool) -> None:
+        """Forget all; the next call is the first step after a reset."""
+        self.step = 0
+        self._greedy = greedy
+        self._states: dict[str, Tensor] = {
+            name: agent.begin(environments)
+            for name, agent in self._agents[0].items()
+            if agent.state_size and environments
+        }
+
+    def forward(self, tensordict: Any) -> Any:
+        self._deadline.again()
+        self.step += 1
+        for name, places in self._places.items():
+            agent = self._agents[0][name]
+            device = agent.device
+            seen = {n: value.to(device) for n, value in places.seen(tensordict).items()}
+            state = self._states.get(name)
+            if state is not None:
+                fresh = tensordict.get("is_init").reshape(-1, *[1] * (state.ndim - 1)).to(device)
+                state = torch.where(fresh, torch.zeros_like(state), state)
+                tensordict.set((*_own(name), "state"), state.cpu())
+            made, after = agent.act(seen, state)
+            if after is not None:
+                self._states[name] = after
+            actions = sampled(made, self._greedy)
+            for action, key in places.actions.items():
+                tensordict.set(key, actions[action].cpu())
+            tensordict.set((*_own(name), "logprobs"), joint_log_prob(made, actions).cpu())
+        return tensordict
+
+
+def _own(name: str) -> tuple[str, str]:
+    """Where an agent's entries are that no environment has."""
+    return "lightning_rl", name

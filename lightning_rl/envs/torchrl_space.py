@@ -1,0 +1,145 @@
+"""torchrl's specs, in the terms that networks are built from, and where each tensor is found."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.envs.gym import AGENT
+from lightning_rl.errors import ConfigError
+from lightning_rl.networks.space import (
+    ActionKind,
+    Binary,
+    Continuous,
+    Discrete,
+    MultiDiscrete,
+    Observed,
+    Space,
+)
+
+Key = tuple[str, ...]
+
+NOT_SEEN = ("info", "step_count", "is_init", "done", "terminated", "truncated", "reward")
+"""Entries of an environment that are no observation of an agent's."""
+MASK = "mask"
+"""A group's observation that says which of its agents act."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where an agent, or group of them, has its tensors in torchrl's TensorDicts.
+
+    Args:
+        observations: by name.
+        actions: by name.
+        reward: of a step, under ``next``.
+        shared_reward: the reward is one for all agents of the group.
+    """
+
+    observations: Mapping[str, Key]
+    actions: Mapping[str, Key]
+    reward: Key
+    shared_reward: bool
+
+    def seen(self, data: TensorDict) -> dict[str, Tensor]:
+        """Observations by name."""
+        return {name: data.get(key) for name, key in self.observations.items()}
+
+    def rewards(self, data: TensorDict, agents: int) -> Tensor:
+        """Rewards (*B, *A) of what ``data["next"]`` tells."""
+        reward = data.get(("next", *self.reward)).squeeze(-1)
+        if self.shared_reward and agents:
+            reward = reward.unsqueeze(-1).expand(*reward.shape, agents)
+        return reward
+
+
+def agents_of(env: Any) -> dict[str, tuple[Space, Places]]:
+    """What each group of agents sees and does; one agent alone is called ``agent``.
+
+    Raises:
+        ConfigError: for specs that no body or head is made for.
+    """
+    groups = list(getattr(env, "group_map", {}) or {})
+    return {name: _agent(env, name, (name,)) for name in groups} or {AGENT: _agent(env, AGENT, ())}
+
+
+def _agent(env: Any, name: str, prefix: Key) -> tuple[Space, Places]:
+    seen = _below(env.full_observation_spec_unbatched, prefix)
+    seen = {key: spec for key, spec in seen.items() if not set(key) & set(NOT_SEEN)}
+    acts = _below(env.full_action_spec_unbatched, prefix)
+    if not seen or not acts:
+        raise ConfigError(
+            f"data.env: agent {name!r} has {'no action' if seen else 'no observation'} in the "
+            "environment's specs; see env.action_spec and env.observation_spec"
+        )
+    rewards = _below(env.full_reward_spec_unbatched, prefix)
+    own = next(iter(rewards), None)
+    lead = 1 if prefix else 0
+    first = next(iter(acts.values()))
+    agents = _leading(first, name) if prefix else 0
+    space = Space(
+        {_name(key): _observed(spec, lead) for key, spec in seen.items()},
+        {_name(key): _action(_name(key), spec, lead) for key, spec in acts.items()},
+        agents,
+        MASK if (MASK,) in seen else None,
+    )
+    places = Places(
+        {_name(key): prefix + key for key in seen},
+        {_name(key): prefix + key for key in acts},
+        ("reward",) if own is None else prefix + own,
+        own is None,
+    )
+    return space, places
+
+
+def _below(spec: Any, prefix: Key) -> dict[Key, Any]:
+    """The leaves of a composite spec that lie under a prefix, without it."""
+    found = {}
+    for key in spec.keys(True, True):
+        path = key if isinstance(key, tuple) else (key,)
+        if path[: len(prefix)] == prefix:
+            found[path[len(prefix) :]] = spec[key]
+    return found
+
+
+def _name(key: Key) -> str:
+    return ".".join(key)
+
+
+def _observed(spec: Any, lead: int) -> Observed:
+    kind = torch.uint8 if spec.dtype in (torch.uint8, torch.bool) else torch.float32
+    return Observed(tuple(spec.shape[lead:]), kind)
+
+
+def _leading(spec: Any, name: str) -> int:
+    if not spec.shape:
+        raise ConfigError(f"data.env: actions of group {name!r} have no dimension for its agents")
+    return int(spec.shape[0])
+
+
+def _action(name: str, spec: Any, lead: int) -> ActionKind:
+    from torchrl.data import Binary as BinarySpec, Categorical, MultiCategorical, OneHot
+
+    if isinstance(spec, OneHot):
+        return Discrete(int(spec.space.n), one_hot=True)
+    if isinstance(spec, MultiCategorical):
+        sizes = spec.nvec if spec.nvec.ndim == 1 else spec.nvec[0]
+        return MultiDiscrete(tuple(map(int, sizes)))
+    if isinstance(spec, Categorical):
+        return Discrete(int(spec.space.n))
+    if isinstance(spec, BinarySpec):
+        return Binary(int(spec.shape[-1]))
+    space = getattr(spec, "space", None)
+    if spec.dtype.is_floating_point and len(spec.shape) == lead + 1:
+        unbounded = torch.full(spec.shape, torch.inf)
+        low, high = getattr(space, "low", -unbounded), getattr(space, "high", unbounded)
+        if lead:
+            low, high = low[0], high[0]
+        return Continuous(low.float().cpu(), high.float().cpu())
+    raise ConfigError(
+        f"data.env: action {name!r} is a {type(spec).__name__} of shape {tuple(spec.shape)}, which "
+        "no head makes"
+    )
