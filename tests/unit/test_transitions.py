@@ -56,7 +56,7 @@ def test_each_step_knows_what_followed_it():
     assert found["terminated"].tolist() == [False, True, False, False, False, False]
     assert own["actions", "move"].tolist() == [0, 1, 1, 1, 0, 0]
     assert own["following", "picture"].dtype == torch.uint8
-    assert "logprobs" not in own.keys()
+    assert "logprobs" not in set(own.keys())
 
 
 def test_an_agents_transitions_have_its_own_shape():
