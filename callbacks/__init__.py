@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning_rl.callbacks.artifacts import RunArtifacts
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.batch_guards import (
     EffectiveSampleGuard,
@@ -68,6 +69,7 @@ __all__ = [
     "RewardAlarms",
     "RolloutRecorder",
     "RolloutWriter",
+    "RunArtifacts",
     "RunReport",
     "SkipUpdate",
     "StalenessGuard",

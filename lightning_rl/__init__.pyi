@@ -135,6 +135,7 @@ from lightning_rl.callbacks import (
     RLProgressBar as RLProgressBar,
     RolloutRecorder as RolloutRecorder,
     RolloutWriter as RolloutWriter,
+    RunArtifacts as RunArtifacts,
     RunReport as RunReport,
     SkipUpdate as SkipUpdate,
     StalenessGuard as StalenessGuard,
@@ -145,6 +146,7 @@ from lightning_rl.callbacks import (
     WeightSync as WeightSync,
     ZeroAdvantageGuard as ZeroAdvantageGuard,
 )
+from lightning_rl.cli.trainer import RLTrainer as RLTrainer
 from lightning_rl.collect.ahead import (
     AsyncCollector as AsyncCollector,
     OneStepOffCollector as OneStepOffCollector,

@@ -19,6 +19,7 @@ from lightning_rl.envs.collector import (
 from lightning_rl.envs.maker import require_installed
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.networks.actor_critic import joint_log_prob, sampled
+from lightning_rl.networks.space import within
 from lightning_rl.run.seeding import derived_seed
 
 if TYPE_CHECKING:
@@ -89,9 +90,10 @@ class TorchRLCollector(EnvCollector):
             env.close()
             kind = ParallelEnv if self.env.parallel else SerialEnv
             env = kind(count, self.env.made)
+        env = TransformedEnv(env, InitTracker())
         if self._limit is not None:
-            env = TransformedEnv(env, StepCounter(self._limit))
-        return TransformedEnv(env, InitTracker())
+            env = env.append_transform(StepCounter(self._limit))
+        return env
 
     # ---------------------------------------------------------------- collecting
 
@@ -147,7 +149,7 @@ class TorchRLCollector(EnvCollector):
             space = self.agents[name]
             own[name] = {
                 "observations": places.seen(data),
-                "actions": {n: data.get(key) for n, key in places.actions.items()},
+                "actions": data.get((*_own(name), "actions")),
                 "logprobs": data.get((*_own(name), "logprobs")),
                 "rewards": places.rewards(data, space.agents),
             }
@@ -313,7 +315,9 @@ class _Policy(nn.Module):
                 self._states[name] = after
             actions = sampled(made, self._greedy)
             for action, key in places.actions.items():
-                tensordict.set(key, actions[action].cpu())
+                drawn = actions[action].cpu()
+                tensordict.set((*_own(name), "actions", action), drawn)
+                tensordict.set(key, within(agent.space.actions[action], drawn))
             tensordict.set((*_own(name), "logprobs"), joint_log_prob(made, actions).cpu())
         return tensordict
 

@@ -58,6 +58,11 @@ class Continuous:
         return self.low.numel()
 
 
+def within(kind: "ActionKind", action: Tensor) -> Tensor:
+    """The action as an environment takes it: real numbers within their bounds."""
+    return action.clamp(kind.low, kind.high) if isinstance(kind, Continuous) else action
+
+
 ActionKind = Discrete | MultiDiscrete | Binary | Continuous
 
 
