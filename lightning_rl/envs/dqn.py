@@ -29,7 +29,8 @@ class DQNModule(OffPolicyModule):
 
     Each iteration collects ``data.frames_per_iteration`` steps, best few, and makes
     ``updates_per_iteration`` updates on steps drawn from the buffer. In a group of agents each
-    learns as if it were alone (independent Q-learning, Tan 1993).
+    learns as if it were alone (independent Q-learning, Tan 1993). ``TorchRLEnv`` begins new
+    episodes with every batch, so there a batch should be as long as they are.
 
     Args:
         agents: by the names that the environment has for its groups; a group that is not named,
@@ -86,7 +87,7 @@ class DQNModule(OffPolicyModule):
             seed,
         )
         save_primitive_hparams(self)
-        self.double = double
+        self.double_q = double
         self.epsilon = epsilon
         self.td_loss = td_loss
 
@@ -102,7 +103,7 @@ class DQNModule(OffPolicyModule):
         values = agent(steps.observations).gather(-1, index.long().unsqueeze(-1)).squeeze(-1)
         with torch.no_grad():
             after = target(steps.following)
-            chooser = agent(steps.following) if self.double else after
+            chooser = agent(steps.following) if self.double_q else after
             following = greedy_value(after, chooser)
             targets = td_target(steps.rewards, following, steps.terminated, self.gamma)
         loss = self.td_loss(values, targets)

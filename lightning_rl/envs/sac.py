@@ -24,7 +24,8 @@ class SACModule(OffPolicyModule):
 
     Each iteration collects ``data.frames_per_iteration`` steps, best few, and makes
     ``updates_per_iteration`` updates of critics, actor and temperature together, on steps drawn
-    from the buffer. In a group of agents each learns as if it were alone.
+    from the buffer. In a group of agents each learns as if it were alone. ``TorchRLEnv``
+    begins new episodes with every batch, so there a batch should be as long as they are.
 
     Args:
         agents: by the names that the environment has for its groups; a group that is not named,

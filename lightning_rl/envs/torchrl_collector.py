@@ -304,6 +304,7 @@ class _Policy(nn.Module):
         for name, places in self._places.items():
             agent = self._agents[0][name]
             device = agent.device
+            assert agent.space is not None
             seen = {n: value.to(device) for n, value in places.seen(tensordict).items()}
             state = self._states.get(name)
             if state is not None:

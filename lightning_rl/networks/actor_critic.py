@@ -46,7 +46,7 @@ class ActorCritic(EnvAgent):
     def __init__(
         self,
         body: Body | None = None,
-        policy: dict[str, PolicyHead] | PolicyHead | None = None,
+        policy: PolicyHead | dict[str, PolicyHead] | None = None,
         share_body: bool = False,
         critic_body: Body | None = None,
         body_lr: float = 1.0,

@@ -39,6 +39,9 @@ class ActionCritic(nn.Module):
         ConfigError: for a width below 1, an activation that there is not, or a body with a memory.
     """
 
+    low: Tensor
+    high: Tensor
+
     def __init__(
         self, body: Body | None = None, hidden: list[int] | None = None, activation: str = "relu"
     ) -> None:
@@ -136,9 +139,10 @@ class SACAgent(ExploringAgent):
                 "actions; use DQNModule for a choice of n, else ActorCritic"
             )
         self.policy.build(self.body.build(space), kind)
-        self.critics = nn.ModuleList(copy.deepcopy(self._critic[0]) for _ in range(2))
-        for critic in self.critics:
+        critics = [copy.deepcopy(self._critic[0]) for _ in range(2)]
+        for critic in critics:
             critic.build(space, kind)
+        self.critics = nn.ModuleList(critics)
         # Measured in the environment's units, actions are wider by half the distance of the bounds.
         wider = float((0.5 * (kind.high - kind.low)).log().sum())
         given = self.given_target

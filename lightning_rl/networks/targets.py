@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
@@ -38,7 +38,8 @@ class Polyak(TargetUpdate):
 
     @torch.no_grad()
     def __call__(self, target: nn.Module, source: nn.Module, updates: int) -> None:
-        ours, theirs = list(target.parameters()), list(source.parameters())
+        ours: list[Tensor] = list(target.parameters())
+        theirs: list[Tensor] = list(source.parameters())
         torch._foreach_lerp_(ours, theirs, self.tau)
         for own, other in zip(target.buffers(), source.buffers(), strict=True):
             own.copy_(other)
