@@ -14,10 +14,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.errors import LightningRLError
-from lightning_rl.networks.actor_critic import ActorCritic
+from lightning_rl.networks.agent import EnvAgent
 from lightning_rl.networks.space import Space
 
-Agents = Mapping[str, ActorCritic]
+Agents = Mapping[str, EnvAgent]
 
 
 class EnvError(LightningRLError):
@@ -155,7 +155,11 @@ def seeded(seed: int) -> Iterator[None]:
     """Draw from torch's generators from a seed on; then they are as they were."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(seed % 2**63)
+        # torch.manual_seed would take longer than a step, and keep a traceback of every call for a
+        # GPU that is not used yet.
+        torch.default_generator.manual_seed(seed % 2**63)
+        if devices:
+            torch.cuda.manual_seed_all(seed % 2**63)
         yield
 
 

@@ -248,7 +248,7 @@ class GymCollector(EnvCollector):
         finished = []
         _write(seen, 0, self._rows)
         step = place = 0
-        device = agent.value_layer.weight.device
+        device = agent.device
         try:
             with seeded(derived_seed(self._seed, iteration)), torch.no_grad(), self._deadline():
                 for step in range(steps):
@@ -350,7 +350,7 @@ class GymCollector(EnvCollector):
         self, agents: Agents, seeds: Sequence[int], greedy: bool, render: bool = False
     ) -> list[EnvEpisode]:
         agent, space = agents[AGENT], self.agents[AGENT]
-        device = agent.value_layer.weight.device
+        device = agent.device
         options = {"render_mode": "rgb_array"} if render else {}
         players = [_Player(self.env.made(**options), seed, 0, self._limit) for seed in seeds]
         episodes: dict[int, EnvEpisode] = {}

@@ -56,6 +56,8 @@ class ActorCriticModule(EnvModule):
         ConfigError: for values out of range, or a loss that needs what steps do not have.
     """
 
+    agents: Mapping[str, ActorCritic]
+
     def __init__(
         self,
         agents: dict[str, ActorCritic] | None = None,
@@ -198,6 +200,9 @@ class ActorCriticModule(EnvModule):
 
     def stateful_parts(self) -> dict[str, Any]:
         return {} if self.kl is None else {"kl": self.kl}
+
+    def default_agent(self) -> ActorCritic:
+        return ActorCritic()
 
     def check_agents(self) -> None:
         """Refuse agents that these settings cannot teach.

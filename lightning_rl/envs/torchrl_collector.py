@@ -313,7 +313,8 @@ class _Policy(nn.Module):
         self.step += 1
         for name, places in self._places.items():
             agent = self._agents[0][name]
-            device = agent.value_layer.weight.device
+            device = agent.device
+            assert agent.space is not None
             seen = {n: value.to(device) for n, value in places.seen(tensordict).items()}
             state = self._states.get(name)
             if state is not None:
