@@ -1,6 +1,6 @@
 """Gym: gymnasium's environments, stepped by hand, so that each episode has a seed of its own."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +18,6 @@ from lightning_rl.networks.space import (
     Space,
 )
 
-if TYPE_CHECKING:
-    from lightning_rl.envs.collector import EnvCollector
-
-AGENT = "agent"
-"""The name of the one agent of an environment."""
 OBSERVATION = "observation"
 ACTION = "action"
 
@@ -51,11 +46,6 @@ class Gym(EnvMaker):
     @property
     def name(self) -> str:
         return self._name
-
-    def collector(self, max_episode_length: int | None, max_step_seconds: float) -> "EnvCollector":
-        from lightning_rl.envs.gym_collector import GymCollector
-
-        return GymCollector(self, max_episode_length, max_step_seconds)
 
     def made(self, **further: Any) -> Any:
         """One ``gymnasium.Env``; ``further`` arguments, such as ``render_mode``, go first.

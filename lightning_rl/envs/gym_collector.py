@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from lightning_rl.envs.collector import (
     EnvCollector,
     EnvEpisode,
     EnvError,
+    collector_of,
     require_finite_values,
     seeded,
 )
-from lightning_rl.envs.gym import ACTION, AGENT, space_of
+from lightning_rl.envs.gym import ACTION, Gym, space_of
 from lightning_rl.envs.gym_player import (
     Player,
     buffer_of,
@@ -27,12 +28,10 @@ from lightning_rl.envs.gym_player import (
     tensors_of,
     write_rows,
 )
+from lightning_rl.envs.maker import AGENT
 from lightning_rl.errors import require_at_least
 from lightning_rl.networks.actor_critic import joint_log_prob, sampled
 from lightning_rl.run.seeding import derived_seed
-
-if TYPE_CHECKING:
-    from lightning_rl.envs.gym import Gym
 
 
 class GymCollector(EnvCollector):
@@ -48,7 +47,7 @@ class GymCollector(EnvCollector):
         max_step_seconds: after which an environment hangs.
     """
 
-    def __init__(self, env: "Gym", max_episode_length: int | None, max_step_seconds: float) -> None:
+    def __init__(self, env: Gym, max_episode_length: int | None, max_step_seconds: float) -> None:
         require_at_least(1, max_episode_length=max_episode_length)
         self.env = env
         self._limit = max_episode_length
@@ -263,3 +262,6 @@ class GymCollector(EnvCollector):
         for player in self._players:
             player.env.close()
         self._players = []
+
+
+collector_of.register(Gym, GymCollector)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.envs.collector import EnvEpisode
-from lightning_rl.envs.gym import AGENT, OBSERVATION
+from lightning_rl.envs.gym import OBSERVATION
+from lightning_rl.envs.maker import AGENT
 from lightning_rl.errors import ConfigError
 from lightning_rl.networks.space import Observed
 from lightning_rl.run.seeding import derived_seed
