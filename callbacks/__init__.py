@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning_rl.callbacks.artifacts import RunArtifacts
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.batch_guards import (
     EffectiveSampleGuard,
@@ -13,6 +14,7 @@ from lightning_rl.callbacks.batch_guards import (
 )
 from lightning_rl.callbacks.checkpoint import IterationCheckpoint
 from lightning_rl.callbacks.defaults import ParameterSummary
+from lightning_rl.callbacks.episode_preview import EpisodePreview
 from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.callbacks.export import HFExport
 from lightning_rl.callbacks.guards import (
@@ -46,6 +48,7 @@ __all__ = [
     "Correct",
     "EffectiveSampleGuard",
     "EntropyGuard",
+    "EpisodePreview",
     "Evaluate",
     "Guard",
     "GuardAction",
@@ -68,6 +71,7 @@ __all__ = [
     "RewardAlarms",
     "RolloutRecorder",
     "RolloutWriter",
+    "RunArtifacts",
     "RunReport",
     "SkipUpdate",
     "StalenessGuard",

@@ -54,6 +54,9 @@ class RLCallback(Callback):
     ) -> None:
         """Called with all that was recorded for an iteration (also for 0: before training)."""
 
+    def on_report_written(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called when ``RunReport`` has written what a run has come to, also one that failed."""
+
     def module_of(self, pl_module: LightningModule) -> RecordingModule:
         """A hook's ``pl_module``, by its type: whatever counts iterations.
 

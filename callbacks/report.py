@@ -15,7 +15,7 @@ from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.errors import DiskError, RewardError, RunInterrupted
 from lightning_rl.rollouts.files import as_record
 from lightning_rl.rollouts.jsonl import as_lines
-from lightning_rl.run.hooks import STAGES
+from lightning_rl.run.hooks import STAGES, call_hook
 from lightning_rl.run.metrics import MetricsLog
 from lightning_rl.run.rundir import run_dir, write_whole
 
@@ -152,8 +152,7 @@ class RunReport(RLCallback):
 
     "Before" is an evaluation of the policy that the run began with, "after" one of that which it
     ended with; without one they are null. A resumed run goes on with rows and times from where its
-    checkpoint was taken. A ``fit`` with a data module that collects adds this callback, if it is
-    not among the trainer's.
+    checkpoint was taken. A ``fit`` that collects adds this callback, unless the trainer has it.
     """
 
     def __init__(self) -> None:
@@ -184,6 +183,7 @@ class RunReport(RLCallback):
         self._write(trainer, pl_module, None)
         if trainer.is_global_zero:
             rank_zero_info(self._last_words(run_dir(trainer)))
+        call_hook(trainer, "on_report_written")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -196,6 +196,8 @@ class RunReport(RLCallback):
                 write_whole(file, as_lines(map(as_record, exception.rollouts)))
         except (DiskError, OSError) as error:  # what stopped the run comes first, and saving it
             rank_zero_warn(str(error))
+        if trainer.state.fn == "fit":
+            call_hook(trainer, "on_report_written")
 
     def _wall_seconds(self) -> float:
         return round(time.perf_counter() - self._wall, 3)

@@ -94,6 +94,13 @@ from lightning_rl.algos.steps import (
     StepReturn as StepReturn,
     Steps as Steps,
 )
+from lightning_rl.algos.td import (
+    EpsilonSchedule as EpsilonSchedule,
+    HuberTD as HuberTD,
+    LinearEpsilon as LinearEpsilon,
+    SquaredTD as SquaredTD,
+    TDLoss as TDLoss,
+)
 from lightning_rl.algos.tree import TreeRLOO as TreeRLOO
 from lightning_rl.algos.turns import (
     GiGPO as GiGPO,
@@ -128,6 +135,7 @@ from lightning_rl.callbacks import (
     RLProgressBar as RLProgressBar,
     RolloutRecorder as RolloutRecorder,
     RolloutWriter as RolloutWriter,
+    RunArtifacts as RunArtifacts,
     RunReport as RunReport,
     SkipUpdate as SkipUpdate,
     StalenessGuard as StalenessGuard,
@@ -138,6 +146,7 @@ from lightning_rl.callbacks import (
     WeightSync as WeightSync,
     ZeroAdvantageGuard as ZeroAdvantageGuard,
 )
+from lightning_rl.cli.trainer import RLTrainer as RLTrainer
 from lightning_rl.collect.ahead import (
     AsyncCollector as AsyncCollector,
     OneStepOffCollector as OneStepOffCollector,
@@ -214,13 +223,17 @@ from lightning_rl.envs.collector import (
     EnvError as EnvError,
 )
 from lightning_rl.envs.datamodule import EnvDataModule as EnvDataModule
+from lightning_rl.envs.dqn import DQNModule as DQNModule
 from lightning_rl.envs.gym import Gym as Gym
 from lightning_rl.envs.maker import (
     EnvMaker as EnvMaker,
     TorchRLEnv as TorchRLEnv,
 )
 from lightning_rl.envs.module import ActorCriticModule as ActorCriticModule
+from lightning_rl.envs.off_policy import OffPolicyModule as OffPolicyModule
 from lightning_rl.envs.rows import Clips as Clips
+from lightning_rl.envs.sac import SACModule as SACModule
+from lightning_rl.envs.transitions import TransitionBuffer as TransitionBuffer
 from lightning_rl.errors import (
     AgentError as AgentError,
     CheckpointError as CheckpointError,
@@ -277,6 +290,7 @@ from lightning_rl.models.sharding import ShardedStrategy as ShardedStrategy
 from lightning_rl.models.tokenizer import load_tokenizer as load_tokenizer
 from lightning_rl.module import PolicyModule as PolicyModule
 from lightning_rl.networks.actor_critic import ActorCritic as ActorCritic
+from lightning_rl.networks.agent import EnvAgent as EnvAgent
 from lightning_rl.networks.bodies import (
     Body as Body,
     Centralized as Centralized,
@@ -294,6 +308,15 @@ from lightning_rl.networks.policy_heads import (
     PolicyHead as PolicyHead,
     TanhGaussianHead as TanhGaussianHead,
 )
+from lightning_rl.networks.q_agent import (
+    DuelingHead as DuelingHead,
+    QAgent as QAgent,
+    QHead as QHead,
+)
+from lightning_rl.networks.sac_agent import (
+    ActionCritic as ActionCritic,
+    SACAgent as SACAgent,
+)
 from lightning_rl.networks.schedules import (
     Alternating as Alternating,
     EveryIteration as EveryIteration,
@@ -301,13 +324,31 @@ from lightning_rl.networks.schedules import (
     UpdateSchedule as UpdateSchedule,
 )
 from lightning_rl.networks.space import Space as Space
+from lightning_rl.networks.targets import (
+    CopyEvery as CopyEvery,
+    Polyak as Polyak,
+    TargetUpdate as TargetUpdate,
+)
 from lightning_rl.offline.dpo import (
     DPOModule as DPOModule,
     PairDataModule as PairDataModule,
     RolloutPairs as RolloutPairs,
 )
+from lightning_rl.offline.label_heads import (
+    ClassHead as ClassHead,
+    LabelHead as LabelHead,
+    NumberHead as NumberHead,
+)
+from lightning_rl.offline.labelled import (
+    FunctionData as FunctionData,
+    LabelledData as LabelledData,
+)
 from lightning_rl.offline.recorded import OfflineDataModule as OfflineDataModule
 from lightning_rl.offline.sft import SFTDataModule as SFTDataModule, SFTModule as SFTModule
+from lightning_rl.offline.solo import (
+    SoloDataModule as SoloDataModule,
+    SoloModule as SoloModule,
+)
 from lightning_rl.protocols.base import Protocol as Protocol
 from lightning_rl.protocols.single_prover import (
     Adp as Adp,

@@ -40,7 +40,7 @@ def data_module(**options) -> RLDataModule:
     return RLDataModule(**options)
 
 
-def trainer_of(tmp_path, callbacks=(), **options) -> Trainer:
+def trainer_of(tmp_path, callbacks=(), kind=Trainer, **options) -> Trainer:
     """For one epoch on the CPU; prints nothing, and keeps nothing but metrics."""
     options = {
         "accelerator": "cpu",
@@ -51,7 +51,7 @@ def trainer_of(tmp_path, callbacks=(), **options) -> Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     } | options
-    return Trainer(callbacks=list(callbacks), default_root_dir=tmp_path, **options)
+    return kind(callbacks=list(callbacks), default_root_dir=tmp_path, **options)
 
 
 class SaveAfter(Callback):

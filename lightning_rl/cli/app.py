@@ -1,4 +1,4 @@
-"""LightningCLI for RL: the Trainer with ``rollout``, and messages that name key, value and fix."""
+"""LightningCLI for RL: what a run gets by default, and messages that name key, value and fix."""
 
 import inspect
 from pathlib import Path
@@ -17,12 +17,12 @@ from torch.nn import Parameter
 from lightning_rl.callbacks import (
     IterationCheckpoint,
     RerunRecorder,
-    RolloutWriter,
     Watchdog,
     WeightSync,
 )
 from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.cli.parser import RLArgumentParser, trainer_help
+from lightning_rl.cli.trainer import RLTrainer
 from lightning_rl.cli.trust import require_trusted, require_trusted_classes, split_options
 from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.checks import check_sync
@@ -47,57 +47,6 @@ from lightning_rl.run.seeding import LARGEST_SEED, drawn_seed
 
 # Short class names work in YAML for what has been imported: all that is public.
 names.load_all()
-
-
-class RLTrainer(Trainer):
-    """Lightning's Trainer, plus collecting without training."""
-
-    def rollout(
-        self,
-        model: PolicyModule,
-        datamodule: RLDataModule,
-        output: str,
-        iterations: int = 1,
-        ckpt_path: str | None = None,
-        weights_only: bool | None = None,
-    ) -> None:
-        """Write graded rollouts to a file, without training; go on where a former run stopped.
-
-        Args:
-            model: the policy.
-            datamodule: prompts, engine and rewards.
-            output: the file; .jsonl, .parquet (a folder) or .sqlite.
-            iterations: how many batches of groups_per_iteration groups it shall hold.
-            ckpt_path: a checkpoint whose weights to use instead of the model's own.
-            weights_only: as in ``fit``.
-
-        Raises:
-            ConfigError: if ``iterations`` is below 1, or ``datamodule`` collects nothing.
-            DataError: if ``output`` holds something else.
-        """
-        if not isinstance(datamodule, RLDataModule):
-            raise ConfigError(
-                f"rollout collects from an RLDataModule, not {type(datamodule).__name__}; set data"
-            )
-        if iterations < 1:
-            raise ConfigError(f"iterations={iterations} must be >= 1")
-        writer = RolloutWriter(output)
-        writer.choose_file(self)
-        done = writer.done()
-        if done >= iterations:
-            print(f"{output} already holds {done} iterations; raise --iterations to add to them")
-            return
-        datamodule.iterations_per_epoch = iterations - done
-        self.callbacks.append(writer)  # type: ignore[attr-defined]
-        self.predict(
-            model,
-            datamodule=datamodule,
-            ckpt_path=ckpt_path,
-            weights_only=weights_only,
-            return_predictions=False,
-        )
-        holds = f"{writer.done()} iterations"
-        print(f"{writer.written} rollouts written to {writer.file.path}, which holds {holds}")
 
 
 class RLCLI(LightningCLI):
@@ -235,11 +184,12 @@ class RLCLI(LightningCLI):
             refuse_flags(self.trainer)
         elif isinstance(self.model, SFTModule | DPOModule):
             refuse_precision(self.trainer, "16-mixed")
-        if isinstance(self.model, PolicyModule | SFTModule | DPOModule):
+        ours = isinstance(self.model, RecordingModule | SFTModule | DPOModule)
+        if ours and hasattr(self.model, "optimizer"):
             try:
                 check_optimizer(self.model.optimizer)
                 optimizer = self.model.optimizer([Parameter(torch.zeros(1))])
-                if self.model.lr_scheduler is not None:
+                if getattr(self.model, "lr_scheduler", None) is not None:
                     self.model.lr_scheduler(optimizer)
             except Exception as error:  # a learning rate below 0, say
                 what = f"model.init_args.optimizer, lr_scheduler: {innermost(error)}"

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.cli.app import RLCLI
+from lightning_rl.cli.check_envs import described
 from lightning_rl.cli.layouts import candidates, compare
 from lightning_rl.cli.parser import card_of
 from lightning_rl.cli.plan import (
@@ -33,6 +34,8 @@ from lightning_rl.config.lightning_flags import compute_dtype, warn_of_flags
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Engine, TransformersEngine
+from lightning_rl.envs.base import EnvModule
+from lightning_rl.envs.datamodule import EnvDataModule
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.module import PolicyModule
@@ -127,6 +130,15 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
     names = (type(module).__name__, type(data).__name__)
     warn_of_flags(trainer)
     print(f"configuration: good ({', '.join(names)} on {trainer.strategy.root_device})")
+    if isinstance(module, EnvModule) and isinstance(data, EnvDataModule):
+        trainer.strategy.connect(module)
+        data.trainer = module.trainer = trainer
+        trainer.datamodule = data  # type: ignore[attr-defined]
+        try:
+            print("\n".join(described(module, data)))
+        finally:
+            data.collector.close()
+        return True
     if not isinstance(module, PolicyModule) or not isinstance(data, RLDataModule):
         print("there is nothing more to check: rollouts come from a PolicyModule and RLDataModule")
         return True

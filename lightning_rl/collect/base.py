@@ -18,6 +18,8 @@ class CollectingDataModule(LightningDataModule, ABC):
 
     nothing_to_evaluate = "use a data module that can evaluate"
     """Advice, where ``evaluates`` is False."""
+    test_series: LazyLoader | None = None
+    """What ``test`` goes through in place of one evaluation; of several checkpoints."""
 
     @property
     @abstractmethod
@@ -47,8 +49,11 @@ class CollectingDataModule(LightningDataModule, ABC):
         """
         if self.trainer is not None and self.trainer.state.fn == "fit":
             return []
-        return self.test_dataloader()
+        return self._one_evaluation()
 
     def test_dataloader(self) -> Any:
-        """One evaluation."""
+        """One evaluation, or one for each of several checkpoints."""
+        return self._one_evaluation() if self.test_series is None else self.test_series
+
+    def _one_evaluation(self) -> LazyLoader:
         return LazyLoader(lambda _: self.evaluate()[1], 1)

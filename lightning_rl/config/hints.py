@@ -75,6 +75,14 @@ def item_hint(hint: Any) -> Any | None:
     return None
 
 
+def mapping_hint(hint: Any) -> Any | None:
+    """The hint of a mapping's values; None where no mapping of names may stand."""
+    for branch in branches(hint):
+        if get_origin(branch) is dict and get_args(branch)[:1] == (str,):
+            return get_args(branch)[1]
+    return None
+
+
 def accepts(hint: Any, value: Any) -> bool:
     """Tell whether the parser that reads the configuration takes this value."""
     try:

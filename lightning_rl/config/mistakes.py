@@ -26,6 +26,7 @@ from lightning_rl.config.hints import (
     import_object,
     is_class_name,
     item_hint,
+    mapping_hint,
     named_class,
     parameters,
     subclasses,
@@ -115,6 +116,9 @@ class _Walk:
             self.instance(value, hint, default, key)
         elif isinstance(value, dict) and "class_path" in value and FUNCTION in describe(hint):
             self.callable(value, key)
+        elif isinstance(value, dict) and classes(inside := mapping_hint(hint)):
+            for name, inner in value.items():
+                self.value(inner, inside, None, (*key, name))
         elif isinstance(value, list) and (item := item_hint(hint)) is not None:
             for index, inner in enumerate(value):
                 self.value(inner, item, None, (*key, index))

@@ -10,21 +10,22 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.networks.actor_critic import ActorCritic
+from lightning_rl.networks.agent import EnvAgent
 from lightning_rl.run.dist import all_sum, world_size
-from lightning_rl.run.hooks import datamodule_of, is_fast_dev_run, named_callbacks
+from lightning_rl.run.hooks import answers, datamodule_of, is_fast_dev_run, named_callbacks
 from lightning_rl.run.metrics import TokenMetrics
 
 
 class EnvModule(RecordingModule):
     """Agents that are built for the data module's environment, and steps of one optimizer."""
 
-    given_agents: dict[str, ActorCritic]
+    given_agents: Mapping[str, EnvAgent]
     optimizer: OptimizerCallable
     lr_scheduler: LRSchedulerCallable | None
     max_grad_norm: float | None
@@ -32,7 +33,7 @@ class EnvModule(RecordingModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.agents: Mapping[str, ActorCritic] = cast(Any, nn.ModuleDict())
+        self.agents: Mapping[str, EnvAgent] = cast(Any, nn.ModuleDict())
 
     @property
     def described_as(self) -> str:
@@ -70,7 +71,7 @@ class EnvModule(RecordingModule):
                 f"{', '.join(spaces)}"
             )
         for name, space in spaces.items():
-            agent = deepcopy(self.given_agents.get(name)) or ActorCritic()
+            agent = deepcopy(self.given_agents.get(name)) or self.default_agent()
             try:
                 agent.build(space)
             except ConfigError as error:
@@ -80,6 +81,10 @@ class EnvModule(RecordingModule):
         if self.compile_agents:
             for agent in self.agents.values():
                 agent.compile()
+
+    @abstractmethod
+    def default_agent(self) -> EnvAgent:
+        """The agent of a group that none was given for."""
 
     @abstractmethod
     def check_agents(self) -> None:
@@ -96,6 +101,23 @@ class EnvModule(RecordingModule):
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
 
     # ---------------------------------------------------------------- steps
+
+    def is_skipped(self, batch: TensorDict) -> bool:
+        """Ask callbacks of the update that is about to begin; tell whether one wants none.
+
+        Raises:
+            ConfigError: if one wishes what only rollouts of language models have.
+        """
+        skip = False
+        for decision in answers(self.trainer, "on_update_start", batch):
+            if decision.mask is not None or decision.correction is not None:
+                raise ConfigError(
+                    "a callback's Decision(mask=...) and Decision(correction=...) are for rollouts "
+                    "of language models; in environments use skip and stop"
+                )
+            skip = skip or decision.skip or decision.stop is not None
+            self.stopping = self.stopping or decision.stop
+        return skip
 
     def step(self, loss: Tensor, names: Iterable[str], measured: TokenMetrics) -> None:
         """One optimizer step, of gradients that are summed over ranks and clipped.

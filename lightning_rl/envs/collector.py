@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import singledispatch
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -13,11 +14,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.errors import LightningRLError
-from lightning_rl.networks.actor_critic import ActorCritic
+from lightning_rl.envs.maker import EnvMaker
+from lightning_rl.errors import ConfigError, LightningRLError
+from lightning_rl.networks.agent import EnvAgent
 from lightning_rl.networks.space import Space
 
-Agents = Mapping[str, ActorCritic]
+Agents = Mapping[str, EnvAgent]
 
 
 class EnvError(LightningRLError):
@@ -113,6 +115,24 @@ class EnvCollector(ABC):
         """Let go of all environments."""
 
 
+@singledispatch
+def collector_of(
+    env: EnvMaker, max_episode_length: int | None, max_step_seconds: float
+) -> EnvCollector:
+    """What steps an environment, unless a collector is chosen.
+
+    For environments of another kind register their collector: ``collector_of.register(MyMaker,
+    MyCollector)``.
+
+    Raises:
+        ConfigError: if there is none for it.
+    """
+    raise ConfigError(
+        f"data.env: nothing steps a {type(env).__name__}; set data.collector, or register one with "
+        "lightning_rl.envs.collector.collector_of"
+    )
+
+
 class Deadline:
     """Ends a step of an environment that takes too long: in the main thread, where signals are.
 
@@ -155,7 +175,11 @@ def seeded(seed: int) -> Iterator[None]:
     """Draw from torch's generators from a seed on; then they are as they were."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(seed % 2**63)
+        # torch.manual_seed would take longer than a step, and keep a traceback of every call for a
+        # GPU that is not used yet.
+        torch.default_generator.manual_seed(seed % 2**63)
+        if devices:
+            torch.cuda.manual_seed_all(seed % 2**63)
         yield
 
 

@@ -4,23 +4,29 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule
-from lightning_rl.envs.collector import EnvCollector, EnvEpisode
+from lightning_rl.envs.collector import EnvCollector, EnvEpisode, collector_of
+from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.loader import EnvLoader
 from lightning_rl.envs.maker import EnvMaker
 from lightning_rl.envs.stats import episode_metrics, evaluation_metrics
+from lightning_rl.envs.torchrl_collector import TorchRLCollector
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.networks.space import Space
 from lightning_rl.run import dist
+from lightning_rl.run.cores import share_cores
 from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.resume import check_early, enter_directory, leave_directory
 from lightning_rl.run.seeding import derived_seed, run_seed
 
+COLLECTORS = (GymCollector, TorchRLCollector)
+"""Ours, which are known to ``collector_of`` once they are imported."""
 EVALUATION = 2**31
 """A place for seeds of episodes apart that no environment's place is."""
 
@@ -41,6 +47,8 @@ class EnvDataModule(CollectingDataModule):
         eval_greedy: take the best action in them, not a drawn one.
         success_reward: an episode with at least this reward counts as right; None: nothing counts.
         max_step_seconds: after which a step of the environments hangs.
+        threads: of this process on a CPU; more than one is slower for small networks. None: as it
+            is.
         seed: of episodes and actions; None: ``seed_everything``'s.
 
     Raises:
@@ -60,6 +68,7 @@ class EnvDataModule(CollectingDataModule):
         eval_greedy: bool = True,
         success_reward: float | None = None,
         max_step_seconds: float = 60.0,
+        threads: int | None = 1,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -69,6 +78,7 @@ class EnvDataModule(CollectingDataModule):
             frames_per_iteration=frames_per_iteration,
             iterations_per_epoch=iterations_per_epoch,
             max_episode_length=max_episode_length,
+            threads=threads,
         )
         require_at_least(0, eval_episodes=eval_episodes)
         require_finite(success_reward=success_reward, max_step_seconds=max_step_seconds)
@@ -90,12 +100,13 @@ class EnvDataModule(CollectingDataModule):
         self.eval_greedy = eval_greedy
         self.success_reward = success_reward
         self.max_step_seconds = max_step_seconds
+        self.threads = threads
         self.seed = run_seed(seed)
-        self.collector = collector or env.collector(max_episode_length, max_step_seconds)
+        self.collector = collector or collector_of(env, max_episode_length, max_step_seconds)
         self.player = (
             self.collector
             if eval_env is None
-            else eval_env.collector(max_episode_length, max_step_seconds)
+            else collector_of(eval_env, max_episode_length, max_step_seconds)
         )
         """What plays the episodes of an evaluation."""
         self._loader: EnvLoader | None = None
@@ -126,6 +137,9 @@ class EnvDataModule(CollectingDataModule):
         """Make the environments."""
         assert self.trainer is not None
         self._module()
+        share_cores(self.trainer)
+        if self.threads is not None and self.trainer.strategy.root_device.type == "cpu":
+            torch.set_num_threads(self.threads)
         enter_directory(self.trainer)
         check_early(self.trainer)
         ranks = dist.world_size()
@@ -202,6 +216,18 @@ class EnvDataModule(CollectingDataModule):
             episodes = self.player.play(module.agents, own, self.eval_greedy) if own else []
         together = dist.interleaved(dist.gather(episodes))
         return together, evaluation_metrics(together, self.success_reward)
+
+    def watch(self) -> EnvEpisode:
+        """The first episode of an evaluation, with pictures; call it on one rank.
+
+        Raises:
+            ConfigError: if the environment has none.
+        """
+        module = self._module()
+        seed = derived_seed(self.seed, EVALUATION, 0) % 2**31
+        with module.clock("eval"):
+            [episode] = self.player.play(module.agents, [seed], self.eval_greedy, render=True)
+        return episode
 
     def _epoch(self) -> int:
         length = self.iterations_per_epoch

@@ -56,6 +56,8 @@ class ActorCriticModule(EnvModule):
         ConfigError: for values out of range, or a loss that needs what steps do not have.
     """
 
+    agents: Mapping[str, ActorCritic]
+
     def __init__(
         self,
         agents: dict[str, ActorCritic] | None = None,
@@ -98,7 +100,9 @@ class ActorCriticModule(EnvModule):
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One iteration on a batch of steps: values and advantages, then the update."""
-        learning = [name for name, a in self.agents.items() if a.schedule.due(self.iteration)]
+        skipped = self.is_skipped(batch)
+        learning = [n for n, a in self.agents.items() if a.schedule.due(self.iteration)]
+        learning = [] if skipped else learning
         with self.clock("train"):
             rows: dict[str, Rows] = {}
             metrics: dict[str, float] = {}
@@ -198,6 +202,9 @@ class ActorCriticModule(EnvModule):
 
     def stateful_parts(self) -> dict[str, Any]:
         return {} if self.kl is None else {"kl": self.kl}
+
+    def default_agent(self) -> ActorCritic:
+        return ActorCritic()
 
     def check_agents(self) -> None:
         """Refuse agents that these settings cannot teach.

@@ -1,7 +1,7 @@
 """TorchRLCollector: torchrl's collector, with a seed and fresh episodes for each iteration."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -13,17 +13,16 @@ from lightning_rl.envs.collector import (
     EnvCollector,
     EnvEpisode,
     EnvError,
+    collector_of,
     require_finite_values,
     seeded,
 )
-from lightning_rl.envs.maker import require_installed
+from lightning_rl.envs.maker import TorchRLEnv, require_installed
+from lightning_rl.envs.torchrl_space import Places, agents_of
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.networks.actor_critic import joint_log_prob, sampled
+from lightning_rl.networks.space import Space, within
 from lightning_rl.run.seeding import derived_seed
-
-if TYPE_CHECKING:
-    from lightning_rl.envs.maker import TorchRLEnv
-    from lightning_rl.envs.torchrl_space import Places
 
 LONGEST = 100_000
 """Steps after which an episode of an evaluation is given up, where nothing limits it."""
@@ -43,7 +42,7 @@ class TorchRLCollector(EnvCollector):
     """
 
     def __init__(
-        self, env: "TorchRLEnv", max_episode_length: int | None, max_step_seconds: float
+        self, env: TorchRLEnv, max_episode_length: int | None, max_step_seconds: float
     ) -> None:
         require_at_least(1, max_episode_length=max_episode_length)
         self.env = env
@@ -61,8 +60,6 @@ class TorchRLCollector(EnvCollector):
         return "" if self.env.seeded else f"{self.env.name} does not play the same from a seed"
 
     def start(self, seed: int, first: int, num_envs: int) -> None:
-        from lightning_rl.envs.torchrl_space import agents_of
-
         require_installed("torchrl", "TorchRLEnv")
         self._seed = derived_seed(seed, first)
         one = self.env.made()
@@ -89,9 +86,10 @@ class TorchRLCollector(EnvCollector):
             env.close()
             kind = ParallelEnv if self.env.parallel else SerialEnv
             env = kind(count, self.env.made)
+        env = TransformedEnv(env, InitTracker())
         if self._limit is not None:
-            env = TransformedEnv(env, StepCounter(self._limit))
-        return TransformedEnv(env, InitTracker())
+            env = env.append_transform(StepCounter(self._limit))
+        return env
 
     # ---------------------------------------------------------------- collecting
 
@@ -118,7 +116,10 @@ class TorchRLCollector(EnvCollector):
         from torchrl.collectors import Collector
         from torchrl.envs.utils import ExplorationType
 
-        self._policy, self._steps = _Policy(agents, self._places, self._deadline), steps
+        self._policy, self._steps = (
+            _Policy(agents, self.agents, self._places, self._deadline),
+            steps,
+        )
         self._collector = Collector(
             self._envs,
             self._policy,
@@ -147,7 +148,7 @@ class TorchRLCollector(EnvCollector):
             space = self.agents[name]
             own[name] = {
                 "observations": places.seen(data),
-                "actions": {n: data.get(key) for n, key in places.actions.items()},
+                "actions": data.get((*_own(name), "actions")),
                 "logprobs": data.get((*_own(name), "logprobs")),
                 "rewards": places.rewards(data, space.agents),
             }
@@ -208,7 +209,7 @@ class TorchRLCollector(EnvCollector):
         own = getattr(self._envs, "batch_size", [len(seeds)])[0]
         native = len(self.env.made().batch_size) == 1
         envs = self._made(own if native else len(seeds))
-        policy = _Policy(agents, self._places, self._deadline)
+        policy = _Policy(agents, self.agents, self._places, self._deadline)
         episodes: list[EnvEpisode] = []
         try:
             with torch.no_grad(), self._deadline():
@@ -279,8 +280,15 @@ class TorchRLCollector(EnvCollector):
 class _Policy(nn.Module):
     """The agents, as torchrl's collector calls them: they write actions into a TensorDict."""
 
-    def __init__(self, agents: Agents, places: Mapping[str, "Places"], deadline: Deadline) -> None:
+    def __init__(
+        self,
+        agents: Agents,
+        spaces: Mapping[str, Space],
+        places: Mapping[str, Places],
+        deadline: Deadline,
+    ) -> None:
         super().__init__()
+        self._spaces = spaces
         self._agents = (agents,)  # a tuple hides them: they are the module's
         self._places = places
         self._deadline = deadline
@@ -301,7 +309,8 @@ class _Policy(nn.Module):
         self.step += 1
         for name, places in self._places.items():
             agent = self._agents[0][name]
-            device = agent.value_layer.weight.device
+            device = agent.device
+            assert agent.space is not None
             seen = {n: value.to(device) for n, value in places.seen(tensordict).items()}
             state = self._states.get(name)
             if state is not None:
@@ -313,7 +322,9 @@ class _Policy(nn.Module):
                 self._states[name] = after
             actions = sampled(made, self._greedy)
             for action, key in places.actions.items():
-                tensordict.set(key, actions[action].cpu())
+                drawn = actions[action].cpu()
+                tensordict.set((*_own(name), "actions", action), drawn)
+                tensordict.set(key, within(self._spaces[name].actions[action], drawn))
             tensordict.set((*_own(name), "logprobs"), joint_log_prob(made, actions).cpu())
         return tensordict
 
@@ -321,3 +332,6 @@ class _Policy(nn.Module):
 def _own(name: str) -> tuple[str, str]:
     """Where an agent's entries are that no environment has."""
     return "lightning_rl", name
+
+
+collector_of.register(TorchRLEnv, TorchRLCollector)

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.networks.agent import EnvAgent, Observations
 from lightning_rl.networks.bodies import Body, MLPBody, RecurrentBody, linear
 from lightning_rl.networks.distributions import ActionDistribution
 from lightning_rl.networks.policy_heads import PolicyHead, default_head
+from lightning_rl.networks.pretrained import take_body
 from lightning_rl.networks.schedules import EveryIteration, UpdateSchedule
 from lightning_rl.networks.space import Space
 
-Observations = Mapping[str, Tensor]
-
 
 @configurable
-class ActorCritic(nn.Module):
+class ActorCritic(EnvAgent):
     """An agent: a body and policy heads, and for its values a body and a head.
 
     In a group of several agents (``PettingZooWrapper``, ``VmasEnv``) all of them share it; bodies
@@ -46,7 +46,7 @@ class ActorCritic(nn.Module):
     def __init__(
         self,
         body: Body | None = None,
-        policy: dict[str, PolicyHead] | PolicyHead | None = None,
+        policy: PolicyHead | dict[str, PolicyHead] | None = None,
         share_body: bool = False,
         critic_body: Body | None = None,
         body_lr: float = 1.0,
@@ -75,19 +75,8 @@ class ActorCritic(nn.Module):
         self.factors = factors
         self.schedule = schedule
         self.pretrained = pretrained
-        self.space: Space | None = None
-
-    @property
-    def state_size(self) -> int:
-        """Numbers of its memory; 0: it has none."""
-        return self.body.state_size if isinstance(self.body, RecurrentBody) else 0
 
     def build(self, space: Space) -> None:
-        """Make all layers.
-
-        Raises:
-            ConfigError: if a part does not fit the environment.
-        """
         self.space = space
         given = self._critic_body[0]
         critic = None if self.share_body else given or copy.deepcopy(self.body)
@@ -97,7 +86,7 @@ class ActorCritic(nn.Module):
         width = features if critic is None else critic.build(space)
         self.value_layer = linear(width, 1, 1.0)
         if self.pretrained is not None:
-            self._take_body(Path(self.pretrained))
+            take_body(self.body, Path(self.pretrained))
 
     def _built_heads(self, space: Space, features: int) -> dict[str, PolicyHead]:
         given = self._policy[0]
@@ -120,32 +109,9 @@ class ActorCritic(nn.Module):
             heads[name].build(features, kind)
         return {name: heads[name] for name in space.actions}
 
-    def _take_body(self, path: Path) -> None:
-        if not path.is_file():
-            raise ConfigError(f"pretrained: {str(path)!r} does not exist")
-        weights = torch.load(path, weights_only=True, map_location="cpu")["state_dict"]
-        prefix = "agent.body."
-        own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
-        ours = self.body.state_dict()
-        same = own.keys() == ours.keys() and all(own[n].shape == ours[n].shape for n in own)
-        if not same:
-            raise ConfigError(
-                f"pretrained: {str(path)!r} holds another body than {type(self.body).__name__} as "
-                "it is configured; train both with the same one"
-            )
-        self.body.load_state_dict(own)
-
-    def begin(self, environments: int) -> Tensor:
-        """An empty memory, (E, *A, S)."""
-        assert self.space is not None
-        agents = [self.space.agents] if self.space.agents else []
-        shape = (environments, *agents, self.state_size)
-        return torch.zeros(shape, device=self.value_layer.weight.device)
-
     def act(
         self, observations: Observations, state: Tensor | None = None
     ) -> tuple[dict[str, ActionDistribution], Tensor | None]:
-        """Distributions of actions by name, for one step of E environments; and the memory."""
         if state is None:
             features = self.body(observations)
         else:
@@ -190,7 +156,6 @@ class ActorCritic(nn.Module):
         return [actor, critic + list(self.critic_body.parameters())]
 
     def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
-        """Parameters by what they are for, each with a ``name`` and its ``lr_factor``."""
         parts: dict[str, list[nn.Module]] = {
             "body": [self.body],
             "actor": [self.heads],

@@ -30,6 +30,9 @@ class Discrete:
     n: int
     one_hot: bool = False
 
+    def __str__(self) -> str:
+        return f"one of {self.n}"
+
 
 @dataclass(frozen=True)
 class MultiDiscrete:
@@ -37,12 +40,18 @@ class MultiDiscrete:
 
     ns: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"one of each of {', '.join(map(str, self.ns))}"
+
 
 @dataclass(frozen=True)
 class Binary:
     """``n`` switches, each on or off."""
 
     n: int
+
+    def __str__(self) -> str:
+        return f"{self.n} switches"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +65,14 @@ class Continuous:
     def size(self) -> int:
         """How many they are."""
         return self.low.numel()
+
+    def __str__(self) -> str:
+        return f"{self.size} numbers within [{float(self.low.min()):g}, {float(self.high.max()):g}]"
+
+
+def within(kind: "ActionKind", action: Tensor) -> Tensor:
+    """The action as an environment takes it: real numbers within their bounds."""
+    return action.clamp(kind.low, kind.high) if isinstance(kind, Continuous) else action
 
 
 ActionKind = Discrete | MultiDiscrete | Binary | Continuous

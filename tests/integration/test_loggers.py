@@ -22,6 +22,7 @@ from lightning_rl.callbacks import (
     Evaluate,
     IterationCheckpoint,
     PreviewTable,
+    RunArtifacts,
     RunReport,
     StepTimer,
     WeightSync,
@@ -41,6 +42,7 @@ def fit(tiny_model, *loggers: Logger) -> Rows:
     callbacks = [
         WeightSync(),
         Evaluate(),
+        RunArtifacts(),
         PreviewTable(num_rollouts=3),
         RunReport(),
         StepTimer(),
@@ -160,6 +162,9 @@ def test_wandb_offline(tiny_model, tmp_path, monkeypatch):
     assert_same(logged, wanted)
     assert [table["columns"] for table in tables] == [COLUMNS] * 2
     assert [[row[:3] for row in t["data"]] for t in tables] == previews(tmp_path / "csv/version_0")
+    [results] = [one for one in artifacts if one.type == "results"]
+    kept = {entry.path for entry in results.manifest.contents}
+    assert kept == {"summary.json", "curves.png", "metrics.jsonl", "rollouts.jsonl"}
     # Every checkpoint is uploaded when it is saved, also one that is deleted later.
     models = [one for one in artifacts if one.type == "model"]
     told = [json.loads(one.metadata) for one in models]
@@ -191,5 +196,7 @@ def test_mlflow_files(tiny_model, tmp_path, monkeypatch):
     shown = [row[:3] for table in tables for row in table["data"]]
     for row, given in zip(shown, chain(*previews(tmp_path / "csv/version_0")), strict=True):
         assert row == [*given[:2], pytest.approx(given[2], abs=1e-9)]  # it keeps ten digits
+    for name in ("summary.json", "curves.png", "metrics.jsonl", "rollouts.jsonl"):
+        assert (artifacts / name).read_bytes() == (tmp_path / "csv/version_0" / name).read_bytes()
     for name in ("iteration_1", "iteration_2"):
         assert (artifacts / name / f"{name}.ckpt").stat().st_size > 100_000

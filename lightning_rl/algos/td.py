@@ -1,0 +1,99 @@
+"""Learning values from single steps: targets, losses, and how much to explore meanwhile."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
+
+
+def td_target(rewards: Tensor, following: Tensor, terminated: Tensor, gamma: float) -> Tensor:
+    """r + gamma V(s'), or r where the episode came to its end; all of one shape.
+
+    Where it was cut, at a time limit, s' has a value (Pardo et al. 2018).
+    """
+    # Not a product: what follows an end may be -inf, where no action is allowed.
+    return rewards + gamma * torch.where(terminated, torch.zeros_like(following), following)
+
+
+def greedy_value(values: Tensor, chooser: Tensor) -> Tensor:
+    """Of ``values`` (*B, n) the one that ``chooser`` (*B, n) holds for the best, (*B,).
+
+    With target values and the learning network's as chooser this is double Q-learning (van Hasselt
+    et al. 2016, eq. 4); with target values as both, max Q (Mnih et al. 2015).
+    """
+    return values.gather(-1, chooser.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+class TDLoss(ABC):
+    """Makes a loss of values and what they are to become."""
+
+    @abstractmethod
+    def __call__(self, values: Tensor, targets: Tensor) -> Tensor:
+        """A loss for each of them, of the same shape."""
+
+
+class SquaredTD(TDLoss):
+    """Half of the squared error."""
+
+    def __call__(self, values: Tensor, targets: Tensor) -> Tensor:
+        return 0.5 * (values - targets).square()
+
+
+@configurable
+@dataclass(frozen=True)
+class HuberTD(TDLoss):
+    """Half of the squared error up to ``delta``, and linear beyond (Mnih et al. 2015, clipped).
+
+    Args:
+        delta: the largest slope.
+
+    Raises:
+        ConfigError: unless it is above 0.
+    """
+
+    delta: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_finite(delta=self.delta)
+        if self.delta <= 0:
+            raise ConfigError(f"HuberTD(delta={self.delta}) must be > 0")
+
+    def __call__(self, values: Tensor, targets: Tensor) -> Tensor:
+        return F.huber_loss(values, targets, reduction="none", delta=self.delta)
+
+
+class EpsilonSchedule(ABC):
+    """Says which share of actions is drawn at random, to explore."""
+
+    @abstractmethod
+    def at(self, iteration: int) -> float:
+        """That share in an iteration, counted from 0; in [0, 1]."""
+
+
+@configurable
+@dataclass(frozen=True)
+class LinearEpsilon(EpsilonSchedule):
+    """From ``start`` to ``final`` over ``iterations`` iterations, then ``final``.
+
+    Raises:
+        ConfigError: unless both are in [0, 1]; for ``iterations`` below 1.
+    """
+
+    start: float = 1.0
+    final: float = 0.05
+    iterations: int = 100
+
+    def __post_init__(self) -> None:
+        require_at_least(1, iterations=self.iterations)
+        for name in ("start", "final"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"LinearEpsilon({name}={getattr(self, name)}) must be in [0, 1]")
+
+    def at(self, iteration: int) -> float:
+        done = min(1.0, iteration / self.iterations)
+        return self.start + (self.final - self.start) * done

@@ -1,0 +1,154 @@
+"""One test of several checkpoints: the same held-out tasks and seeds, and one engine for all."""
+
+import json
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+from lightning_rl.callbacks import WeightSync
+from lightning_rl.collect.base import CollectingDataModule
+from lightning_rl.errors import CheckpointError, ConfigError
+from lightning_rl.learn.base import RecordingModule
+from lightning_rl.run.checkpoint_io import about, checkpoints_in, require_good
+from lightning_rl.run.hooks import find_callbacks
+from lightning_rl.run.rundir import run_dir, write_whole
+
+Row = dict[str, Any]
+"""``checkpoint``, ``iteration``, and metrics."""
+
+Named = str | PathLike[str] | Sequence[str | PathLike[str]]
+"""A folder of checkpoints, a checkpoint, or a list of these."""
+
+
+def checkpoints_named(given: Named) -> list[Path]:
+    """Checkpoints in the order of a list, or those of a folder in that of their iterations.
+
+    Raises:
+        ConfigError: if there are none, or for one that is missing, damaged or of something else.
+    """
+    if isinstance(given, str | PathLike):
+        found = _in_folder(Path(given))
+    else:
+        found = [Path(path) for path in given]
+    if not found:
+        raise ConfigError("checkpoints: the list is empty; name some, or leave it out")
+    for path in found:
+        _require_checkpoint(path)
+    return found
+
+
+def _in_folder(place: Path) -> list[Path]:
+    if not place.is_dir() or (place / "meta.pt").exists():  # a sharded checkpoint is a folder too
+        return [place]
+    found = checkpoints_in(place)[::-1]
+    if not found:
+        inside = place / "checkpoints"
+        fix = f"did you mean {inside}?" if inside.is_dir() else "name a folder of them, or a list"
+        raise ConfigError(f"checkpoints: {str(place)!r} holds no *.ckpt; {fix}")
+    return found
+
+
+def _require_checkpoint(path: Path) -> None:
+    if not path.exists():
+        raise ConfigError(
+            f"checkpoints: {str(path)!r} does not exist (working directory: {Path.cwd()})"
+        )
+    try:
+        require_good(path)
+    except CheckpointError as error:
+        raise ConfigError(f"checkpoints: {str(path)!r} cannot be used: {error}") from error
+    if not about(path):
+        raise ConfigError(
+            f"checkpoints: {str(path)!r} tells of no iteration, so it was not saved while learning "
+            "from rewards; leave it out, or test it alone with ckpt_path"
+        )
+
+
+class CheckpointSeries:
+    """Loads one checkpoint after the other into a module, and evaluates each.
+
+    Metrics go to the loggers at the checkpoint's iteration, and to ``test.json`` in the run
+    directory. Weights are pushed to the engine as ``WeightSync`` does it; it is not started anew.
+
+    Args:
+        trainer: its test is running when a checkpoint's turn comes.
+        model: what the weights are loaded into.
+        datamodule: evaluates.
+        paths: the checkpoints.
+        weights_only: as of ``Trainer.test``.
+
+    Raises:
+        ConfigError: if ``model`` or ``datamodule`` cannot do that.
+    """
+
+    NAME = "test.json"
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        model: LightningModule | None,
+        datamodule: LightningDataModule | None,
+        paths: Sequence[Path],
+        weights_only: bool | None = None,
+    ) -> None:
+        if not isinstance(model, RecordingModule):
+            raise ConfigError(
+                f"checkpoints: {type(model).__name__} counts no iterations to tell them apart by; "
+                "test each alone with ckpt_path"
+            )
+        if not isinstance(datamodule, CollectingDataModule):
+            raise ConfigError(
+                f"checkpoints: {type(datamodule).__name__} evaluates nothing by itself; use an "
+                "RLDataModule, or test each alone with ckpt_path"
+            )
+        if not datamodule.evaluates:
+            fix = datamodule.nothing_to_evaluate
+            raise ConfigError(f"checkpoints: there is nothing to evaluate on; {fix}")
+        self.trainer, self.model, self.datamodule = trainer, model, datamodule
+        self.paths = list(paths)
+        self.weights_only = weights_only
+        self.rows: list[Row] = []
+
+    def test(self, place: int) -> dict[str, float]:
+        """Evaluate a checkpoint; returns nothing for Lightning to log or average."""
+        path = self.paths[place]
+        self._load(path)
+        for sync in find_callbacks(self.trainer, WeightSync):
+            sync.sync(self.trainer, self.model)
+        _, metrics = self.datamodule.evaluate()
+        self._keep(path, metrics)
+        return {}
+
+    def _load(self, path: Path) -> None:
+        """Do what ``ckpt_path`` would, but only with the module."""
+        connector = self.trainer._checkpoint_connector
+        connector.resume_start(str(path), weights_only=self.weights_only)
+        connector.restore_model()
+        connector.resume_end()
+
+    def _keep(self, path: Path, metrics: dict[str, float]) -> None:
+        iteration = self.model.iteration
+        self.rows.append({"checkpoint": str(path), "iteration": iteration} | metrics)
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=iteration)
+        if self.trainer.is_global_zero:
+            text = json.dumps(self.rows, indent=2) + "\n"
+            write_whole(run_dir(self.trainer) / self.NAME, text)
+
+
+def as_table(rows: Sequence[Row]) -> str:
+    """A line per checkpoint, a column per metric."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in cells
+    )
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

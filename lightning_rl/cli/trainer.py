@@ -1,0 +1,114 @@
+"""RLTrainer: Lightning's Trainer with what the commands ``test`` and ``rollout`` add."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+from lightning_rl.callbacks import RolloutWriter
+from lightning_rl.cli.series import CheckpointSeries, as_table, checkpoints_named
+from lightning_rl.collect.loader import LazyLoader
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.errors import ConfigError
+from lightning_rl.module import PolicyModule
+
+
+class RLTrainer(Trainer):
+    """Lightning's Trainer, plus tests of several checkpoints, and collecting without training."""
+
+    def test(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+        checkpoints: list[str] | str | None = None,
+    ) -> list[Mapping[str, Any]]:
+        """Evaluate on what is held out; several checkpoints with one engine, if they are named.
+
+        Args:
+            model: what is tested.
+            dataloaders: in place of ``datamodule``.
+            ckpt_path: a checkpoint whose weights to use instead of the model's own.
+            verbose: print the metrics.
+            datamodule: what it is tested on.
+            weights_only: as in ``fit``.
+            checkpoints: a list of files, or a folder, of which each is loaded and tested; the
+                metrics also go to ``test.json`` in the run directory.
+
+        Returns:
+            Metrics; of ``checkpoints`` a row for each, with ``checkpoint`` and ``iteration``.
+
+        Raises:
+            ConfigError: if some checkpoint cannot be used, or there is ``ckpt_path`` beside them.
+        """
+        if isinstance(dataloaders, LightningDataModule):
+            dataloaders, datamodule = None, dataloaders
+        arguments = (model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+        if checkpoints is None:
+            return super().test(*arguments)
+        if ckpt_path is not None:
+            raise ConfigError(
+                f"ckpt_path={str(ckpt_path)!r} and checkpoints both say what to test; leave one out"
+            )
+        paths = checkpoints_named(checkpoints)
+        model = model or self.lightning_module
+        series = CheckpointSeries(self, model, datamodule, paths, weights_only)
+        series.datamodule.test_series = LazyLoader(series.test, len(paths))
+        try:
+            super().test(model, verbose=False, datamodule=datamodule)
+        finally:
+            series.datamodule.test_series = None
+        if verbose and self.is_global_zero:
+            print(as_table(series.rows), flush=True)
+        return list(series.rows)
+
+    def rollout(
+        self,
+        model: PolicyModule,
+        datamodule: RLDataModule,
+        output: str,
+        iterations: int = 1,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Write graded rollouts to a file, without training; go on where a former run stopped.
+
+        Args:
+            model: the policy.
+            datamodule: prompts, engine and rewards.
+            output: the file; .jsonl, .parquet (a folder) or .sqlite.
+            iterations: how many batches of groups_per_iteration groups it shall hold.
+            ckpt_path: a checkpoint whose weights to use instead of the model's own.
+            weights_only: as in ``fit``.
+
+        Raises:
+            ConfigError: if ``iterations`` is below 1, or ``datamodule`` collects nothing.
+            DataError: if ``output`` holds something else.
+        """
+        if not isinstance(datamodule, RLDataModule):
+            raise ConfigError(
+                f"rollout collects from an RLDataModule, not {type(datamodule).__name__}; set data"
+            )
+        if iterations < 1:
+            raise ConfigError(f"iterations={iterations} must be >= 1")
+        writer = RolloutWriter(output)
+        writer.choose_file(self)
+        done = writer.done()
+        if done >= iterations:
+            print(f"{output} already holds {done} iterations; raise --iterations to add to them")
+            return
+        datamodule.iterations_per_epoch = iterations - done
+        self.callbacks.append(writer)  # type: ignore[attr-defined]
+        self.predict(
+            model,
+            datamodule=datamodule,
+            ckpt_path=ckpt_path,
+            weights_only=weights_only,
+            return_predictions=False,
+        )
+        holds = f"{writer.done()} iterations"
+        print(f"{writer.written} rollouts written to {writer.file.path}, which holds {holds}")

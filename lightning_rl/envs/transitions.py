@@ -1,0 +1,189 @@
+"""Transitions: single steps and what followed them, and the buffer that keeps many of them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.run import dist
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """Steps of one agent: M of them, (M, *A, ...) each.
+
+    Args:
+        observations: what was seen before the step, by name.
+        action: what was done.
+        rewards: (M, *A).
+        following: what was seen after the step, by name.
+        terminated: (M, *A), the episode came to its end: nothing follows.
+    """
+
+    observations: Mapping[str, Tensor]
+    action: Tensor
+    rewards: Tensor
+    following: Mapping[str, Tensor]
+    terminated: Tensor
+
+    @classmethod
+    def of(cls, rows: TensorDict, agent: str, action: str) -> "Transitions":
+        """Those of an agent among rows of :func:`transitions_of`, for its action of that name."""
+        own = rows[agent]
+        rewards, terminated = own["rewards"], rows["terminated"]
+        return cls(
+            dict(own["observations"].items()),
+            own["actions", action],
+            rewards,
+            dict(own["following"].items()),
+            terminated.reshape(-1, *[1] * (rewards.ndim - 1)).expand_as(rewards),
+        )
+
+
+def transitions_of(batch: TensorDict, agents: Iterable[str]) -> TensorDict:
+    """The steps of a collector's batch one by one, [T * E], the earliest of all environments first.
+
+    ``terminated`` (N,), and per agent, under its name, ``observations`` and ``following`` by name,
+    ``actions`` by name, and ``rewards`` (N, *A). What follows an episode's end is never looked at.
+    """
+    steps, ends = batch["steps"], batch["ends"]
+    rows = {"terminated": steps["terminated"]}
+    for name in agents:
+        own = steps[name]
+        following = {
+            key: _following(seen, ends[name, "observations", key], ends["place"])
+            for key, seen in own["observations"].items()
+        }
+        rows[name] = TensorDict(
+            {
+                "observations": own["observations"],
+                "following": following,
+                "actions": own["actions"],
+                "rewards": own["rewards"],
+            },
+            steps.batch_size,
+        )
+    return TensorDict(rows, steps.batch_size).transpose(0, 1).flatten(0, 1)
+
+
+def _following(seen: Tensor, last: Tensor, place: Tensor) -> Tensor:
+    """What was seen after each step (E, T, ...): the next row, or what the batch has beside it."""
+    after = torch.cat([seen[:, 1:], seen[:, -1:]], 1)
+    after.view(-1, *after.shape[2:])[place] = last
+    return after
+
+
+@configurable
+class TransitionBuffer:
+    """The last steps of a run, to learn from again and again (Lin 1992).
+
+    It lies in main memory, and in every checkpoint, so that a run that goes on is bit-equal to one
+    that was never stopped. A step is what was seen before and after it, action, reward and a flag:
+    Pendulum's 33 bytes (3.3 MB with ``capacity=100_000``), of pictures of 84 x 84 x 4 bytes 56 KB
+    (5.6 GB). Ranks keep ``capacity`` steps each, of their own environments; as other, or more,
+    ranks go on, they share them.
+
+    Args:
+        capacity: steps; the oldest make room for new ones.
+
+    Raises:
+        ConfigError: for a ``capacity`` below 1.
+    """
+
+    def __init__(self, capacity: int = 100_000) -> None:
+        require_at_least(1, capacity=capacity)
+        self.capacity = capacity
+        self.added = 0
+        """Steps since the run began, also those that made room."""
+        self._rows: TensorDict | None = None
+
+    def __len__(self) -> int:
+        return min(self.added, self.capacity)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a full buffer; 0 as long as nothing was added."""
+        rows = self._rows
+        return 0 if rows is None else sum(t.nbytes for t in rows.values(True, True))
+
+    def add(self, rows: TensorDict) -> None:
+        """Keep rows [N], such as those of :func:`transitions_of`, the oldest first.
+
+        Raises:
+            ConfigError: if they are not like those before.
+        """
+        count = len(rows)
+        rows = rows[-self.capacity :].cpu()
+        if self._rows is None:
+            self._rows = rows.apply(self._empty, batch_size=[self.capacity])
+        _require_alike(self._rows, rows)
+        self.added += count
+        self._rows[torch.arange(self.added - len(rows), self.added) % self.capacity] = rows
+
+    def _empty(self, like: Tensor) -> Tensor:
+        # Memory that is all 0 is taken when it is written to, not before.
+        return like.new_zeros((self.capacity, *like.shape[1:]))
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> TensorDict:
+        """Rows [count], each of them drawn among all; None: by torch's global generator.
+
+        Raises:
+            ConfigError: if there are none.
+        """
+        if self._rows is None:
+            raise ConfigError("the buffer is empty; add steps before drawing from it")
+        return self._rows[torch.randint(len(self), (count,), generator=generator)]
+
+    # ---------------------------------------------------------------- going on
+
+    def state_dict(self) -> dict[str, Any]:
+        """All ranks' rows, the oldest first; tensors and primitives."""
+        return {"ranks": dist.gather(self._own_state())}
+
+    def _own_state(self) -> dict[str, Any]:
+        if self._rows is None:
+            return {"added": 0, "rows": None}
+        order = torch.arange(self.added - len(self), self.added) % self.capacity
+        return {"added": self.added, "rows": self._rows[order].to_dict()}  # a copy
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with those rows; a smaller buffer keeps the newest."""
+        shares = [share for share in state["ranks"] if share["rows"] is not None]
+        self.added, self._rows = 0, None
+        if not shares:
+            return
+        ranks = dist.world_size()
+        kept = [TensorDict(share["rows"], [_length(share["rows"])]) for share in shares]
+        if len(state["ranks"]) == ranks:
+            own, added = kept[dist.rank()], shares[dist.rank()]["added"]
+        else:
+            own = torch.cat(kept)[dist.rank() :: ranks]
+            added = max(sum(share["added"] for share in shares) // ranks, len(own))
+        self.added = added - len(own)
+        self.add(own)
+
+
+def _length(rows: Mapping[str, Any]) -> int:
+    return len(rows["terminated"])
+
+
+def _require_alike(ours: TensorDict, theirs: TensorDict) -> None:
+    """Refuse rows of another shape, which would be broadcast, or that lack something."""
+    known = dict(ours.items(True, True))
+    given = dict(theirs.items(True, True))
+    for key in known.keys() | given.keys():
+        was, now = _kind(known.get(key)), _kind(given.get(key))
+        if was != now:
+            raise ConfigError(
+                f"the buffer holds {was} as {key}, and was given {now}; an environment shows the "
+                "same from step to step, so begin a new run for another"
+            )
+
+
+def _kind(rows: Tensor | None) -> str:
+    return "nothing" if rows is None else f"{rows.dtype} {tuple(rows.shape[1:])}"

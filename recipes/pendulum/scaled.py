@@ -1,0 +1,17 @@
+"""A wrapper that scales rewards."""
+
+from typing import Any
+
+import gymnasium
+
+
+class ScaledReward(gymnasium.RewardWrapper):
+    """Multiplies rewards by a factor."""
+
+    def __init__(self, env: Any, factor: float) -> None:
+        super().__init__(env)
+        self.factor = factor
+
+    def reward(self, reward: Any) -> float:
+        """The factor's share of it."""
+        return self.factor * float(reward)

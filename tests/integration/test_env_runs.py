@@ -1,0 +1,328 @@
+"""Runs in environments, as commands: they learn, go on after a kill, and say what goes wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tensordict import TensorDict
+
+from lightning_rl import ActorCritic, ActorCriticModule, EntropyBonus, RLCallback
+from lightning_rl.cli import main
+from lightning_rl.envs.rows import rows_of
+from lightning_rl.networks.space import Discrete, Observed, Space
+
+ROOT = Path(__file__).parents[2]
+
+
+class KillSelf(RLCallback):
+    """Ends the process with SIGKILL when something begins in an iteration."""
+
+    def __init__(self, when: str, iteration: int) -> None:
+        self.when, self.iteration = when, iteration
+
+    def _at(self, when, pl_module):
+        if self.when == when and pl_module.iteration == self.iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_collect_start(self, trainer, pl_module):
+        self._at("collect", pl_module)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self._at("update", pl_module)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self._at("end", pl_module)
+
+
+def configuration(world="Walk", **changed):
+    env = {"class_path": "Gym", "init_args": {"name": f"tests.worlds:{world}-v0"}}
+    config = {
+        "seed_everything": 3,
+        "trainer": {
+            "max_epochs": 2,
+            "accelerator": "cpu",
+            "logger": {
+                "class_path": "CSVLogger",
+                "init_args": {"save_dir": "runs", "name": "", "version": "one"},
+            },
+            "callbacks": [
+                {"class_path": "IterationCheckpoint", "init_args": {"every_n_iterations": 1}},
+                {"class_path": "Evaluate", "init_args": {"every_n_iterations": 3}},
+            ],
+        },
+        "model": {
+            "class_path": "ActorCriticModule",
+            "init_args": {
+                "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+                "minibatches": 2,
+            },
+        },
+        "data": {
+            "class_path": "EnvDataModule",
+            "init_args": {
+                "env": env,
+                "num_envs": 4,
+                "frames_per_iteration": 84,  # 21 steps: episodes go on over iterations
+                "iterations_per_epoch": 3,
+                "eval_episodes": 4,
+            },
+        },
+    }
+    for key, value in changed.items():
+        part, name = key.split("__")
+        config[part]["init_args"][name] = value
+    return config
+
+
+def write(config, folder, name="config.yaml"):
+    (folder / name).write_text(yaml.safe_dump(config))
+    return name
+
+
+def command(folder, *arguments):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_rl", "fit", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def outcome(folder):
+    """The last checkpoint's tensors, and the rows of metrics without times."""
+    run = folder / "runs/one"
+    checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = ("time/", "cpu_s", "rollout/frames_per_s")
+    kept = [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+    merged: dict = {}
+    for row in kept:
+        merged.setdefault(row["iteration"], {}).update(row)
+    return checkpoint["state_dict"], checkpoint["optimizer_states"][0]["state"], merged
+
+
+def require_equal(one, other):
+    for ours, theirs in zip(one[:2], other[:2], strict=True):
+        assert ours.keys() == theirs.keys()
+    assert all(torch.equal(one[0][name], other[0][name]) for name in one[0])
+    for place, state in one[1].items():
+        assert all(
+            torch.equal(torch.as_tensor(v), torch.as_tensor(other[1][place][n]))
+            for n, v in state.items()
+        )
+    assert one[2] == other[2]
+
+
+MEMORY = {
+    "agents": {
+        "agent": {
+            "body": {"class_path": "GRUBody", "init_args": {"hidden": 8}},
+            "share_body": True,
+        }
+    }
+}
+KINDS = {
+    "gym": {},
+    "memory": {
+        "model__agents": MEMORY["agents"],
+        "model__clips": {"length": 7, "stride": 5, "num_samples": 8},
+    },
+    "torchrl": {
+        "data__env": {
+            "class_path": "TorchRLEnv",
+            "init_args": {
+                "make": "torchrl.envs.GymEnv",
+                "arguments": {"env_name": "CartPole-v1", "categorical_action_encoding": True},
+            },
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "when", "iteration"),
+    [
+        ("gym", "update", 4),
+        pytest.param("gym", "collect", 2, marks=pytest.mark.slow),
+        pytest.param("memory", "update", 2, marks=pytest.mark.slow),
+        ("torchrl", "end", 3),
+    ],
+)
+def test_a_killed_run_goes_on_as_if_it_never_was(tmp_path, kind, when, iteration):
+    config = configuration(**KINDS[kind])
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+        write(config, folder)
+    assert command(whole, "--config", "config.yaml")[0] == 0
+    with_kill = json.loads(json.dumps(config))
+    with_kill["trainer"]["callbacks"].append(
+        {
+            "class_path": "tests.integration.test_env_runs.KillSelf",
+            "init_args": {"when": when, "iteration": iteration},
+        }
+    )
+    write(with_kill, killed, "kill.yaml")
+    status, said = command(killed, "--config", "kill.yaml")
+    assert status == -signal.SIGKILL, said
+    status, said = command(killed, "--config", "config.yaml", "--ckpt_path", "last")
+    assert status == 0, said
+    require_equal(outcome(whole), outcome(killed))
+
+
+def fit(folder, monkeypatch, config):
+    monkeypatch.chdir(folder)
+    return main(["fit", "--config", write(config, folder)])
+
+
+def test_an_agent_learns_to_walk(tmp_path, monkeypatch, capsys):
+    config = configuration(data__iterations_per_epoch=10, data__frames_per_iteration=256)
+    assert fit(tmp_path, monkeypatch, config) == 0
+    summary = json.loads((tmp_path / "runs/one/summary.json").read_text())
+    assert summary["model"] == "agent: MLPBody"
+    assert summary["status"] == "completed"
+    rows = outcome(tmp_path)[2]
+    # From -2 to 2 it takes 7 to 3 steps to the right, and each earns 1.
+    assert rows[0]["eval/reward_mean"] < rows[0]["eval/length_mean"]
+    assert rows[20]["eval/reward_mean"] == rows[20]["eval/length_mean"] <= 7
+    assert "held-out reward" in capsys.readouterr().out
+    assert (tmp_path / "runs/one/curves.png").stat().st_size > 10_000
+
+
+def test_only_a_memory_remembers(tmp_path, monkeypatch):
+    learned = {}
+    for kind in ("gym", "memory"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        options = KINDS[kind] | {"data__frames_per_iteration": 256}
+        options |= {"data__iterations_per_epoch": 15, "data__eval_episodes": 20}
+        if kind == "memory":
+            options["model__clips"] = {"length": 8}
+        assert fit(folder, monkeypatch, configuration("Remember", **options)) == 0
+        learned[kind] = outcome(folder)[2][30]["eval/reward_mean"]
+    # Of 4 steps the first shows which is right; of the others a guess earns half.
+    assert learned["gym"] < 3.4
+    assert learned["memory"] > 3.8
+
+
+@pytest.mark.parametrize(
+    ("world", "arguments", "words"),
+    [
+        ("Faulty", {"how": "raises"}, "in step 3 of its episode 0, of seed"),
+        ("Faulty", {"how": "nan"}, "gave [nan, 0.0] as observation at step 3 of the batch"),
+        ("Faulty", {"how": "hangs"}, "a step took longer than max_step_seconds=0.5"),
+    ],
+)
+def test_what_an_environment_does_wrong_is_one_line(
+    tmp_path, monkeypatch, capsys, world, arguments, words
+):
+    config = configuration(data__eval_episodes=0, data__max_step_seconds=0.5)
+    config["trainer"]["callbacks"].pop()
+    config["data"]["init_args"]["env"]["init_args"] |= {
+        "name": f"tests.worlds:{world}-v0",
+        "arguments": arguments,
+    }
+    assert fit(tmp_path, monkeypatch, config) == 1
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+    summary = json.loads((tmp_path / "runs/one/summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert words in summary["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("data.num_envs", 5, "frames_per_iteration=84 must be a multiple of num_envs=5"),
+        ("data.env.init_args.nam", "X", "no such key in Gym; did you mean name?"),
+        ("model.agents", {"agnt": {}}, "has no agent 'agnt', but agent"),
+        ("model.agents", {"agent": {"body": "MLPBdy"}}, "did you mean MLPBody?"),
+        ("model.agents", {"agent": {"bdy": "MLPBody"}}, "did you mean body?"),
+        ("model.agents", {"agent": {"body": "CNNBody"}}, "reads one observation with three dim"),
+        ("model.agents", {"agent": {"policy": "GaussianHead"}}, "makes no Discrete actions"),
+        ("model.clips", {"length": 4}, "clips are for bodies with a memory"),
+        ("model.loss", "GSPO", "looks at 'row' of a rollout"),
+        ("data.env", "TorchRLEnv", "make: is missing"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, path, value, words):
+    config = configuration()
+    part, *rest = path.split(".")
+    tree = config[part]["init_args"]
+    for name in rest[:-1]:
+        tree = tree[name]
+    tree[rest[-1]] = value
+    assert fit(tmp_path, monkeypatch, config) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+
+
+class Keep(RLCallback):
+    """Keeps each rank's first batch, and the weights before and after it."""
+
+    def _save(self, trainer, pl_module, what, value):
+        torch.save(value, f"{what}_{trainer.global_rank}.pt")
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self._save(trainer, pl_module, "batch", batch.to_dict())
+        self._save(trainer, pl_module, "before", pl_module.state_dict())
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self._save(trainer, pl_module, "after", pl_module.state_dict())
+
+
+def test_two_processes_learn_as_one(tmp_path):
+    """A step on both ranks' batches is that of one process on all of it."""
+    config = configuration(
+        data__iterations_per_epoch=1,
+        data__eval_episodes=0,
+        model__epochs=1,
+        model__minibatches=1,
+        model__entropy={"coef": 0.1},
+    )
+    config["trainer"] |= {"max_epochs": 1, "devices": 2, "strategy": "ddp"}
+    keep = {"class_path": "tests.integration.test_env_runs.Keep"}
+    config["trainer"]["callbacks"] = [config["trainer"]["callbacks"][0], keep]
+    write(config, tmp_path)
+    status, said = command(tmp_path, "--config", "config.yaml")
+    assert status == 0, said
+    kept = {
+        f"{what}_{rank}": torch.load(tmp_path / f"{what}_{rank}.pt", weights_only=True)
+        for what in ("batch", "before", "after")
+        for rank in (0, 1)
+    }
+    batches = [TensorDict.from_dict(kept[f"batch_{rank}"], auto_batch_size=True) for rank in (0, 1)]
+    batches[1]["ends", "place"] += 2 * 21  # its environments come behind the first two
+    together = torch.cat([b["steps"] for b in batches]), torch.cat([b["ends"] for b in batches])
+    module = ActorCriticModule(entropy=EntropyBonus(0.1))
+    agent = ActorCritic()
+    agent.build(Space({"observation": Observed((2,))}, {"action": Discrete(2)}))
+    module.agents["agent"] = agent
+    module.load_state_dict(kept["before_0"])
+    rows, _ = rows_of(
+        agent, "agent", TensorDict({"steps": together[0], "ends": together[1]}), module.advantage
+    )
+    loss, _ = module._loss("agent", rows, {}, torch.arange(84))
+    loss.backward()
+    for part in agent.separate_parts():
+        torch.nn.utils.clip_grad_norm_(part, module.max_grad_norm)
+    torch.optim.Adam(module.parameters(), lr=0.01).step()
+    for name, weight in module.state_dict().items():
+        assert torch.equal(kept["after_0"][name], kept["after_1"][name])
+        moved = (weight - kept["before_0"][name]).abs().max()
+        assert moved > 0
+        # Adam's first step is lr x the sign of the gradient, wherever that is well above its eps.
+        torch.testing.assert_close(kept["after_0"][name], weight, rtol=0, atol=1e-4, msg=name)
