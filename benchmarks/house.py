@@ -31,10 +31,10 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS = {
     "words and tools": ("errors", "rollout", "config", "run"),
-    "data and models": ("data", "rollouts", "models", "algos"),
+    "data and models": ("data", "rollouts", "models", "algos", "networks"),
     "who writes, who grades": ("engines", "agents", "rewards", "serving"),
     "sync, collect, learn": ("sync", "collect", "learn"),
-    "Lightning's two faces": ("module", "datamodule"),
+    "Lightning's faces": ("module", "datamodule", "envs"),
     "around them": ("view", "offline", "callbacks"),
     "the command": ("cli", "__main__"),
 }

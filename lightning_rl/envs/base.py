@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
@@ -17,7 +18,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.networks.agent import EnvAgent
 from lightning_rl.run.dist import all_sum, world_size
-from lightning_rl.run.hooks import datamodule_of, is_fast_dev_run, named_callbacks
+from lightning_rl.run.hooks import answers, datamodule_of, is_fast_dev_run, named_callbacks
 from lightning_rl.run.metrics import TokenMetrics
 
 
@@ -100,6 +101,23 @@ class EnvModule(RecordingModule):
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
 
     # ---------------------------------------------------------------- steps
+
+    def is_skipped(self, batch: TensorDict) -> bool:
+        """Ask callbacks of the update that is about to begin; tell whether one wants none.
+
+        Raises:
+            ConfigError: if one wishes what only rollouts of language models have.
+        """
+        skip = False
+        for decision in answers(self.trainer, "on_update_start", batch):
+            if decision.mask is not None or decision.correction is not None:
+                raise ConfigError(
+                    "a callback's Decision(mask=...) and Decision(correction=...) are for rollouts "
+                    "of language models; in environments use skip and stop"
+                )
+            skip = skip or decision.skip or decision.stop is not None
+            self.stopping = self.stopping or decision.stop
+        return skip
 
     def step(self, loss: Tensor, names: Iterable[str], measured: TokenMetrics) -> None:
         """One optimizer step, of gradients that are summed over ranks and clipped.

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import singledispatch
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -13,7 +14,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.errors import LightningRLError
+from lightning_rl.envs.maker import EnvMaker
+from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.networks.agent import EnvAgent
 from lightning_rl.networks.space import Space
 
@@ -111,6 +113,24 @@ class EnvCollector(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of all environments."""
+
+
+@singledispatch
+def collector_of(
+    env: EnvMaker, max_episode_length: int | None, max_step_seconds: float
+) -> EnvCollector:
+    """What steps an environment, unless a collector is chosen.
+
+    For environments of another kind register their collector: ``collector_of.register(MyMaker,
+    MyCollector)``.
+
+    Raises:
+        ConfigError: if there is none for it.
+    """
+    raise ConfigError(
+        f"data.env: nothing steps a {type(env).__name__}; set data.collector, or register one with "
+        "lightning_rl.envs.collector.collector_of"
+    )
 
 
 class Deadline:

@@ -11,10 +11,12 @@ from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule
-from lightning_rl.envs.collector import EnvCollector, EnvEpisode
+from lightning_rl.envs.collector import EnvCollector, EnvEpisode, collector_of
+from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.loader import EnvLoader
 from lightning_rl.envs.maker import EnvMaker
 from lightning_rl.envs.stats import episode_metrics, evaluation_metrics
+from lightning_rl.envs.torchrl_collector import TorchRLCollector
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.networks.space import Space
 from lightning_rl.run import dist
@@ -23,6 +25,8 @@ from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.resume import check_early, enter_directory, leave_directory
 from lightning_rl.run.seeding import derived_seed, run_seed
 
+COLLECTORS = (GymCollector, TorchRLCollector)
+"""Ours, which are known to ``collector_of`` once they are imported."""
 EVALUATION = 2**31
 """A place for seeds of episodes apart that no environment's place is."""
 
@@ -98,11 +102,11 @@ class EnvDataModule(CollectingDataModule):
         self.max_step_seconds = max_step_seconds
         self.threads = threads
         self.seed = run_seed(seed)
-        self.collector = collector or env.collector(max_episode_length, max_step_seconds)
+        self.collector = collector or collector_of(env, max_episode_length, max_step_seconds)
         self.player = (
             self.collector
             if eval_env is None
-            else eval_env.collector(max_episode_length, max_step_seconds)
+            else collector_of(eval_env, max_episode_length, max_step_seconds)
         )
         """What plays the episodes of an evaluation."""
         self._loader: EnvLoader | None = None

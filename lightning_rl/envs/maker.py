@@ -2,33 +2,26 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.hints import did_you_mean, import_object, parameters
 from lightning_rl.errors import ConfigError
 
-if TYPE_CHECKING:
-    from lightning_rl.envs.collector import EnvCollector
+AGENT = "agent"
+"""The name of the one agent of an environment that has no groups of them."""
 
 Part = str | dict[str, Any]
 """A class, or function, by its import path; alone, or as ``{class_path: ..., init_args: ...}``."""
 
 
 class EnvMaker(ABC):
-    """An environment by its name, not made yet.
-
-    A subclass with ``make`` is one of torchrl's; how it is collected from is ``collector``'s.
-    """
+    """An environment by its name, not made yet; what steps it, ``collector_of`` tells."""
 
     @property
     @abstractmethod
     def name(self) -> str:
         """What messages and reports call it."""
-
-    @abstractmethod
-    def collector(self, max_episode_length: int | None, max_step_seconds: float) -> "EnvCollector":
-        """What steps it, unless a collector is chosen."""
 
 
 @configurable
@@ -70,11 +63,6 @@ class TorchRLEnv(EnvMaker):
             (self.arguments[n] for n in names if isinstance(self.arguments.get(n), str)), ""
         )
         return f"{self.make.rsplit('.', 1)[-1]} {what}".strip()
-
-    def collector(self, max_episode_length: int | None, max_step_seconds: float) -> "EnvCollector":
-        from lightning_rl.envs.torchrl_collector import TorchRLCollector
-
-        return TorchRLCollector(self, max_episode_length, max_step_seconds)
 
     def made(self) -> Any:
         """One environment, with its transforms.

@@ -100,7 +100,9 @@ class ActorCriticModule(EnvModule):
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One iteration on a batch of steps: values and advantages, then the update."""
-        learning = [name for name, a in self.agents.items() if a.schedule.due(self.iteration)]
+        skipped = self.is_skipped(batch)
+        learning = [n for n, a in self.agents.items() if a.schedule.due(self.iteration)]
+        learning = [] if skipped else learning
         with self.clock("train"):
             rows: dict[str, Rows] = {}
             metrics: dict[str, float] = {}

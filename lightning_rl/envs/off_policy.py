@@ -154,10 +154,11 @@ class OffPolicyModule(EnvModule):
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One iteration: keep the steps of the batch, and learn from such as are drawn."""
+        skipped = self.is_skipped(batch)
         metrics = {"policy/exploration": next(iter(self.agents.values())).exploration}
         with self.clock("train"):
             self.buffer.add(transitions_of(batch, self.agents))
-            if self.is_warm:
+            if self.is_warm and not skipped:
                 metrics |= self.update()
         metrics["buffer/size"] = float(len(self.buffer) * world_size())
         self.end_iteration(metrics)

@@ -1,7 +1,7 @@
 """TorchRLCollector: torchrl's collector, with a seed and fresh episodes for each iteration."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -13,18 +13,16 @@ from lightning_rl.envs.collector import (
     EnvCollector,
     EnvEpisode,
     EnvError,
+    collector_of,
     require_finite_values,
     seeded,
 )
-from lightning_rl.envs.maker import require_installed
+from lightning_rl.envs.maker import TorchRLEnv, require_installed
+from lightning_rl.envs.torchrl_space import Places, agents_of
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.networks.actor_critic import joint_log_prob, sampled
 from lightning_rl.networks.space import Space, within
 from lightning_rl.run.seeding import derived_seed
-
-if TYPE_CHECKING:
-    from lightning_rl.envs.maker import TorchRLEnv
-    from lightning_rl.envs.torchrl_space import Places
 
 LONGEST = 100_000
 """Steps after which an episode of an evaluation is given up, where nothing limits it."""
@@ -44,7 +42,7 @@ class TorchRLCollector(EnvCollector):
     """
 
     def __init__(
-        self, env: "TorchRLEnv", max_episode_length: int | None, max_step_seconds: float
+        self, env: TorchRLEnv, max_episode_length: int | None, max_step_seconds: float
     ) -> None:
         require_at_least(1, max_episode_length=max_episode_length)
         self.env = env
@@ -62,8 +60,6 @@ class TorchRLCollector(EnvCollector):
         return "" if self.env.seeded else f"{self.env.name} does not play the same from a seed"
 
     def start(self, seed: int, first: int, num_envs: int) -> None:
-        from lightning_rl.envs.torchrl_space import agents_of
-
         require_installed("torchrl", "TorchRLEnv")
         self._seed = derived_seed(seed, first)
         one = self.env.made()
@@ -288,7 +284,7 @@ class _Policy(nn.Module):
         self,
         agents: Agents,
         spaces: Mapping[str, Space],
-        places: Mapping[str, "Places"],
+        places: Mapping[str, Places],
         deadline: Deadline,
     ) -> None:
         super().__init__()
@@ -336,3 +332,6 @@ class _Policy(nn.Module):
 def _own(name: str) -> tuple[str, str]:
     """Where an agent's entries are that no environment has."""
     return "lightning_rl", name
+
+
+collector_of.register(TorchRLEnv, TorchRLCollector)

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.envs.gym import AGENT
+from lightning_rl.envs.maker import AGENT
 from lightning_rl.errors import ConfigError
 from lightning_rl.networks.space import (
     ActionKind,

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lightning_rl import ActorCritic, ConfigError, EnvError, GRUBody, Gym
-from lightning_rl.envs.gym import AGENT
+from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.envs.maker import AGENT
 from lightning_rl.networks.actor_critic import joint_log_prob
 from tests import worlds  # registers the environments
 
@@ -12,7 +13,7 @@ WALK = f"{worlds.__name__}:Walk-v0"
 
 
 def collector(name="Walk", envs=3, seed=0, limit=None, seconds=60.0, first=0, **arguments):
-    made = Gym(f"tests.worlds:{name}-v0", arguments).collector(limit, seconds)
+    made = GymCollector(Gym(f"tests.worlds:{name}-v0", arguments), limit, seconds)
     made.start(seed, first, envs)
     return made
 
