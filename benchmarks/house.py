@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS = {
     "words and tools": ("errors", "rollout", "config", "run"),
-    "data and models": ("data", "rollouts", "models", "algos", "networks"),
+    "data and models": ("data", "rollouts", "models", "algos", "networks", "protocols"),
     "who writes, who grades": ("engines", "agents", "rewards", "serving"),
     "sync, collect, learn": ("sync", "collect", "learn"),
     "Lightning's faces": ("module", "datamodule", "envs"),

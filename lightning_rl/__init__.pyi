@@ -300,6 +300,7 @@ from lightning_rl.networks.bodies import (
     PerAgent as PerAgent,
     RecurrentBody as RecurrentBody,
 )
+from lightning_rl.networks.graph import GraphBody as GraphBody, NodeHead as NodeHead
 from lightning_rl.networks.policy_heads import (
     BernoulliHead as BernoulliHead,
     CategoricalHead as CategoricalHead,
@@ -347,6 +348,12 @@ from lightning_rl.offline.sft import SFTDataModule as SFTDataModule, SFTModule a
 from lightning_rl.offline.solo import (
     SoloDataModule as SoloDataModule,
     SoloModule as SoloModule,
+)
+from lightning_rl.protocols.base import Protocol as Protocol
+from lightning_rl.protocols.single_prover import (
+    Adp as Adp,
+    Nip as Nip,
+    SoloVerifier as SoloVerifier,
 )
 from lightning_rl.rewards.base import Rewards as Rewards
 from lightning_rl.rewards.calling import (

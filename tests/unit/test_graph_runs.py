@@ -1,0 +1,69 @@
+"""The recipe graph_isomorphism from its files: two iterations of each, and what is made of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_rl.cli import main
+from recipes.graph_isomorphism.evaluate import NEVER, Played, evaluate
+
+RECIPE = Path("recipes/graph_isomorphism")
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """The run of a recipe's file, with few and small environments."""
+
+    def fit(name: str) -> Path:
+        config = yaml.safe_load((RECIPE / name).read_text())
+        data, trainer = config["data"]["init_args"], config["trainer"]
+        directory = tmp_path_factory.mktemp(name)
+        rounds = data["frames_per_iteration"] // data["num_envs"]
+        data["env"]["init_args"]["arguments"] |= {"num_envs": 8, "twins": 5, "nodes": [8, 9]}
+        data |= {"num_envs": 8, "frames_per_iteration": 8 * rounds, "eval_episodes": 8}
+        data["iterations_per_epoch"] = 2
+        trainer["logger"]["init_args"]["save_dir"] = str(directory)
+        path = directory / name
+        path.write_text(yaml.safe_dump(config))
+        assert main(["fit", "--config", str(path)]) == 0
+        return directory / Path(name).stem / "version_0"
+
+    return fit
+
+
+@pytest.mark.parametrize("name", ["nip.yaml", "adp.yaml", "solo.yaml"])
+def test_a_run_of_each_file(fitted, name):
+    run = fitted(name)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    assert all(row["policy/nonfinite_skipped"] == 0 for row in rows[1:])
+    found = evaluate(run, times=2, attack=1 if name == "nip.yaml" else 0, twins=5)
+    alone = {"trained"}
+    with_provers = {"trained", "random", "untrained"}
+    attacked = {"attack_1"} if name == "nip.yaml" else set()
+    assert set(found) == (alone if name == "solo.yaml" else with_provers | attacked)
+    for metrics in found.values():
+        classes = metrics["accuracy_isomorphic"] + metrics["accuracy_different"]
+        assert metrics["accuracy"] == pytest.approx(classes / 2)
+        assert metrics["accuracy_worst_pair"] <= metrics["accuracy"]
+
+
+def test_metrics_by_hand():
+    # Four pairs, played twice: 0 and 1 differ, 2 and 3 are isomorphic; 2 is "go on" to the last.
+    decisions = torch.tensor([[0, 1, 1, 2], [0, 0, 1, 0]])
+    metrics = Played(decisions, torch.tensor([0, 0, 1, 1])).metrics()
+    assert metrics == {
+        "accuracy": 5 / 8,
+        "accuracy_isomorphic": 1 / 2,
+        "accuracy_different": 3 / 4,
+        "accuracy_worst_pair": 0,
+        "accepted": 3 / 8,
+        "undecided": 1 / 8,
+    }
+
+
+def test_an_agent_that_never_learns():
+    assert not any(NEVER.due(iteration) for iteration in (0, 1, 10**6))
