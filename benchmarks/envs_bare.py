@@ -18,7 +18,9 @@ from tensordict import TensorDict
 
 from benchmarks.envs_ours import fit, make_data, make_module
 from benchmarks.envs_task import ENVIRONMENT, ENVS, STEPS, arguments_of, cpu_now, made
-from lightning_rl.envs.gym import ACTION, AGENT, Gym
+from lightning_rl.envs.gym import ACTION, Gym
+from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.module import ActorCriticModule
 from lightning_rl.envs.rows import rows_of
 from lightning_rl.run.seeding import derived_seed
@@ -32,9 +34,10 @@ class BareLoop:
 
     def __init__(self, fitted: ActorCriticModule, seed: int) -> None:
         self.module = make_module(seed)
-        self.module.agents[AGENT] = copy.deepcopy(fitted.agents[AGENT])
+        agents: Any = self.module.agents
+        agents[AGENT] = copy.deepcopy(fitted.agents[AGENT])
         Fabric(accelerator="cpu", devices=1).setup(self.module, self.module.configure_optimizers())
-        self.collector = Gym(ENVIRONMENT).collector(None, SECONDS)
+        self.collector = GymCollector(Gym(ENVIRONMENT), None, SECONDS)
         self.collector.start(seed, 0, ENVS)
 
     def iterate(self) -> TensorDict:

@@ -21,6 +21,22 @@ from lightning_rl.run.dist import all_sum, world_size
 from lightning_rl.run.hooks import answers, datamodule_of, is_fast_dev_run, named_callbacks
 from lightning_rl.run.metrics import TokenMetrics
 
+Measured = dict[str, list[Tensor]]
+"""Metrics (M,) of optimizer steps by name; to sum them up at once takes less than one by one."""
+
+
+def add(measured: Measured, metrics: Mapping[str, Tensor]) -> None:
+    """Note the metrics of a step."""
+    for name, values in metrics.items():
+        measured[name].append(values)
+
+
+def summed_up(measured: Measured) -> dict[str, float]:
+    """Means, and maxima, over all steps and ranks."""
+    metrics = TokenMetrics()
+    metrics.add({name: torch.cat(parts) for name, parts in measured.items()})
+    return metrics.compute()
+
 
 class EnvModule(RecordingModule):
     """Agents that are built for the data module's environment, and steps of one optimizer."""
@@ -33,6 +49,7 @@ class EnvModule(RecordingModule):
 
     def __init__(self) -> None:
         super().__init__()
+        self._parts: dict[str, list[list[nn.Parameter]]] = {}
         self.agents: Mapping[str, EnvAgent] = cast(Any, nn.ModuleDict())
 
     @property
@@ -119,7 +136,7 @@ class EnvModule(RecordingModule):
             self.stopping = self.stopping or decision.stop
         return skip
 
-    def step(self, loss: Tensor, names: Iterable[str], measured: TokenMetrics) -> None:
+    def step(self, loss: Tensor, names: Iterable[str], measured: Measured) -> None:
         """One optimizer step, of gradients that are summed over ranks and clipped.
 
         What shares no weights is clipped apart: a critic's large errors do not slow its actor. The
@@ -132,8 +149,10 @@ class EnvModule(RecordingModule):
         alone = isinstance(strategy, DDPStrategy)
         with strategy.block_backward_sync() if alone else nullcontext():
             self.manual_backward(loss)
+        if not self._parts:  # to find them takes as long as to clip them
+            self._parts = {name: agent.separate_parts() for name, agent in self.agents.items()}
         norms = []
-        for part in (part for name in names for part in self.agents[name].separate_parts()):
+        for part in (part for name in names for part in self._parts[name]):
             parameters = [p for p in part if p.grad is not None]
             if parameters:
                 self._sum_over_ranks(parameters)
@@ -143,7 +162,7 @@ class EnvModule(RecordingModule):
         if not bool(norm.isfinite()):  # the same on all ranks, whose gradients are
             self.leave_out(optimizer)
             return
-        measured.add({"policy/grad_norm": norm.reshape(1)})
+        add(measured, {"policy/grad_norm": norm.reshape(1)})
         optimizer.step()
 
     @staticmethod

@@ -144,6 +144,7 @@ class Deadline:
     def __init__(self, seconds: float, what: str) -> None:
         self.seconds = seconds
         self.what = what
+        self._watches = False
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -151,16 +152,18 @@ class Deadline:
             yield  # Watchdog is what watches then
             return
         before = signal.signal(signal.SIGALRM, self._expired)
+        self._watches = True
         self.again()
         try:
             yield
         finally:
+            self._watches = False
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
     def again(self) -> None:
         """Another step begins."""
-        if threading.current_thread() is threading.main_thread():
+        if self._watches:
             signal.setitimer(signal.ITIMER_REAL, self.seconds)
 
     def _expired(self, number: int, frame: FrameType | None) -> NoReturn:

@@ -30,7 +30,8 @@ from lightning_rl.envs.gym_player import (
 )
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.errors import require_at_least
-from lightning_rl.networks.actor_critic import joint_log_prob, sampled
+from lightning_rl.networks.actor_critic import sampled
+from lightning_rl.networks.distributions import ActionDistribution
 from lightning_rl.run.seeding import derived_seed
 
 
@@ -81,7 +82,8 @@ class GymCollector(EnvCollector):
         rewards = np.zeros((steps, count), np.float32)
         done, terminated = np.zeros((2, steps, count), bool)
         begins = np.zeros((steps, count), bool)
-        acted: list[tuple[Tensor, Tensor]] = []
+        acted: list[Tensor] = []
+        distributions: list[ActionDistribution] = []
         states: list[Tensor] = []
         ends: list[tuple[int, Any]] = []
         finished = []
@@ -97,9 +99,9 @@ class GymCollector(EnvCollector):
                         states.append(self._state)
                     observed = {n: torch.from_numpy(b[step]).to(device) for n, b in seen.items()}
                     made, self._state = agent.act(observed, self._state)
-                    action = sampled(made, greedy=False)
-                    acted.append((action[ACTION], joint_log_prob(made, action)))
-                    chosen = action[ACTION].tolist()
+                    distributions.append(made[ACTION])
+                    acted.append(made[ACTION].sample())
+                    chosen = acted[-1].tolist()
                     for place, player in enumerate(self._players):
                         row, reward, over, cut = player.step(chosen[place])
                         rewards[step, place] = reward
@@ -123,7 +125,11 @@ class GymCollector(EnvCollector):
             (e * steps + steps - 1, row) for e, row in enumerate(self._rows) if not done[-1, e]
         ]
         self.finished = finished
-        batch = self._batch(seen, acted, rewards, done, terminated, ends)
+        actions = torch.stack(acted, 1)
+        with torch.no_grad():  # for all steps at once: it costs as much as for one
+            logprobs = distributions[0].stacked(distributions).log_prob(actions)
+        acts = {"actions": {ACTION: actions.cpu()}, "logprobs": logprobs.cpu()}
+        batch = self._batch(seen, acts, rewards, done, terminated, ends)
         if states:
             batch["steps", AGENT, "state"] = torch.stack(states, 1).cpu()
             batch["steps", AGENT, "begins"] = torch.from_numpy(begins.T.copy())
@@ -141,7 +147,7 @@ class GymCollector(EnvCollector):
     def _batch(
         self,
         seen: Mapping[str, np.ndarray],
-        acted: Sequence[tuple[Tensor, Tensor]],
+        acts: Mapping[str, Any],
         rewards: np.ndarray,
         done: np.ndarray,
         terminated: np.ndarray,
@@ -149,11 +155,9 @@ class GymCollector(EnvCollector):
     ) -> TensorDict:
         steps, count = rewards.shape
         observations = {n: torch.from_numpy(b[:-1]).transpose(0, 1) for n, b in seen.items()}
-        actions, logprobs = (torch.stack(parts, 1).cpu() for parts in zip(*acted, strict=True))
         own: dict[str, Any] = {
+            **acts,
             "observations": observations,
-            "actions": {ACTION: actions},
-            "logprobs": logprobs,
             "rewards": torch.from_numpy(rewards.T),
         }
         require_finite_values(self.env.name, observations | {"reward": own["rewards"]})

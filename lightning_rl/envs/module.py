@@ -1,5 +1,6 @@
 """ActorCriticModule: agents of bodies and heads that learn on policy, one batch per iteration."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, ValueLoss
 from lightning_rl.algos.step_kl import AdaptiveKL
 from lightning_rl.algos.steps import StepAdvantage, StepGAE
 from lightning_rl.config.arguments import configurable
-from lightning_rl.envs.base import EnvModule
+from lightning_rl.envs.base import EnvModule, Measured, add, summed_up
 from lightning_rl.envs.rows import Clips, Rows, minibatches, rows_of
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
@@ -21,7 +22,6 @@ from lightning_rl.networks.actor_critic import ActorCritic, joint_entropy, joint
 from lightning_rl.networks.bodies import RecurrentBody
 from lightning_rl.networks.distributions import ActionDistribution
 from lightning_rl.run.dist import all_sum
-from lightning_rl.run.metrics import TokenMetrics
 from lightning_rl.run.seeding import derived_seed, run_seed
 
 Old = Mapping[str, ActionDistribution]
@@ -118,7 +118,8 @@ class ActorCriticModule(EnvModule):
 
         ``shape``: environments and steps of the batch.
         """
-        measured, self.nonfinite_steps = TokenMetrics(), 0
+        measured: Measured = defaultdict(list)
+        self.nonfinite_steps = 0
         old = {name: self._old(name, own) for name, own in rows.items()}
         for epoch in range(self.epochs if rows else 0):
             order = torch.Generator().manual_seed(derived_seed(self.seed, self.iteration, epoch))
@@ -128,14 +129,14 @@ class ActorCriticModule(EnvModule):
         if self.lr_scheduler is not None and rows:
             scheduler: Any = self.lr_schedulers()
             scheduler.step()
-        return measured.compute() | {"policy/nonfinite_skipped": float(self.nonfinite_steps)}
+        return summed_up(measured) | {"policy/nonfinite_skipped": float(self.nonfinite_steps)}
 
     def _optimize(
         self,
         rows: Mapping[str, Rows],
         places: Tensor,
         old: Mapping[str, Old],
-        measured: TokenMetrics,
+        measured: Measured,
     ) -> None:
         """One optimizer step on a minibatch of every agent's."""
         losses = []
@@ -143,7 +144,7 @@ class ActorCriticModule(EnvModule):
             own = self._drawn(name, all_rows, places)
             loss, metrics = self._loss(name, own, old[name], places)
             losses.append(loss)
-            measured.add(self._named(name, metrics))
+            add(measured, self._named(name, metrics))
         self.step(torch.stack(losses).sum() if len(losses) > 1 else losses[0], rows, measured)
 
     def _drawn(self, name: str, rows: Rows, places: Tensor) -> Rows:

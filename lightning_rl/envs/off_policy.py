@@ -1,6 +1,7 @@
 """OffPolicyModule: what modules that learn from the steps of earlier policies have in common."""
 
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, ClassVar, cast
@@ -11,14 +12,13 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from lightning_rl.algos.losses import Metrics
-from lightning_rl.envs.base import EnvModule
+from lightning_rl.envs.base import EnvModule, Measured, add, summed_up
 from lightning_rl.envs.collector import seeded
 from lightning_rl.envs.transitions import TransitionBuffer, Transitions, transitions_of
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.networks.exploring import ExploringAgent
 from lightning_rl.networks.targets import TargetUpdate
 from lightning_rl.run.dist import rank, world_size
-from lightning_rl.run.metrics import TokenMetrics
 from lightning_rl.run.seeding import derived_seed, run_seed
 
 UPDATES = 2**31 + 1
@@ -168,16 +168,17 @@ class OffPolicyModule(EnvModule):
     def update(self) -> dict[str, float]:
         """The iteration's optimizer steps; returns metrics."""
         learning = [name for name, a in self.agents.items() if a.schedule.due(self.iteration)]
-        measured, self.nonfinite_steps = TokenMetrics(), 0
+        measured: Measured = defaultdict(list)
+        self.nonfinite_steps = 0
         with seeded(derived_seed(self.seed, UPDATES, self.iteration, rank())):
             for _ in range(self.updates_per_iteration if learning else 0):
                 self._optimize(learning, measured)
         if self.lr_scheduler is not None and learning:
             scheduler: Any = self.lr_schedulers()
             scheduler.step()
-        return measured.compute() | {"policy/nonfinite_skipped": float(self.nonfinite_steps)}
+        return summed_up(measured) | {"policy/nonfinite_skipped": float(self.nonfinite_steps)}
 
-    def _optimize(self, learning: list[str], measured: TokenMetrics) -> None:
+    def _optimize(self, learning: list[str], measured: Measured) -> None:
         """One optimizer step, for all agents on the same steps; targets follow it."""
         rows = self.buffer.sample(self.batch_size // world_size()).to(self.device)
         losses = []
@@ -186,7 +187,7 @@ class OffPolicyModule(EnvModule):
             steps = Transitions.of(rows, name, agent.action)
             loss, metrics = self.loss(agent, self.targets[name], steps)
             losses.append(loss.mean() / world_size())  # gradients are summed over ranks
-            measured.add(self._named(name, metrics))
+            add(measured, self._named(name, metrics))
         self.step(torch.stack(losses).sum(), learning, measured)
         self.updates += 1
         for name in learning:

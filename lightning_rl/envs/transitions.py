@@ -176,7 +176,7 @@ def _require_alike(ours: TensorDict, theirs: TensorDict) -> None:
     """Refuse rows of another shape, which would be broadcast, or that lack something."""
     known = dict(ours.items(True, True))
     given = dict(theirs.items(True, True))
-    for key in known.keys() | given.keys():
+    for key in {**known, **given}:  # in order: the message is the same every time
         was, now = _kind(known.get(key)), _kind(given.get(key))
         if was != now:
             raise ConfigError(

@@ -6,8 +6,9 @@ has the same and more, at several times the cost of a step in a small environmen
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -41,13 +42,27 @@ class ActionDistribution(ABC):
 
     def at(self, places: Tensor) -> Self:
         """Those of some places of the first dimension of B alone."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        batch = max(value.ndim for value in own.values() if isinstance(value, Tensor))
-        some = {
-            name: value[places] if isinstance(value, Tensor) and value.ndim == batch else value
-            for name, value in own.items()
-        }
-        return type(self)(**some)
+        return self._mapped([self], lambda parts: parts[0][places])
+
+    @classmethod
+    def stacked(cls, steps: Sequence[Self]) -> Self:
+        """Those of some steps (E, ...) as one (E, T, ...)."""
+        return cls._mapped(steps, lambda parts: torch.stack(list(parts), 1))
+
+    @classmethod
+    def _mapped(cls, ours: Sequence[Self], change: Callable[[Sequence[Tensor]], Tensor]) -> Self:
+        """Change what there is for each place; what all share, as a spread may be, stays."""
+        parts = {f.name: [getattr(one, f.name) for one in ours] for f in fields(cls)}  # type: ignore[arg-type]
+        most = max((p[0].ndim for p in parts.values() if isinstance(p[0], Tensor)), default=0)
+        changed: dict[str, Any] = {}
+        for name, values in parts.items():
+            first = values[0]
+            if isinstance(first, ActionDistribution):
+                changed[name] = first._mapped(values, change)
+            else:
+                of_places = isinstance(first, Tensor) and first.ndim == most
+                changed[name] = change(values) if of_places else first
+        return cls(**changed)
 
 
 @dataclass(frozen=True)
@@ -64,11 +79,10 @@ class Categorical(ActionDistribution):
     def _action(self, index: Tensor) -> Tensor:
         return F.one_hot(index, self.logits.shape[-1]) if self.one_hot else index
 
-    @torch.no_grad()
     def sample(self) -> Tensor:
         # The largest of logits plus Gumbel noise; the noise is -log of an exponential.
-        noise = torch.empty_like(self.logits).exponential_().log_()
-        return self._action((self.logits - noise).argmax(-1))
+        logits = self.logits.detach()
+        return self._action((logits - torch.empty_like(logits).exponential_().log_()).argmax(-1))
 
     def mode(self) -> Tensor:
         return self._action(self.logits.argmax(-1))

@@ -1,8 +1,11 @@
 """Runs of DQN and SAC: they learn, warm up, and go on bit by bit."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from lightning.pytorch import Callback
+from tensordict import TensorDict
 
 from lightning_rl import (
     ActionCritic,
@@ -10,6 +13,7 @@ from lightning_rl import (
     ConfigError,
     CopyEvery,
     DQNModule,
+    EnvCollector,
     EnvDataModule,
     Gym,
     LinearEpsilon,
@@ -20,6 +24,8 @@ from lightning_rl import (
     SACModule,
     TransitionBuffer,
 )
+from lightning_rl.networks.actor_critic import joint_log_prob, sampled
+from lightning_rl.networks.space import Discrete, Observed, Space
 from tests.small_run import SaveAfter, trainer_of
 
 
@@ -156,3 +162,92 @@ def test_dqn_learns_to_balance(tmp_path):
     trainer = fit(module, datamodule, tmp_path)
     [metrics] = trainer.validate(module, datamodule, verbose=False)
     assert metrics["eval/reward_mean"] > 80
+
+
+class Signs(EnvCollector):
+    """Two groups, a pair of agents and one alone: a reward for naming the sign that they see.
+
+    Every step is an episode. The one alone sees two things, of which one is noise.
+    """
+
+    agents: ClassVar = {
+        "pair": Space({"sign": Observed((1,))}, {"say": Discrete(2)}, agents=2),
+        "lone": Space(
+            {"sign": Observed((1,)), "noise": Observed((2, 2), torch.uint8)}, {"name": Discrete(2)}
+        ),
+    }
+    exact = ""
+
+    def start(self, seed, first, num_envs):
+        self.count = num_envs
+
+    def seen(self, name, *shape):
+        space = self.agents[name]
+        shape = (*shape, *([space.agents] if space.agents else []))
+        seen = {"sign": torch.randn(*shape, 1)}
+        if "noise" in space.observations:
+            seen["noise"] = torch.randint(255, (*shape, 2, 2), dtype=torch.uint8)
+        return seen
+
+    def acted(self, agents, name, *shape):
+        seen = self.seen(name, *shape)
+        made, _ = agents[name].act(seen)
+        action = sampled(made, greedy=False)
+        [(only, chosen)] = action.items()
+        right = (chosen == (seen["sign"].squeeze(-1) > 0)).float()
+        return {
+            "observations": seen,
+            "actions": {only: chosen},
+            "logprobs": joint_log_prob(made, action),
+            "rewards": right,
+        }
+
+    @torch.no_grad()
+    def collect(self, agents, iteration, steps):
+        shape = (self.count, steps)
+        over = torch.ones(shape, dtype=torch.bool)
+        own = {name: self.acted(agents, name, *shape) for name in self.agents}
+        after = {name: {"observations": self.seen(name, 0)} for name in self.agents}
+        steps = TensorDict({"done": over, "terminated": over} | own, shape)
+        ends = TensorDict({"place": torch.zeros(0, dtype=torch.long)} | after, [0])
+        return TensorDict({"steps": steps, "ends": ends}, [])
+
+    def play(self, agents, seeds, greedy, render=False):
+        raise NotImplementedError
+
+    def close(self):
+        pass
+
+
+def test_groups_of_agents_learn_side_by_side(tmp_path):
+    rows = Rows()
+    agents = {name: QAgent(MLPBody([16], "relu")) for name in Signs.agents}
+    agents["lone"] = QAgent(MLPBody([16], "relu", observations=["sign"]))
+    module = DQNModule(
+        agents,
+        gamma=0.0,
+        epsilon=LinearEpsilon(iterations=10),
+        warmup_frames=64,
+        updates_per_iteration=10,
+        batch_size=32,
+        optimizer=lambda p: torch.optim.Adam(p, lr=1e-2),
+        seed=0,
+    )
+    datamodule = EnvDataModule(
+        Gym("CartPole-v1"),
+        collector=Signs(),
+        num_envs=4,
+        frames_per_iteration=64,
+        iterations_per_epoch=30,
+        eval_episodes=0,
+    )
+    fit(module, datamodule, tmp_path, rows)
+    last = module.buffer.sample(4)
+    assert last["pair", "rewards"].shape == (4, 2)
+    assert last["lone", "following", "noise"].dtype == torch.uint8
+    for name in Signs.agents:
+        assert rows.rows[-1][f"value/{name}/loss"] < 0.05
+    signs = {"sign": torch.tensor([[-1.0], [1.0]])}
+    assert module.agents["lone"].act(signs)[0]["name"].mode().tolist() == [0, 1]
+    [group] = [g for g in module.optimizers().param_groups if g["name"] == "pair/critic"]
+    assert group["params"][0] is next(module.agents["pair"].head.parameters())
