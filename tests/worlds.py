@@ -10,8 +10,8 @@ from gymnasium import spaces
 class Walk(gymnasium.Env):
     """Steps on a line, right (1) or left (0), from a place that the seed draws.
 
-    What is seen is the place, and what it was before the last step. A step to the right earns 1;
-    the episode ends at 5, and is cut after 8 steps.
+    What is seen is the place, and what it was before the last step. A step costs 1, and the end
+    at 5 earns 5; the episode is cut after 8 steps.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -31,7 +31,8 @@ class Walk(gymnasium.Env):
         self.before, self.steps = self.place, self.steps + 1
         self.place += 1 if action == 1 else -1
         over = self.place >= self.end
-        return self.seen(), float(action == 1), over, not over and self.steps >= self.limit, {}
+        reward = 5.0 * over - 1.0
+        return self.seen(), reward, over, not over and self.steps >= self.limit, {}
 
 
 class Remember(Walk):

@@ -142,6 +142,8 @@ class _Walk:
             component = _implied_class(bases, default)
             if component is None and accepts(hint, spec):
                 return None  # a TypedDict, say
+            if component is None and len(bases) == 1 and list(subclasses(bases[0])) == bases:
+                component = bases[0]  # there is no other
             if component is None:
                 kinds = " or ".join(base.__name__ for base in bases)
                 names = sorted(class_names(bases))

@@ -72,8 +72,10 @@ class EnvCollector(ABC):
         """Why a run that goes on is not bit-equal to one that was never stopped; "": it is."""
 
     @abstractmethod
-    def start(self, seed: int, first: int, num_envs: int) -> None:
+    def start(self, seed: int, first: int, num_envs: int | None) -> None:
         """Make the environments; ``first`` is the place of the first among those of all ranks.
+
+        ``num_envs`` None: as many as the environment has by itself, only to play in them.
 
         Raises:
             ConfigError: if they cannot be made.

@@ -45,6 +45,8 @@ class EnvDataModule(CollectingDataModule):
         eval_env: the environment to evaluate in; None: ``env``.
         eval_episodes: episodes of an evaluation, always of the same seeds; 0: there is none.
         eval_greedy: take the best action in them, not a drawn one.
+        judged_agent: whose reward ``reward/mean`` and ``eval/reward_mean`` tell of, where there are
+            several agents; None: the mean over them.
         success_reward: an episode with at least this reward counts as right; None: nothing counts.
         max_step_seconds: after which a step of the environments hangs.
         threads: of this process on a CPU; more than one is slower for small networks. None: as it
@@ -66,6 +68,7 @@ class EnvDataModule(CollectingDataModule):
         eval_env: EnvMaker | None = None,
         eval_episodes: int = 10,
         eval_greedy: bool = True,
+        judged_agent: str | None = None,
         success_reward: float | None = None,
         max_step_seconds: float = 60.0,
         threads: int | None = 1,
@@ -98,6 +101,7 @@ class EnvDataModule(CollectingDataModule):
         self.eval_env = eval_env
         self.eval_episodes = eval_episodes
         self.eval_greedy = eval_greedy
+        self.judged_agent = judged_agent
         self.success_reward = success_reward
         self.max_step_seconds = max_step_seconds
         self.threads = threads
@@ -152,8 +156,12 @@ class EnvDataModule(CollectingDataModule):
         with dist.every_rank():
             self.collector.start(self.seed, dist.rank() * own, own)
             if self.player is not self.collector:
-                self.player.start(self.seed, 0, 1)
+                self.player.start(self.seed, 0, None)
                 _require_same(self.collector.agents, self.player.agents)
+        if self.judged_agent is not None and self.judged_agent not in self.spaces:
+            raise ConfigError(
+                f"judged_agent={self.judged_agent!r}: the environment has {', '.join(self.spaces)}"
+            )
 
     def train_dataloader(self) -> EnvLoader:
         module = self._module()
@@ -198,7 +206,8 @@ class EnvDataModule(CollectingDataModule):
         seconds = dist.all_reduce_max(time.perf_counter() - begin)
         told = dist.gather(list(self.collector.finished))
         self.episodes = [episode for share in told for episode in share]
-        module.record(episode_metrics(self.episodes, self.frames_per_iteration, seconds))
+        frames = self.frames_per_iteration
+        module.record(episode_metrics(self.episodes, frames, seconds, self.judged_agent))
         return batch
 
     def evaluate(self) -> tuple[list[EnvEpisode], dict[str, float]]:
@@ -215,7 +224,7 @@ class EnvDataModule(CollectingDataModule):
             own = dist.shard(seeds)
             episodes = self.player.play(module.agents, own, self.eval_greedy) if own else []
         together = dist.interleaved(dist.gather(episodes))
-        return together, evaluation_metrics(together, self.success_reward)
+        return together, evaluation_metrics(together, self.success_reward, self.judged_agent)
 
     def watch(self) -> EnvEpisode:
         """The first episode of an evaluation, with pictures; call it on one rank.

@@ -1,6 +1,7 @@
 """GymCollector: steps gymnasium environments one by one, and the policy for all of them at once."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -64,10 +65,11 @@ class GymCollector(EnvCollector):
     def exact(self) -> str:
         return ""
 
-    def start(self, seed: int, first: int, num_envs: int) -> None:
+    def start(self, seed: int, first: int, num_envs: int | None) -> None:
         self._seed = derived_seed(seed, first)
         self._players = [
-            Player(self.env.made(), seed, first + place, self._limit) for place in range(num_envs)
+            Player(self.env.made(), seed, first + place, self._limit)
+            for place in range(num_envs or 1)
         ]
         self.agents = {AGENT: space_of(self._players[0].env)}
         self._rows = []
@@ -109,7 +111,8 @@ class GymCollector(EnvCollector):
                         if over or cut:
                             done[step, place], terminated[step, place] = True, over
                             if not over:
-                                ends.append((place * steps + step, row))
+                                # A copy: an environment may write the next one over it.
+                                ends.append((place * steps + step, deepcopy(row)))
                             finished.append(player.over(over))
                             row = player.begin(player.episode + 1)
                             if self._state is not None:

@@ -141,8 +141,9 @@ class ActorCriticModule(EnvModule):
         """One optimizer step on a minibatch of every agent's."""
         losses = []
         for name, all_rows in rows.items():
-            own = self._drawn(name, all_rows, places)
-            loss, metrics = self._loss(name, own, old[name], places)
+            some = self._places(name, all_rows, places)
+            own = self._drawn(name, all_rows, some)
+            loss, metrics = self._loss(name, own, old[name], some)
             losses.append(loss)
             add(measured, self._named(name, metrics))
         self.step(torch.stack(losses).sum() if len(losses) > 1 else losses[0], rows, measured)
@@ -152,6 +153,12 @@ class ActorCriticModule(EnvModule):
             assert self.clips is not None
             return rows.clips(places, self.clips.length)
         return rows.at(places)
+
+    def _places(self, name: str, rows: Rows, places: Tensor) -> Tensor:
+        """Of what was drawn, what an agent learns from."""
+        space = self.agents[name].space
+        pauses = space is not None and space.mask is not None and rows.state is None
+        return rows.acting(places) if pauses else places
 
     def _loss(self, name: str, rows: Rows, old: Old, places: Tensor) -> tuple[Tensor, Metrics]:
         """An agent's loss, summed so that ranks' sum is the mean over steps; and metrics (M,)."""

@@ -58,6 +58,13 @@ class Rows:
     state: Tensor | None = None
     begins: Tensor | None = None
 
+    def acting(self, places: Tensor) -> Tensor:
+        """Those of the places at which an agent acts; the others would only take time."""
+        weights = self.learned["weights"]
+        return places[
+            weights.flatten(1).any(1)[places] if weights.ndim > 1 else weights[places] > 0
+        ]
+
     def at(self, places: Tensor) -> "Rows":
         """Those rows, (M, *A, ...)."""
         return Rows(
@@ -95,12 +102,15 @@ def rows_of(
     mask = None if agent.space is None or agent.space.mask is None else agent.space.mask
     if mask is not None:
         weights = own["observations", mask].reshape(rewards.shape).to(rewards.dtype)
-    spread = returns[weights > 0].var(unbiased=False)
-    error = (returns - values)[weights > 0].var(unbiased=False)
-    measured = {"value/explained_variance": float(1 - error / spread.clamp(min=1e-8))}
+    live = weights > 0
+    measured = {}
+    if advantage.needs_values and bool(live.any()):
+        spread = returns[live].var(unbiased=False).clamp(min=1e-8)
+        error = (returns - values)[live].var(unbiased=False)
+        measured = {"value/explained_variance": float(1 - error / spread)}
     if advantage.normalize:
-        mean, std = global_mean_std(advantages[weights > 0])
-        advantages = (advantages - mean) / (std + 1e-8)
+        mean, std = global_mean_std(advantages[live])
+        advantages = ((advantages - mean) / (std + 1e-8)).where(live, 0.0)  # none may be live
     learned = {
         "old_logprobs": own["logprobs"],
         "advantages": advantages,
@@ -115,7 +125,7 @@ def rows_of(
         own["state"].flatten(0, 1) if "state" in own else None,
         own["begins"].flatten() if "begins" in own else None,
     )
-    return rows, (measured if advantage.needs_values else {})
+    return rows, measured
 
 
 def _flat(tensors: TensorDict) -> dict[str, Tensor]:
@@ -136,7 +146,8 @@ def _values(agent: ActorCritic, name: str, batch: TensorDict) -> tuple[Tensor, T
         ahead = {n: value.unsqueeze(0) for n, value in last.items()}
         final = agent.values(ahead, state, fresh)[0]
     else:
-        values, final = agent.values(seen), agent.values(last)
+        values = agent.values(seen)
+        final = agent.values(last) if len(place) else values.new_zeros(0, *values.shape[2:])
     following = torch.zeros_like(values)
     following[:, :-1] = values[:, 1:]
     flat = following.flatten(0, 1)

@@ -7,12 +7,12 @@ from lightning_rl.run.metrics import summarize
 
 
 def episode_metrics(
-    episodes: Sequence[EnvEpisode], frames: int, seconds: float
+    episodes: Sequence[EnvEpisode], frames: int, seconds: float, judged: str | None = None
 ) -> dict[str, float]:
     """``reward/*`` and ``rollout/*`` of a batch of ``frames`` steps that took ``seconds``.
 
-    The reward of an episode is the sum of its steps'. Without one that came to its end there is
-    none to tell of.
+    The reward of an episode is the sum of its steps'; ``judged`` names the agent whose it is, None:
+    the mean over all. Without one that came to its end there is none to tell of.
     """
     metrics = {
         "rollout/frames": float(frames),
@@ -22,16 +22,16 @@ def episode_metrics(
     if episodes:
         metrics["rollout/length_mean"] = summarize([float(e.length) for e in episodes])[0]
         metrics["rollout/terminated_share"] = sum(e.terminated for e in episodes) / len(episodes)
-        metrics |= _rewards("reward", episodes, "")
+        metrics |= _rewards("reward", episodes, "", judged)
     return metrics
 
 
 def evaluation_metrics(
-    episodes: Sequence[EnvEpisode], success_reward: float | None
+    episodes: Sequence[EnvEpisode], success_reward: float | None, judged: str | None = None
 ) -> dict[str, float]:
     """``eval/*`` of episodes apart; ``accuracy`` is the share of at least ``success_reward``."""
-    rewards = [episode.reward for episode in episodes]
-    metrics = _rewards("eval", episodes, "reward_") | {
+    rewards = [_reward(episode, judged) for episode in episodes]
+    metrics = _rewards("eval", episodes, "reward_", judged) | {
         "eval/reward_min": min(rewards),
         "eval/reward_max": max(rewards),
         "eval/length_mean": summarize([float(e.length) for e in episodes])[0],
@@ -42,8 +42,14 @@ def evaluation_metrics(
     return metrics
 
 
-def _rewards(place: str, episodes: Sequence[EnvEpisode], prefix: str) -> dict[str, float]:
-    mean, std = summarize([episode.reward for episode in episodes])
+def _reward(episode: EnvEpisode, judged: str | None) -> float:
+    return episode.reward if judged is None else episode.rewards[judged]
+
+
+def _rewards(
+    place: str, episodes: Sequence[EnvEpisode], prefix: str, judged: str | None
+) -> dict[str, float]:
+    mean, std = summarize([_reward(episode, judged) for episode in episodes])
     metrics = {f"{place}/{prefix}mean": mean, f"{place}/{prefix}std": std}
     agents = list(episodes[0].rewards)
     if len(agents) > 1:

@@ -59,7 +59,7 @@ class TorchRLCollector(EnvCollector):
     def exact(self) -> str:
         return "" if self.env.seeded else f"{self.env.name} does not play the same from a seed"
 
-    def start(self, seed: int, first: int, num_envs: int) -> None:
+    def start(self, seed: int, first: int, num_envs: int | None) -> None:
         require_installed("torchrl", "TorchRLEnv")
         self._seed = derived_seed(seed, first)
         one = self.env.made()
@@ -69,13 +69,13 @@ class TorchRLCollector(EnvCollector):
         self.agents = {name: space for name, (space, _) in found.items()}
         self._places: dict[str, Places] = {name: places for name, (_, places) in found.items()}
 
-    def _made(self, count: int) -> Any:
+    def _made(self, count: int | None) -> Any:
         """``count`` environments side by side: the environment's own, or made so."""
         from torchrl.envs import InitTracker, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
 
         env = self.env.made()
         if env.batch_size.numel() > 1 or len(env.batch_size) == 1:
-            if tuple(env.batch_size) != (count,):
+            if count is not None and tuple(env.batch_size) != (count,):
                 env.close()
                 raise ConfigError(
                     f"data.env: {self.env.name} steps {tuple(env.batch_size)} environments side by "
@@ -85,7 +85,7 @@ class TorchRLCollector(EnvCollector):
         else:
             env.close()
             kind = ParallelEnv if self.env.parallel else SerialEnv
-            env = kind(count, self.env.made)
+            env = kind(count or 1, self.env.made)
         env = TransformedEnv(env, InitTracker())
         if self._limit is not None:
             env = env.append_transform(StepCounter(self._limit))

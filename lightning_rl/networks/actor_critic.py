@@ -106,6 +106,7 @@ class ActorCritic(EnvAgent):
             )
         for name, kind in space.actions.items():
             heads.setdefault(name, default_head(kind))
+            heads[name].mask = f"{name}_mask"
             heads[name].build(features, kind)
         return {name: heads[name] for name in space.actions}
 

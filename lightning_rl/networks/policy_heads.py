@@ -24,7 +24,12 @@ SMALL = 0.01
 
 
 class PolicyHead(nn.Module, ABC):
-    """Makes a distribution of one action; built, like a body, when the environment is known."""
+    """Makes a distribution of one action; built, like a body, when the environment is known.
+
+    ``mask``: the observation that says which choices of the action are allowed, if there is one.
+    """
+
+    mask = "action_mask"
 
     @abstractmethod
     def build(self, features: int, action: ActionKind) -> None:
@@ -54,7 +59,7 @@ def _refuse(head: PolicyHead, action: ActionKind) -> ConfigError:
 
 
 class CategoricalHead(PolicyHead):
-    """One of n, or one of each of several; an observation ``action_mask`` may forbid some."""
+    """One of n, or one of each of several; an observation ``<action>_mask`` may forbid some."""
 
     def build(self, features: int, action: ActionKind) -> None:
         if not isinstance(action, Discrete | MultiDiscrete):
@@ -67,7 +72,7 @@ class CategoricalHead(PolicyHead):
         self, features: Tensor, observations: Mapping[str, Tensor]
     ) -> Categorical | MultiCategorical:
         logits: Tensor = self.layer(features)
-        mask = observations.get("action_mask")
+        mask = observations.get(self.mask)
         if mask is not None:
             logits = logits.masked_fill(~mask.bool(), -torch.inf)
         if isinstance(self.action, Discrete):

@@ -100,10 +100,9 @@ class Space:
         Raises:
             ConfigError: if there is none of a name, or none at all.
         """
+        flags = (self.mask, *(f"{name}_mask" for name in self.actions))
         if names is None:
-            found = {
-                n: o for n, o in self.observations.items() if n not in ("action_mask", self.mask)
-            }
+            found = {n: o for n, o in self.observations.items() if n not in flags}
         else:
             unknown = [name for name in names if name not in self.observations]
             if unknown:

@@ -193,9 +193,9 @@ def test_an_agent_learns_to_walk(tmp_path, monkeypatch, capsys):
     assert summary["model"] == "agent: MLPBody"
     assert summary["status"] == "completed"
     rows = outcome(tmp_path)[2]
-    # From -2 to 2 it takes 7 to 3 steps to the right, and each earns 1.
-    assert rows[0]["eval/reward_mean"] < rows[0]["eval/length_mean"]
-    assert rows[20]["eval/reward_mean"] == rows[20]["eval/length_mean"] <= 7
+    # From -2 to 2 it takes 7 to 3 steps to the right, at 1 each, to the end, which earns 5.
+    assert rows[0]["eval/reward_mean"] < rows[20]["eval/reward_mean"]
+    assert rows[20]["eval/reward_mean"] == 5 - rows[20]["eval/length_mean"]
     assert "held-out reward" in capsys.readouterr().out
     assert (tmp_path / "runs/one/curves.png").stat().st_size > 10_000
 
@@ -292,6 +292,7 @@ def test_two_processes_learn_as_one(tmp_path):
         model__epochs=1,
         model__minibatches=1,
         model__entropy={"coef": 0.1},
+        model__optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}},
     )
     config["trainer"] |= {"max_epochs": 1, "devices": 2, "strategy": "ddp"}
     keep = {"class_path": "tests.integration.test_env_runs.Keep"}
@@ -319,10 +320,9 @@ def test_two_processes_learn_as_one(tmp_path):
     loss.backward()
     for part in agent.separate_parts():
         torch.nn.utils.clip_grad_norm_(part, module.max_grad_norm)
-    torch.optim.Adam(module.parameters(), lr=0.01).step()
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
     for name, weight in module.state_dict().items():
         assert torch.equal(kept["after_0"][name], kept["after_1"][name])
         moved = (weight - kept["before_0"][name]).abs().max()
         assert moved > 0
-        # Adam's first step is lr x the sign of the gradient, wherever that is well above its eps.
-        torch.testing.assert_close(kept["after_0"][name], weight, rtol=0, atol=1e-4, msg=name)
+        torch.testing.assert_close(kept["after_0"][name], weight, rtol=0, atol=1e-5, msg=name)

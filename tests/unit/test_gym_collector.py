@@ -41,7 +41,7 @@ def test_a_batch_holds_what_happened():
     # The next row is what the step led to, unless another episode begins there.
     assert (places[:, 1:, 0][goes_on] == (places[..., 0] + moves)[:, :-1][goes_on]).all()
     assert (places[:, 1:, 1][goes_on] == places[:, :-1, 0][goes_on]).all()
-    assert (own["rewards"] == (actions == 1).float()).all()
+    assert (own["rewards"] == 5.0 * steps["terminated"] - 1.0).all()
     assert (steps["terminated"] == (places[..., 0] + moves >= 5)).all()
     cut = steps["done"] & ~steps["terminated"]
     assert cut.any()
