@@ -231,6 +231,7 @@ from lightning_rl.envs.maker import (
 )
 from lightning_rl.envs.module import ActorCriticModule as ActorCriticModule
 from lightning_rl.envs.off_policy import OffPolicyModule as OffPolicyModule
+from lightning_rl.envs.pool import PooledGym as PooledGym
 from lightning_rl.envs.rows import Clips as Clips
 from lightning_rl.envs.sac import SACModule as SACModule
 from lightning_rl.envs.transitions import TransitionBuffer as TransitionBuffer

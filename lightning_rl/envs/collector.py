@@ -169,6 +169,14 @@ class Deadline:
             signal.setitimer(signal.ITIMER_REAL, self.seconds)
 
     def _expired(self, number: int, frame: FrameType | None) -> NoReturn:
+        self.expired()
+
+    def expired(self) -> NoReturn:
+        """Say that a step has taken too long.
+
+        Raises:
+            EnvError: always.
+        """
         raise EnvError(
             f"{self.what}: a step took longer than max_step_seconds={self.seconds:g}; it hangs, or "
             "raise that"

@@ -15,6 +15,7 @@ from lightning_rl.envs.collector import EnvCollector, EnvEpisode, collector_of
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.loader import EnvLoader
 from lightning_rl.envs.maker import EnvMaker
+from lightning_rl.envs.pool import PooledCollector
 from lightning_rl.envs.stats import episode_metrics, evaluation_metrics
 from lightning_rl.envs.torchrl_collector import TorchRLCollector
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
@@ -25,7 +26,7 @@ from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.resume import check_early, enter_directory, leave_directory
 from lightning_rl.run.seeding import derived_seed, run_seed
 
-COLLECTORS = (GymCollector, TorchRLCollector)
+COLLECTORS = (GymCollector, PooledCollector, TorchRLCollector)
 """Ours, which are known to ``collector_of`` once they are imported."""
 EVALUATION = 2**31
 """A place for seeds of episodes apart that no environment's place is."""
@@ -185,7 +186,9 @@ class EnvDataModule(CollectingDataModule):
         self._loader_state = state_dict["loader"]
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        return batch.to(device) if isinstance(batch, TensorDict) else batch
+        # What is there already need not be looked through, tensor by tensor.
+        moves = isinstance(batch, TensorDict) and batch["ends", "place"].device != device
+        return batch.to(device) if moves else batch
 
     def teardown(self, stage: str) -> None:
         self.collector.close()

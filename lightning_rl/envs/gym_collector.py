@@ -1,11 +1,9 @@
 """GymCollector: steps gymnasium environments one by one, and the policy for all of them at once."""
 
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -17,7 +15,6 @@ from lightning_rl.envs.collector import (
     EnvEpisode,
     EnvError,
     collector_of,
-    require_finite_values,
     seeded,
 )
 from lightning_rl.envs.gym import ACTION, Gym, space_of
@@ -29,6 +26,7 @@ from lightning_rl.envs.gym_player import (
     tensors_of,
     write_rows,
 )
+from lightning_rl.envs.gym_table import StepTable
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.errors import require_at_least
 from lightning_rl.networks.actor_critic import sampled
@@ -48,6 +46,11 @@ class GymCollector(EnvCollector):
         max_episode_length: steps after which an episode is cut; None: as the environment has it.
         max_step_seconds: after which an environment hangs.
     """
+
+    NOT_THERE = (
+        "is not where it was when the checkpoint was saved: it does not play the same from the "
+        "same seed, so the run cannot be gone on with as it was"
+    )
 
     def __init__(self, env: Gym, max_episode_length: int | None, max_step_seconds: float) -> None:
         require_at_least(1, max_episode_length=max_episode_length)
@@ -77,66 +80,54 @@ class GymCollector(EnvCollector):
     # ---------------------------------------------------------------- collecting
 
     def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
-        agent, space = agents[AGENT], self.agents[AGENT]
-        count = len(self._players)
+        agent = agents[AGENT]
         self._begin(agent)
-        seen = {n: buffer_of(o, steps + 1, count) for n, o in space.observations.items()}
-        rewards = np.zeros((steps, count), np.float32)
-        done, terminated = np.zeros((2, steps, count), bool)
-        begins = np.zeros((steps, count), bool)
+        table = StepTable(self.agents[AGENT], steps, len(self._players))
         acted: list[Tensor] = []
         distributions: list[ActionDistribution] = []
         states: list[Tensor] = []
-        ends: list[tuple[int, Any]] = []
-        finished = []
-        write_rows(seen, 0, self._rows)
-        step = place = 0
-        device = agent.device
+        place = 0
         try:
             with seeded(derived_seed(self._seed, iteration)), torch.no_grad(), self._deadline():
                 for step in range(steps):
                     self._deadline.again()
-                    begins[step] = self._begins
+                    write_rows(table.seen, step, self._rows)
+                    table.begins[step] = self._begins
                     if self._state is not None:
                         states.append(self._state)
-                    observed = {n: torch.from_numpy(b[step]).to(device) for n, b in seen.items()}
-                    made, self._state = agent.act(observed, self._state)
+                    now = {n: torch.from_numpy(b[step]) for n, b in table.seen.items()}
+                    now = {n: seen.to(agent.device) for n, seen in now.items()}
+                    made, self._state = agent.act(now, self._state)
                     distributions.append(made[ACTION])
                     acted.append(made[ACTION].sample())
                     chosen = acted[-1].tolist()
                     for place, player in enumerate(self._players):
-                        row, reward, over, cut = player.step(chosen[place])
-                        rewards[step, place] = reward
-                        self._begins[place] = over or cut
-                        if over or cut:
-                            done[step, place], terminated[step, place] = True, over
-                            if not over:
-                                # A copy: an environment may write the next one over it.
-                                ends.append((place * steps + step, deepcopy(row)))
-                            finished.append(player.over(over))
-                            row = player.begin(player.episode + 1)
-                            if self._state is not None:
-                                self._state[place] = 0
-                        self._rows[place] = row
-                    write_rows(seen, step + 1, self._rows)
+                        self._step(table, step, place, player, chosen[place])
         except EnvError as error:
             raise EnvError(f"{error} ({self._where(place)})") from error
         except Exception as error:  # whatever an environment raises
             what = f"{type(error).__name__}: {error}"
             raise EnvError(f"{self.env.name}: {self._where(place)} raised {what}") from error
-        ends += [
-            (e * steps + steps - 1, row) for e, row in enumerate(self._rows) if not done[-1, e]
-        ]
-        self.finished = finished
+        self.finished = table.finished
         actions = torch.stack(acted, 1)
         with torch.no_grad():  # for all steps at once: it costs as much as for one
             logprobs = distributions[0].stacked(distributions).log_prob(actions)
-        acts = {"actions": {ACTION: actions.cpu()}, "logprobs": logprobs.cpu()}
-        batch = self._batch(seen, acts, rewards, done, terminated, ends)
+        acts: dict[str, Any] = {"actions": {ACTION: actions.cpu()}, "logprobs": logprobs.cpu()}
         if states:
-            batch["steps", AGENT, "state"] = torch.stack(states, 1).cpu()
-            batch["steps", AGENT, "begins"] = torch.from_numpy(begins.T.copy())
-        return batch
+            acts["state"] = torch.stack(states, 1).cpu()
+            acts["begins"] = torch.from_numpy(table.begins.T.copy())
+        return table.batch(self.env.name, acts)
+
+    def _step(self, table: StepTable, step: int, place: int, player: Player, action: Any) -> None:
+        row, reward, over, cut = player.step(action)
+        ended = player.over(over) if over or cut else None
+        table.note(step, place, reward, row, ended)
+        self._begins[place] = over or cut
+        if over or cut:
+            row = player.begin(player.episode + 1)
+            if self._state is not None:
+                self._state[place] = 0
+        self._rows[place] = row
 
     def _begin(self, agent: Any) -> None:
         if self._loaded is not None:
@@ -146,42 +137,6 @@ class GymCollector(EnvCollector):
             self._rows = [player.begin(0) for player in self._players]
             self._begins = [True] * len(self._players)
             self._state = agent.begin(len(self._players)) if agent.state_size else None
-
-    def _batch(
-        self,
-        seen: Mapping[str, np.ndarray],
-        acts: Mapping[str, Any],
-        rewards: np.ndarray,
-        done: np.ndarray,
-        terminated: np.ndarray,
-        ends: Sequence[tuple[int, Any]],
-    ) -> TensorDict:
-        steps, count = rewards.shape
-        observations = {n: torch.from_numpy(b[:-1]).transpose(0, 1) for n, b in seen.items()}
-        own: dict[str, Any] = {
-            **acts,
-            "observations": observations,
-            "rewards": torch.from_numpy(rewards.T),
-        }
-        require_finite_values(self.env.name, observations | {"reward": own["rewards"]})
-        last = {n: buffer_of(o, len(ends)) for n, o in self.agents[AGENT].observations.items()}
-        for place, (_, row) in enumerate(ends):
-            write_rows(last, place, row)
-        followed = {n: torch.from_numpy(b) for n, b in last.items()}
-        flags = {"done": torch.from_numpy(done.T), "terminated": torch.from_numpy(terminated.T)}
-        return TensorDict(
-            {
-                "steps": TensorDict(flags | {AGENT: own}, [count, steps]),
-                "ends": TensorDict(
-                    {
-                        "place": torch.tensor([place for place, _ in ends], dtype=torch.long),
-                        AGENT: {"observations": followed},
-                    },
-                    [len(ends)],
-                ),
-            },
-            [],
-        )
 
     def _where(self, place: int) -> str:
         player = self._players[place]
@@ -237,7 +192,7 @@ class GymCollector(EnvCollector):
                 {"episode": p.episode, "actions": list(p.actions), "seen": tensors_of(row)}
                 for p, row in zip(self._players, self._rows, strict=False)  # none yet: no rows
             ],
-            "state": self._state,
+            "state": None if self._state is None else self._state.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -256,11 +211,7 @@ class GymCollector(EnvCollector):
                     break
             if over or cut or not same_tensors(tensors_of(row), known["seen"]):
                 where = self._where(player.place - self._players[0].place)
-                raise EnvError(
-                    f"{self.env.name}: {where}, is not where it was when the checkpoint was saved: "
-                    "it does not play the same from the same seed, so the run cannot be gone on "
-                    "with as it was"
-                )
+                raise EnvError(f"{self.env.name}: {where}, {self.NOT_THERE}")
             self._rows.append(row)
             self._begins.append(not known["actions"])
         self._state = state["state"]

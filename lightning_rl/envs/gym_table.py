@@ -1,0 +1,76 @@
+"""StepTable: what happened in some steps of gymnasium environments, as a batch to learn from."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from lightning_rl.envs.collector import EnvEpisode, require_finite_values
+from lightning_rl.envs.gym_player import buffer_of, write_rows
+from lightning_rl.envs.maker import AGENT
+from lightning_rl.networks.space import Space
+
+
+class StepTable:
+    """T steps of E environments, filled in any order.
+
+    Args:
+        space: what the agent sees and does.
+        steps: T.
+        count: E.
+    """
+
+    def __init__(self, space: Space, steps: int, count: int) -> None:
+        self.space = space
+        self.steps = steps
+        self.count = count
+        # By time first: what all environments show in a step is one piece of memory.
+        self.seen = {n: buffer_of(o, steps, count) for n, o in space.observations.items()}
+        self.begins = np.zeros((steps, count), bool)
+        self.finished: list[EnvEpisode] = []
+        self._rewards = np.zeros((steps, count), np.float32)
+        self._done, self._terminated = np.zeros((2, steps, count), bool)
+        self._ends: list[tuple[int, Any]] = []
+
+    def note(self, step: int, place: int, reward: float, row: Any, over: EnvEpisode | None) -> None:
+        """Note what an environment answered in a step; ``over``: with that its episode ended."""
+        self._rewards[step, place] = reward
+        if over is not None:
+            self._done[step, place], self._terminated[step, place] = True, over.terminated
+            self.finished.append(over)
+        cut = over is not None and not over.terminated
+        if cut or (over is None and step == self.steps - 1):
+            # A copy: an environment may write the next observation over it.
+            self._ends.append((place * self.steps + step, deepcopy(row)))
+
+    def batch(self, name: str, acts: Mapping[str, Any]) -> TensorDict:
+        """All of it as ``EnvCollector`` describes it; ``acts``: the agent's part, (E, T, ...).
+
+        Raises:
+            EnvError: if something is NaN or infinite; ``name`` is the environment's.
+        """
+        observations = {n: torch.from_numpy(b).transpose(0, 1) for n, b in self.seen.items()}
+        rewards = torch.from_numpy(self._rewards.T)
+        require_finite_values(name, observations | {"reward": rewards})
+        own: dict[str, Any] = {**acts, "observations": observations, "rewards": rewards}
+        flags = {
+            "done": torch.from_numpy(self._done.T),
+            "terminated": torch.from_numpy(self._terminated.T),
+        }
+        shape = [self.count, self.steps]
+        return TensorDict(
+            {"steps": TensorDict(flags | {AGENT: own}, shape), "ends": self._followed()}, []
+        )
+
+    def _followed(self) -> TensorDict:
+        """What followed steps that no step follows, by place."""
+        ends: Sequence[tuple[int, Any]] = sorted(self._ends, key=lambda end: end[0])
+        last = {n: buffer_of(o, len(ends)) for n, o in self.space.observations.items()}
+        for row, (_, seen) in enumerate(ends):
+            write_rows(last, row, seen)
+        followed = {n: torch.from_numpy(buffer) for n, buffer in last.items()}
+        places = torch.tensor([place for place, _ in ends], dtype=torch.long)
+        return TensorDict({"place": places, AGENT: {"observations": followed}}, [len(ends)])

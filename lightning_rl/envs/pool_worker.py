@@ -1,0 +1,46 @@
+"""A process of a pool: it steps some environments, and answers as each is ready."""
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lightning_rl.envs.gym import Gym
+from lightning_rl.envs.gym_player import Player
+
+
+def serve(
+    connection: Connection, env: Gym, seed: int, places: list[int], limit: int | None
+) -> None:
+    """Answer requests until there are no more; a process of its own runs this.
+
+    A request is (place, what, value): ``begin`` an episode by its number, ``step`` with an action,
+    or ``again`` (an episode, and the actions in it so far). An answer is (place, row, reward, over,
+    cut, episode); of an episode that ended, the row is that of its end, and (place, row) of the
+    next one's begin follow. Instead of an answer there may be (place, what it raised).
+    """
+    players = {place: Player(env.made(), seed, place, limit) for place in places}
+    while (request := connection.recv()) is not None:
+        place, what, value = request
+        try:
+            connection.send(_answer(players[place], what, value))
+        except Exception as error:  # whatever an environment raises
+            connection.send((place, f"{type(error).__name__}: {error}"))
+    for player in players.values():
+        player.env.close()
+
+
+def _answer(player: Player, what: str, value: Any) -> tuple[Any, ...]:
+    if what == "begin":
+        return player.place, player.begin(value), 0.0, False, False, None, None
+    if what == "again":
+        episode, actions = value
+        row, over, cut = player.begin(episode), False, False
+        for action in actions:
+            if over or cut:
+                break
+            row, _, over, cut = player.step(action)
+        return player.place, row, 0.0, over, cut, None, None
+    row, reward, over, cut = player.step(value)
+    if not (over or cut):
+        return player.place, row, reward, over, cut, None, None
+    ended = player.over(over)
+    return player.place, row, reward, over, cut, ended, player.begin(player.episode + 1)

@@ -1,0 +1,112 @@
+"""PooledGym: environments in processes, each at its own pace."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from lightning_rl import ActorCritic, ConfigError, EnvError, GRUBody, Gym, PooledGym
+from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.envs.maker import AGENT
+from lightning_rl.envs.pool import PooledCollector
+
+
+@pytest.fixture
+def pool():
+    """Makes collectors, and ends their processes."""
+    made = []
+
+    def make(name="Walk", envs=5, seconds=60.0, arguments=None, **options):
+        env = PooledGym(f"tests.worlds:{name}-v0", arguments, workers=2, **options)
+        made.append(PooledCollector(env, None, seconds))
+        made[-1].start(0, 0, envs)
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.close()
+
+
+def agent_for(made, **options):
+    torch.manual_seed(0)
+    agent = ActorCritic(**options)
+    agent.build(made.agents[AGENT])
+    return {AGENT: agent}
+
+
+def same(one, other):
+    return all((one[key] == other[key]).all() for key in one.keys(True, True))
+
+
+def test_in_step_it_is_the_plain_collector_and_goes_on(pool):
+    plain = GymCollector(Gym("tests.worlds:Walk-v0"), None, 60.0)
+    plain.start(0, 0, 5)
+    together = pool(force_sync=True)
+    assert together.exact == ""
+    agents = agent_for(plain, body=GRUBody(hidden=8), share_body=True)
+    for iteration in range(2):
+        expected, found = (c.collect(agents, iteration, 11) for c in (plain, together))
+        assert same(found["steps"], expected["steps"])
+        assert same(found["ends"], expected["ends"])
+    state = together.state_dict()
+    expected = together.collect(agents, 2, 11)
+    other = pool(force_sync=True)
+    other.load_state_dict(state)
+    assert same(other.collect(agents, 2, 11)["steps"], expected["steps"])
+
+
+def test_each_goes_at_its_own_pace_and_as_many_are_served_as_is_said(pool):
+    made = pool(min_batch=2, max_batch=3, max_wait=5.0)
+    assert "chance" in made.exact
+    agents, served = agent_for(made), []
+    act = agents[AGENT].act
+    agents[AGENT].act = lambda seen, state=None: (
+        served.append(len(seen["observation"])),
+        act(seen),
+    )[1]
+    batch = made.collect(agents, 0, 30)
+    assert max(served) <= 3
+    assert min(served) >= 1
+    assert served.count(1) <= 30  # of the last one that has steps to go
+    own = batch["steps", AGENT]
+    places, actions = own["observations", "observation"][..., 0], own["actions", "action"]
+    led_to = places + torch.where(actions == 1, 1.0, -1.0)
+    goes_on = ~batch["steps", "done"][:, :-1]
+    assert (places[:, 1:][goes_on] == led_to[:, :-1][goes_on]).all()
+    distributions, _ = agents[AGENT](own["observations"])
+    torch.testing.assert_close(
+        distributions["action"].log_prob(actions), own["logprobs"], rtol=1e-5, atol=1e-6
+    )
+    assert len(made.finished) == int(batch["steps", "done"].sum())
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (
+            "raises",
+            r"environment \d in step 3 of its episode 0, of seed \d+ raised ValueError",
+        ),
+        ("hangs", "a step took longer than max_step_seconds=3"),
+    ],
+)
+def test_what_goes_wrong_in_a_process_says_where(pool, how, words):
+    made = pool("Faulty", arguments={"how": how}, seconds=3.0)
+    with pytest.raises(EnvError, match=words):
+        made.collect(agent_for(made), 0, 10)
+
+
+def test_a_process_that_is_gone_is_told(pool):
+    made = pool()
+    agents = agent_for(made)
+    made.collect(agents, 0, 3)
+    os.kill(made._processes[0].pid, signal.SIGKILL)
+    made._processes[0].join()
+    with pytest.raises(EnvError, match=r"the process of environment.* is gone"):
+        made.collect(agents, 1, 30)
+
+
+def test_bounds_that_exclude_each_other_are_refused():
+    with pytest.raises(ConfigError, match="max_batch=2 must be >= min_batch=3"):
+        PooledGym("Walk-v0", min_batch=3, max_batch=2)
