@@ -81,6 +81,7 @@ def test_each_goes_at_its_own_pace_and_as_many_are_served_as_is_said(pool):
     assert len(made.finished) == int(batch["steps", "done"].sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -97,6 +98,7 @@ def test_what_goes_wrong_in_a_process_says_where(pool, how, words):
         made.collect(agent_for(made), 0, 10)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_gone_is_told(pool):
     made = pool()
     agents = agent_for(made)

@@ -156,7 +156,7 @@ KINDS = {
         ("gym", "update", 4),
         pytest.param("gym", "collect", 2, marks=pytest.mark.slow),
         pytest.param("memory", "update", 2, marks=pytest.mark.slow),
-        ("torchrl", "end", 3),
+        pytest.param("torchrl", "end", 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_goes_on_as_if_it_never_was(tmp_path, kind, when, iteration):
@@ -200,6 +200,7 @@ def test_an_agent_learns_to_walk(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs/one/curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_only_a_memory_remembers(tmp_path, monkeypatch):
     learned = {}
     for kind in ("gym", "memory"):
