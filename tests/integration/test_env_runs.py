@@ -201,6 +201,18 @@ def test_an_agent_learns_to_walk(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("precision", "compiled"), [("bf16-mixed", False), ("32-true", True)])
+def test_lightnings_precision_and_a_compiled_agent_learn(
+    tmp_path, monkeypatch, precision, compiled
+):
+    config = configuration(model__compile=compiled, data__frames_per_iteration=256)
+    config["trainer"]["precision"] = precision
+    assert fit(tmp_path, monkeypatch, config) == 0
+    rows = outcome(tmp_path)[2]
+    assert rows[6]["eval/reward_mean"] > rows[0]["eval/reward_mean"]
+
+
+@pytest.mark.slow
 def test_only_a_memory_remembers(tmp_path, monkeypatch):
     learned = {}
     for kind in ("gym", "memory"):
