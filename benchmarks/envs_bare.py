@@ -20,10 +20,10 @@ from benchmarks.envs_ours import fit, make_data, make_module
 from benchmarks.envs_task import ENVIRONMENT, ENVS, STEPS, arguments_of, cpu_now, made
 from lightning_rl.envs.gym import ACTION, Gym
 from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.envs.gym_player import episode_seed
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.module import ActorCriticModule
 from lightning_rl.envs.rows import rows_of
-from lightning_rl.run.seeding import derived_seed
 
 SECONDS = 60.0
 """That a step may take, as in the data module."""
@@ -63,7 +63,7 @@ class Alone:
 
     def _begin(self, place: int) -> None:
         self.episodes[place] += 1
-        seed = derived_seed(self.seed, place, self.episodes[place]) % 2**31  # as GymCollector's
+        seed = episode_seed(self.seed, place, self.episodes[place])
         self.envs[place].reset(seed=seed)
 
     def take(self, actions: list[list[int]]) -> int:

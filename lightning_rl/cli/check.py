@@ -131,9 +131,7 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
     warn_of_flags(trainer)
     print(f"configuration: good ({', '.join(names)} on {trainer.strategy.root_device})")
     if isinstance(module, EnvModule) and isinstance(data, EnvDataModule):
-        trainer.strategy.connect(module)
-        data.trainer = module.trainer = trainer
-        trainer.datamodule = data  # type: ignore[attr-defined]
+        _connect(cli)
         try:
             print("\n".join(described(module, data)))
         finally:
@@ -142,9 +140,7 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
     if not isinstance(module, PolicyModule) or not isinstance(data, RLDataModule):
         print("there is nothing more to check: rollouts come from a PolicyModule and RLDataModule")
         return True
-    trainer.strategy.connect(module)
-    data.trainer = module.trainer = trainer
-    trainer.datamodule = data  # type: ignore[attr-defined]
+    _connect(cli)
     try:
         data.load_prompts("fit")
         prompts = data.train_prompts.first()
@@ -161,6 +157,13 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
         return plan is None or plan.missing <= 0
     finally:
         data.teardown("fit")
+
+
+def _connect(cli: RLCLI) -> None:
+    """Let module and data know the trainer, as a run would."""
+    cli.trainer.strategy.connect(cli.model)
+    cli.datamodule.trainer = cli.model.trainer = cli.trainer
+    cli.trainer.datamodule = cli.datamodule  # type: ignore[attr-defined]
 
 
 def _prompts(prompts: Sequence[Prompt], data: RLDataModule) -> str:

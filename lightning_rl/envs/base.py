@@ -178,6 +178,22 @@ class EnvModule(RecordingModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Nothing: :meth:`step` has looked at the gradient already."""
 
+    def learning(self) -> list[str]:
+        """Names of the agents that learn in this iteration."""
+        return [name for name, a in self.agents.items() if a.schedule.due(self.iteration)]
+
+    def step_schedule(self) -> None:
+        """The learning rate's next value, if it has a schedule."""
+        if self.lr_scheduler is not None:
+            scheduler: Any = self.lr_schedulers()
+            scheduler.step()
+
+    def named(self, name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """An agent's metrics by name; with its own in it, if there are several agents."""
+        if len(self.agents) == 1:
+            return dict(metrics)
+        return {key.replace("/", f"/{name}/", 1): value for key, value in metrics.items()}
+
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Count the iteration."""
         self.iteration += 1

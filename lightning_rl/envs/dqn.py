@@ -75,7 +75,7 @@ class DQNModule(OffPolicyModule):
     ) -> None:
         super().__init__(
             agents,
-            TransitionBuffer() if buffer is None else buffer,
+            buffer,
             gamma,
             target_update,
             warmup_frames,

@@ -204,12 +204,8 @@ class GymCollector(EnvCollector):
             return  # another number of environments: new episodes
         self._rows, self._begins = [], []
         for player, known in zip(self._players, state["episodes"], strict=True):
-            row, over, cut = player.begin(known["episode"]), False, False
-            for action in known["actions"]:
-                row, _, over, cut = player.step(action)
-                if over or cut:
-                    break
-            if over or cut or not same_tensors(tensors_of(row), known["seen"]):
+            row, ended = player.again(known["episode"], known["actions"])
+            if ended or not same_tensors(tensors_of(row), known["seen"]):
                 where = self._where(player.place - self._players[0].place)
                 raise EnvError(f"{self.env.name}: {where}, {self.NOT_THERE}")
             self._rows.append(row)

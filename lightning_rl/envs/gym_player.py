@@ -1,6 +1,6 @@
 """Player: one gymnasium environment and its episodes; and rows of what is seen."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,11 @@ from lightning_rl.envs.maker import AGENT
 from lightning_rl.errors import ConfigError
 from lightning_rl.networks.space import Observed
 from lightning_rl.run.seeding import derived_seed
+
+
+def episode_seed(seed: int, place: int, episode: int) -> int:
+    """The seed that an environment is reset with; each episode of each has one of its own."""
+    return derived_seed(seed, place, episode) % 2**31
 
 
 class Player:
@@ -43,12 +48,22 @@ class Player:
     @property
     def seed(self) -> int:
         """Of the present episode."""
-        return derived_seed(self._seed, self.place, self.episode) % 2**31
+        return episode_seed(self._seed, self.place, self.episode)
 
     def begin(self, episode: int) -> Any:
         """Reset to the begin of an episode; returns what is seen."""
         self.episode, self.actions, self.reward = episode, [], 0.0
         return self.seen(self.env.reset(seed=self.seed)[0])
+
+    def again(self, episode: int, actions: Sequence[Any]) -> tuple[Any, bool]:
+        """Do again what was done in an episode; what is seen then, and whether it has ended."""
+        row, ended = self.begin(episode), False
+        for action in actions:
+            row, _, over, cut = self.step(action)
+            if over or cut:
+                ended = True
+                break
+        return row, ended
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool]:
         """What is seen then, the reward, and whether the episode is over, or was cut."""

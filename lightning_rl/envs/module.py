@@ -100,15 +100,13 @@ class ActorCriticModule(EnvModule):
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One iteration on a batch of steps: values and advantages, then the update."""
-        skipped = self.is_skipped(batch)
-        learning = [n for n, a in self.agents.items() if a.schedule.due(self.iteration)]
-        learning = [] if skipped else learning
+        learning = [] if self.is_skipped(batch) else self.learning()
         with self.clock("train"):
             rows: dict[str, Rows] = {}
             metrics: dict[str, float] = {}
             for name in learning:
                 rows[name], measured = rows_of(self.agents[name], name, batch, self.advantage)
-                metrics |= self._named(name, measured)
+                metrics |= self.named(name, measured)
             metrics |= self.update(rows, tuple(batch["steps"].batch_size))
         self.end_iteration(metrics)
         self.record(metrics)
@@ -126,9 +124,8 @@ class ActorCriticModule(EnvModule):
             some = next(iter(rows.values()))
             for places in minibatches(some, self.minibatches, self.clips, shape, order):
                 self._optimize(rows, places, old, measured)
-        if self.lr_scheduler is not None and rows:
-            scheduler: Any = self.lr_schedulers()
-            scheduler.step()
+        if rows:
+            self.step_schedule()
         return summed_up(measured) | {"policy/nonfinite_skipped": float(self.nonfinite_steps)}
 
     def _optimize(
@@ -145,7 +142,7 @@ class ActorCriticModule(EnvModule):
             own = self._drawn(name, all_rows, some)
             loss, metrics = self._loss(name, own, old[name], some)
             losses.append(loss)
-            add(measured, self._named(name, metrics))
+            add(measured, self.named(name, metrics))
         self.step(torch.stack(losses).sum() if len(losses) > 1 else losses[0], rows, measured)
 
     def _drawn(self, name: str, rows: Rows, places: Tensor) -> Rows:
@@ -193,12 +190,6 @@ class ActorCriticModule(EnvModule):
         with torch.no_grad():
             made, _ = self.agents[name](rows.observations)
         return made
-
-    def _named(self, name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Metrics by name; with the agent's in it, if there are several."""
-        if len(self.agents) == 1:
-            return dict(metrics)
-        return {key.replace("/", f"/{name}/", 1): value for key, value in metrics.items()}
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Count the iteration, and let the penalty adapt."""

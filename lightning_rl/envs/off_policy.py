@@ -45,7 +45,7 @@ class OffPolicyModule(EnvModule):
     def __init__(
         self,
         agents: dict[str, Any] | None,
-        buffer: TransitionBuffer,
+        buffer: TransitionBuffer | None,
         gamma: float,
         target_update: TargetUpdate,
         warmup_frames: int,
@@ -64,7 +64,7 @@ class OffPolicyModule(EnvModule):
             raise ConfigError(f"gamma={gamma} must be in [0, 1]")
         self.automatic_optimization = False
         self.given_agents = agents or {}
-        self.buffer = buffer
+        self.buffer = TransitionBuffer() if buffer is None else buffer
         self.gamma = gamma
         self.target_update = target_update
         self.warmup_frames = warmup_frames
@@ -167,15 +167,14 @@ class OffPolicyModule(EnvModule):
 
     def update(self) -> dict[str, float]:
         """The iteration's optimizer steps; returns metrics."""
-        learning = [name for name, a in self.agents.items() if a.schedule.due(self.iteration)]
+        learning = self.learning()
         measured: Measured = defaultdict(list)
         self.nonfinite_steps = 0
         with seeded(derived_seed(self.seed, UPDATES, self.iteration, rank())):
             for _ in range(self.updates_per_iteration if learning else 0):
                 self._optimize(learning, measured)
-        if self.lr_scheduler is not None and learning:
-            scheduler: Any = self.lr_schedulers()
-            scheduler.step()
+        if learning:
+            self.step_schedule()
         return summed_up(measured) | {"policy/nonfinite_skipped": float(self.nonfinite_steps)}
 
     def _optimize(self, learning: list[str], measured: Measured) -> None:
@@ -187,15 +186,9 @@ class OffPolicyModule(EnvModule):
             steps = Transitions.of(rows, name, agent.action)
             loss, metrics = self.loss(agent, self.targets[name], steps)
             losses.append(loss.mean() / world_size())  # gradients are summed over ranks
-            add(measured, self._named(name, metrics))
+            add(measured, self.named(name, {k: v.flatten() for k, v in metrics.items()}))
         self.step(torch.stack(losses).sum(), learning, measured)
         self.updates += 1
         for name in learning:
             agent = self.agents[name]
             self.target_update(self.targets[name], self.valuing(agent), int(self.updates))
-
-    def _named(self, name: str, metrics: Metrics) -> Metrics:
-        """Metrics by name, as (M,); with the agent's in it, if there are several."""
-        if len(self.agents) > 1:
-            metrics = {key.replace("/", f"/{name}/", 1): value for key, value in metrics.items()}
-        return {key: value.flatten() for key, value in metrics.items()}

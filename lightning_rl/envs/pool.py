@@ -14,7 +14,13 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.collector import Agents, EnvError, collector_of, seeded
 from lightning_rl.envs.gym import ACTION, Gym, space_of
 from lightning_rl.envs.gym_collector import GymCollector
-from lightning_rl.envs.gym_player import buffer_of, same_tensors, tensors_of, write_rows
+from lightning_rl.envs.gym_player import (
+    buffer_of,
+    episode_seed,
+    same_tensors,
+    tensors_of,
+    write_rows,
+)
 from lightning_rl.envs.gym_table import StepTable
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.pool_worker import serve
@@ -84,8 +90,8 @@ class _Seat:
 
     @property
     def seed(self) -> int:
-        """Of the present episode; as a ``Player``'s."""
-        return derived_seed(self._seed, self.place, self.episode) % 2**31
+        """Of the present episode."""
+        return episode_seed(self._seed, self.place, self.episode)
 
 
 class PooledCollector(GymCollector):

@@ -32,13 +32,8 @@ def _answer(player: Player, what: str, value: Any) -> tuple[Any, ...]:
     if what == "begin":
         return player.place, player.begin(value), 0.0, False, False, None, None
     if what == "again":
-        episode, actions = value
-        row, over, cut = player.begin(episode), False, False
-        for action in actions:
-            if over or cut:
-                break
-            row, _, over, cut = player.step(action)
-        return player.place, row, 0.0, over, cut, None, None
+        row, is_over = player.again(*value)
+        return player.place, row, 0.0, is_over, False, None, None
     row, reward, over, cut = player.step(value)
     if not (over or cut):
         return player.place, row, reward, over, cut, None, None

@@ -1,7 +1,7 @@
 """Rows: the steps of a batch as an agent learns from them, drawn in minibatches."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tensordict import TensorDict
@@ -76,9 +76,9 @@ class Rows:
     def clips(self, places: Tensor, length: int) -> "Rows":
         """Clips of ``length`` steps that begin there, (L, M, *A, ...)."""
         assert self.state is not None and self.begins is not None
-        clips = self.at(places + torch.arange(length, device=places.device).unsqueeze(1))
-        begins = self.begins[places + torch.arange(length, device=places.device).unsqueeze(1)]
-        return Rows(clips.observations, clips.actions, clips.learned, self.state[places], begins)
+        steps = places + torch.arange(length, device=places.device).unsqueeze(1)
+        clips = self.at(steps)
+        return replace(clips, state=self.state[places], begins=self.begins[steps])
 
 
 @torch.no_grad()

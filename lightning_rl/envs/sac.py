@@ -66,7 +66,7 @@ class SACModule(OffPolicyModule):
     ) -> None:
         super().__init__(
             agents,
-            TransitionBuffer() if buffer is None else buffer,
+            buffer,
             gamma,
             target_update,
             warmup_frames,

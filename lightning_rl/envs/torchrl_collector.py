@@ -64,6 +64,7 @@ class TorchRLCollector(EnvCollector):
         self._seed = derived_seed(seed, first)
         one = self.env.made()
         found = agents_of(one)
+        self._native = _is_native(one)
         one.close()
         self._envs = self._made(num_envs)
         self.agents = {name: space for name, (space, _) in found.items()}
@@ -74,7 +75,7 @@ class TorchRLCollector(EnvCollector):
         from torchrl.envs import InitTracker, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
 
         env = self.env.made()
-        if env.batch_size.numel() > 1 or len(env.batch_size) == 1:
+        if _is_native(env):
             if count is not None and tuple(env.batch_size) != (count,):
                 env.close()
                 raise ConfigError(
@@ -116,10 +117,8 @@ class TorchRLCollector(EnvCollector):
         from torchrl.collectors import Collector
         from torchrl.envs.utils import ExplorationType
 
-        self._policy, self._steps = (
-            _Policy(agents, self.agents, self._places, self._deadline),
-            steps,
-        )
+        self._steps = steps
+        self._policy = _Policy(agents, self.agents, self._places, self._deadline)
         self._collector = Collector(
             self._envs,
             self._policy,
@@ -185,7 +184,7 @@ class TorchRLCollector(EnvCollector):
 
     def _finished(self, batch: TensorDict) -> list[EnvEpisode]:
         done, terminated = batch["steps", "done"], batch["steps", "terminated"]
-        earned = {name: self._earned(batch, name) for name in self._places}
+        earned = {n: _over_agents(batch["steps", n, "rewards"], 2) for n in self._places}
         episodes = []
         for env in range(len(done)):
             begin = 0
@@ -196,19 +195,12 @@ class TorchRLCollector(EnvCollector):
                 begin = end
         return episodes
 
-    @staticmethod
-    def _earned(batch: TensorDict, name: str) -> Tensor:
-        rewards = batch["steps", name, "rewards"]
-        return rewards.flatten(2).mean(-1) if rewards.ndim > 2 else rewards
-
     # ---------------------------------------------------------------- episodes apart
 
     def play(
         self, agents: Agents, seeds: Sequence[int], greedy: bool, render: bool = False
     ) -> list[EnvEpisode]:
-        own = getattr(self._envs, "batch_size", [len(seeds)])[0]
-        native = len(self.env.made().batch_size) == 1
-        envs = self._made(own if native else len(seeds))
+        envs = self._made(self._envs.batch_size[0] if self._native else len(seeds))
         policy = _Policy(agents, self.agents, self._places, self._deadline)
         episodes: list[EnvEpisode] = []
         try:
@@ -239,8 +231,7 @@ class TorchRLCollector(EnvCollector):
                 live = (~ended).float()
                 for name, places in self._places.items():
                     reward = places.rewards(step, self.agents[name].agents)
-                    reward = reward.flatten(1).mean(-1) if reward.ndim > 1 else reward
-                    earned[name] += live * reward
+                    earned[name] += live * _over_agents(reward, 1)
                 length += ~ended
                 done, terminated = self._flags(step.unsqueeze(1))
                 over |= ~ended & terminated[:, 0]
@@ -310,7 +301,6 @@ class _Policy(nn.Module):
         for name, places in self._places.items():
             agent = self._agents[0][name]
             device = agent.device
-            assert agent.space is not None
             seen = {n: value.to(device) for n, value in places.seen(tensordict).items()}
             state = self._states.get(name)
             if state is not None:
@@ -327,6 +317,16 @@ class _Policy(nn.Module):
                 tensordict.set(key, within(self._spaces[name].actions[action], drawn))
             tensordict.set((*_own(name), "logprobs"), joint_log_prob(made, actions).cpu())
         return tensordict
+
+
+def _is_native(env: Any) -> bool:
+    """Tell whether an environment steps several side by side by itself."""
+    return env.batch_size.numel() > 1 or len(env.batch_size) == 1
+
+
+def _over_agents(rewards: Tensor, dims: int) -> Tensor:
+    """The mean over what is behind the first ``dims`` dimensions, the agents' if there is one."""
+    return rewards.flatten(dims).mean(-1) if rewards.ndim > dims else rewards
 
 
 def _own(name: str) -> tuple[str, str]:

@@ -123,11 +123,7 @@ class ActorCritic(EnvAgent):
         self, observations: Observations, state: Tensor | None = None, begins: Tensor | None = None
     ) -> tuple[dict[str, ActionDistribution], Tensor]:
         """Distributions of actions by name, and values (*B); of a memory, for clips of steps."""
-        if state is None:
-            features = self.body(observations)
-        else:
-            assert isinstance(self.body, RecurrentBody) and begins is not None
-            features = self.body.unroll(observations, state, begins)
+        features = self._features(observations, state, begins)
         distributions = {name: head(features, observations) for name, head in self.heads.items()}
         return distributions, self._values_of(features, observations)
 
@@ -137,10 +133,16 @@ class ActorCritic(EnvAgent):
         """Values (*B) alone."""
         if self.critic_body is not None:
             return self._values_of(None, observations)
+        return self._values_of(self._features(observations, state, begins), observations)
+
+    def _features(
+        self, observations: Observations, state: Tensor | None, begins: Tensor | None
+    ) -> Tensor:
         if state is None:
-            return self._values_of(self.body(observations), observations)
+            features: Tensor = self.body(observations)
+            return features
         assert isinstance(self.body, RecurrentBody) and begins is not None
-        return self._values_of(self.body.unroll(observations, state, begins), observations)
+        return self.body.unroll(observations, state, begins)
 
     def _values_of(self, features: Tensor | None, observations: Observations) -> Tensor:
         if self.critic_body is not None:
