@@ -71,7 +71,7 @@ class Episode:
             EngineError: if the engine fails.
         """
         self._require_open()
-        prompt = list(prompt_ids)
+        engine, prompt = engine.of_role(role), list(prompt_ids)
         fitting = _fitting(engine, len(prompt), sampling)
         settings = own_settings(self.rollout, sampling)
         scorable = sampling.structured_outputs is None

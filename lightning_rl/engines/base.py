@@ -152,6 +152,40 @@ class Engine(ABC):
     def follow_head(self, fp32: bool) -> None:
         """Compute logits in float32 as the trainer does, unless told otherwise, if it can."""
 
+    def serve(self, roles: Mapping[str, str]) -> None:
+        """Be told, before ``start``, which policy plays which role; without any, all are one.
+
+        Args:
+            roles: names of policies by role.
+
+        Raises:
+            ConfigError: for several policies, if the engine holds one.
+        """
+        names = sorted(set(roles.values()))
+        if len(names) > 1:
+            raise ConfigError(
+                f"engine={type(self).__name__} holds the weights of one policy, and {len(names)} "
+                f"are trained ({', '.join(names)}); use PolicyEngines, which has one for each"
+            )
+
+    def of_role(self, role: str) -> "Engine":
+        """What generates for a role: with the weights, and versions, of the policy that plays it.
+
+        Raises:
+            ConfigError: if no policy does.
+        """
+        return self
+
+    def of_policy(self, name: str) -> "Engine":
+        """What holds the weights of the policy of this name: a push, or a probe, goes there.
+
+        It shares the life of this engine, which is what starts, pauses, sleeps and closes.
+
+        Raises:
+            ConfigError: if it holds none of that name.
+        """
+        return self
+
     @property
     def precision(self) -> str:
         """The bound on its accuracy: its dtype, or the name of a coarser format of its weights."""

@@ -96,7 +96,8 @@ def _answers(made: Remade, recorded: Rollout, calls: list[Captured]) -> list[Com
         sampling = replace(
             data.sampling, max_tokens=count, stop=[], structured_outputs=None, **settings
         )
-        return await data.engine.generate(one.prompt_ids, sampling, one.call.seed)
+        engine = data.engine.of_role(one.role)
+        return await engine.generate(one.prompt_ids, sampling, one.call.seed)
 
     async def ask_all() -> list[Completion]:
         return list(await asyncio.gather(*map(ask, calls)))
