@@ -34,7 +34,7 @@ FLOORS = {
     "data and models": ("data", "rollouts", "models", "algos", "networks", "protocols"),
     "who writes, who grades": ("engines", "agents", "rewards", "serving"),
     "sync, collect, learn": ("sync", "collect", "learn"),
-    "Lightning's faces": ("module", "datamodule", "envs"),
+    "Lightning's faces": ("module", "roles", "datamodule", "envs"),
     "around them": ("view", "offline", "callbacks"),
     "the command": ("cli", "__main__"),
 }

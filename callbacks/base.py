@@ -8,7 +8,7 @@ from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.module import PolicyModule
+from lightning_rl.module import PolicyModule, RolloutModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import datamodule_of
 
@@ -39,7 +39,9 @@ class RLCallback(Callback):
     ) -> Decision | None:
         """Called with an iteration's packed batch, advantages included, before the update.
 
-        What it returns is done to the update, before the next callback is called.
+        What it returns is done to the update, before the next callback is called. Where several
+        policies learn it is called for each, with the one as ``pl_module`` and its part of the
+        batch; the run's module is ``trainer.lightning_module``.
         """
         return None
 
@@ -81,6 +83,20 @@ class RLCallback(Callback):
             raise ConfigError(
                 f"{type(self).__name__} needs a PolicyModule, not {type(pl_module).__name__}; "
                 "remove the callback, which is for language models that learn from rollouts"
+            )
+        return pl_module
+
+    def rollout_module_of(self, pl_module: LightningModule) -> RolloutModule:
+        """The same, where it may have several such, one by one in ``policies``.
+
+        Raises:
+            ConfigError: if it is another.
+        """
+        if not isinstance(pl_module, RolloutModule):
+            raise ConfigError(
+                f"{type(self).__name__} needs a PolicyModule or RolesModule, not "
+                f"{type(pl_module).__name__}; remove the callback, which is for language models "
+                "that learn from rollouts"
             )
         return pl_module
 

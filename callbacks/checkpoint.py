@@ -163,7 +163,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
-        self._updating, self._fresh = self.module_of(pl_module).iteration, False
+        self._updating, self._fresh = self.module_of(trainer.lightning_module).iteration, False
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer

@@ -90,12 +90,13 @@ class PreviewTable(RolloutSelection):
     def on_collect_end(
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
     ) -> None:
-        iteration = self.policy_module_of(pl_module).iteration
+        module = self.rollout_module_of(pl_module)
+        iteration = module.iteration
         if not self.is_due(iteration) or not trainer.is_global_zero:
             return
         chosen = self.choose(rollouts)
         self.write(trainer, iteration, chosen)
-        decode = self.policy_module_of(pl_module).loaded_policy.tokenizer.decode
+        decode = module.tokenizer.decode
         table = preview_table(chosen, lambda ids: str(decode(ids)))
         for logger in trainer.loggers:
             log_table(logger, "rollouts", *table, iteration)

@@ -76,7 +76,7 @@ class RewardAlarms(RLCallback):
     def on_collect_end(
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
     ) -> None:
-        module, datamodule = self.policy_module_of(pl_module), self.rl_data_of(trainer)
+        module, datamodule = self.rollout_module_of(pl_module), self.rl_data_of(trainer)
         if trainer.world_size > 1:  # all ranks judge by the same
             rollouts = datamodule.generated
         graded = [r for r in rollouts if r.graded]
@@ -105,7 +105,7 @@ class RewardAlarms(RLCallback):
             value < self.best["value"] - self.eval_drop and reward > self.best["reward"],
             f"{self.eval_metric} fell from {self.best['value']:.3g} to {value:.3g} while the mean "
             f"reward rose from {self.best['reward']:.3g} to {reward:.3g}",
-            self.policy_module_of(pl_module).iteration,
+            self.rollout_module_of(pl_module).iteration,
         )
 
     def state_dict(self) -> dict[str, Any]:

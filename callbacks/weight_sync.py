@@ -1,6 +1,7 @@
 """WeightSync: the engine always samples from the weights that it says it does."""
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -11,10 +12,10 @@ from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.checks import check_sleep, check_sync
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
-from lightning_rl.engines.base import drives_engine
+from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.soundness import require_finite_weights
-from lightning_rl.module import PolicyModule
+from lightning_rl.module import PolicyModule, RolloutModule
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.dist import all_reduce_max, any_rank, every_rank
 from lightning_rl.run.hooks import call_hook, find_callbacks, is_fast_dev_run
@@ -32,6 +33,8 @@ class WeightSync(RLCallback):
     the schedule says so. After each, the engine has dropped its prefix cache, and a probe compares
     the logprobs of engine and trainer on tokens that the engine writes for real prompts. Between
     pushes, while the trainer trains, an engine with a ``sleep_level`` sleeps.
+
+    Of several policies the schedule is asked for each, and only those are pushed that have changed.
 
     Args:
         transport: how weights travel; None: in memory.
@@ -68,25 +71,31 @@ class WeightSync(RLCallback):
         self.schedule = schedule
         self.max_gap = max_gap
         self.probe_prompts = probe_prompts
-        self._prompts: list[Prompt] = []
-        self._pushed: int | None = None  # the version that the engine was given last
+        self._prompts: dict[str, list[Prompt]] = {}  # of each policy's probe
+        self._transports: dict[str, WeightTransport] = {}
+        self._pushed: dict[str, int] = {}  # the version of each that the engine was given last
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._pushed = None  # the engine may be another, and so may weights of the same version
-        datamodule = self.rl_data_of(trainer)
+        self._pushed = {}  # the engine may be another, and so may weights of the same version
+        datamodule, module = self.rl_data_of(trainer), self.rollout_module_of(pl_module)
         if stage == "fit":
             schedules = [sync.schedule for sync in find_callbacks(trainer, WeightSync)]
             check_sync(schedules, datamodule.collector)
             check_sleep(datamodule.engine.sleep_level, self.schedule, datamodule.collector)
-        self.transport.use_scratch(is_fast_dev_run(trainer))
-        self.transport.connect(datamodule.engine)
         prompts = datamodule.train_prompts.first(self.probe_prompts)
-        # Requests go to the replica with the fewest, so this many reach every one.
-        count = max(len(prompts), datamodule.engine.replica_count) if prompts else 0
-        self._prompts = list(islice(cycle(prompts), count))
+        for name in module.policies:
+            engine = datamodule.engine.of_policy(name)
+            transport = self.transport if not name else self.transport.for_policy(name)
+            transport.use_scratch(is_fast_dev_run(trainer))
+            transport.connect(engine)
+            self._transports[name] = transport
+            # Requests go to the replica with the fewest, so this many reach every one.
+            count = max(len(prompts), engine.replica_count) if prompts else 0
+            self._prompts[name] = list(islice(cycle(prompts), count))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.transport.close()
+        for transport in self._transports.values():
+            transport.close()
 
     # Not on_fit_start: sharded strategies restore checkpoints after it.
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -111,46 +120,74 @@ class WeightSync(RLCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        datamodule, module = self.rl_data_of(trainer), self.policy_module_of(pl_module)
-        wanted = self.schedule.should_sync(datamodule.sync_state(module.iteration))
-        # All ranks push together: as soon as one engine needs new weights.
-        if any_rank(wanted and drives_engine(datamodule.engine)):
-            self.sync(trainer, module)
+        datamodule, module = self.rl_data_of(trainer), self.rollout_module_of(pl_module)
+        due = []
+        for name, policy in module.policies.items():
+            wanted = self.schedule.should_sync(datamodule.sync_state(policy.iteration, name))
+            # All ranks push together: as soon as one engine needs new weights.
+            if any_rank(wanted and drives_engine(datamodule.engine)):
+                due.append(name)
+        if due:
+            self.sync(trainer, module, due)
+        else:
+            self._tell(datamodule.engine, module)
 
     def catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sync, unless the engine has the present weights; for what cannot wait for the schedule.
 
         Call it on all ranks, while no update is under way.
         """
-        if self._pushed != self.policy_module_of(pl_module).iteration:
-            self.sync(trainer, pl_module)
+        module = self.rollout_module_of(pl_module)
+        behind = self._behind(module)
+        if behind:
+            self.sync(trainer, module, behind)
 
-    def sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pause, push, verify, resume; then tell the other callbacks."""
-        datamodule, module = self.rl_data_of(trainer), self.policy_module_of(pl_module)
-        policy, version = module.loaded_policy, module.iteration
+    def sync(
+        self, trainer: Trainer, pl_module: LightningModule, names: Sequence[str] | None = None
+    ) -> None:
+        """Pause, push, verify, resume; then tell the other callbacks.
+
+        ``names``: of the policies that are pushed; None: all.
+        """
+        datamodule, module = self.rl_data_of(trainer), self.rollout_module_of(pl_module)
         call_hook(trainer, "on_sync_start")
         with every_rank():
             datamodule.before_sync()
-        begin = time.perf_counter()
         with module.clock("sync"):
-            require_finite_weights(policy, f"pushed to the engine as version {version}")
-            with every_rank():
-                push(self.transport, datamodule.engine, policy, version)
-            self._pushed = version
-            module.record({"sync/seconds": time.perf_counter() - begin, "sync/version": version})
-            if self._prompts:
-                self._verify(trainer, module)
+            for name in module.policies if names is None else names:
+                self._push(trainer, datamodule.engine, name, module.policies[name])
+        self._tell(datamodule.engine, module)
         datamodule.after_sync()
-        call_hook(trainer, "on_weights_synced", version)
+        call_hook(trainer, "on_weights_synced", module.iteration)
 
-    def _verify(self, trainer: Trainer, module: PolicyModule) -> None:
+    def _push(self, trainer: Trainer, engine: Engine, name: str, module: PolicyModule) -> None:
+        begin, version = time.perf_counter(), module.iteration
+        require_finite_weights(module.loaded_policy, f"pushed to the engine as version {version}")
+        with every_rank():
+            transport = self._transports[name]
+            push(transport, engine.of_policy(name), module.loaded_policy, version)
+        self._pushed[name] = version
+        module.record({"sync/seconds": time.perf_counter() - begin, "sync/version": version})
+        if self._prompts[name]:
+            self._verify(trainer, name, module)
+
+    def _behind(self, module: RolloutModule) -> list[str]:
+        """Policies that have changed since the engine got them."""
+        policies = module.policies.items()
+        return [name for name, policy in policies if self._pushed.get(name) != policy.iteration]
+
+    def _tell(self, engine: Engine, module: RolloutModule) -> None:
+        if drives_engine(engine) and not self._behind(module):
+            engine.caught_up(module.iteration)
+
+    def _verify(self, trainer: Trainer, name: str, module: PolicyModule) -> None:
         datamodule, policy = self.rl_data_of(trainer), module.loaded_policy
-        engine, temperature = datamodule.engine, datamodule.sampling.temperature
+        engine, temperature = datamodule.engine.of_policy(name), datamodule.sampling.temperature
+        prompts = self._prompts[name]
         # Prompts leave room for no more than that.
         tokens = min(2, datamodule.sampling.max_tokens)
         with trainer.precision_plugin.forward_context():
-            gap = probe_gap(engine, policy, self._prompts, temperature, tokens)
+            gap = probe_gap(engine, policy, prompts, temperature, tokens)
             module.record(
                 {
                     "sync/probe_gap": all_reduce_max(gap.value),
@@ -159,7 +196,7 @@ class WeightSync(RLCallback):
             )
             require_agreement(
                 gap,
-                partial(probe_again, engine, policy, self._prompts, temperature),
+                partial(probe_again, engine, policy, prompts, temperature),
                 module.iteration,
                 self.max_gap,
                 engine.precision,

@@ -216,6 +216,7 @@ from lightning_rl.engines.base import (
     RunState as RunState,
     require_same_weights as require_same_weights,
 )
+from lightning_rl.engines.policy_engines import PolicyEngines as PolicyEngines
 from lightning_rl.envs.base import EnvModule as EnvModule
 from lightning_rl.envs.collector import (
     EnvCollector as EnvCollector,
@@ -289,7 +290,10 @@ from lightning_rl.models.reference import (
 )
 from lightning_rl.models.sharding import ShardedStrategy as ShardedStrategy
 from lightning_rl.models.tokenizer import load_tokenizer as load_tokenizer
-from lightning_rl.module import PolicyModule as PolicyModule
+from lightning_rl.module import (
+    PolicyModule as PolicyModule,
+    RolloutModule as RolloutModule,
+)
 from lightning_rl.networks.actor_critic import ActorCritic as ActorCritic
 from lightning_rl.networks.agent import EnvAgent as EnvAgent
 from lightning_rl.networks.bodies import (
@@ -376,6 +380,8 @@ from lightning_rl.rewards.rules import (
     OverlongPenalty as OverlongPenalty,
     PythonTests as PythonTests,
 )
+from lightning_rl.roles.group import SharedModelGroup as SharedModelGroup
+from lightning_rl.roles.module import RolesModule as RolesModule
 from lightning_rl.rollout import (
     Call as Call,
     Group as Group,

@@ -19,6 +19,7 @@ from lightning_rl.collect.checks import (
     check_collecting,
     check_experts,
     check_groups,
+    check_policies,
     check_streaming,
     room_for_prompts,
 )
@@ -39,9 +40,8 @@ from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, RunState, drives_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.models.policy import require_sound_model, save_skeleton
-from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
-from lightning_rl.module import PolicyModule
+from lightning_rl.models.tokenizer import with_chat_variables
+from lightning_rl.module import PolicyModule, RolloutModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rollout import Group, Prompt, Rollout
@@ -255,7 +255,8 @@ class RLDataModule(CollectingDataModule):
             with naming(task.name):
                 task.prompts.bound(room_for_prompts(room, task.sampling))
         self._pipeline = self._made_pipeline(self.train_tasks)
-        module.streams = stage == "fit" and isinstance(self.collector, StreamedCollector)
+        for policy in module.policies.values():
+            policy.streams = stage == "fit" and isinstance(self.collector, StreamedCollector)
         works = stage == "fit" and drives_engine(self.engine)
         collector = self.collector if works else SyncCollector()
         self._batches = RolloutBatches(
@@ -272,14 +273,16 @@ class RLDataModule(CollectingDataModule):
             by_name(tasks),
         )
 
-    def _start_engine(self, module: PolicyModule) -> int:
+    def _start_engine(self, module: RolloutModule) -> int:
         """Start it where it is needed; return its longest prompt plus completion, else 0."""
         if not drives_engine(self.engine):
             return 0
+        self.engine.serve(module.roles)
         if not self.engine.running:
             self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")
-            save_skeleton(module.model, self._model_dir.name, module.loading)
-            self.engine.trust_remote_code = module.trust_remote_code
+            module.save_skeletons(self._model_dir.name)
+            trusted = (policy.trust_remote_code for policy in module.policies.values())
+            self.engine.trust_remote_code = any(trusted)
             with announced(self.engine.starting):
                 self.engine.start(Path(self._model_dir.name))
         return self.engine.max_length
@@ -306,28 +309,28 @@ class RLDataModule(CollectingDataModule):
     def load_prompts(self, stage: str) -> None:
         """The part of ``setup`` that needs no engine: check the settings, load the prompts."""
         module = self._module()
+        self.engine.serve(module.roles)  # may it?
+        check_policies(
+            len(module.policies),
+            streams=isinstance(self.collector, StreamedCollector),
+            buffer=self.buffer is not None,
+            experts=self.expert_prompts is not None,
+        )
         if stage == "fit":
-            for task in self.train_tasks:
-                with naming(task.name):
-                    check_collecting(module.advantage, self.filters, task.sampling, task.group_size)
-                    check_branching(module.advantage, task.agent)
-            check_groups(self.groups_per_iteration, module.minibatches)
-            if isinstance(self.collector, WorkingAhead) and self.collector.max_staleness:
-                warn_if_uncorrected("asynchronous", module.objective, module.trust_engine_logprobs)
-            if self.buffer is not None:
-                self.buffer.check(module.objective, module.trust_engine_logprobs)
-            if isinstance(self.collector, StreamedCollector):
-                self._check_streaming(module)
-        if self.expert_prompts is not None:
-            check_experts(module.advantage, module.objective)
+            for policy in module.policies.values():
+                self._check_learning(policy)
         assert self.trainer is not None
         computes_in = compute_dtype(self.trainer)
         self.engine.follow_dtype(computes_in)
-        self.engine.follow_head(module.cast_lm_head_to_fp32 or computes_in == "float32")
+        for name, policy in module.policies.items():
+            fp32 = policy.cast_lm_head_to_fp32 or computes_in == "float32"
+            self.engine.of_policy(name).follow_head(fp32)
+            if self.expert_prompts is not None:
+                check_experts(policy.advantage, policy.objective)
         self._tokenizer = tokenizer = self.load_tokenizer(module)
         with dist.every_rank():
             if dist.rank() == 0:  # it reads the weights once
-                require_sound_model(module.model, module.random_init, module.loading)
+                module.require_sound_models()
         for agent in self.all_agents:
             agent.configure(tokenizer)
         for prompts in (self.train_prompts, self.expert_prompts, self.eval_prompts):
@@ -339,6 +342,20 @@ class RLDataModule(CollectingDataModule):
             for task in (*self.train_tasks, *self.eval_tasks):
                 with naming(task.name):
                     room_for_prompts(limit, task.sampling)
+
+    def _check_learning(self, policy: PolicyModule) -> None:
+        """Check that a policy can learn from what is collected."""
+        for task in self.train_tasks:
+            with naming(task.name):
+                check_collecting(policy.advantage, self.filters, task.sampling, task.group_size)
+                check_branching(policy.advantage, task.agent)
+        check_groups(self.groups_per_iteration, policy.minibatches)
+        if isinstance(self.collector, WorkingAhead) and self.collector.max_staleness:
+            warn_if_uncorrected("asynchronous", policy.objective, policy.trust_engine_logprobs)
+        if self.buffer is not None:
+            self.buffer.check(policy.objective, policy.trust_engine_logprobs)
+        if isinstance(self.collector, StreamedCollector):
+            self._check_streaming(policy)
 
     def can_stream(self, module: PolicyModule) -> bool:
         """Tell whether ``StreamedCollector`` would take these settings."""
@@ -361,10 +378,9 @@ class RLDataModule(CollectingDataModule):
             shared=self.engine.serves_all_ranks and dist.world_size() > 1,
         )
 
-    def load_tokenizer(self, module: PolicyModule) -> PreTrainedTokenizerBase:
+    def load_tokenizer(self, module: RolloutModule) -> PreTrainedTokenizerBase:
         """The tokenizer of the module's model, with the ``chat_template_kwargs``."""
-        tokenizer = load_tokenizer(module.model, module.loading)
-        return with_chat_variables(tokenizer, self.chat_template_kwargs)
+        return with_chat_variables(module.load_tokenizer(), self.chat_template_kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
         """Nothing goes on in the background of a run that failed or was interrupted."""
@@ -399,6 +415,7 @@ class RLDataModule(CollectingDataModule):
             self.iterations_per_epoch,
             lambda: module.iteration,
             self._epoch(),
+            list(module.roles),
         )
         if self._loader_state is not None:
             self._loader.load_state_dict(self._loader_state)
@@ -443,10 +460,11 @@ class RLDataModule(CollectingDataModule):
         call_hook(trainer, "on_collect_start")
         for rewards in self.all_rewards:
             rewards.state = self._reward_state(iteration)
-        streamed = module.begin_stream(batches.source.num_groups) if module.streams else None
-        consumer = None if streamed is None else Consumer(module.stream, streamed.first)
+        streams = next((policy for policy in module.policies.values() if policy.streams), None)
+        streamed = streams and streams.begin_stream(batches.source.num_groups)
+        consumer = streamed and Consumer(streams.stream, streamed.first)
         rollouts = batches.collect(iteration, consumer)
-        groups, metrics = batches.of_all_ranks(module.iteration)
+        groups, metrics = batches.of_all_ranks(module.iteration, module.role_versions)
         batches.observe(self.train_prompts, groups)
         module.record(metrics | set_metrics(groups, self.train_prompts.shares()))
         if self.train_prompts.dropped:
@@ -475,11 +493,14 @@ class RLDataModule(CollectingDataModule):
             is_world_process_zero=dist.rank() == 0,
         )
 
-    def sync_state(self, trainer_version: int) -> SyncState:
-        """Tell what a schedule of weight syncs decides by, and who does what; ask it any time."""
+    def sync_state(self, trainer_version: int, policy: str = "") -> SyncState:
+        """Tell what a schedule of weight syncs decides by, and who does what; ask it any time.
+
+        ``policy``: the name of that whose version is told, where there are several.
+        """
         return SyncState(
             trainer_version,
-            self.engine.version,
+            self.engine.of_policy(policy).version,
             run_async(self.collector.status()),
             self._run_state(),
             tuple(self.engine.replica_states()),
@@ -552,12 +573,12 @@ class RLDataModule(CollectingDataModule):
         assert self._batches is not None, "setup() comes first"
         return self._batches
 
-    def _module(self) -> PolicyModule:
+    def _module(self) -> RolloutModule:
         module = None if self.trainer is None else self.trainer.lightning_module
-        if not isinstance(module, PolicyModule):
+        if not isinstance(module, RolloutModule):
             raise ConfigError(
-                f"RLDataModule works with a PolicyModule, not {type(module).__name__}; for "
-                "supervised training use SFTDataModule"
+                f"RLDataModule works with a PolicyModule or RolesModule, not "
+                f"{type(module).__name__}; for supervised training use SFTDataModule"
             )
         return module
 

@@ -67,6 +67,18 @@ def check_groups(groups_per_iteration: int, minibatches: int) -> None:
         )
 
 
+def check_policies(count: int, *, streams: bool, buffer: bool, experts: bool) -> None:
+    """Check that several policies can share what is collected."""
+    reasons = {
+        "data.collector=StreamedCollector works ahead for one; use SyncCollector": streams,
+        "data.buffer counts the age of rollouts by one version; leave it out": buffer,
+        "data.expert_prompts do not say whose they are; train by SFT first": experts,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if count > 1 and reason is not None:
+        raise ConfigError(f"model.policies has {count} policies, and {reason}")
+
+
 def check_sync(schedules: Sequence[SyncSchedule], collector: Collector) -> None:
     """Check that weights are pushed by one callback, and as often as the collector needs."""
     if len(schedules) > 1:

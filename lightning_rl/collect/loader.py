@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
@@ -46,6 +46,7 @@ class RolloutLoader:
         length: iterations per epoch, as Lightning is told.
         epoch: how many of them the Trainer's own limits leave; None: all.
         trained: tells how many iterations have been trained on.
+        roles: in the order of their numbers in a batch; see :func:`pack_rollouts`.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class RolloutLoader:
         length: int,
         trained: Callable[[], int],
         epoch: int | None = None,
+        roles: Sequence[str] = (),
     ) -> None:
+        self._roles = roles
         self._collect = collect
         self._source = source
         self._length = length
@@ -79,7 +82,7 @@ class RolloutLoader:
             with dist.every_rank():
                 self._current = self._restored or self._collect_next()
                 self._restored = []
-                batch = pack_rollouts(trainable(self._current), among=self._current)
+                batch = pack_rollouts(trainable(self._current), self._current, self._roles)
             self._place += 1
             self._due = self._trained() + 1
             yield batch
@@ -308,8 +311,12 @@ class RolloutBatches:
         """Groups that each filter rejected, and what the collector has in hand."""
         return self._ahead | {f"filter/{name}": float(n) for name, n in self.rejected.items()}
 
-    def of_all_ranks(self, version: int) -> tuple[list[Group], dict[str, float]]:
+    def of_all_ranks(
+        self, version: int, versions: Mapping[str, int] | None = None
+    ) -> tuple[list[Group], dict[str, float]]:
         """Every rank's groups of the last batch in the order of their places, and what they say.
+
+        ``versions``: of several policies, by the roles that they play.
 
         On several ranks without logprobs, and of prompts only the id: less to send.
         """
@@ -318,7 +325,7 @@ class RolloutBatches:
             light = [[_without_logprobs(rollout) for rollout in group] for group in groups]
             groups = dist.interleaved(dist.gather(light))
         rollouts = [rollout for group in groups for rollout in group]
-        metrics = rollout_metrics(rollouts, dist.all_reduce_max(self.seconds), version)
+        metrics = rollout_metrics(rollouts, dist.all_reduce_max(self.seconds), version, versions)
         return groups, metrics | dist.all_reduce_sum(self.metrics())
 
     def tell(self) -> str:

@@ -17,9 +17,15 @@ _CUT = (RolloutStatus.ABORTED, RolloutStatus.EXPIRED)
 
 
 def rollout_metrics(
-    rollouts: Sequence[Rollout], seconds: float, trainer_version: int
+    rollouts: Sequence[Rollout],
+    seconds: float,
+    trainer_version: int,
+    versions: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
-    """``reward/*`` and ``rollout/*`` of a batch; ``seconds`` is the time to generate it."""
+    """``reward/*`` and ``rollout/*`` of a batch; ``seconds`` is the time to generate it.
+
+    ``versions``: the trainer's of several policies, by the roles that they play.
+    """
     statuses = Counter(r.status for r in rollouts)
     metrics = {f"rollout/{status.value}": float(statuses[status]) for status in RolloutStatus}
     ended = [r for r in rollouts if r.status not in _CUT]
@@ -32,7 +38,14 @@ def rollout_metrics(
     }
     metrics |= tool_metrics(rollouts) | call_metrics(rollouts) | branch_metrics(rollouts)
     metrics |= ending_metrics(rollouts)
-    ages = [trainer_version - version for r in rollouts for version in r.written_versions()]
+    ages = [
+        newest - version
+        for r in rollouts
+        for row in r.rows()
+        for newest in [(versions or {}).get(row.role, trainer_version)]
+        for version, mine in zip(row.versions, row.loss_mask, strict=True)
+        if mine
+    ]
     if ages:
         metrics["rollout/staleness_max"] = float(max(ages))
         metrics["rollout/staleness_mean"] = sum(ages) / len(ages)

@@ -39,14 +39,19 @@ from lightning_rl.run.dist import gather, rank, world_size
 _column = partial(torch.tensor, device="cpu")  # also where another device is the default
 
 
-def pack_rollouts(rollouts: Sequence[Rollout], among: Sequence[Rollout] = ()) -> TensorDict:
+def pack_rollouts(
+    rollouts: Sequence[Rollout], among: Sequence[Rollout] = (), roles: Sequence[str] = ()
+) -> TensorDict:
     """Pack graded rollouts, each with a token after its prompt at least, into a batch, in order.
 
     Groups are numbered as they come, or as they came ``among`` all that were collected: then a
     group that was lost leaves its number unused, and the others have theirs on any number of ranks.
+    Roles are numbered by their places in ``roles``; without any, those that there are in the order
+    of their names.
 
     Raises:
-        ConfigError: if one was held to a form, so that its tokens cannot be scored.
+        ConfigError: if one was held to a form, so that its tokens cannot be scored, or was written
+            by another role than ``roles``.
         DataError: if one recorded its calls, but not all that its model wrote, or some twice.
     """
     _require_scorable(rollouts)
@@ -60,7 +65,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], among: Sequence[Rollout] = ()) ->
     for rollout in among:
         groups.setdefault(rollout.group_id, len(groups))
     episodes: dict[tuple[int, str], int] = {}
-    roles = {name: number for number, name in enumerate(sorted({row.role for _, row in sources}))}
+    number_of = {name: number for number, name in enumerate(_roles_of(sources, roles))}
     numbers: list[tuple[int, ...]] = []
     for rollout, row in sources:
         prompt = row.prompt_ids
@@ -76,7 +81,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], among: Sequence[Rollout] = ()) ->
                 prefixes.setdefault(tuple(prompt), len(prefixes)),
                 groups.setdefault(rollout.group_id, len(groups)),
                 episodes.setdefault((id(rollout), row.role), len(episodes)),
-                roles[row.role],
+                number_of[row.role],
             )
         )
     names = ("length", "prompt_length", "prefix", "group", "episode", "role")
@@ -132,6 +137,17 @@ def pack_rollouts(rollouts: Sequence[Rollout], among: Sequence[Rollout] = ()) ->
         },
         batch_size=[],
     )
+
+
+def _roles_of(sources: Sequence[tuple[Rollout, Row]], known: Sequence[str]) -> Sequence[str]:
+    """All roles in the order of their numbers."""
+    found = sorted({row.role for _, row in sources})
+    if known and (unknown := [role for role in found if role not in known]):
+        raise ConfigError(
+            f"rollouts have tokens of role {unknown[0]!r}, which no policy plays; model.policies "
+            f"play {', '.join(known)}: name it in the roles of one"
+        )
+    return known or found
 
 
 def packed_rows(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Row]]:

@@ -186,6 +186,12 @@ class Engine(ABC):
         """
         return self
 
+    def caught_up(self, iteration: int) -> None:
+        """Be told that its policies are those that the trainer has after so many iterations.
+
+        Of several, not each has another version then: they may learn in different iterations.
+        """
+
     @property
     def precision(self) -> str:
         """The bound on its accuracy: its dtype, or the name of a coarser format of its weights."""

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import math
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -81,12 +82,25 @@ class FiniteStepsModule(LightningModule):
             )
 
 
-class LearningModule(FiniteStepsModule):
+class LanguageModule(FiniteStepsModule):
+    """A module that trains language models."""
+
+    @property
+    @abstractmethod
+    def loaded_policies(self) -> dict[str, Policy]:
+        """The policies by name, once ``configure_model`` has loaded them; a single one has none."""
+
+
+class LearningModule(LanguageModule):
     """A module whose policy is a language model."""
 
     def __init__(self) -> None:
         super().__init__()
         self.policy: Policy | None = None
+
+    @property
+    def loaded_policies(self) -> dict[str, Policy]:
+        return {"": self.loaded_policy}
 
     @property
     def loaded_policy(self) -> Policy:

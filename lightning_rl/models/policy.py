@@ -74,6 +74,7 @@ class Policy(nn.Module):
             Triton.
         cast_lm_head_to_fp32: compute logits in float32 whatever ``Trainer(precision=...)`` is.
         loading: how the model's files are read.
+        lm: what was read of them already, and becomes this policy's; None: it is still to be read.
     """
 
     def __init__(
@@ -86,12 +87,13 @@ class Policy(nn.Module):
         compile_layers: bool = False,
         cast_lm_head_to_fp32: bool = False,
         loading: Loading = PLAIN,
+        lm: PreTrainedModel | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.loading = loading
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
-        self.lm = load_lm(model, random_init, loading)
+        self.lm = load_lm(model, random_init, loading) if lm is None else lm
         self.lora = lora
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])

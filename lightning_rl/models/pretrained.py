@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -140,6 +141,14 @@ def load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
                 "does not compute; use a model without it"
             )
     return lm
+
+
+def of_same_weights(lm: PreTrainedModel) -> PreTrainedModel:
+    """A model with modules of its own, whose parameters are the very ones of another.
+
+    What is added to one, such as adapters, is not in the other.
+    """
+    return deepcopy(lm, {id(parameter): parameter for parameter in lm.parameters()})
 
 
 def _read_lm(model: str, loading: Loading) -> PreTrainedModel:

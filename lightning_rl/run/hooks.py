@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, TypeVar
 
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from lightning_rl.errors import ConfigError
 
@@ -42,11 +42,17 @@ def call_hook(trainer: Trainer, hook: str, *arguments: Any) -> None:
     list(answers(trainer, hook, *arguments))
 
 
-def answers(trainer: Trainer, hook: str, *arguments: Any) -> Iterator[Any]:
-    """Call a hook likewise; what a callback returns, unless None, before the next one is called."""
+def answers(
+    trainer: Trainer, hook: str, *arguments: Any, module: LightningModule | None = None
+) -> Iterator[Any]:
+    """Call a hook likewise; what a callback returns, unless None, before the next one is called.
+
+    ``module``: that it is told of, in place of the trainer's.
+    """
     for callback in callbacks_of(trainer):
         if hasattr(callback, hook):
-            answer = getattr(callback, hook)(trainer, trainer.lightning_module, *arguments)
+            told = module or trainer.lightning_module
+            answer = getattr(callback, hook)(trainer, told, *arguments)
             if answer is not None:
                 yield answer
 

@@ -41,6 +41,17 @@ class WeightTransport(ABC):
                 f"{type(self).__name__} cannot reach {type(engine).__name__}; {self.instead}"
             )
 
+    def for_policy(self, name: str) -> "WeightTransport":
+        """Another one with the same settings, for one of several policies.
+
+        Raises:
+            ConfigError: if it carries those of one policy only.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} carries the weights of one policy; with several use "
+            "MemoryTransport or CheckpointTransport"
+        )
+
     def use_scratch(self, scratch: bool) -> None:
         """Told before each run whether it is a fast dev run, which leaves nothing on disk."""
 

@@ -72,6 +72,11 @@ class CheckpointTransport(StagedTransport):
         self.directory = self._given = Path(directory).absolute()
         self.keep = keep
 
+    def for_policy(self, name: str) -> "CheckpointTransport":
+        """Its files are in a folder of the policy's name."""
+        settings = self.changed_only, self.adapters_only, self.timeout_s
+        return CheckpointTransport(str(self._given / name), self.keep, *settings)
+
     def use_scratch(self, scratch: bool) -> None:
         self.directory = self._given
         if scratch:  # inside, where engines on other machines can see it too

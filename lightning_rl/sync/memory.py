@@ -186,6 +186,10 @@ class MemoryTransport(StagedTransport):
                         "CollectiveTransport, or CheckpointTransport on a shared file system"
                     )
 
+    def for_policy(self, name: str) -> "MemoryTransport":
+        settings = self.changed_only, self.adapters_only, self.timeout_s
+        return MemoryTransport(self.bucket_mb, self.keep_copy, *settings)
+
     @classmethod
     def receiver(cls, device: torch.device, rank: int, **options: Any) -> WeightReceiver:
         return SharedMemoryReceiver()

@@ -1,0 +1,163 @@
+"""PolicyEngines: an engine for each of several policies, as one."""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.engines.base import Engine, ReplicaStatus
+from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.errors import ConfigError, WeightSyncError
+
+
+@configurable
+class PolicyEngines(Engine):
+    """A whole engine for each policy: full models, or adapters merged into their base.
+
+    ``version`` is the run's: the iterations after which all policies are what the engines hold.
+    Tokens carry the version of the policy that wrote them, its engine's.
+
+    Args:
+        engines: by the policy's name; of any kinds.
+
+    Raises:
+        ConfigError: for a policy without an engine, or an engine without a policy.
+    """
+
+    starting = "an engine starts for each policy"
+
+    def __init__(self, engines: dict[str, Engine]) -> None:
+        if not engines:
+            raise ConfigError("PolicyEngines(engines={}) has none; give one for each policy")
+        kinds = {engine.serves_all_ranks for engine in engines.values()}
+        if len(kinds) > 1:
+            raise ConfigError(
+                "PolicyEngines.engines mixes engines in the training process with such as serve "
+                "all of them; use one kind"
+            )
+        self.engines = engines
+        self.serves_all_ranks = kinds.pop()
+        self.replica_count = sum(engine.replica_count for engine in engines.values())
+        self.dtype = self._any.dtype
+        caches = [engine.kv_cache_gb for engine in engines.values()]
+        self.kv_cache_gb = None if None in caches else sum(filter(None, caches))
+        levels = [e.sleep_level for e in engines.values() if e.sleep_level is not None]
+        self.sleep_level = max(levels, default=None)
+        self._roles: Mapping[str, str] = {}
+
+    @property
+    def _any(self) -> Engine:
+        return next(iter(self.engines.values()))
+
+    # ---------------------------------------------------------------- whose is what
+
+    def serve(self, roles: Mapping[str, str]) -> None:
+        names, own = set(roles.values()), set(self.engines)
+        if names != own:
+            raise ConfigError(
+                f"PolicyEngines.engines are for {', '.join(sorted(own))}, and what is trained is "
+                f"{', '.join(sorted(names)) or 'one policy'}; name an engine for each policy of "
+                "model.policies"
+            )
+        self._roles = roles
+
+    def of_role(self, role: str) -> Engine:
+        if role not in self._roles:
+            raise ConfigError(
+                f"no policy plays role {role!r}; model.policies play "
+                f"{', '.join(sorted(self._roles))}: name it in the roles of one, or have the agent "
+                "say the role of each call"
+            )
+        return self.engines[self._roles[role]]
+
+    def of_policy(self, name: str) -> Engine:
+        if name not in self.engines:
+            raise ConfigError(
+                f"PolicyEngines.engines has none for policy {name!r}, only for "
+                f"{', '.join(self.engines)}; add it"
+            )
+        return self.engines[name]
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
+        """What the policy does that plays the role without a name."""
+        return await self.of_role("").generate(token_ids, sampling, seed)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        raise WeightSyncError("PolicyEngines takes the weights of one policy: of_policy(name)")
+
+    # ---------------------------------------------------------------- all together
+
+    def caught_up(self, iteration: int) -> None:
+        self.version = iteration
+
+    def follow_dtype(self, dtype: str) -> None:
+        for engine in self.engines.values():
+            engine.follow_dtype(dtype)
+        self.dtype = self._any.dtype
+
+    def follow_head(self, fp32: bool) -> None:
+        for engine in self.engines.values():
+            engine.follow_head(fp32)
+
+    @property
+    def precision(self) -> str:
+        return self._any.precision
+
+    def memory_here(self, elements: int, card: int) -> tuple[int, int]:
+        parts = [engine.memory_here(elements, card) for engine in self.engines.values()]
+        return sum(held for held, _ in parts), sum(needed for _, needed in parts)
+
+    def weight_bytes(self, elements: int) -> int:
+        return sum(engine.weight_bytes(elements) for engine in self.engines.values())
+
+    def start(self, model_dir: Path) -> None:
+        """Start all; a policy whose model is another has it in a folder of its name."""
+        try:
+            for name, engine in self.engines.items():
+                own = model_dir / name
+                engine.trust_remote_code = self.trust_remote_code
+                engine.start(own if own.is_dir() else model_dir)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def running(self) -> bool:
+        return all(engine.running for engine in self.engines.values())
+
+    @property
+    def max_length(self) -> int:
+        return min(engine.max_length for engine in self.engines.values())
+
+    @property
+    def in_flight(self) -> int:
+        return sum(engine.in_flight for engine in self.engines.values())
+
+    @property
+    def paused(self) -> bool:
+        return any(engine.paused for engine in self.engines.values())
+
+    def replica_states(self) -> list[ReplicaStatus]:
+        return [
+            replace(state, name=f"{name}: {state.name}")
+            for name, engine in self.engines.items()
+            for state in engine.replica_states()
+        ]
+
+    async def pause(self) -> None:
+        await asyncio.gather(*(engine.pause() for engine in self.engines.values()))
+
+    async def resume(self) -> None:
+        await asyncio.gather(*(engine.resume() for engine in self.engines.values()))
+
+    def sleep(self) -> None:
+        for engine in self.engines.values():
+            engine.sleep()
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        self.version = -1
