@@ -157,8 +157,12 @@ class Guard(RLCallback, ABC):
                 f"{type(self).__name__} looks at a batch as a whole, so action=Mask has nothing to "
                 "take out; use another action"
             )
-        self.broken = 0
-        """Iterations in a row, up to the last, that broke the bound."""
+        self._in_a_row: dict[str, int] = {}  # by the policy's name
+
+    @property
+    def broken(self) -> int:
+        """Iterations in a row, up to the last, that broke the bound; of policies, the most."""
+        return max(self._in_a_row.values(), default=0)
 
     @property
     def state_key(self) -> str:
@@ -182,19 +186,19 @@ class Guard(RLCallback, ABC):
             return None
         # A rank that skips an update by itself would leave the others waiting for its gradients.
         value = next((v for v in values if self.breaks(v)), values[0])
-        self.broken = self.broken + 1 if self.breaks(value) else 0
-        acts = self.broken >= self.patience
+        broken = self._in_a_row.get(module.name, 0) + 1 if self.breaks(value) else 0
+        self._in_a_row[module.name] = broken
+        acts = broken >= self.patience
         key = f"guard/{self.name}"
-        module.record(
-            {key: float(self.broken > 0), f"{key}_acted": float(acts), f"{key}_value": value}
-        )
+        module.record({key: float(broken > 0), f"{key}_acted": float(acts), f"{key}_value": value})
         if not acts:
             return None
         reason = (
             f"{type(self).__name__} at iteration {module.iteration - (batch is None)}: {self.what} "
-            f"is {value:.4g}, bound={self.bound:g}; {self.fix}"
+            f"{f'of policy {module.name} ' if module.name else ''}is {value:.4g}, "
+            f"bound={self.bound:g}; {self.fix}"
         )
-        if self.broken == self.patience:  # once, until it has been good again
+        if broken == self.patience:  # once, until it has been good again
             _log.warning("%s (action: %s)", reason, type(self.action).__name__)
 
         def offenders() -> Tensor:
@@ -205,10 +209,11 @@ class Guard(RLCallback, ABC):
         return self.action.act(Finding(module, batch, offenders, reason))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"broken": self.broken}
+        return {"broken": self._in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.broken = state_dict["broken"]
+        held = state_dict["broken"]
+        self._in_a_row = held if isinstance(held, dict) else {"": held}  # of earlier releases
 
 
 class BatchGuard(Guard, ABC):
@@ -235,6 +240,8 @@ class BatchGuard(Guard, ABC):
 class MetricGuard(Guard):
     """A guard of any metric that an iteration records; ``Warn`` and ``StopRun`` are in time.
 
+    Where several policies record it, of each: ``policy/kl_old`` is also ``policy/prover/kl_old``.
+
     Args:
         metric: its name, such as ``policy/grad_norm``; ``policy_grad_norm`` is the guard's.
         bound: the largest value that is still good.
@@ -256,7 +263,9 @@ class MetricGuard(Guard):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         module = self.module_of(pl_module)
-        value = module.recorded.get(self.metric)
+        values = [v for n, v in module.recorded.items() if n in module.names_of(self.metric)]
+        # Of several policies the first that is bad.
+        value = next(filter(self.breaks, values), values[0] if values else None)
         self._measured = self._measured or value is not None
         decision = self.judge(module, value, None)
         if decision is not None:

@@ -15,6 +15,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import require_at_least
+from lightning_rl.learn.base import RecordingModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import datamodule_of
 from lightning_rl.run.metrics import summarize
@@ -194,10 +195,12 @@ class LearningAlarms(RLCallback):
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        if "rollout/logprob_gap_mean" in metrics:
-            self.gaps.add([metrics["rollout/logprob_gap_mean"]])
+        module = self.module_of(pl_module)
+        gaps = [metrics[n] for n in module.names_of("rollout/logprob_gap_mean") if n in metrics]
+        if gaps:
+            self.gaps.add([max(gaps)])
         found = {
-            "numbers": self._numbers(metrics),
+            "numbers": self._numbers(module, metrics),
             "rewards": self._rewards(trainer),
             "evaluation": self._evaluation(trainer, metrics),
             "entropy": self._entropy(),
@@ -207,8 +210,9 @@ class LearningAlarms(RLCallback):
             if said is not None and kind not in self.told:
                 self.told.append(kind)
                 if trainer.is_global_zero:
-                    iteration = self.module_of(pl_module).iteration
-                    _log.warning("LearningAlarms (%s), iteration %d: %s", kind, iteration, said)
+                    _log.warning(
+                        "LearningAlarms (%s), iteration %d: %s", kind, module.iteration, said
+                    )
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -229,10 +233,12 @@ class LearningAlarms(RLCallback):
 
     # ---------------------------------------------------------------- the kinds
 
-    def _numbers(self, metrics: dict[str, float]) -> str | None:
+    def _numbers(self, module: RecordingModule, metrics: dict[str, float]) -> str | None:
         # Other metrics may be NaN: of a reward that applied to no rollout, say.
-        bad = [name for name in FINITE if not math.isfinite(metrics.get(name, 0.0))]
-        bad += [name for name in ("policy/nonfinite_skipped",) if metrics.get(name, 0.0) > 0]
+        watched = [name for metric in FINITE for name in module.names_of(metric)]
+        bad = [name for name in watched if not math.isfinite(metrics.get(name, 0.0))]
+        skipped = module.names_of("policy/nonfinite_skipped")
+        bad += [name for name in skipped if metrics.get(name, 0.0) > 0]
         if not bad:
             return None
         return (

@@ -17,7 +17,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import packed_rows, select
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.module import PolicyModule
+from lightning_rl.module import PolicyModule, RolloutModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.files import Record, as_record, open_rollouts
 from lightning_rl.rollouts.jsonl import JSONLRollouts
@@ -112,7 +112,13 @@ class RolloutRecorder(RolloutSelection):
         self.num_groups = num_groups
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        tokenizer = self.policy_module_of(pl_module).loaded_policy.tokenizer
+        module = self.rollout_module_of(pl_module)
+        if module.roles:
+            raise ConfigError(
+                f"RolloutRecorder records what one policy computed, and {len(module.policies)} "
+                "learn here; use PreviewTable, and RerunRecorder for all rollouts"
+            )
+        tokenizer = module.tokenizer
         self._pieces = TokenPieces(
             lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         )
@@ -177,31 +183,34 @@ class RerunRecorder(RLCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:  # also of a former run in this directory
-            RerunLog(run_dir(trainer)).forget_after(self.policy_module_of(pl_module).iteration)
+            RerunLog(run_dir(trainer)).forget_after(self.rollout_module_of(pl_module).iteration)
         trainer.strategy.barrier()
         self.on_iteration_end(trainer, pl_module, {})
 
-    def on_update_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self.rollouts:
             log, rollouts = RerunLog(run_dir(trainer)), collected_rollouts(trainer)
-            log.write_rollouts(
-                self.policy_module_of(pl_module).iteration, trainer.global_rank, rollouts
-            )
+            iteration = self.rollout_module_of(pl_module).iteration
+            log.write_rollouts(iteration, trainer.global_rank, rollouts)
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
         # On every rank: sharded weights are gathered.
-        made = outcome(trainer, self.policy_module_of(pl_module), metrics)
+        made = outcome(trainer, self.rollout_module_of(pl_module), metrics)
         if trainer.is_global_zero:
             RerunLog(run_dir(trainer)).write_outcome(made)
 
 
-def outcome(trainer: Trainer, module: PolicyModule, metrics: dict[str, float]) -> Outcome:
-    """The checksums of the weights as they are now."""
-    weights = checksums(module.loaded_policy.state_dict().items())
+def outcome(trainer: Trainer, module: RolloutModule, metrics: dict[str, float]) -> Outcome:
+    """The checksums of the weights as they are now; of several policies with their names."""
+    weights = checksums(
+        (f"{name}.{key}" if name else key, weight)
+        for name, policy in module.policies.items()
+        for key, weight in policy.loaded_policy.state_dict().items()
+    )
     return Outcome(module.iteration, weights, metrics, trainer.world_size)
 
 
@@ -292,7 +301,7 @@ class RolloutWriter(RLCallback):
         progress = self.file.recover()
         if progress is None:
             return
-        for name, value in _origin(datamodule, self.policy_module_of(pl_module)).items():
+        for name, value in _origin(datamodule, self.rollout_module_of(pl_module)).items():
             if progress["origin"][name] != value:
                 raise ConfigError(
                     f"{self.file.path} was written with {name}={progress['origin'][name]!r}, now "
@@ -314,7 +323,7 @@ class RolloutWriter(RLCallback):
         iteration = datamodule.first_iteration + batch_idx
         progress = {
             "iterations": iteration + 1,
-            "origin": _origin(datamodule, self.policy_module_of(pl_module)),
+            "origin": _origin(datamodule, self.rollout_module_of(pl_module)),
             "state": datamodule.rollout_state(),
         }
         self.file.append(outputs, iteration, progress)
@@ -324,10 +333,10 @@ class RolloutWriter(RLCallback):
         self.file.close()
 
 
-def _origin(datamodule: RLDataModule, module: PolicyModule) -> dict[str, Any]:
+def _origin(datamodule: RLDataModule, module: RolloutModule) -> dict[str, Any]:
     """Settings that a run must share with the one that began the file."""
     return {
-        "model": module.model,
+        "model": module.described_as,
         "seed": datamodule.seed,
         "group_size": datamodule.group_size,
         "groups_per_iteration": datamodule.groups_per_iteration,

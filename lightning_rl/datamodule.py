@@ -460,9 +460,11 @@ class RLDataModule(CollectingDataModule):
         call_hook(trainer, "on_collect_start")
         for rewards in self.all_rewards:
             rewards.state = self._reward_state(iteration)
-        streams = next((policy for policy in module.policies.values() if policy.streams), None)
-        streamed = streams and streams.begin_stream(batches.source.num_groups)
-        consumer = streamed and Consumer(streams.stream, streamed.first)
+        consumer, streamed = None, None
+        for policy in module.policies.values():
+            if policy.streams:
+                streamed = policy.begin_stream(batches.source.num_groups)
+                consumer = Consumer(policy.stream, streamed.first)
         rollouts = batches.collect(iteration, consumer)
         groups, metrics = batches.of_all_ranks(module.iteration, module.role_versions)
         batches.observe(self.train_prompts, groups)

@@ -354,6 +354,10 @@ class PolicyModule(StreamingLoop, RolloutModule):
             )
         super().__setattr__(name, value)
 
+    def own_optimizer(self) -> Any:
+        """What steps its weights, as the Trainer has it."""
+        return self.optimizers()  # one, so not a list
+
     # ---------------------------------------------------------------- the named steps
 
     def score(self, batch: TensorDict, name: str) -> TensorDict:
@@ -491,7 +495,7 @@ class PolicyModule(StreamingLoop, RolloutModule):
 
         ``done`` (R,): rollouts whose gradient is in the policy already, as a stream leaves it.
         """
-        optimizer: Any = self.optimizers()  # one, so not a list
+        optimizer = self.own_optimizer()
         minibatch = self.without_truncated(minibatch)
         factor = None
         if done is None:

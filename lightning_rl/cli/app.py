@@ -35,7 +35,7 @@ from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import CheckpointError, ConfigError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.precision import check_optimizer
-from lightning_rl.module import PolicyModule
+from lightning_rl.module import RolloutModule
 from lightning_rl.offline.dpo import DPOModule
 from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.offline.sft import SFTModule
@@ -180,20 +180,15 @@ class RLCLI(LightningCLI):
         """Find what else cannot work, before a model is loaded and an engine started."""
         if self.subcommand == "fit" and isinstance(self.model, RecordingModule):
             self._note_configuration()
-        if isinstance(self.model, PolicyModule):
+        if isinstance(self.model, RolloutModule):
             refuse_flags(self.trainer)
         elif isinstance(self.model, SFTModule | DPOModule):
             refuse_precision(self.trainer, "16-mixed")
-        ours = isinstance(self.model, RecordingModule | SFTModule | DPOModule)
-        if ours and hasattr(self.model, "optimizer"):
-            try:
-                check_optimizer(self.model.optimizer)
-                optimizer = self.model.optimizer([Parameter(torch.zeros(1))])
-                if getattr(self.model, "lr_scheduler", None) is not None:
-                    self.model.lr_scheduler(optimizer)
-            except Exception as error:  # a learning rate below 0, say
-                what = f"model.init_args.optimizer, lr_scheduler: {innermost(error)}"
-                raise ConfigError(what) from error
+        if isinstance(self.model, RolloutModule):
+            for name, policy in self.model.policies.items():
+                _check_steps(policy, f"model.init_args.policies.{name}." if name else "model.")
+        elif isinstance(self.model, RecordingModule | SFTModule | DPOModule):
+            _check_steps(self.model, "model.")
         if isinstance(self.datamodule, RLDataModule):
             syncs = [sync.schedule for sync in find_callbacks(self.trainer, WeightSync)]
             check_sync(syncs, self.datamodule.collector)
@@ -215,6 +210,24 @@ class RLCLI(LightningCLI):
             super()._run_subcommand(subcommand)
         except MisconfigurationException as error:  # Lightning's own: what it cannot do
             raise innermost(error) from error
+
+
+def _check_steps(module: Any, key: str) -> None:
+    """Make optimizer and learning-rate schedule of a parameter of no consequence.
+
+    Raises:
+        ConfigError: if one of them cannot be made, or used.
+    """
+    if not hasattr(module, "optimizer"):
+        return
+    try:
+        check_optimizer(module.optimizer)
+        optimizer = module.optimizer([Parameter(torch.zeros(1))])
+        if getattr(module, "lr_scheduler", None) is not None:
+            module.lr_scheduler(optimizer)
+    except Exception as error:  # a learning rate below 0, say
+        what = f"{key}init_args.optimizer, lr_scheduler: {innermost(error)}"
+        raise ConfigError(what) from error
 
 
 def _as_list(value: Any) -> list[Any]:

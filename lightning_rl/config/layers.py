@@ -241,8 +241,10 @@ def described(module: Any, data: Any, trainer: Any) -> Table:
     """The table of a run that a script put together, as far as its objects tell."""
     tree = {"model": _described(module), "data": _described(data)}
     table = flatten(tree) | {"trainer.precision": str(trainer.precision)}
-    table = {key: value for key, value in table.items() if value is not _UNKNOWN}
-    return table | _optimizer(module)
+    for name, policy in getattr(module, "policies", {"": module}).items():
+        key = f"model.policies.{name}" if name else "model"
+        table |= flatten(_described(policy), key) | _optimizer(policy, key)
+    return {key: value for key, value in table.items() if value is not _UNKNOWN}
 
 
 def config_files(directory: Path) -> dict[int, Path]:
@@ -252,23 +254,23 @@ def config_files(directory: Path) -> dict[int, Path]:
     return {0: directory / "config.yaml"} | {int(n): p for n, p in numbers.items() if n.isdigit()}
 
 
-def _optimizer(module: Any) -> Table:
+def _optimizer(module: Any, place: str) -> Table:
     """Its settings show only when it is made: here of one number."""
     make = getattr(module, "optimizer", None)
     if not callable(make):
         return {}
     optimizer = make([{"params": [nn.Parameter(torch.zeros(1))]}])
-    table: Table = {"model.optimizer": type(optimizer).__name__}
+    table: Table = {f"{place}.optimizer": type(optimizer).__name__}
     settings = {name: _plain(value) for name, value in optimizer.defaults.items()}
-    table |= {f"model.optimizer.{name}": value for name, value in settings.items()}
+    table |= {f"{place}.optimizer.{name}": value for name, value in settings.items()}
     make_scheduler = getattr(module, "lr_scheduler", None)
     if make_scheduler is not None:
         scheduler = make_scheduler(optimizer)
-        table["model.lr_scheduler"] = type(scheduler).__name__
+        table[f"{place}.lr_scheduler"] = type(scheduler).__name__
         for name, value in vars(scheduler).items():
             if isinstance(value, bool | int | float | str) and name != "last_epoch":
-                table |= {} if name.startswith("_") else {f"model.lr_scheduler.{name}": value}
-    return {key: value for key, value in table.items() if value is not _UNKNOWN}
+                table |= {} if name.startswith("_") else {f"{place}.lr_scheduler.{name}": value}
+    return table
 
 
 def _described(value: Any, depth: int = 0) -> Any:

@@ -19,7 +19,7 @@ from lightning_rl.learn.base import RecordingModule
 from lightning_rl.networks.agent import EnvAgent
 from lightning_rl.run.dist import all_sum, world_size
 from lightning_rl.run.hooks import answers, datamodule_of, is_fast_dev_run, named_callbacks
-from lightning_rl.run.metrics import TokenMetrics
+from lightning_rl.run.metrics import TokenMetrics, named
 
 Measured = dict[str, list[Tensor]]
 """Metrics (M,) of optimizer steps by name; to sum them up at once takes less than one by one."""
@@ -188,11 +188,15 @@ class EnvModule(RecordingModule):
             scheduler: Any = self.lr_schedulers()
             scheduler.step()
 
+    @property
+    def learners(self) -> list[str]:
+        return list(self.agents) if len(self.agents) > 1 else []
+
     def named(self, name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """An agent's metrics by name; with its own in it, if there are several agents."""
         if len(self.agents) == 1:
             return dict(metrics)
-        return {key.replace("/", f"/{name}/", 1): value for key, value in metrics.items()}
+        return {named(key, name): value for key, value in metrics.items()}
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Count the iteration."""

@@ -18,6 +18,7 @@ from lightning_rl.models.pretrained import GivenModel
 from lightning_rl.models.sharding import full_tensor
 from lightning_rl.run.dist import any_rank, rank
 from lightning_rl.run.hooks import StageClock, call_hook
+from lightning_rl.run.metrics import named
 from lightning_rl.run.resume import check_resume, configuration_of, use_new_optimizer_settings
 from lightning_rl.run.seeding import gather_random_states, restore_random_states
 
@@ -120,6 +121,9 @@ class RecordingModule(FiniteStepsModule):
     ``iteration`` is the number of iterations trained, which is also the version of the weights.
     """
 
+    name = ""
+    """Under which it is among several that learn; empty for one that learns alone."""
+
     def __init__(self) -> None:
         super().__init__()
         self.clock = StageClock()
@@ -147,6 +151,15 @@ class RecordingModule(FiniteStepsModule):
     def recorded(self) -> dict[str, float]:
         """Metrics since the last row."""
         return dict(self._recorded)
+
+    @property
+    def learners(self) -> list[str]:
+        """Names of those that learn, where there are several: metrics of each have it in theirs."""
+        return []
+
+    def names_of(self, metric: str) -> list[str]:
+        """Names that a metric is recorded by: its own, and with each learner's in it."""
+        return [metric, *(named(metric, name) for name in self.learners)]
 
     def record(self, metrics: dict[str, float]) -> None:
         """Add metrics to this iteration's row; callbacks use this instead of ``self.log``.

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.core.module import MODULE_OPTIMIZERS
 from transformers import PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
@@ -14,6 +13,7 @@ from lightning_rl.models.lora import as_lora
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.module import PolicyModule
 from lightning_rl.networks.schedules import EveryIteration, UpdateSchedule
+from lightning_rl.run.metrics import named
 
 
 @configurable(model=model_of, lora=as_lora)
@@ -21,8 +21,8 @@ class SharedModelGroup(PolicyModule):
     """One of the policies of a :class:`RolesModule`: it plays some roles, and learns from these.
 
     It learns as a :class:`PolicyModule` does that gets the rows of its roles and no others; its
-    further settings are that module's. What it records has its name in front:
-    ``prover/policy/loss``.
+    further settings are that module's. What it records has its name in it:
+    ``policy/prover/loss``.
 
     Args:
         roles: that it plays; None: the one of its own name.
@@ -38,9 +38,7 @@ class SharedModelGroup(PolicyModule):
         **settings: Any,
     ) -> None:
         super().__init__(model or "", **settings)
-        self.name = ""
-        """Under which it is among the policies."""
-        self._own_roles = roles
+        self._roles = roles
         self.schedule = schedule
         self._places = (0, 0)
         self._base: tuple[PreTrainedModel | None] = (None,)  # hidden from nn.Module
@@ -59,7 +57,7 @@ class SharedModelGroup(PolicyModule):
 
     @property
     def roles(self) -> Mapping[str, str]:
-        own = [self.name] if self._own_roles is None else self._own_roles
+        own = [self.name] if self._roles is None else self._roles
         return dict.fromkeys(own, self.name)
 
     # ---------------------------------------------------------------- what it shares
@@ -89,12 +87,9 @@ class SharedModelGroup(PolicyModule):
             "PolicyModule"
         )
 
-    def optimizers(self, use_pl_optimizer: bool = True) -> MODULE_OPTIMIZERS:
-        """Its own of all that the run has."""
-        everyone: Any = super().optimizers(use_pl_optimizer)
-        own: MODULE_OPTIMIZERS
-        own = everyone[self._places[0]] if isinstance(everyone, list) else everyone
-        return own
+    def own_optimizer(self) -> Any:
+        everyone = super().own_optimizer()
+        return everyone[self._places[0]] if isinstance(everyone, list) else everyone
 
     def lr_schedulers(self) -> Any:
         everyone = super().lr_schedulers()
@@ -102,13 +97,13 @@ class SharedModelGroup(PolicyModule):
 
     @property
     def recorded(self) -> dict[str, float]:
-        """The run's, and its own without the name in front."""
-        everything, mine = self._run.recorded, f"{self.name}/"
-        own = {n.removeprefix(mine): v for n, v in everything.items() if n.startswith(mine)}
+        """The run's, and its own without the name in it."""
+        everything, mine = self._run.recorded, f"/{self.name}/"
+        own = {n.replace(mine, "/", 1): v for n, v in everything.items() if mine in n}
         return everything | own
 
     def record(self, metrics: dict[str, float]) -> None:
-        self._run.record({f"{self.name}/{name}": value for name, value in metrics.items()})
+        self._run.record({named(metric, self.name): value for metric, value in metrics.items()})
 
     @property
     def _run(self) -> RecordingModule:

@@ -81,6 +81,10 @@ class RolesModule(RolloutModule, LanguageModule):
                 roles[role] = name
         return roles
 
+    @property
+    def learners(self) -> list[str]:
+        return self._names
+
     # ---------------------------------------------------------------- set-up
 
     def configure_callbacks(self) -> list[Callback]:

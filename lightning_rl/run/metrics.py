@@ -213,3 +213,8 @@ def _part(file: Path, state: dict[str, Any]) -> bytes:
     with file.open("rb") as lines:
         lines.seek(state["begin"])
         return lines.read(state["end"] - state["begin"])
+
+
+def named(metric: str, learner: str) -> str:
+    """The name of a metric that is one learner's of several: ``policy/loss``, ``policy/a/loss``."""
+    return metric.replace("/", f"/{learner}/", 1)

@@ -1,6 +1,7 @@
 """Going on with a run: in its directory alone, with what it was configured with, or as one says."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ HARMLESS = (
     "data.path",
 )
 OPTIMIZER = ("model.optimizer", "model.lr_scheduler", "model.value_lr")
+_POLICY = re.compile(r"^model\.policies\.\w+\.")
 
 configured_as: WeakKeyDictionary[Trainer, Table] = WeakKeyDictionary()
 """What a run was configured with, if that was told before ``fit``."""
@@ -212,7 +214,7 @@ def configuration_of(module: Any) -> Table:
 
 def kind_of(change: Change, then: Table, now: Table) -> str:
     """``refused``: cannot go on; ``alters`` what is learned; or ``harmless``."""
-    key = change.key
+    key = _POLICY.sub("model.", change.key)  # each is as a run's only one
     if key in FIXED_CLASSES or _below(key, FIXED):
         return "refused"
     if key in PENALTIES and _penalised(then) != _penalised(now):
@@ -316,21 +318,29 @@ def _require_fitting(module: Any, theirs: dict[str, Any], path: str) -> None:
 
 def use_new_optimizer_settings(module: Any) -> None:
     """Take only the state of an optimizer or schedule that may change from the checkpoint."""
-    if not any(_below(change.key, OPTIMIZER) for change in _changes_of(module)):
+    changed = (_POLICY.sub("model.", change.key) for change in _changes_of(module))
+    if not any(_below(key, OPTIMIZER) for key in changed):
         return
-    made = module.configure_optimizers()
-    scheduler = made["lr_scheduler"] if isinstance(made, dict) else None
-    optimizer = made["optimizer"] if isinstance(made, dict) else made
+    optimizers, schedulers = _in_lists(module.configure_optimizers())
     configs = module.trainer.lr_scheduler_configs
-    if scheduler is not None and configs:
+    for scheduler, config in zip(schedulers, configs, strict=bool(configs)):
         with warnings.catch_warnings():  # that the optimizer, which is none, has not stepped
             warnings.simplefilter("ignore")
-            for _ in range(configs[0].scheduler.last_epoch):
+            for _ in range(config.scheduler.last_epoch):
                 scheduler.step()
-        configs[0].scheduler.load_state_dict(scheduler.state_dict())
-    [live] = module.trainer.optimizers
-    for group, fresh in zip(live.param_groups, optimizer.param_groups, strict=True):
-        group.update({name: value for name, value in fresh.items() if name != "params"})
+        config.scheduler.load_state_dict(scheduler.state_dict())
+    for live, optimizer in zip(module.trainer.optimizers, optimizers, strict=True):
+        for group, fresh in zip(live.param_groups, optimizer.param_groups, strict=True):
+            group.update({name: value for name, value in fresh.items() if name != "params"})
+
+
+def _in_lists(made: Any) -> tuple[list[Any], list[Any]]:
+    """Optimizers and schedules, however ``configure_optimizers`` puts them."""
+    if isinstance(made, tuple):
+        return made
+    if isinstance(made, dict):
+        return [made["optimizer"]], [made["lr_scheduler"]]
+    return [made], []
 
 
 def _changes_of(module: Any) -> list[Change]:

@@ -1,0 +1,120 @@
+"""Runs in which two policies write rollouts together, and each learns from its own part."""
+
+import pytest
+import torch
+
+from lightning_rl import (
+    AsyncCollector,
+    ConfigError,
+    FunctionAgent,
+    Periodic,
+    PolicyEngines,
+    ReplayBuffer,
+    RLCallback,
+    StreamedCollector,
+    WarmupCosine,
+)
+from lightning_rl.callbacks import HFExport, WeightSync
+from lightning_rl.models.policy import Policy
+from tests.small_run import SaveAfter, data_module, grpo, trainer_of
+from tests.two_roles import group, roles_data, roles_module
+
+
+class Watch(RLCallback):
+    """Rows of metrics, and which versions wrote what."""
+
+    def __init__(self) -> None:
+        self.rows, self.written = [], []
+
+    def on_collect_end(self, trainer, pl_module, rollouts) -> None:
+        versions = {role: set() for role in pl_module.roles}
+        for row in (row for rollout in rollouts for row in rollout.rows()):
+            versions[row.role] |= {v for v, m in zip(row.versions, row.loss_mask, strict=True) if m}
+        now = {role: {version} for role, version in pl_module.role_versions.items()}
+        self.written.append((versions, now))
+
+    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
+        self.rows.append(metrics)
+
+
+def module_of(tiny_model):
+    return roles_module(
+        tiny_model,
+        first={"lr_scheduler": lambda o: WarmupCosine(o, warmup_steps=1, total_steps=6)},
+        second={"schedule": Periodic(every=2), "ppo_epochs": 2, "minibatches": 2},
+    )
+
+
+def fitted(tiny_model, path, callbacks=(), ckpt_path=None, **options):
+    module, watch = module_of(tiny_model), Watch()
+    torch.manual_seed(0)
+    trainer = trainer_of(path, [WeightSync(), *callbacks, watch])
+    trainer.fit(module, roles_data(iterations_per_epoch=6, **options), ckpt_path=ckpt_path)
+    return module, watch, trainer
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("roles")
+    callbacks = [SaveAfter(3, path / "three.ckpt"), HFExport()]
+    return *fitted(tiny_model, path, callbacks), path
+
+
+def test_each_is_pushed_when_it_changed_and_tokens_say_whose_version_wrote_them(run):
+    module, watch, *_ = run
+    assert module.role_versions == {"first": 6, "second": 3}
+    for name, pushed in (("first", [0, 1, 2, 3, 4, 5, 6]), ("second", [0, 1, None, 2, None, 3, None])):
+        assert [row.get(f"sync/{name}/version") for row in watch.rows] == pushed
+        gaps = [row[f"sync/{name}/probe_gap"] for row in watch.rows if f"sync/{name}/version" in row]
+        assert max(gaps) < 1e-4
+    assert len(watch.written) == 6
+    assert all(versions == now for versions, now in watch.written)
+    assert all(row["rollout/staleness_max"] == 0 for row in watch.rows[1:])
+    assert watch.rows[-1]["reward/mean"] > 3 * watch.rows[1]["reward/mean"]
+
+
+def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(run, tiny_model, tmp_path):
+    module, watch, _, path = run
+    again, rest, _ = fitted(tiny_model, tmp_path, ckpt_path=path / "three.ckpt")
+    assert again.role_versions == module.role_versions
+    for name, weight in module.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name]), name
+    timed = ("rollout/tokens_per_s", "time/", "sync/first/seconds", "sync/second/seconds")
+    pushed = ("sync/",)  # all are pushed when a run goes on
+    for row, other in zip(watch.rows[4:], rest.rows[-3:], strict=True):
+        names = [name for name in row if not name.startswith((*timed, *pushed))]
+        assert {n: row[n] for n in names} == {n: other[n] for n in names}
+
+
+def test_each_is_exported_by_itself(run):
+    module, _, trainer, _ = run
+    [export] = [c for c in trainer.callbacks if isinstance(c, HFExport)]
+    for name, policy in module.loaded_policies.items():
+        plain = dict(Policy(str(export.target(trainer) / name)).named_weights())
+        for key, weight in policy.named_weights():
+            torch.testing.assert_close(plain[key], weight, rtol=0, atol=0)
+
+
+def test_an_asynchronous_run_is_as_stale_as_it_may_be_and_no_more(tiny_model, tmp_path):
+    module, watch, _ = fitted(tiny_model, tmp_path, collector=AsyncCollector(1))
+    assert max(row.get("rollout/staleness_max", 0) for row in watch.rows) == 1
+    assert module.role_versions == {"first": 6, "second": 3}
+
+
+async def talk(client, prompt):
+    first = await client.chat([{"role": "user", "content": prompt.prompt}], model="first")
+    await client.chat([{"role": "user", "content": first.text + "="}], model="second")
+    return {"reward": 0.0, "role_rewards": {"first": first.text.count("7")}}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"collector": StreamedCollector()}, "has 2 policies, and data.collector=StreamedColl"),
+        ({"buffer": ReplayBuffer("b.sqlite")}, "has 2 policies, and data.buffer counts"),
+        ({"engine": None}, "holds the weights of one policy, and 2 are trained .first, second."),
+    ],
+)
+def test_what_several_policies_cannot_share_is_refused(options, message, tiny_model, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        fitted(tiny_model, tmp_path, **options)
