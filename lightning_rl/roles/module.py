@@ -17,7 +17,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LanguageModule, save_primitive_hparams
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import load_lm, model_of, of_same_weights
-from lightning_rl.module import PolicyModule, RolloutModule
+from lightning_rl.module import RolloutModule
 from lightning_rl.roles.group import SharedModelGroup
 
 
@@ -43,7 +43,7 @@ class RolesModule(RolloutModule, LanguageModule):
         self.automatic_optimization = False
         self.model = model
         self._names = list(policies)
-        self._learning: PolicyModule | None = None
+        self._learning = ""  # the name of the policy that is
         if not policies:
             raise ConfigError("RolesModule(policies={}) trains nothing; name a policy")
         schedulers = 0
@@ -132,14 +132,13 @@ class RolesModule(RolloutModule, LanguageModule):
             rows = self.rows_of(name, batch)
             if not len(rows) or not group.schedule.due(self.iteration):
                 continue
-            self._learning = group
+            self._learning = name
             group.training_step(select(batch, rows), batch_idx)
             self.stopping, group.stopping = self.stopping or group.stopping, None
         self.iteration += 1
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        assert self._learning is not None
-        self._learning.on_before_optimizer_step(optimizer)
+        self.policies[self._learning].on_before_optimizer_step(optimizer)
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -6,9 +6,7 @@ import torch
 from lightning_rl import (
     AsyncCollector,
     ConfigError,
-    FunctionAgent,
     Periodic,
-    PolicyEngines,
     ReplayBuffer,
     RLCallback,
     StreamedCollector,
@@ -16,8 +14,8 @@ from lightning_rl import (
 )
 from lightning_rl.callbacks import HFExport, WeightSync
 from lightning_rl.models.policy import Policy
-from tests.small_run import SaveAfter, data_module, grpo, trainer_of
-from tests.two_roles import group, roles_data, roles_module
+from tests.small_run import SaveAfter, trainer_of
+from tests.two_roles import roles_data, roles_module
 
 
 class Watch(RLCallback):
@@ -63,9 +61,14 @@ def run(tiny_model, tmp_path_factory):
 def test_each_is_pushed_when_it_changed_and_tokens_say_whose_version_wrote_them(run):
     module, watch, *_ = run
     assert module.role_versions == {"first": 6, "second": 3}
-    for name, pushed in (("first", [0, 1, 2, 3, 4, 5, 6]), ("second", [0, 1, None, 2, None, 3, None])):
+    for name, pushed in (
+        ("first", [0, 1, 2, 3, 4, 5, 6]),
+        ("second", [0, 1, None, 2, None, 3, None]),
+    ):
         assert [row.get(f"sync/{name}/version") for row in watch.rows] == pushed
-        gaps = [row[f"sync/{name}/probe_gap"] for row in watch.rows if f"sync/{name}/version" in row]
+        gaps = [
+            row[f"sync/{name}/probe_gap"] for row in watch.rows if f"sync/{name}/version" in row
+        ]
         assert max(gaps) < 1e-4
     assert len(watch.written) == 6
     assert all(versions == now for versions, now in watch.written)

@@ -107,6 +107,7 @@ def test_each_policy_learns_what_it_would_learn_alone(tiny_model, train_on, two_
 def test_a_base_is_in_memory_and_in_checkpoints_once(tiny_model, train_on, two_roles, tmp_path):
     module = roles_module(tiny_model)
     trainer = train_on(module, batches_of(two_roles, count=1))
+    assert {key.partition(".")[0] for key in module.state_dict()} == set(ROLES)
     first, second = (dict(policy.named_parameters()) for policy in module.loaded_policies.values())
     for name, weight in first.items():
         shared = weight.data_ptr() == second[name].data_ptr()
@@ -143,7 +144,8 @@ def test_a_policy_that_is_not_due_stays_as_it_is(tiny_model, train_on, two_roles
     train_on(module, batches_of(two_roles, count=1), callbacks=[rows])
     for key, weight in adapters(module.policies["second"].policy).items():
         assert torch.equal(weight, before[key])
-    assert "policy/first/loss" in rows.rows[-1] and "policy/second/loss" not in rows.rows[-1]
+    assert "policy/first/loss" in rows.rows[-1]
+    assert "policy/second/loss" not in rows.rows[-1]
     train_on(module, batches_of(two_roles, count=3))
     # Iterations 1 and 3 of 0 to 3.
     assert module.iteration == 4
@@ -185,7 +187,7 @@ def test_roles_are_numbered_as_the_module_has_them(two_roles):
     rollouts = two_roles(0)
     assert pack_rollouts(rollouts)["rollouts", "role"][:2].tolist() == [0, 1]
     assert pack_rollouts(rollouts, roles=("second", "first"))["rollouts", "role"][0] == 1
-    with pytest.raises(ConfigError, match="role 'second', which no policy plays.*play first"):
+    with pytest.raises(ConfigError, match=r"role 'second', which no policy plays.*play first"):
         pack_rollouts(rollouts, roles=("first",))
 
 
@@ -200,7 +202,7 @@ def test_what_cannot_be_is_refused(tiny_model):
 
 def test_several_policies_need_engines_for_them():
     roles = {"a": "first", "b": "second"}
-    with pytest.raises(ConfigError, match="2 are trained .first, second.; use PolicyEngines"):
+    with pytest.raises(ConfigError, match=r"2 are trained .first, second.; use PolicyEngines"):
         TransformersEngine().serve(roles)
     one = PolicyEngines({"first": TransformersEngine()})
     with pytest.raises(ConfigError, match="engines are for first, and what is trained is first, s"):
@@ -210,5 +212,5 @@ def test_several_policies_need_engines_for_them():
     both = PolicyEngines({"first": TransformersEngine(), "second": TransformersEngine()})
     both.serve(roles)
     assert both.of_role("b") is both.of_policy("second") is both.engines["second"]
-    with pytest.raises(ConfigError, match="no policy plays role ''; model.policies play a, b"):
+    with pytest.raises(ConfigError, match=r"no policy plays role ''; model.policies play a, b"):
         both.of_role("")
