@@ -102,7 +102,7 @@ def branch_rollout(
             return None
         _go_on(made, branches)
         differ = made.diverged_at(run.log.outcomes()) is not None
-        decode = made.module.loaded_policy.tokenizer.decode
+        decode = made.module.tokenizer.decode
     if out is not None:
         file = open_rollouts(out)
         file.append(branches, versions[0])

@@ -17,7 +17,7 @@ from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.config.names import with_new_names
 from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.module import PolicyModule
+from lightning_rl.module import PolicyModule, RolloutModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.log import Outcome
 from lightning_rl.run import dist
@@ -90,13 +90,27 @@ class Remade:
     """
 
     kept: KeptWeights
-    module: PolicyModule
+    module: RolloutModule
     datamodule: LightningDataModule
     trainer: Trainer
     transport: WeightTransport
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     optimizers: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def policy(self) -> PolicyModule:
+        """What learned, where it is one.
+
+        Raises:
+            DataError: if they are several, whose versions are counted one by one.
+        """
+        if self.module.roles:
+            raise DataError(
+                f"the run has {len(self.module.policies)} policies, with versions of their own, so "
+                "what they wrote together is not generated or scored again; use --iteration"
+            )
+        return self.module.policies[""]
 
     def diverged_at(self, recorded: dict[int, Outcome]) -> int | None:
         """The first version whose checksums are others than recorded."""
@@ -129,10 +143,10 @@ def remade(
     kept = run.nearest(version, iteration, since)
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch:
         cli = _Rebuilt(run, iteration, scratch)
-        if not isinstance(cli.model, PolicyModule):
+        if not isinstance(cli.model, RolloutModule):
             raise DataError(
-                f"{run.config} trains {type(cli.model).__name__}; only what a PolicyModule learns "
-                "from rollouts can be rerun"
+                f"{run.config} trains {type(cli.model).__name__}; only what a PolicyModule or "
+                "RolesModule learns from rollouts can be rerun"
             )
         callbacks = callbacks_of(cli.trainer)
         transports = [sync.transport for sync in find_callbacks(cli.trainer, WeightSync)]
@@ -195,7 +209,7 @@ class _Retraining(RLCallback):
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        found = outcome(trainer, self.policy_module_of(pl_module), metrics)
+        found = outcome(trainer, self.rollout_module_of(pl_module), metrics)
         self.made.outcomes[found.version] = found
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -214,8 +228,9 @@ class _RecordedBatches(LightningDataModule):
     def train_dataloader(self) -> RolloutLoader:
         assert self.trainer is not None
         module = self.trainer.lightning_module
-        assert isinstance(module, PolicyModule)
-        return RolloutLoader(self._read, self, self.count, lambda: module.iteration)
+        assert isinstance(module, RolloutModule)
+        roles = list(module.roles)
+        return RolloutLoader(self._read, self, self.count, lambda: module.iteration, None, roles)
 
     def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
         """Nothing: every iteration is read by its number."""

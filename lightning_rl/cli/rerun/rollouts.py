@@ -155,7 +155,7 @@ def rerun_rollout(
             generated = version is None and len(wrote) == 1
             again = (_generate if generated else _score)(made, recorded)
             differ = made.diverged_at(run.log.outcomes()) is not None
-            tokenizer = load_tokenizer(made.module.model, made.module.loading)
+            tokenizer = load_tokenizer(made.policy.model, made.policy.loading)
             yield RolloutRerun(
                 recorded, again, used, made.kept, differ, generated, tokenizer.decode
             )
@@ -197,7 +197,7 @@ def _generate(made: Remade, recorded: Rollout) -> Rollout:
 @contextmanager
 def pushed_engine(made: Remade, data: RLDataModule) -> Iterator[None]:
     """The run's engine with the module's weights."""
-    module = made.module
+    module = made.policy
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as directory:
         save_skeleton(module.model, directory, module.loading)
         data.engine.trust_remote_code = module.trust_remote_code
@@ -213,11 +213,11 @@ def pushed_engine(made: Remade, data: RLDataModule) -> Iterator[None]:
 
 def _score(made: Remade, recorded: Rollout) -> Rollout:
     """The recorded tokens with the logprobs that the policy gives them."""
-    policy = made.module.loaded_policy
+    policy = made.policy.loaded_policy
     whole = replace(recorded, fork=None)  # what a branch shares is scored too
     batch = pack_rollouts([whole]).to(policy.lm.device)
     with made.trainer.precision_plugin.forward_context():
-        batch = policy.score(batch, "again", made.module.max_tokens_per_pack)
+        batch = policy.score(batch, "again", made.policy.max_tokens_per_pack)
     values = iter(batch["tokens", "again"].tolist())
     scored = []
     for row in recorded.rows():
