@@ -37,8 +37,9 @@ from lightning_rl.engines import Engine, TransformersEngine
 from lightning_rl.envs.base import EnvModule
 from lightning_rl.envs.datamodule import EnvDataModule
 from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.learn.base import RecordingModule
 from lightning_rl.models.memory import forward_tokens
-from lightning_rl.module import PolicyModule
+from lightning_rl.module import PolicyModule, RolloutModule
 from lightning_rl.rollout import Prompt, Rollout, as_text
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.sync.schedule import FixedSchedule
@@ -137,7 +138,7 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
         finally:
             data.collector.close()
         return True
-    if not isinstance(module, PolicyModule) or not isinstance(data, RLDataModule):
+    if not isinstance(module, RolloutModule) or not isinstance(data, RLDataModule):
         print("there is nothing more to check: rollouts come from a PolicyModule and RLDataModule")
         return True
     _connect(cli)
@@ -147,9 +148,13 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
         print(_prompts(prompts, data))
         _require_monitored(callbacks_of(trainer), data)
         module.configure_model()
-        lines, memory = _plan(module, data, prompts, planned_device(trainer, card_gb))
-        print("\n".join(lines))
-        plan = card_plan(module, data, memory, card_gb)
+        plan = None
+        if isinstance(module, PolicyModule):
+            lines, memory = _plan(module, data, prompts, planned_device(trainer, card_gb))
+            print("\n".join(lines))
+            plan = card_plan(module, data, memory, card_gb)
+        else:  # how much of the rollouts each of them writes, only rollouts tell
+            print("\n".join(_policies(module)))
         if plan is not None:
             print("\n".join(plan.lines()))
         if with_rollout:
@@ -164,6 +169,23 @@ def _connect(cli: RLCLI) -> None:
     cli.trainer.strategy.connect(cli.model)
     cli.datamodule.trainer = cli.model.trainer = cli.trainer
     cli.trainer.datamodule = cli.datamodule  # type: ignore[attr-defined]
+
+
+def _policies(module: RolloutModule) -> list[str]:
+    """Who plays what, and what of its weights are trained."""
+    seen: set[int] = set()
+    lines = ["policies:"]
+    for name, policy in module.policies.items():
+        own = {id(p): p.numel() for p in policy.loaded_policy.parameters() if p.requires_grad}
+        every = {id(p): p.numel() for p in policy.loaded_policy.parameters()}
+        new = sum(count for number, count in every.items() if number not in seen)
+        seen |= every.keys()
+        roles = ", ".join(role for role, player in module.roles.items() if player == name)
+        lines.append(
+            f"  {name} (plays {roles}): {sum(every.values()):,} parameters, {sum(own.values()):,} "
+            f"of them trained, {new:,} that no policy before it has in memory"
+        )
+    return lines
 
 
 def _prompts(prompts: Sequence[Prompt], data: RLDataModule) -> str:
@@ -280,7 +302,7 @@ def _engine(engine: Engine, elements: int) -> str:
     return f"{weights}, key/value cache: {cache}"
 
 
-def _try(cli: RLCLI, data: RLDataModule, module: PolicyModule) -> list[str]:
+def _try(cli: RLCLI, data: RLDataModule, module: RolloutModule) -> list[str]:
     """Two graded rollouts of each set's first prompt, by the real engine with the real weights."""
     trainer = cli.trainer
     [sync] = find_callbacks(trainer, WeightSync)
@@ -292,22 +314,26 @@ def _try(cli: RLCLI, data: RLDataModule, module: PolicyModule) -> list[str]:
         rollouts = data.try_out(len(data.train_tasks), group_size=min(2, data.group_size))
     finally:
         sync.teardown(trainer, module, "fit")
-    gap = trainer.callback_metrics.get("sync/probe_gap")
-    checked = "" if gap is None else f"; engine and trainer agree to {float(gap):.2g} nats"
+    known = trainer.callback_metrics
+    gaps = [float(known[n]) for n in module.names_of("sync/probe_gap") if n in known]
+    checked = f"; engine and trainer agree to {max(gaps):.2g} nats" if gaps else ""
     return [f"rollouts{checked}:", *(f"  {_told(rollout)}" for rollout in rollouts)]
 
 
 def _run(cli: RLCLI) -> str:
     """Train for one iteration of a few groups as ``fit`` would, and say what came of it."""
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
-    if isinstance(module, PolicyModule) and isinstance(data, RLDataModule):
-        fewest = trainer.world_size * max(module.minibatches, TRIED_GROUPS)
+    if isinstance(module, RolloutModule) and isinstance(data, RLDataModule):
+        minibatches = max(policy.minibatches for policy in module.policies.values())
+        fewest = trainer.world_size * max(minibatches, TRIED_GROUPS)
         data.groups_per_iteration = min(data.groups_per_iteration, fewest)
         data.eval_limit = min(data.eval_limit or TRIED_PROMPTS, TRIED_PROMPTS)
         for sync in find_callbacks(trainer, WeightSync):
             sync.schedule = FixedSchedule()  # after the one iteration too
     trainer.fit(module, datamodule=data)
     shown = ("reward/mean", "policy/loss", "policy/grad_norm", "sync/version", "sft/loss")
+    if isinstance(module, RecordingModule):
+        shown = tuple(name for metric in shown for name in module.names_of(metric))
     known = trainer.callback_metrics
     figures = (f"{name} {float(known[name]):.4g}" for name in shown if name in known)
     return f"one iteration was trained: {', '.join(figures)}"
