@@ -7,9 +7,11 @@ from lightning_rl import (
     AsyncCollector,
     ConfigError,
     Periodic,
+    PolicyEngines,
     ReplayBuffer,
     RLCallback,
     StreamedCollector,
+    VLLMLocal,
     WarmupCosine,
 )
 from lightning_rl.callbacks import HFExport, WeightSync
@@ -121,3 +123,13 @@ async def talk(client, prompt):
 def test_what_several_policies_cannot_share_is_refused(options, message, tiny_model, tmp_path):
     with pytest.raises(ConfigError, match=message):
         fitted(tiny_model, tmp_path, **options)
+
+
+def test_two_vllms_in_one_process_write_what_their_policies_would(tiny_model, tmp_path):
+    pytest.importorskip("vllm")
+    engines = {name: VLLMLocal(max_model_len=64, kv_cache_gb=0.05) for name in ("first", "second")}
+    _, watch, _ = fitted(tiny_model, tmp_path, engine=PolicyEngines(engines))
+    assert [row.get("sync/second/version") for row in watch.rows] == [0, 1, None, 2, None, 3, None]
+    for name in ("first", "second"):
+        assert max(row.get(f"sync/{name}/probe_gap", 0) for row in watch.rows) < 1e-3
+        assert max(row.get(f"rollout/{name}/logprob_gap_max", 0) for row in watch.rows) < 1e-3
