@@ -331,9 +331,9 @@ def _run(cli: RLCLI) -> str:
         for sync in find_callbacks(trainer, WeightSync):
             sync.schedule = FixedSchedule()  # after the one iteration too
     trainer.fit(module, datamodule=data)
-    shown = ("reward/mean", "policy/loss", "policy/grad_norm", "sync/version", "sft/loss")
+    shown = ["reward/mean", "policy/loss", "policy/grad_norm", "sync/version", "sft/loss"]
     if isinstance(module, RecordingModule):
-        shown = tuple(name for metric in shown for name in module.names_of(metric))
+        shown = [name for metric in shown for name in module.names_of(metric)]
     known = trainer.callback_metrics
     figures = (f"{name} {float(known[name]):.4g}" for name in shown if name in known)
     return f"one iteration was trained: {', '.join(figures)}"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoTokenizer, LlamaConfig
 
 from lightning_rl import (
     AsyncCollector,
@@ -14,10 +15,13 @@ from lightning_rl import (
     VLLMLocal,
     WarmupCosine,
 )
-from lightning_rl.callbacks import HFExport, WeightSync
+from lightning_rl.callbacks import Evaluate, HFExport, WeightSync
 from lightning_rl.models.policy import Policy
-from tests.small_run import SaveAfter, trainer_of
+from tests.small_run import SaveAfter, numbers, trainer_of
+from tests.tiny_models import save_random_model
 from tests.two_roles import roles_data, roles_module
+
+EVALUATED = {"eval_prompts": numbers(100, 104)}
 
 
 class Watch(RLCallback):
@@ -53,11 +57,20 @@ def fitted(tiny_model, path, callbacks=(), ckpt_path=None, **options):
     return module, watch, trainer
 
 
+def save_llama(tiny_model, directory) -> None:
+    """Another model that reads and writes the same tokens."""
+    save_random_model(
+        directory, AutoTokenizer.from_pretrained(tiny_model), LlamaConfig, vocab_size=16,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, initializer_range=0.2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def run(tiny_model, tmp_path_factory):
     path = tmp_path_factory.mktemp("roles")
-    callbacks = [SaveAfter(3, path / "three.ckpt"), HFExport()]
-    return *fitted(tiny_model, path, callbacks), path
+    callbacks = [SaveAfter(3, path / "three.ckpt"), HFExport(), Evaluate(3)]
+    return *fitted(tiny_model, path, callbacks, **EVALUATED), path
 
 
 def test_each_is_pushed_when_it_changed_and_tokens_say_whose_version_wrote_them(run):
@@ -76,11 +89,12 @@ def test_each_is_pushed_when_it_changed_and_tokens_say_whose_version_wrote_them(
     assert all(versions == now for versions, now in watch.written)
     assert all(row["rollout/staleness_max"] == 0 for row in watch.rows[1:])
     assert watch.rows[-1]["reward/mean"] > 3 * watch.rows[1]["reward/mean"]
+    assert watch.rows[-1]["eval/reward_mean"] > 3 * watch.rows[0]["eval/reward_mean"]
 
 
 def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(run, tiny_model, tmp_path):
     module, watch, _, path = run
-    again, rest, _ = fitted(tiny_model, tmp_path, ckpt_path=path / "three.ckpt")
+    again, rest, _ = fitted(tiny_model, tmp_path, [Evaluate(3)], path / "three.ckpt", **EVALUATED)
     assert again.role_versions == module.role_versions
     for name, weight in module.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name]), name
@@ -106,10 +120,18 @@ def test_an_asynchronous_run_is_as_stale_as_it_may_be_and_no_more(tiny_model, tm
     assert module.role_versions == {"first": 6, "second": 3}
 
 
-async def talk(client, prompt):
-    first = await client.chat([{"role": "user", "content": prompt.prompt}], model="first")
-    await client.chat([{"role": "user", "content": first.text + "="}], model="second")
-    return {"reward": 0.0, "role_rewards": {"first": first.text.count("7")}}
+def test_a_full_model_of_another_kind_learns_beside_an_adapter(tiny_model, tmp_path):
+    save_llama(tiny_model, tmp_path / "llama")
+    own = {"model": str(tmp_path / "llama"), "lora": None}
+    module, watch = roles_module(tiny_model, second=own), Watch()
+    module.configure_model()
+    before = {n: p.detach().clone() for n, p in module.loaded_policies["second"].named_parameters()}
+    trainer = trainer_of(tmp_path, [WeightSync(), watch])
+    trainer.fit(module, roles_data(iterations_per_epoch=2))
+    after = dict(module.loaded_policies["second"].named_parameters())
+    assert sum(not torch.equal(after[n], before[n]) for n in before) > len(before) / 2
+    for row in watch.rows:
+        assert max(row[f"sync/{name}/probe_gap"] for name in module.policies) < 1e-4
 
 
 @pytest.mark.parametrize(
