@@ -118,14 +118,15 @@ def train(side: str, iterations: int, threads: int, connection: Connection) -> N
 def run(iterations: int, warmup: int, threads: int) -> list[dict[str, float]]:
     """CPU seconds of both, one row per counted iteration."""
     context = get_context("spawn")
-    ends = {}
+    ends, processes = {}, []
     for side in SIDES:
         ends[side], other = context.Pipe()
         arguments = (side, iterations + warmup, threads, other)
-        context.Process(target=train, args=arguments, daemon=True).start()
+        processes.append(context.Process(target=train, args=arguments, daemon=True))
+        processes[-1].start()
         other.close()
     for end in ends.values():
-        end.recv()  # it has started, pushed and compiled
+        end.recv()  # it has started, and pushed
     rows = []
     for iteration in range(iterations + warmup):
         told = {}
@@ -136,6 +137,10 @@ def run(iterations: int, warmup: int, threads: int) -> list[dict[str, float]]:
             raise RuntimeError(f"the two sides trained on other numbers of tokens: {told}")
         if iteration >= warmup:
             rows.append({side: seconds for side, (seconds, _) in told.items()})
+    for end in ends.values():
+        end.send(None)  # it may end
+    for process in processes:
+        process.join()
     return rows
 
 
