@@ -8,7 +8,8 @@ from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.module import PolicyModule, RolloutModule
+from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import datamodule_of
 

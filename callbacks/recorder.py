@@ -17,7 +17,8 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import packed_rows, select
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.module import PolicyModule, RolloutModule
+from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.files import Record, as_record, open_rollouts
 from lightning_rl.rollouts.jsonl import JSONLRollouts

@@ -14,8 +14,9 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.learn.streamed import StreamingLoop
 from lightning_rl.models.soundness import require_finite_weights
-from lightning_rl.module import PolicyModule, RolloutModule
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.dist import all_reduce_max, any_rank, every_rank
 from lightning_rl.run.hooks import call_hook, find_callbacks, is_fast_dev_run
@@ -76,7 +77,8 @@ class WeightSync(RLCallback):
         self._pushed: dict[str, int] = {}  # the version of each that the engine was given last
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._pushed = {}  # the engine may be another, and so may weights of the same version
+        # The engine may be another, and so may weights of the same version.
+        self._pushed, self._transports = {}, {}
         datamodule, module = self.rl_data_of(trainer), self.rollout_module_of(pl_module)
         if stage == "fit":
             schedules = [sync.schedule for sync in find_callbacks(trainer, WeightSync)]
@@ -160,7 +162,7 @@ class WeightSync(RLCallback):
         datamodule.after_sync()
         call_hook(trainer, "on_weights_synced", module.iteration)
 
-    def _push(self, trainer: Trainer, engine: Engine, name: str, module: PolicyModule) -> None:
+    def _push(self, trainer: Trainer, engine: Engine, name: str, module: StreamingLoop) -> None:
         begin, version = time.perf_counter(), module.iteration
         require_finite_weights(module.loaded_policy, f"pushed to the engine as version {version}")
         with every_rank():
@@ -180,7 +182,7 @@ class WeightSync(RLCallback):
         if drives_engine(engine) and not self._behind(module):
             engine.caught_up(module.iteration)
 
-    def _verify(self, trainer: Trainer, name: str, module: PolicyModule) -> None:
+    def _verify(self, trainer: Trainer, name: str, module: StreamingLoop) -> None:
         datamodule, policy = self.rl_data_of(trainer), module.loaded_policy
         engine, temperature = datamodule.engine.of_policy(name), datamodule.sampling.temperature
         prompts = self._prompts[name]

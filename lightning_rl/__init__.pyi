@@ -261,6 +261,7 @@ from lightning_rl.errors import (
     WeightSyncError as WeightSyncError,
 )
 from lightning_rl.learn.own_loop import FabricDDP as FabricDDP
+from lightning_rl.learn.policies import RolloutModule as RolloutModule
 from lightning_rl.learn.precision import (
     BFloat16Precision as BFloat16Precision,
     MasterWeights as MasterWeights,
@@ -290,10 +291,7 @@ from lightning_rl.models.reference import (
 )
 from lightning_rl.models.sharding import ShardedStrategy as ShardedStrategy
 from lightning_rl.models.tokenizer import load_tokenizer as load_tokenizer
-from lightning_rl.module import (
-    PolicyModule as PolicyModule,
-    RolloutModule as RolloutModule,
-)
+from lightning_rl.module import PolicyModule as PolicyModule
 from lightning_rl.networks.actor_critic import ActorCritic as ActorCritic
 from lightning_rl.networks.agent import EnvAgent as EnvAgent
 from lightning_rl.networks.bodies import (

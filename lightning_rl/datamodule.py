@@ -40,8 +40,9 @@ from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, RunState, drives_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.learn.streamed import StreamingLoop
 from lightning_rl.models.tokenizer import with_chat_variables
-from lightning_rl.module import PolicyModule, RolloutModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rollout import Group, Prompt, Rollout
@@ -277,7 +278,6 @@ class RLDataModule(CollectingDataModule):
         """Start it where it is needed; return its longest prompt plus completion, else 0."""
         if not drives_engine(self.engine):
             return 0
-        self.engine.serve(module.roles)
         if not self.engine.running:
             self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")
             module.save_skeletons(self._model_dir.name)
@@ -309,7 +309,7 @@ class RLDataModule(CollectingDataModule):
     def load_prompts(self, stage: str) -> None:
         """The part of ``setup`` that needs no engine: check the settings, load the prompts."""
         module = self._module()
-        self.engine.serve(module.roles)  # may it?
+        self.engine.serve(module.roles)
         check_policies(
             len(module.policies),
             streams=isinstance(self.collector, StreamedCollector),
@@ -343,7 +343,7 @@ class RLDataModule(CollectingDataModule):
                 with naming(task.name):
                     room_for_prompts(limit, task.sampling)
 
-    def _check_learning(self, policy: PolicyModule) -> None:
+    def _check_learning(self, policy: StreamingLoop) -> None:
         """Check that a policy can learn from what is collected."""
         for task in self.train_tasks:
             with naming(task.name):
@@ -357,7 +357,7 @@ class RLDataModule(CollectingDataModule):
         if isinstance(self.collector, StreamedCollector):
             self._check_streaming(policy)
 
-    def can_stream(self, module: PolicyModule) -> bool:
+    def can_stream(self, module: StreamingLoop) -> bool:
         """Tell whether ``StreamedCollector`` would take these settings."""
         try:
             self._check_streaming(module)
@@ -365,7 +365,7 @@ class RLDataModule(CollectingDataModule):
             return False
         return True
 
-    def _check_streaming(self, module: PolicyModule) -> None:
+    def _check_streaming(self, module: StreamingLoop) -> None:
         check_streaming(
             module.advantage,
             module.aggregation,

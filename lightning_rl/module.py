@@ -1,19 +1,16 @@
 """PolicyModule: everything that is learning. One Lightning batch is one RL iteration."""
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy
 from tensordict import TensorDict
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from lightning_rl.algos.advantages import GRPO, Advantage
 from lightning_rl.algos.correction import Correction, add_effective_share
@@ -27,7 +24,6 @@ from lightning_rl.algos.objective import (
     loss_tokens,
 )
 from lightning_rl.config.arguments import configurable
-from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.data.packing import (
     empty_like,
     has_zero_advantage,
@@ -41,109 +37,24 @@ from lightning_rl.data.packing import (
     without_flags,
 )
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.learn.base import RecordingModule, save_primitive_hparams
-from lightning_rl.learn.precision import make_optimizer, use_our_precision
+from lightning_rl.learn.base import save_primitive_hparams
+from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.learn.precision import make_optimizer
 from lightning_rl.learn.streamed import StreamingLoop
 from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.memory import smaller_budget
-from lightning_rl.models.policy import Policy, require_sound_model, save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading, model_of
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.sharding import full_tensor, read_by_rank_zero, shard
-from lightning_rl.models.tokenizer import load_tokenizer
-from lightning_rl.rollout import Rollout
 from lightning_rl.run.dist import all_reduce_max, all_sum, world_size
-from lightning_rl.run.hooks import answers, is_fast_dev_run, named_callbacks
+from lightning_rl.run.hooks import answers
 from lightning_rl.run.metrics import TokenMetrics
 from lightning_rl.run.seeding import run_seed
 
 LEAST_VALUE_LR = 1e-5
 """A critic's learning rate unless it is given one; verl's default."""
-
-
-class RolloutModule(RecordingModule):
-    """A module that trains on the rollouts of an ``RLDataModule``: a policy, or several."""
-
-    @property
-    @abstractmethod
-    def policies(self) -> Mapping[str, "PolicyModule"]:
-        """What learns, by name, each with weights and versions of its own; one alone has no name.
-
-        The ``iteration`` of each is the number of iterations in which it learned, and its version.
-        """
-
-    @property
-    @abstractmethod
-    def roles(self) -> Mapping[str, str]:
-        """The name of the policy that plays each role; empty where one plays whatever there is."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """That of all policies, which read and write the same tokens."""
-        return next(iter(self.policies.values())).loaded_policy.tokenizer
-
-    def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The same, before they are loaded.
-
-        Raises:
-            ConfigError: if one of them has another.
-        """
-        first, *others = ((p.model, p.loading) for p in self.policies.values())
-        tokenizer = load_tokenizer(*first)
-        for other in others:
-            if other != first and load_tokenizer(*other).get_vocab() != tokenizer.get_vocab():
-                raise ConfigError(
-                    f"model={other[0]!r} has other tokens than model={first[0]!r}, and policies "
-                    "that talk to each other need the same; take models of one family"
-                )
-        return tokenizer
-
-    def require_sound_models(self) -> None:
-        """Find out whether all models can be loaded, without keeping any in memory.
-
-        Raises:
-            ConfigError: naming the file, and what is wrong with it.
-        """
-        told = []
-        for policy in self.policies.values():
-            own = policy.model, policy.random_init, policy.loading
-            if own not in told:
-                require_sound_model(*own)
-                told.append(own)
-
-    def save_skeletons(self, directory: str | Path) -> None:
-        """Write configuration and tokenizer for an engine to start from, but no weights.
-
-        A policy that is of another model than the first has its own in a folder of its name.
-        """
-        first, *others = self.policies.items()
-        save_skeleton(first[1].model, directory, first[1].loading)
-        for name, policy in others:
-            if (policy.model, policy.loading) != (first[1].model, first[1].loading):
-                save_skeleton(policy.model, Path(directory, name), policy.loading)
-
-    @property
-    def role_versions(self) -> dict[str, int]:
-        """The version of the policy that plays it, by role."""
-        return {role: self.policies[name].iteration for role, name in self.roles.items()}
-
-    def configure_callbacks(self) -> list[Callback]:
-        """Refuse what this training cannot do of Lightning's; add what every run has.
-
-        The first hook that Lightning calls.
-        """
-        refuse_flags(self.trainer)
-        warn_of_flags(self.trainer)
-        use_our_precision(self.trainer)
-        if is_fast_dev_run(self.trainer):
-            # It is meant in batches, which are limited too, but counts optimizer steps.
-            self.trainer.fit_loop.epoch_loop.max_steps = -1
-        return named_callbacks("rl_callbacks", self.trainer)
-
-    def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[Rollout]:
-        """Collected rollouts as they are (``lightning-rl rollout``)."""
-        return batch
 
 
 @configurable(model=model_of, lora=as_lora)

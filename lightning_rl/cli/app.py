@@ -34,8 +34,8 @@ from lightning_rl.config.mistakes import check_sources, innermost
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import CheckpointError, ConfigError
 from lightning_rl.learn.base import RecordingModule
+from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
-from lightning_rl.module import RolloutModule
 from lightning_rl.offline.dpo import DPOModule
 from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.offline.sft import SFTModule

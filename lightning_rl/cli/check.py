@@ -38,8 +38,9 @@ from lightning_rl.envs.base import EnvModule
 from lightning_rl.envs.datamodule import EnvDataModule
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.base import RecordingModule
+from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.models.memory import forward_tokens
-from lightning_rl.module import PolicyModule, RolloutModule
+from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt, Rollout, as_text
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.sync.schedule import FixedSchedule

@@ -11,7 +11,7 @@ from lightning_rl.cli.series import CheckpointSeries, as_table, checkpoints_name
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
-from lightning_rl.module import RolloutModule
+from lightning_rl.learn.policies import RolloutModule
 
 
 class RLTrainer(Trainer):

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.losses import Metrics
 from lightning_rl.algos.objective import Aggregation, Objective
 from lightning_rl.data.packing import (
@@ -23,6 +24,7 @@ from lightning_rl.data.packing import (
 )
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.models.memory import is_out_of_memory
+from lightning_rl.models.pretrained import Loading
 from lightning_rl.rollout import Group, Rollout
 from lightning_rl.run.dist import any_rank, rank, world_size
 from lightning_rl.run.seeding import derived_seed
@@ -156,8 +158,15 @@ class StreamingLoop(OwnLoop):
     ``streams``: whether it is asked to in this run; on all ranks alike.
     """
 
+    model: str
+    random_init: bool
+    loading: Loading
+    trust_remote_code: bool
+    cast_lm_head_to_fp32: bool
+    advantage: Advantage
     aggregation: Aggregation
     objective: Objective
+    trust_engine_logprobs: bool
     seed: int
     minibatches: int
     max_tokens_per_pack: int

@@ -1,6 +1,5 @@
 """SharedModelGroup: roles that are one policy, and all that this one learns by."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -56,9 +55,9 @@ class SharedModelGroup(PolicyModule):
         self.model = self.model or model
 
     @property
-    def roles(self) -> Mapping[str, str]:
-        own = [self.name] if self._roles is None else self._roles
-        return dict.fromkeys(own, self.name)
+    def plays(self) -> list[str]:
+        """Its roles."""
+        return [self.name] if self._roles is None else self._roles
 
     # ---------------------------------------------------------------- what it shares
 

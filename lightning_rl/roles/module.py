@@ -15,9 +15,9 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import host_of, select
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LanguageModule, save_primitive_hparams
+from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import load_lm, model_of, of_same_weights
-from lightning_rl.module import RolloutModule
 from lightning_rl.roles.group import SharedModelGroup
 
 
@@ -72,7 +72,7 @@ class RolesModule(RolloutModule, LanguageModule):
     def roles(self) -> Mapping[str, str]:
         roles: dict[str, str] = {}
         for name, group in self.policies.items():
-            for role in group.roles:
+            for role in group.plays:
                 if role in roles:
                     raise ConfigError(
                         f"RolesModule.policies: role {role!r} is played by {roles[role]} and by "

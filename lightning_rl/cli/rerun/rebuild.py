@@ -17,7 +17,8 @@ from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.config.names import with_new_names
 from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.module import PolicyModule, RolloutModule
+from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.learn.streamed import StreamingLoop
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.log import Outcome
 from lightning_rl.run import dist
@@ -99,7 +100,7 @@ class Remade:
     optimizers: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def policy(self) -> PolicyModule:
+    def policy(self) -> StreamingLoop:
         """What learned, where it is one.
 
         Raises:

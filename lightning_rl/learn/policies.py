@@ -1,0 +1,102 @@
+"""RolloutModule: what all modules answer that train on rollouts, of one policy or of several."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+
+from lightning.pytorch import Callback
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
+from lightning_rl.errors import ConfigError
+from lightning_rl.learn.base import RecordingModule
+from lightning_rl.learn.precision import use_our_precision
+from lightning_rl.learn.streamed import StreamingLoop
+from lightning_rl.models.policy import require_sound_model, save_skeleton
+from lightning_rl.models.tokenizer import load_tokenizer
+from lightning_rl.rollout import Rollout
+from lightning_rl.run.hooks import is_fast_dev_run, named_callbacks
+
+
+class RolloutModule(RecordingModule):
+    """A module that trains on the rollouts of an ``RLDataModule``: a policy, or several."""
+
+    @property
+    @abstractmethod
+    def policies(self) -> Mapping[str, StreamingLoop]:
+        """What learns, by name, each with weights and versions of its own; one alone has no name.
+
+        The ``iteration`` of each is the number of iterations in which it learned, and its version.
+        """
+
+    @property
+    @abstractmethod
+    def roles(self) -> Mapping[str, str]:
+        """The name of the policy that plays each role; empty where one plays whatever there is."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """That of all policies, which read and write the same tokens."""
+        return next(iter(self.policies.values())).loaded_policy.tokenizer
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The same, before they are loaded.
+
+        Raises:
+            ConfigError: if one of them has another.
+        """
+        first, *others = ((p.model, p.loading) for p in self.policies.values())
+        tokenizer = load_tokenizer(*first)
+        for other in others:
+            if other != first and load_tokenizer(*other).get_vocab() != tokenizer.get_vocab():
+                raise ConfigError(
+                    f"model={other[0]!r} has other tokens than model={first[0]!r}, and policies "
+                    "that talk to each other need the same; take models of one family"
+                )
+        return tokenizer
+
+    def require_sound_models(self) -> None:
+        """Find out whether all models can be loaded, without keeping any in memory.
+
+        Raises:
+            ConfigError: naming the file, and what is wrong with it.
+        """
+        told = []
+        for policy in self.policies.values():
+            own = policy.model, policy.random_init, policy.loading
+            if own not in told:
+                require_sound_model(*own)
+                told.append(own)
+
+    def save_skeletons(self, directory: str | Path) -> None:
+        """Write configuration and tokenizer for an engine to start from, but no weights.
+
+        A policy that is of another model than the first has its own in a folder of its name.
+        """
+        first, *others = self.policies.items()
+        save_skeleton(first[1].model, directory, first[1].loading)
+        for name, policy in others:
+            if (policy.model, policy.loading) != (first[1].model, first[1].loading):
+                save_skeleton(policy.model, Path(directory, name), policy.loading)
+
+    @property
+    def role_versions(self) -> dict[str, int]:
+        """The version of the policy that plays it, by role."""
+        return {role: self.policies[name].iteration for role, name in self.roles.items()}
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse what this training cannot do of Lightning's; add what every run has.
+
+        The first hook that Lightning calls.
+        """
+        refuse_flags(self.trainer)
+        warn_of_flags(self.trainer)
+        use_our_precision(self.trainer)
+        if is_fast_dev_run(self.trainer):
+            # It is meant in batches, which are limited too, but counts optimizer steps.
+            self.trainer.fit_loop.epoch_loop.max_steps = -1
+        return named_callbacks("rl_callbacks", self.trainer)
+
+    def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[Rollout]:
+        """Collected rollouts as they are (``lightning-rl rollout``)."""
+        return batch
