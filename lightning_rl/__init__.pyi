@@ -208,6 +208,7 @@ from lightning_rl.engines import (
     Sampling as Sampling,
     StructuredOutputs as StructuredOutputs,
     TransformersEngine as TransformersEngine,
+    VLLMAdapters as VLLMAdapters,
     VLLMLocal as VLLMLocal,
     VLLMServer as VLLMServer,
 )

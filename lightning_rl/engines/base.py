@@ -138,6 +138,8 @@ class Engine(ABC):
     """True if one engine, on rank 0, works for all processes that train."""
     trust_remote_code: bool = False
     """True if it may run code that comes with the model; set before ``start``."""
+    takes_adapters: ClassVar[bool] = False
+    """True if a push brings a LoRA's factors as they are, their base once (``lacks_base``)."""
 
     def choose_dtype(self, dtype: str | None) -> None:
         """Keep what a constructor was given; raises a ConfigError for what no engine has."""
@@ -165,7 +167,8 @@ class Engine(ABC):
         if len(names) > 1:
             raise ConfigError(
                 f"engine={type(self).__name__} holds the weights of one policy, and {len(names)} "
-                f"are trained ({', '.join(names)}); use PolicyEngines, which has one for each"
+                f"are trained ({', '.join(names)}); use PolicyEngines, which has one for each, or "
+                "VLLMAdapters if they are LoRAs on one base"
             )
 
     def of_role(self, role: str) -> "Engine":
@@ -191,6 +194,11 @@ class Engine(ABC):
 
         Of several, not each has another version then: they may learn in different iterations.
         """
+
+    @property
+    def lacks_base(self) -> bool:
+        """True if it takes adapters, and the next push has to bring their base too."""
+        return False
 
     @property
     def precision(self) -> str:

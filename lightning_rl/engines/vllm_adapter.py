@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import (
@@ -50,22 +51,26 @@ class SampledLogprobs:
 
 @dataclass(slots=True)
 class Request:
-    """A request in flight: who waits for it, and which version wrote its tokens so far."""
+    """A request in flight: who waits for it, who writes it, and the versions of its tokens so far.
+
+    ``writer`` is the engine, or the one of its policies, whose version is that of the next token.
+    """
 
     future: asyncio.Future[Completion]
+    writer: Engine
     versions: list[int] = field(default_factory=list)
 
-    def stamp(self, tokens: int, version: int) -> None:
-        """Note that of so many tokens those not stamped yet were written by this version."""
-        self.versions += [version] * (tokens - len(self.versions))
+    def stamp(self, tokens: int) -> None:
+        """Note that of so many tokens those not stamped yet were written by the present version."""
+        self.versions += [self.writer.version] * (tokens - len(self.versions))
 
-    def finish(self, output: Any, version: int) -> None:
+    def finish(self, output: Any) -> None:
         """Give vLLM's output to whoever waits, unless nobody does any more."""
         if self.future.done():
             return
         result = output.outputs[0]
         tokens = list(result.token_ids)
-        self.stamp(len(tokens), version)
+        self.stamp(len(tokens))
         self.future.set_result(
             Completion(
                 token_ids=tokens,
@@ -102,9 +107,16 @@ def sampling_params(sampling: Sampling, seed: int) -> Any:
 
 
 def add_request(
-    llm: Any, request_id: str, token_ids: Sequence[int], params: Any, priority: int
+    llm: Any,
+    request_id: str,
+    token_ids: Sequence[int],
+    params: Any,
+    priority: int,
+    adapter: Any = None,
 ) -> str:
     """Returns the request's name inside vLLM, under which it can be aborted.
+
+    ``adapter`` is vLLM's ``LoRARequest``; None: the model as it is.
 
     Raises:
         ConfigError: if vLLM does not take it, such as a schema that is none.
@@ -112,7 +124,9 @@ def add_request(
     # With its type it is an input that needs no rendering.
     prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
     try:
-        name = str(llm.add_request(request_id, prompt, params, priority=priority))
+        name = str(
+            llm.add_request(request_id, prompt, params, lora_request=adapter, priority=priority)
+        )
     except Exception as error:
         from vllm.exceptions import VLLMClientError
 

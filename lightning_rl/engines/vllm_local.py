@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import checked, fail
+from lightning_rl.engines.base import Engine, checked, fail
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_adapter import (
     Request,
@@ -169,16 +169,25 @@ class VLLMLocal(VLLMEngine):
     # ---------------------------------------------------------------- generation
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
+        return await self._write(self, token_ids, sampling, seed)
+
+    async def _write(
+        self, writer: Engine, token_ids: Sequence[int], sampling: Sampling, seed: int
+    ) -> Completion:
+        """:meth:`generate`, by the weights of ``writer``."""
         loop = asyncio.get_running_loop()
         request_id = str(self._next_id)
         self._next_id += 1
-        request = Request(loop.create_future())
+        request = Request(loop.create_future(), writer)
         params = sampling_params(sampling, seed)
         with self._exclusive:
-            self.require_ready()  # which it is not in the middle of a push
+            writer.require_ready()  # which it is not in the middle of a push
             self.require_room(len(token_ids), sampling)
             self._wake("weights", "kv_cache")
-            internal_id = add_request(self._llm, request_id, token_ids, params, sampling.priority)
+            adapter = self._adapter_of(writer)
+            internal_id = add_request(
+                self._llm, request_id, token_ids, params, sampling.priority, adapter
+            )
             self._requests[request_id] = request
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = loop.create_task(self._step_while_busy())
@@ -189,6 +198,10 @@ class VLLMLocal(VLLMEngine):
                 if self._requests.pop(request_id, None) is not None and self._llm is not None:
                     self._llm.abort_request([internal_id], internal=True)
             raise
+
+    def _adapter_of(self, writer: Engine) -> Any:
+        """The ``LoRARequest`` that stands for its weights in vLLM; None: the model as it is."""
+        return None
 
     @property
     def in_flight(self) -> int:
@@ -238,7 +251,7 @@ class VLLMLocal(VLLMEngine):
                     for output in self._llm.step():
                         if output.finished and output.request_id in self._requests:
                             # Now, before a push changes the version.
-                            self._requests.pop(output.request_id).finish(output, self.version)
+                            self._requests.pop(output.request_id).finish(output)
                 await asyncio.sleep(0)  # let finished requests' owners, and new requests, in
         except Exception as error:  # whatever vLLM raises must reach those who wait
             requests, self._requests = self._requests, {}
@@ -265,7 +278,7 @@ class VLLMLocal(VLLMEngine):
     def _begin_update(self) -> None:
         """Before weights change: it holds no version until all have arrived."""
         for request_id, request in self._requests.items():
-            request.stamp(tokens_so_far(self._llm, request_id), self.version)
+            request.stamp(tokens_so_far(self._llm, request_id))
         self.version = -1
 
     def _end_update(self, version: int) -> None:

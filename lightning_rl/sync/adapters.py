@@ -1,36 +1,17 @@
 """Adapters that go alone: an engine keeps the base, and merges into it what comes."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 
 import torch
 from torch import Tensor
 
+from lightning_rl.engines.adapters import is_adapter
 from lightning_rl.errors import IncompleteWeightsError
-
-_ENDS = (".lora_A", ".lora_B")
 
 
 def unit_of(name: str) -> str:
     """The module within which engines fuse weights: q, k and v; gate and up; all experts."""
     return name.partition(".experts.")[0] if ".experts." in name else ".".join(name.split(".")[:-2])
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a tensor is a factor of an adapter (:meth:`Policy.named_adapter_weights`)."""
-    return name.endswith(_ENDS)
-
-
-def divide(
-    weights: Iterable[tuple[str, Tensor]],
-) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]] | None]:
-    """Adapters, which come first, and the weights after them; None: adapters are all there is."""
-    stream, adapters = iter(weights), dict[str, Tensor]()
-    for name, tensor in stream:
-        if not is_adapter(name):
-            return adapters, chain([(name, tensor)], stream)
-        adapters[name] = tensor
-    return adapters, None if adapters else iter(())
 
 
 def merge(name: str, weight: Tensor, adapters: Mapping[str, Tensor]) -> Tensor:

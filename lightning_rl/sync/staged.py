@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_rl.engines.adapters import divide
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import OUR_TRANSFER, ReplicatedEngine
 from lightning_rl.errors import ConfigError, SyncTimeoutError, WeightSyncError, require_at_least
 from lightning_rl.run.dist import any_rank
 from lightning_rl.run.loop import background_loop
-from lightning_rl.sync.adapters import divide, merged
+from lightning_rl.sync.adapters import merged
 from lightning_rl.sync.base import (
     Bucket,
     Kind,
@@ -135,15 +136,19 @@ class StagedTransport(WeightTransport):
         self._engine = engine
 
     def weights_of(self, policy: "Policy") -> Weights:
-        if not self.adapters_only:
+        engine = self._engine
+        as_they_are = engine is not None and engine.takes_adapters
+        if not (self.adapters_only or as_they_are):
             yield from super().weights_of(policy)
             return
         yield from policy.named_adapter_weights()
         # Sharded weights are gathered by all ranks, also those whose transport pushes nothing.
-        if any_rank(
-            self._engine is not None and drives_engine(self._engine) and not self._has_base
-        ):
+        if any_rank(engine is not None and drives_engine(engine) and self._owes_base(engine)):
             yield from policy.named_base_weights()
+
+    def _owes_base(self, engine: Engine) -> bool:
+        """Whether adapters need their base beside them."""
+        return engine.lacks_base if engine.takes_adapters else not self._has_base
 
     def kept_bytes(self, engine: Engine, elements: int) -> int:
         keeps = self.stages_in_memory and self.keep_copy and isinstance(engine, ReplicatedEngine)
@@ -224,13 +229,23 @@ class StagedTransport(WeightTransport):
 
     def _for_here(self, engine: Engine, weights: Weights, version: int) -> Weights:
         """To an engine in this process: what arrives there."""
+        dtype: torch.dtype = getattr(torch, engine.dtype)
+        if engine.takes_adapters:
+            return self._arriving_apart(weights, dtype, version)
         if not self.adapters_only:
-            return self._arriving(weights, getattr(torch, engine.dtype), version, "weights")
+            return self._arriving(weights, dtype, version, "weights")
         adapters, base = divide(weights)
         self._base_here.update(base or ())
         self._has_base = True
         arriving = self._arriving(adapters.items(), torch.float32, version, "adapters")
         return merged(self._base_here, arriving)
+
+    def _arriving_apart(self, weights: Weights, dtype: torch.dtype, version: int) -> Weights:
+        """Adapters, and their base if it is there, as they are."""
+        adapters, base = divide(weights)
+        yield from self._arriving(adapters.items(), torch.float32, version, "adapters")
+        if base is not None:
+            yield from self._arriving(base, dtype, version, "base")
 
     def _arriving(self, weights: Weights, dtype: torch.dtype, version: int, kind: Kind) -> Weights:
         """The whole way, with both ends in this process."""

@@ -1,0 +1,253 @@
+"""Engines that hold one base, and a LoRA for each of several policies."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.errors import ConfigError, IncompleteWeightsError, WeightSyncError
+
+_ENDS = (".lora_A", ".lora_B")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor is a factor of an adapter (:meth:`Policy.named_adapter_weights`)."""
+    return name.endswith(_ENDS)
+
+
+def divide(
+    weights: Iterable[tuple[str, Tensor]],
+) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]] | None]:
+    """Adapters, which come first, and the weights after them; None: adapters are all there is."""
+    stream, adapters = iter(weights), dict[str, Tensor]()
+    for name, tensor in stream:
+        if not is_adapter(name):
+            return adapters, chain([(name, tensor)], stream)
+        adapters[name] = tensor
+    return adapters, None if adapters else iter(())
+
+
+def layers_of(adapters: Iterable[str]) -> list[str]:
+    """The layers that factors of these names adapt."""
+    return sorted({name.rpartition(".")[0] for name in adapters})
+
+
+def require_adapters(
+    adapters: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], max_rank: int, engine: str
+) -> None:
+    """Check the factors of a push before an engine changes anything.
+
+    Args:
+        adapters: factors by name.
+        shapes: of the base's weights.
+        max_rank: the largest that the engine has room for.
+        engine: its name.
+
+    Raises:
+        IncompleteWeightsError: naming a factor that is of no weight of the base, does not fit it,
+            or came without its other half.
+        WeightSyncError: naming a layer whose rank is above ``max_rank``, or if there are none.
+    """
+    if not adapters:
+        raise WeightSyncError(
+            f"the push brings no adapters, and {engine} holds one base for several policies; "
+            "train a LoRA (set lora), and push it with MemoryTransport"
+        )
+    for layer in layers_of(adapters):
+        shape = shapes.get(f"{layer}.weight")
+        if shape is None:
+            raise IncompleteWeightsError(
+                f"the push brings an adapter of {layer!r}, of which {engine} has no weight; is its "
+                "model the trainer's?"
+            )
+        a, b = (adapters.get(f"{layer}{end}") for end in _ENDS)
+        if a is None or b is None:
+            raise IncompleteWeightsError(
+                f"the push left out {layer + _ENDS[a is not None]!r}, the other half of an adapter"
+            )
+        rank = len(a)
+        if (b.shape[0], a.shape[-1]) != tuple(shape) or b.shape[1] != rank:
+            raise IncompleteWeightsError(
+                f"the push brings an adapter of {layer!r} of shapes {tuple(b.shape)} and "
+                f"{tuple(a.shape)}, {engine}'s weight is {tuple(shape)}; is its model the "
+                "trainer's?"
+            )
+        if rank > max_rank:
+            raise WeightSyncError(
+                f"the adapter of {layer!r} has rank {rank}, {engine} has room for "
+                f"max_lora_rank={max_rank}; raise that"
+            )
+
+
+class AdapterEngine(Engine):
+    """One base, and the LoRA of each policy that is served; with a single one it is merged.
+
+    A token costs the base's computation and a little for the adapters, whichever policy writes it.
+    ``version`` is the oldest of the policies'.
+    """
+
+    has_base = False
+    """True once a push has brought the weights that all policies share."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)  # of the class beside this one
+        self.policies: dict[str, AdapterView] = {}
+        """What stands for each policy, if there are several."""
+        self._roles: dict[str, str] = {}
+
+    def follow_dtype(self, dtype: str) -> None:
+        super().follow_dtype(dtype)
+        for view in self.policies.values():
+            view.dtype = self.dtype
+
+    def serve(self, roles: Mapping[str, str]) -> None:
+        if roles == self._roles:
+            return
+        names = sorted(set(roles.values()))
+        if self.running:
+            raise ConfigError(
+                f"{type(self).__name__} runs already, and serves {sorted(self.policies) or 'one'}; "
+                "call serve() before start()"
+            )
+        self._roles = dict(roles)
+        views = {name: AdapterView(self, name, number) for number, name in enumerate(names)}
+        self.policies = views if len(views) > 1 else {}
+
+    def of_role(self, role: str) -> Engine:
+        if not self.policies:
+            return self
+        if role not in self._roles:
+            raise ConfigError(
+                f"no policy plays the role {role!r}; there are {', '.join(sorted(self._roles))}"
+            )
+        return self.policies[self._roles[role]]
+
+    def of_policy(self, name: str) -> Engine:
+        if not self.policies:
+            return self
+        if name not in self.policies:
+            raise ConfigError(
+                f"no policy is called {name!r}; there are {', '.join(sorted(self.policies))}"
+            )
+        return self.policies[name]
+
+    def require_one_policy(self) -> None:
+        """Refuse what does not say for which of several policies it is."""
+        if self.policies:
+            raise WeightSyncError(
+                f"{type(self).__name__} serves {', '.join(sorted(self.policies))}; ask of_role() "
+                "for one to generate, of_policy() for one to push to"
+            )
+
+    @abstractmethod
+    async def generate_as(
+        self, policy: "AdapterView", token_ids: Sequence[int], sampling: Sampling, seed: int
+    ) -> Completion:
+        """:meth:`generate`, by one policy."""
+
+    @abstractmethod
+    def load_adapters(
+        self, policy: "AdapterView", weights: Iterable[tuple[str, Tensor]], version: int
+    ) -> None:
+        """:meth:`load_weights` of one policy: its adapters, then their base unless it is there."""
+
+    def divided(
+        self, weights: Iterable[tuple[str, Tensor]]
+    ) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]] | None]:
+        """Adapters of a push, and the base that it brings if none is there.
+
+        Raises:
+            WeightSyncError: if it brings a second one, or none comes.
+        """
+        adapters, base = divide(weights)
+        if adapters and self.has_base != (base is None):
+            raise WeightSyncError(
+                f"{type(self).__name__} holds its base already, and all policies share it: a push "
+                "brings adapters only; close() it to give it another"
+                if self.has_base
+                else f"{type(self).__name__} has no base yet, and the push brings adapters only"
+            )
+        return adapters, base
+
+    def forget_policies(self) -> None:
+        """The base is gone, or about to change: no policy holds a version."""
+        self.has_base, self.version = False, -1
+        for view in self.policies.values():
+            view.version = -1
+
+    def hold(self, policy: "AdapterView", version: int) -> None:
+        """A policy holds other weights from now on."""
+        policy.version = version
+        self.version = min(view.version for view in self.policies.values())
+
+
+class AdapterView(Engine):
+    """One policy of an :class:`AdapterEngine`: requests go to it, and weights, by themselves.
+
+    Args:
+        whole: the engine, which is what starts, pauses and closes.
+        name: the policy's.
+        number: the policy's, from 0 on.
+    """
+
+    takes_adapters = True
+
+    def __init__(self, whole: AdapterEngine, name: str, number: int) -> None:
+        self.whole, self.name, self.number = whole, name, number
+        self.dtype = whole.dtype
+        self._in_flight = 0
+
+    @property
+    def lacks_base(self) -> bool:
+        return not self.whole.has_base
+
+    @property
+    def precision(self) -> str:
+        return self.whole.precision
+
+    @property
+    def running(self) -> bool:
+        return self.whole.running
+
+    @property
+    def max_length(self) -> int:
+        return self.whole.max_length
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    @property
+    def paused(self) -> bool:
+        return self.whole.paused
+
+    def start(self, model_dir: Path) -> None:
+        self.whole.start(model_dir)
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
+        self._in_flight += 1
+        try:
+            return await self.whole.generate_as(self, token_ids, sampling, seed)
+        finally:
+            self._in_flight -= 1
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.whole.load_adapters(self, weights, version)
+
+    async def pause(self) -> None:
+        await self.whole.pause()
+
+    async def resume(self) -> None:
+        await self.whole.resume()
+
+    def sleep(self) -> None:
+        self.whole.sleep()
+
+    def close(self) -> None:
+        self.whole.close()
