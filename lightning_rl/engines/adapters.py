@@ -86,10 +86,10 @@ def require_adapters(
 
 
 class AdapterEngine(Engine):
-    """One base, and the LoRA of each policy that is served; with a single one it is merged.
+    """One base, and the LoRA of each policy that is served; with a single policy, its weights.
 
     A token costs the base's computation and a little for the adapters, whichever policy writes it.
-    ``version`` is the oldest of the policies'.
+    ``version`` is the run's, that of a token its policy's, as of :class:`PolicyEngines`.
     """
 
     has_base = False
@@ -99,32 +99,29 @@ class AdapterEngine(Engine):
         super().__init__(**settings)  # of the class beside this one
         self.policies: dict[str, AdapterView] = {}
         """What stands for each policy, if there are several."""
-        self._roles: dict[str, str] = {}
-
-    def follow_dtype(self, dtype: str) -> None:
-        super().follow_dtype(dtype)
-        for view in self.policies.values():
-            view.dtype = self.dtype
+        self._roles: Mapping[str, str] = {}
 
     def serve(self, roles: Mapping[str, str]) -> None:
         if roles == self._roles:
             return
-        names = sorted(set(roles.values()))
         if self.running:
             raise ConfigError(
-                f"{type(self).__name__} runs already, and serves {sorted(self.policies) or 'one'}; "
-                "call serve() before start()"
+                f"{type(self).__name__} runs already, and serves "
+                f"{', '.join(self.policies) or 'one policy'}; close() it first"
             )
-        self._roles = dict(roles)
+        names = sorted(set(roles.values()))
         views = {name: AdapterView(self, name, number) for number, name in enumerate(names)}
         self.policies = views if len(views) > 1 else {}
+        self._roles = dict(roles)
 
     def of_role(self, role: str) -> Engine:
         if not self.policies:
             return self
         if role not in self._roles:
             raise ConfigError(
-                f"no policy plays the role {role!r}; there are {', '.join(sorted(self._roles))}"
+                f"no policy plays role {role!r}; model.policies play "
+                f"{', '.join(sorted(self._roles))}: name it in the roles of one, or have the agent "
+                "say the role of each call"
             )
         return self.policies[self._roles[role]]
 
@@ -133,16 +130,24 @@ class AdapterEngine(Engine):
             return self
         if name not in self.policies:
             raise ConfigError(
-                f"no policy is called {name!r}; there are {', '.join(sorted(self.policies))}"
+                f"{type(self).__name__} serves no policy {name!r}, only {', '.join(self.policies)}"
             )
         return self.policies[name]
 
+    def caught_up(self, iteration: int) -> None:
+        if self.policies:
+            self.version = iteration
+
+    def follow_dtype(self, dtype: str) -> None:
+        super().follow_dtype(dtype)
+        for view in self.policies.values():
+            view.dtype = self.dtype
+
     def require_one_policy(self) -> None:
-        """Refuse what does not say for which of several policies it is."""
+        """Refuse weights that do not say of which of several policies they are."""
         if self.policies:
             raise WeightSyncError(
-                f"{type(self).__name__} serves {', '.join(sorted(self.policies))}; ask of_role() "
-                "for one to generate, of_policy() for one to push to"
+                f"{type(self).__name__} takes the weights of one policy: of_policy(name)"
             )
 
     @abstractmethod
@@ -160,31 +165,29 @@ class AdapterEngine(Engine):
     def divided(
         self, weights: Iterable[tuple[str, Tensor]]
     ) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]] | None]:
-        """Adapters of a push, and the base that it brings if none is there.
+        """Adapters of a push, and the base that it brings, if none is there.
 
         Raises:
             WeightSyncError: if it brings a second one, or none comes.
         """
         adapters, base = divide(weights)
-        if adapters and self.has_base != (base is None):
+        if adapters and self.has_base and base is not None:
             raise WeightSyncError(
-                f"{type(self).__name__} holds its base already, and all policies share it: a push "
-                "brings adapters only; close() it to give it another"
-                if self.has_base
-                else f"{type(self).__name__} has no base yet, and the push brings adapters only"
+                f"{type(self).__name__} holds a base already, which all policies share, and the "
+                "push brings another; push adapters alone, or close() it first"
+            )
+        if adapters and not self.has_base and base is None:
+            raise WeightSyncError(
+                f"{type(self).__name__} has no base yet, and the push brings adapters alone; send "
+                "their base after them (lacks_base says when)"
             )
         return adapters, base
 
     def forget_policies(self) -> None:
-        """The base is gone, or about to change: no policy holds a version."""
-        self.has_base, self.version = False, -1
+        """It holds nothing any more, neither the base nor the policies."""
+        self.has_base = False
         for view in self.policies.values():
             view.version = -1
-
-    def hold(self, policy: "AdapterView", version: int) -> None:
-        """A policy holds other weights from now on."""
-        policy.version = version
-        self.version = min(view.version for view in self.policies.values())
 
 
 class AdapterView(Engine):
@@ -206,6 +209,9 @@ class AdapterView(Engine):
     @property
     def lacks_base(self) -> bool:
         return not self.whole.has_base
+
+    def follow_head(self, fp32: bool) -> None:
+        self.whole.follow_head(fp32)
 
     @property
     def precision(self) -> str:

@@ -37,7 +37,7 @@ class _HostedVLLM(VLLMLocal):
         """One step of a push, between two steps of generation."""
         with self._exclusive:
             if step == "start_weight_update":
-                self._begin_update()
+                self._begin_update(self)
             self._llm.collective_rpc(step, kwargs=dict(arguments))
 
     def set_version(self, version: int) -> int:

@@ -18,7 +18,6 @@ from lightning_rl.engines.adapters import (
 )
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
-from lightning_rl.engines.vllm_adapter import tokens_so_far
 from lightning_rl.engines.vllm_adapters_cpu import FusedAdapters
 from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.engines.vllm_settings import EngineSettings
@@ -79,8 +78,8 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
         self._served.clear()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        self.require_one_policy()
-        return await super().generate(token_ids, sampling, seed)
+        writer = self.of_role("") if self.policies else self
+        return await self._write(writer, token_ids, sampling, seed)
 
     async def generate_as(
         self, policy: AdapterView, token_ids: Sequence[int], sampling: Sampling, seed: int
@@ -105,14 +104,11 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
 
         with self._exclusive, self._on_device():
             self._wake("weights")
-            for request_id, request in self._requests.items():
-                if request.writer is policy:
-                    request.stamp(tokens_so_far(self._llm, request_id))
-            self.version = policy.version = -1
+            self._begin_update(policy)
             adapters, base = self.divided(weights)
             require_adapters(adapters, self._shapes, self.max_lora_rank, "VLLMAdapters")
             if base is not None:
-                super().load_weights(base, version)
+                self._reload(base)
                 self.has_base = True
             number = policy.number + 1
             self._llm.collective_rpc(_set_adapter, args=(number, adapters))
@@ -121,7 +117,7 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
             name = f"{policy.name}, push {self._pushes}"
             self._served[policy] = LoRARequest(name, number, "in memory")
             _begin_again(self._llm, self._served[policy])
-            self.hold(policy, version)
+            policy.version = version
 
 
 def _rank_of_vllm(rank: int) -> int:

@@ -266,20 +266,24 @@ class VLLMLocal(VLLMEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._llm is None:
             raise EngineError("VLLMLocal is not running; call start() first")
+        with self._exclusive, self._on_device():
+            self._wake("weights")  # the cache may stay asleep: what a push needs fits in its place
+            self._begin_update(self)
+            self._reload(weights)
+            self._end_update(version)
+
+    def _begin_update(self, writer: Engine) -> None:
+        """Before a writer's weights change: it holds no version until all have arrived."""
+        for request_id, request in self._requests.items():
+            if request.writer is writer:
+                request.stamp(tokens_so_far(self._llm, request_id))
+        writer.version = -1
+
+    def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         dtype = getattr(torch, self.dtype)
         # One at a time, as vLLM takes them, which merges some and does not notice a missing part.
         stream = ((name, weight.to(dtype)) for name, weight in checked(weights, self._shapes))
-        with self._exclusive, self._on_device():
-            self._wake("weights")  # the cache may stay asleep: what a push needs fits in its place
-            self._begin_update()
-            self._llm.collective_rpc(reload_weights, args=(stream,))
-            self._end_update(version)
-
-    def _begin_update(self) -> None:
-        """Before weights change: it holds no version until all have arrived."""
-        for request_id, request in self._requests.items():
-            request.stamp(tokens_so_far(self._llm, request_id))
-        self.version = -1
+        self._llm.collective_rpc(reload_weights, args=(stream,))
 
     def _end_update(self, version: int) -> None:
         # Keys and values of old weights would poison every later prompt that shares a prefix.

@@ -206,7 +206,8 @@ class Policy(nn.Module):
         """
         if self.lora is None:
             raise ConfigError(
-                "adapters by themselves need a LoRA policy; set lora, or leave out adapters_only"
+                "adapters by themselves need a LoRA policy; set lora, or leave out adapters_only "
+                "(with VLLMAdapters, use PolicyEngines)"
             )
         self.lora.require_adapters_alone()
         return adapter_weights(self.lm)
