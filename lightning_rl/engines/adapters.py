@@ -97,8 +97,8 @@ class AdapterEngine(Engine):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)  # of the class beside this one
-        self.policies: dict[str, AdapterView] = {}
-        """What stands for each policy, if there are several."""
+        self.policies: dict[str, Engine] = {}
+        """What stands for each policy, by its name, if there are several."""
         self._roles: Mapping[str, str] = {}
 
     def serve(self, roles: Mapping[str, str]) -> None:
@@ -110,8 +110,7 @@ class AdapterEngine(Engine):
                 f"{', '.join(self.policies) or 'one policy'}; close() it first"
             )
         names = sorted(set(roles.values()))
-        views = {name: AdapterView(self, name, number) for number, name in enumerate(names)}
-        self.policies = views if len(views) > 1 else {}
+        self.policies = {name: _View(self, name) for name in names} if len(names) > 1 else {}
         self._roles = dict(roles)
 
     def of_role(self, role: str) -> Engine:
@@ -152,15 +151,15 @@ class AdapterEngine(Engine):
 
     @abstractmethod
     async def generate_as(
-        self, policy: "AdapterView", token_ids: Sequence[int], sampling: Sampling, seed: int
+        self, policy: str, token_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
-        """:meth:`generate`, by one policy."""
+        """:meth:`generate`, by the policy of this name."""
 
     @abstractmethod
     def load_adapters(
-        self, policy: "AdapterView", weights: Iterable[tuple[str, Tensor]], version: int
+        self, policy: str, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
-        """:meth:`load_weights` of one policy: its adapters, then their base unless it is there."""
+        """:meth:`load_weights` of a policy: its adapters, then their base unless it is there."""
 
     def divided(
         self, weights: Iterable[tuple[str, Tensor]]
@@ -190,19 +189,18 @@ class AdapterEngine(Engine):
             view.version = -1
 
 
-class AdapterView(Engine):
+class _View(Engine):
     """One policy of an :class:`AdapterEngine`: requests go to it, and weights, by themselves.
 
     Args:
         whole: the engine, which is what starts, pauses and closes.
         name: the policy's.
-        number: the policy's, from 0 on.
     """
 
     takes_adapters = True
 
-    def __init__(self, whole: AdapterEngine, name: str, number: int) -> None:
-        self.whole, self.name, self.number = whole, name, number
+    def __init__(self, whole: AdapterEngine, name: str) -> None:
+        self.whole, self.name = whole, name
         self.dtype = whole.dtype
         self._in_flight = 0
 
@@ -239,12 +237,12 @@ class AdapterView(Engine):
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         self._in_flight += 1
         try:
-            return await self.whole.generate_as(self, token_ids, sampling, seed)
+            return await self.whole.generate_as(self.name, token_ids, sampling, seed)
         finally:
             self._in_flight -= 1
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.whole.load_adapters(self, weights, version)
+        self.whole.load_adapters(self.name, weights, version)
 
     async def pause(self) -> None:
         await self.whole.pause()

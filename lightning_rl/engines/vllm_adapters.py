@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.adapters import (
     AdapterEngine,
-    AdapterView,
     layers_of,
     require_adapters,
 )
@@ -47,7 +46,7 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
                 "engine sleep_level=2 would lose the base that VLLMAdapters gets once; use 1"
             )
         self.max_lora_rank = max_lora_rank
-        self._served: dict[AdapterView, Any] = {}  # as vLLM's LoRARequest
+        self._served: dict[Engine, Any] = {}  # as vLLM's LoRARequest
         self._pushes = 0
 
     @property
@@ -82,12 +81,12 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
         return await self._write(writer, token_ids, sampling, seed)
 
     async def generate_as(
-        self, policy: AdapterView, token_ids: Sequence[int], sampling: Sampling, seed: int
+        self, policy: str, token_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
-        return await self._write(policy, token_ids, sampling, seed)
+        return await self._write(self.policies[policy], token_ids, sampling, seed)
 
     def _adapter_of(self, writer: Engine) -> Any:
-        return self._served[writer] if isinstance(writer, AdapterView) else None
+        return self._served.get(writer)
 
     # ---------------------------------------------------------------- weights
 
@@ -96,28 +95,29 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
         super().load_weights(weights, version)
 
     def load_adapters(
-        self, policy: AdapterView, weights: Iterable[tuple[str, Tensor]], version: int
+        self, policy: str, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
         if self._llm is None:
             raise EngineError("VLLMAdapters is not running; call start() first")
         from vllm.lora.request import LoRARequest
 
+        view = self.policies[policy]
         with self._exclusive, self._on_device():
             self._wake("weights")
-            self._begin_update(policy)
+            self._begin_update(view)
             adapters, base = self.divided(weights)
             require_adapters(adapters, self._shapes, self.max_lora_rank, "VLLMAdapters")
             if base is not None:
                 self._reload(base)
                 self.has_base = True
-            number = policy.number + 1
+            number = 1 + list(self.policies).index(policy)
             self._llm.collective_rpc(_set_adapter, args=(number, adapters))
             # Cached prefixes are known by the adapter's name: under another, old ones are not met.
             self._pushes += 1
-            name = f"{policy.name}, push {self._pushes}"
-            self._served[policy] = LoRARequest(name, number, "in memory")
-            _begin_again(self._llm, self._served[policy])
-            policy.version = version
+            name = f"{policy}, push {self._pushes}"
+            self._served[view] = LoRARequest(name, number, "in memory")
+            _begin_again(self._llm, self._served[view])
+            view.version = version
 
 
 def _rank_of_vllm(rank: int) -> int:

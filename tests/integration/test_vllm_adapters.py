@@ -153,7 +153,9 @@ def test_in_flight_tokens_keep_their_version_and_the_other_policy_goes_on(engine
         await asyncio.to_thread(trainers.push, "prover", 5)  # pauses, and resumes
         assert not any(task.done() for task in tasks)
         scheduler = engine._llm.engine_core.engine_core.scheduler
-        again = {r.lora_request.lora_int_id for r in scheduler.requests.values() if r.num_preemptions}
+        again = {
+            r.lora_request.lora_int_id for r in scheduler.requests.values() if r.num_preemptions
+        }
         assert again == {1}  # the prover's number
         return await asyncio.gather(*tasks)
 
