@@ -207,6 +207,7 @@ from lightning_rl.engines import (
     RayEngine as RayEngine,
     Sampling as Sampling,
     StructuredOutputs as StructuredOutputs,
+    TransformersAdapters as TransformersAdapters,
     TransformersEngine as TransformersEngine,
     VLLMAdapters as VLLMAdapters,
     VLLMLocal as VLLMLocal,

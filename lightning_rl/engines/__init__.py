@@ -6,6 +6,7 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.ray_engine import RayEngine
 from lightning_rl.engines.sampling import Completion, Sampling, StructuredOutputs, request_seed
 from lightning_rl.engines.transformers import TransformersEngine
+from lightning_rl.engines.transformers_adapters import TransformersAdapters
 from lightning_rl.engines.vllm_adapters import VLLMAdapters
 from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.engines.vllm_server import VLLMServer
@@ -16,6 +17,7 @@ __all__ = [
     "RayEngine",
     "Sampling",
     "StructuredOutputs",
+    "TransformersAdapters",
     "TransformersEngine",
     "VLLMAdapters",
     "VLLMLocal",

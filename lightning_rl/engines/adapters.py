@@ -39,20 +39,19 @@ def layers_of(adapters: Iterable[str]) -> list[str]:
 
 
 def require_adapters(
-    adapters: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], max_rank: int, engine: str
+    adapters: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], engine: str
 ) -> None:
     """Check the factors of a push before an engine changes anything.
 
     Args:
         adapters: factors by name.
         shapes: of the base's weights.
-        max_rank: the largest that the engine has room for.
         engine: its name.
 
     Raises:
         IncompleteWeightsError: naming a factor that is of no weight of the base, does not fit it,
             or came without its other half.
-        WeightSyncError: naming a layer whose rank is above ``max_rank``, or if there are none.
+        WeightSyncError: if there are none.
     """
     if not adapters:
         raise WeightSyncError(
@@ -71,17 +70,11 @@ def require_adapters(
             raise IncompleteWeightsError(
                 f"the push left out {layer + _ENDS[a is not None]!r}, the other half of an adapter"
             )
-        rank = len(a)
-        if (b.shape[0], a.shape[-1]) != tuple(shape) or b.shape[1] != rank:
+        if (b.shape[0], a.shape[-1]) != tuple(shape) or b.shape[1] != len(a):
             raise IncompleteWeightsError(
                 f"the push brings an adapter of {layer!r} of shapes {tuple(b.shape)} and "
                 f"{tuple(a.shape)}, {engine}'s weight is {tuple(shape)}; is its model the "
                 "trainer's?"
-            )
-        if rank > max_rank:
-            raise WeightSyncError(
-                f"the adapter of {layer!r} has rank {rank}, {engine} has room for "
-                f"max_lora_rank={max_rank}; raise that"
             )
 
 

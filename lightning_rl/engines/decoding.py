@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 
 ATTENTION = "lightning_rl_decode"
@@ -25,8 +26,12 @@ KEPT_DEAD = 0.25
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request, and what is written of it. Each token has the version that wrote it."""
+    """A request, and what is written of it. Each token has the version that wrote it.
 
+    ``writer`` is the engine, or the one of its policies, whose weights write it.
+    """
+
+    writer: Engine
     prompt: list[int]
     sampling: Sampling
     random: random.Random
@@ -35,6 +40,13 @@ class Request:
     versions: list[int] = field(default_factory=list)
     reason: str | None = None
     """Why it is over; None: it is not."""
+    cached: int = -1
+    """The version whose keys and values of it are in the cache."""
+
+    @property
+    def text(self) -> list[int]:
+        """All of its tokens."""
+        return [*self.prompt, *self.tokens]
 
     def completion(self) -> Completion:
         """What an engine answers."""
@@ -123,9 +135,9 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 class Decoder:
     """Writes rows until they are over; others may join at any step.
 
-    Equal prompts that join together are read once. If the weights change in between, call
-    ``reread``: what the old ones left in the cache is then computed anew, so that every token is
-    exactly its version's.
+    Equal prompts of a writer that join together are read once. If weights change in between, call
+    :meth:`reread`: what the old ones left in the cache is then computed anew, so that every token
+    is exactly its version's.
 
     Args:
         lm: the model; its weights may change between two calls.
@@ -137,8 +149,6 @@ class Decoder:
         if lm.config._attn_implementation == "sdpa":  # else it computes what SDPA cannot
             lm.set_attn_implementation(ATTENTION)
         self.ends = list(ends)
-        self.version = -1
-        """Of the weights, noted with each token; set before :meth:`reread`."""
         self.rows: list[Request] = []
         self._cache = DynamicCache()
         self._starts = torch.empty(0, dtype=torch.long)  # the first column of each row
@@ -153,23 +163,24 @@ class Decoder:
     def join(self, rows: Sequence[Request]) -> None:
         """Read the rows' tokens; from the next step on they are written too."""
         self._drop_dead(at_most=0.0)
-        texts: dict[tuple[int, ...], list[Request]] = defaultdict(list)
+        alike: dict[tuple[Engine, *tuple[int, ...]], list[Request]] = defaultdict(list)
         for row in rows:
-            texts[(*row.prompt, *row.tokens)].append(row)
-        ordered = sorted(texts, key=len)
+            row.cached = row.writer.version
+            alike[row.writer, *row.text].append(row)
+        ordered = sorted(alike.values(), key=lambda rows: len(rows[0].text))
         while ordered:
             count = len(ordered)
-            while count > 1 and count * len(ordered[count - 1]) > PREFILL_TOKENS:
+            while count > 1 and count * len(ordered[count - 1][0].text) > PREFILL_TOKENS:
                 count -= 1
-            self._read({text: texts[text] for text in ordered[:count]})
+            self._read(ordered[:count])
             del ordered[:count]
 
     def reread(self) -> None:
-        """Compute the cache of the live rows anew."""
-        rows, self.rows = self.live, []
-        self._cache, self._starts = DynamicCache(), self._starts[:0]
-        self._logits = self._logits[:0]
-        self.join(rows)
+        """Compute the cache anew of live rows whose writer's weights have changed."""
+        changed = [row for row in self.live if row.cached != row.writer.version]
+        if changed:
+            self._keep([p for p, row in enumerate(self.rows) if row not in changed])
+            self.join(changed)
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
@@ -182,7 +193,7 @@ class Decoder:
         for row, token, logprob in zip(live, drawn, logprobs, strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            row.versions.append(self.version)
+            row.versions.append(row.writer.version)
             if token in self.ends:
                 row.reason = "stop"
             elif len(row.tokens) == row.sampling.max_tokens:
@@ -198,21 +209,27 @@ class Decoder:
 
     # ---------------------------------------------------------------- the model
 
-    def _read(self, texts: dict[tuple[int, ...], list[Request]]) -> None:
-        width, device = max(map(len, texts)), self.lm.device
-        ids = torch.tensor([[self.ends[0]] * (width - len(text)) + [*text] for text in texts])
+    def compute(self, rows: Sequence[Request], **inputs: Any) -> Any:
+        """The model's output for a batch in which each of ``rows`` has a line."""
+        return self.lm(**inputs, use_cache=True, logits_to_keep=1)
+
+    def _read(self, alike: Sequence[list[Request]]) -> None:
+        """Read texts that one row or several have."""
+        firsts = [rows[0] for rows in alike]
+        texts, device = [row.text for row in firsts], self.lm.device
+        width = max(map(len, texts))
+        ids = torch.tensor([[self.ends[0]] * (width - len(text)) + text for text in texts])
         starts = torch.tensor([width - len(text) for text in texts])
         columns = torch.arange(width)
         mask = (columns >= starts[:, None]) if starts.any() else None
-        output = self.lm(
+        output = self.compute(
+            firsts,
             input_ids=ids.to(device),
             attention_mask=None if mask is None else mask.long().to(device),
             position_ids=(columns - starts[:, None]).clamp(min=0).to(device),
             past_key_values=DynamicCache(),
-            use_cache=True,
-            logits_to_keep=1,
         )
-        copies = [place for place, rows in enumerate(texts.values()) for _ in rows]
+        copies = [place for place, rows in enumerate(alike) for _ in rows]
         which = torch.tensor(copies, device=device)
         layers = output.past_key_values.layers
         if not self.rows:
@@ -227,7 +244,7 @@ class Decoder:
             final = max(old, width)
             self._starts = torch.cat([self._starts + final - old, starts[copies] + final - width])
             self._logits = torch.cat([self._logits, output.logits[which, -1]])
-        self.rows += [row for rows in texts.values() for row in rows]
+        self.rows += [row for rows in alike for row in rows]
 
     def _write(self) -> None:
         """Give the model each row's last token; of a row that is over, it does not matter which."""
@@ -235,21 +252,23 @@ class Decoder:
         mask = None
         if self._starts.any():
             mask = (torch.arange(width + 1) >= self._starts[:, None]).long().to(device)
-        output = self.lm(
+        output = self.compute(
+            self.rows,
             input_ids=torch.tensor([[row.tokens[-1]] for row in self.rows], device=device),
             attention_mask=mask,
             position_ids=(width - self._starts)[:, None].to(device),
             past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
         )
         self._logits = output.logits[:, -1]
 
     def _drop_dead(self, at_most: float) -> None:
         """Take rows out that are over, once they are more than this share of all."""
         places = [place for place, row in enumerate(self.rows) if row.reason is None]
-        if len(self.rows) - len(places) <= at_most * len(self.rows):
-            return
+        if len(self.rows) - len(places) > at_most * len(self.rows):
+            self._keep(places)
+
+    def _keep(self, places: Sequence[int]) -> None:
+        """Only the rows in these places, ascending."""
         self.rows = [self.rows[place] for place in places]
         self._starts, self._logits = self._starts[places], self._logits[places]
         if not places:

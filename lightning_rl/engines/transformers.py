@@ -104,7 +104,13 @@ class TransformersEngine(Engine):
         self.version = -1
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        self.require_ready()
+        return await self._write(self, token_ids, sampling, seed)
+
+    async def _write(
+        self, writer: Engine, token_ids: Sequence[int], sampling: Sampling, seed: int
+    ) -> Completion:
+        """:meth:`generate`, by the weights of ``writer``."""
+        writer.require_ready()
         for name in ("stop", "structured_outputs"):
             if value := getattr(sampling, name):
                 raise ConfigError(
@@ -112,7 +118,7 @@ class TransformersEngine(Engine):
                 )
         self.require_room(len(token_ids), sampling)
         loop = asyncio.get_running_loop()
-        request = Request(list(token_ids), sampling, random.Random(seed))
+        request = Request(writer, list(token_ids), sampling, random.Random(seed))
         future = self._waiting[request] = loop.create_future()
         if self._loop_task is None or self._loop_task.done():
             self._arrived = asyncio.Event()  # of this loop
@@ -132,8 +138,9 @@ class TransformersEngine(Engine):
                 with self._exclusive:
                     if self._lm is None:
                         raise EngineError("the engine was closed")
-                    self.require_ready()  # a push may have failed
-                    decoder = decoder or Decoder(self._lm, self._ends)
+                    for writer in {request.writer for request in (*self._writing, *self._waiting)}:
+                        writer.require_ready()  # a push may have failed
+                    decoder = decoder or self._decoder(self._lm)
                     over = self._step(decoder)
             except Exception as error:  # must reach those who wait
                 for future in [*self._writing.values(), *self._waiting.values()]:
@@ -142,6 +149,9 @@ class TransformersEngine(Engine):
                 continue
             for request in over:
                 self._writing.pop(request).set_result(request.completion())
+
+    def _decoder(self, lm: PreTrainedModel) -> Decoder:
+        return Decoder(lm, self._ends)
 
     def _step(self, decoder: Decoder) -> list[Request]:
         """One token for each request, those that join now included; returns those that are over."""
@@ -155,9 +165,7 @@ class TransformersEngine(Engine):
             if not future.done():
                 self._writing[request] = future
                 joining.append(request)
-        if decoder.version != self.version:
-            decoder.version = self.version
-            decoder.reread()
+        decoder.reread()
         if joining:
             decoder.join(joining)
         return decoder.step() if self._writing else []
@@ -175,10 +183,13 @@ class TransformersEngine(Engine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._lm is None:
             raise EngineError("TransformersEngine is not running; call start() first")
-        held = self._lm.state_dict()
-        shapes = {name: weight.shape for name, weight in held.items()}
         with self._exclusive:
             self.version = -1
-            for name, weight in checked(weights, shapes):  # one at a time, so no copy of all
-                held[name].copy_(weight)
+            self._take(self._lm, weights)
             self.version = version
+
+    def _take(self, lm: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+        held = lm.state_dict()
+        shapes = {name: weight.shape for name, weight in held.items()}
+        for name, weight in checked(weights, shapes):  # one at a time, so no copy of all
+            held[name].copy_(weight)

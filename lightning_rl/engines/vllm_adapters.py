@@ -106,7 +106,8 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
             self._wake("weights")
             self._begin_update(view)
             adapters, base = self.divided(weights)
-            require_adapters(adapters, self._shapes, self.max_lora_rank, "VLLMAdapters")
+            require_adapters(adapters, self._shapes, "VLLMAdapters")
+            self._require_room_for(adapters)
             if base is not None:
                 self._reload(base)
                 self.has_base = True
@@ -118,6 +119,15 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
             self._served[view] = LoRARequest(name, number, "in memory")
             _begin_again(self._llm, self._served[view])
             view.version = version
+
+    def _require_room_for(self, adapters: Mapping[str, Tensor]) -> None:
+        for layer in layers_of(adapters):
+            rank = len(adapters[f"{layer}.lora_A"])
+            if rank > self.max_lora_rank:
+                raise WeightSyncError(
+                    f"the adapter of {layer!r} has rank {rank}, VLLMAdapters has room for "
+                    f"max_lora_rank={self.max_lora_rank}; raise that"
+                )
 
 
 def _rank_of_vllm(rank: int) -> int:

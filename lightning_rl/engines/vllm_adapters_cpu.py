@@ -11,10 +11,10 @@ class FusedAdapters:
     """Takes over the linear layers of one of vLLM's punica wrappers.
 
     vLLM's own way on CPUs copies both factors for every token: at rank 16 a small model writes 4
-    times slower with it than without adapters. Here the factors of all N adapters and of all P
-    parts of a layer (q, k and v; gate and up) stand in two matrices, A (K, in) and B (K, out) with
-    K = P N rank, and a layer's output is ``y + ((x A^T) * mask) B``: the mask (T, K) leaves to each
-    of T tokens the columns of its own adapter.
+    times slower with it than without adapters. Here the factors A of all N adapters, and of all P
+    parts of a layer (q, k and v; gate and up), stand in one matrix (P N rank, in), and those of B
+    in one per part (N rank, out): a part of the output is ``y + ((x A^T) * mask) B``. The mask (T,
+    N rank), the same for all parts, leaves to each of T tokens the columns of its own adapter.
 
     Args:
         wrapper: what the layers call.
@@ -25,37 +25,35 @@ class FusedAdapters:
         self._wrapper = wrapper
         self._update = wrapper.update_metadata
         self._matrices = dict(self._fused(layer) for layer in layers)
-        self._masks: dict[int, Tensor] = {}
+        self._mask: Tensor | None = None
         wrapper.update_metadata, wrapper.add_lora_linear = self.update, self.add
 
-    def _fused(self, layer: Any) -> tuple[int, tuple[Tensor, Tensor]]:
-        """Let vLLM write a layer's factors into the two matrices; by the key they are found by."""
-        a, b = layer.lora_a_stacked, layer.lora_b_stacked
-        parts, (slots, _, self._rank, width) = len(a), a[0].shape
-        widths = [part.shape[2] for part in b]
-        all_a = a[0].new_zeros(parts, slots, 1, self._rank, width)
-        all_b = b[0].new_zeros(parts, slots, self._rank, sum(widths))
-        layer.lora_a_stacked = all_a.unbind()
-        layer.lora_b_stacked = tuple(
-            # As vLLM has it: (slots, 1, out, rank).
-            own.narrow(-1, sum(widths[:part]), widths[part]).transpose(1, 2)[:, None]
-            for part, own in enumerate(all_b)
+    def _fused(self, layer: Any) -> tuple[int, tuple[Tensor, list[Tensor]]]:
+        """Let vLLM write a layer's factors into our matrices; by the key they are found by."""
+        parts, (slots, _, self._rank, width) = (
+            len(layer.lora_a_stacked),
+            layer.lora_a_stacked[0].shape,
         )
-        return id(layer.lora_a_stacked), (all_a.flatten(0, 3), all_b.flatten(0, 2))
+        a = layer.lora_a_stacked[0].new_zeros(parts, slots, 1, self._rank, width)
+        b = [old.new_zeros(slots, self._rank, old.shape[2]) for old in layer.lora_b_stacked]
+        # As vLLM has them: (slots, 1, rank, in) and (slots, 1, out, rank).
+        layer.lora_a_stacked = a.unbind()
+        layer.lora_b_stacked = tuple(part.transpose(1, 2)[:, None] for part in b)
+        matrices = a.flatten(0, 3), [part.flatten(0, 1) for part in b]
+        return id(layer.lora_a_stacked), matrices
 
     def update(self, *arguments: Any, **options: Any) -> None:
         """Other tokens come, or adapters have changed their places."""
-        self._masks.clear()
+        self._mask = None
         self._update(*arguments, **options)
 
     def add(self, y: Tensor, x: Tensor, lora_a_stacked: Any, *_: Any, **options: Any) -> None:
         """Add to a layer's output y (T, out) what its adapters make of its input x (T, in)."""
-        a, b = self._matrices[id(lora_a_stacked)]
-        y.addmm_(F.linear(x, a).mul_(self._mask(len(lora_a_stacked), len(a), x)), b)
-
-    def _mask(self, parts: int, columns: int, x: Tensor) -> Tensor:
-        if parts not in self._masks:
-            owners = torch.arange(columns // parts // self._rank).repeat_interleave(self._rank)
-            own = self._wrapper.token_lora_indices[:, None] == owners.repeat(parts)
-            self._masks[parts] = own.to(x.dtype)
-        return self._masks[parts]
+        a, parts = self._matrices[id(lora_a_stacked)]
+        if self._mask is None:
+            owners = torch.arange(len(parts[0]) // self._rank).repeat_interleave(self._rank)
+            self._mask = (self._wrapper.token_lora_indices[:, None] == owners).to(x.dtype)
+        inner = F.linear(x, a).chunk(len(parts), dim=-1)
+        outputs = y.split([part.shape[1] for part in parts], dim=-1)
+        for output, part, chosen in zip(outputs, parts, inner, strict=True):
+            output.addmm_(chosen * self._mask, part)

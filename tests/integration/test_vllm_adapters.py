@@ -228,6 +228,10 @@ def test_adapters_that_do_not_fit_are_named_and_the_others_go_on(engine, trainer
         engine.load_weights(good.items(), 4)
     with pytest.raises(ConfigError, match=r"no policy plays role 'third'"):
         asked(engine, "third")
+    large = VLLMAdapters(max_lora_rank=600)
+    large.serve(ROLES)
+    with pytest.raises(ConfigError, match=r"max_lora_rank=600 must be <= 512"):
+        _ = large.settings
 
 
 def test_a_model_whose_ends_vllm_could_adapt_too(tmp_path):
