@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.adapters import (
-    AdapterEngine,
-    layers_of,
-    require_adapters,
-)
+from lightning_rl.engines.adapters import AdapterEngine, layers_of, require_adapters
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_adapters_cpu import FusedAdapters
