@@ -135,6 +135,14 @@ class AdapterEngine(Engine):
         for view in self.policies.values():
             view.dtype = self.dtype
 
+    def require_one_base(self, model_dir: Path) -> None:
+        """Refuse policies that start from other weights: these have a folder of their name."""
+        if own := [name for name in self.policies if (model_dir / name).is_dir()]:
+            raise ConfigError(
+                f"{type(self).__name__} holds one base, and policy {own[0]!r} starts from a model "
+                "of its own; leave out its model, or use PolicyEngines"
+            )
+
     def require_one_policy(self) -> None:
         """Refuse weights that do not say of which of several policies they are."""
         if self.policies:

@@ -1,6 +1,7 @@
 """Plain transformers with one base and a LoRA for each of several policies."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ class TransformersAdapters(AdapterEngine, TransformersEngine):
     def __init__(self, **shared: Any) -> None:
         super().__init__(**shared)
         self._adapters = _Adapters()
+
+    def start(self, model_dir: Path) -> None:
+        self.require_one_base(model_dir)
+        super().start(model_dir)
 
     def close(self) -> None:
         super().close()

@@ -62,6 +62,7 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
     def start(self, model_dir: Path) -> None:
         if self.running:
             return
+        self.require_one_base(model_dir)
         super().start(model_dir)
         eager = self._llm.vllm_config.model_config.enforce_eager
         if self.policies and eager and not torch.cuda.is_available():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_rl import WeightSync
 from lightning_rl.engines import Sampling, TransformersAdapters, TransformersEngine, VLLMAdapters
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError, WeightSyncError
 from lightning_rl.models.lora import LoRA
@@ -21,6 +22,8 @@ from tests.engine_checks import (
     train_adapters,
     true_logprobs,
 )
+from tests.small_run import trainer_of
+from tests.two_roles import roles_data, roles_module
 
 ROLES = {"first": "prover", "second": "prover", "judge": "verifier"}
 SAMPLING = Sampling(max_tokens=12, min_tokens=12)
@@ -200,6 +203,14 @@ def test_a_policy_without_lora_is_refused(tiny_model, engine):
         push(transport, engine.of_policy("prover"), Policy(str(tiny_model)), 0)
 
 
+def test_a_policy_with_a_model_of_its_own_is_refused(tmp_path):
+    (tmp_path / "verifier").mkdir()
+    engine = TransformersAdapters(device="cpu")
+    engine.serve(ROLES)
+    with pytest.raises(ConfigError, match=r"policy 'verifier' starts from a model of its own; lea"):
+        engine.start(tmp_path)
+
+
 def test_views_follow_the_engine(skeleton):
     engine = TransformersAdapters(device="cpu")
     engine.serve(ROLES)
@@ -212,6 +223,19 @@ def test_views_follow_the_engine(skeleton):
     assert (engine.version, view.version) == (4, -1)
     engine.close()
     assert (engine.version, view.running) == (-1, False)
+
+
+def test_a_run_is_the_same_as_with_an_engine_for_each(tiny_model, tmp_path):
+    found = []
+    for options in ({}, {"engine": TransformersAdapters(device="cpu")}):
+        torch.manual_seed(0)  # of the adapters' first weights
+        trainer = trainer_of(tmp_path, [WeightSync()])
+        trainer.fit(roles_module(tiny_model), roles_data(iterations_per_epoch=2, **options))
+        metrics = trainer.callback_metrics
+        names = ("reward/mean", "policy/first/loss", "policy/second/entropy")
+        found.append([float(metrics[name]) for name in names])
+        assert metrics["sync/second/version"] == 2
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_what_vllm_could_not_serve_is_refused():
