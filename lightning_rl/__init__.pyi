@@ -351,10 +351,23 @@ from lightning_rl.offline.solo import (
     SoloModule as SoloModule,
 )
 from lightning_rl.protocols.base import Protocol as Protocol
+from lightning_rl.protocols.conversation import (
+    Conversation as Conversation,
+    Turn as Turn,
+)
+from lightning_rl.protocols.scenario import (
+    Reading as Reading,
+    Scenario as Scenario,
+    Seat as Seat,
+)
 from lightning_rl.protocols.single_prover import (
     Adp as Adp,
     Nip as Nip,
     SoloVerifier as SoloVerifier,
+)
+from lightning_rl.protocols.text_scenario import (
+    Instructions as Instructions,
+    TextScenario as TextScenario,
 )
 from lightning_rl.rewards.base import Rewards as Rewards
 from lightning_rl.rewards.calling import (

@@ -5,6 +5,7 @@ import torch
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.protocols.base import ACCEPT, GO_ON, REJECT, Protocol
+from lightning_rl.protocols.chance import drawn
 from lightning_rl.protocols.single_prover import Adp, Nip, SoloVerifier
 
 
@@ -108,3 +109,22 @@ def test_what_cannot_be_is_refused():
         Nip(4, min_message_rounds=4, verifier_first=True)
     with pytest.raises(ConfigError, match="turn_reward=nan"):
         Nip(turn_reward=float("nan"))
+
+
+# ---------------------------------------------------------------- chance
+
+
+def test_what_is_drawn_is_splitmix64():
+    # The generator's published first numbers for seeds 0 and 1234567, without their highest bits.
+    numbers = {0: 0xE220A8397B1DCDAF, 1234567: 6457827717110365317}
+    for seed, number in numbers.items():
+        for count in (2, 3, 10, 2**62):
+            assert int(drawn(seed, count)) == number % 2**63 % count
+
+
+def test_numbers_and_tensors_draw_alike_and_evenly():
+    seeds = torch.arange(-500, 2500).reshape(2, 1500)
+    found = drawn(seeds, 3)
+    assert found.tolist() == [[int(drawn(seed, 3)) for seed in row] for row in seeds.tolist()]
+    assert found.flatten().bincount().tolist() == pytest.approx([1000] * 3, abs=80)
+    assert int(drawn(2**63 - 1, 7)) in range(7)
