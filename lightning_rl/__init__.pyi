@@ -351,6 +351,7 @@ from lightning_rl.offline.solo import (
     SoloModule as SoloModule,
 )
 from lightning_rl.protocols.base import Protocol as Protocol
+from lightning_rl.protocols.chance import drawn as drawn
 from lightning_rl.protocols.conversation import (
     Conversation as Conversation,
     Turn as Turn,
@@ -369,6 +370,12 @@ from lightning_rl.protocols.text_scenario import (
     Instructions as Instructions,
     TextScenario as TextScenario,
 )
+from lightning_rl.protocols.two_provers import (
+    Debate as Debate,
+    MerlinArthur as MerlinArthur,
+    Mnip as Mnip,
+)
+from lightning_rl.protocols.zero_knowledge import ZeroKnowledge as ZeroKnowledge
 from lightning_rl.rewards.base import Rewards as Rewards
 from lightning_rl.rewards.calling import (
     RewardFailure as RewardFailure,

@@ -144,7 +144,7 @@ def _fits_branch(value: Any, branch: Any) -> bool:
     if inspect.isclass(origin) and issubclass(origin, Iterable):
         if not isinstance(value, origin) or isinstance(value, str):
             return False
-        if issubclass(origin, Mapping) and len(arguments) == 2:
+        if isinstance(value, Mapping) and len(arguments) == 2:
             return all(_fits(item, arguments[1]) for item in value.values())
         # Only what can be gone through twice is looked into.
         inside = value if isinstance(value, list | tuple) and len(arguments) == 1 else ()

@@ -41,8 +41,10 @@ class Protocol(ABC):
     message_channel_names: Sequence[str] = ("main",)
     agent_channel_visibility: Sequence[tuple[str, str]]
     """Pairs of an agent and a channel that it sees."""
-    stances: Mapping[str, int] = {}
-    """What provers argue for, and are paid for; those that are not named: to accept."""
+    rejecting: Sequence[str] = ()
+    """Provers that argue for rejecting, and are paid for it; the others for accepting."""
+    needs_logits = False
+    """Whether rewards hang on the agents' logits, not only on what they say."""
 
     def __init__(
         self,
@@ -140,4 +142,4 @@ class Protocol(ABC):
     def stance(self, prover: str, seed: Rounds = 0) -> Tensor:
         """The decision that a prover argues for, (*B,): 0 to reject, 1 to accept."""
         turned = drawn(seed, 2) if self.random_stances else torch.zeros_like(torch.as_tensor(seed))
-        return self.stances.get(prover, ACCEPT) ^ turned
+        return (REJECT if prover in self.rejecting else ACCEPT) ^ turned

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from lightning_rl.errors import ConfigError
 from lightning_rl.protocols.base import GO_ON, VERIFIER, Protocol
 from lightning_rl.protocols.scenario import Reading, Scenario, Seat
 from lightning_rl.protocols.schedule import Schedule
@@ -64,7 +65,15 @@ class Conversation:
             scenario: what the agents are told, and how they are read.
             columns: the row of data that it is about.
             seed: of all that chance decides.
+
+        Raises:
+            ConfigError: if the protocol pays for logits, which words have not.
         """
+        if protocol.needs_logits:
+            raise ConfigError(
+                f"{type(protocol).__name__} pays for agents' logits, which agents in words have "
+                "not; take the protocol that it is made of, or TensorDict agents"
+            )
         rewards = dict.fromkeys(protocol.agent_names, 0.0)
         schedule = Schedule.of(protocol, seed)
         return cls(protocol, scenario, columns, seed, schedule, rewards)._going_on()
