@@ -356,6 +356,7 @@ from lightning_rl.protocols.conversation import (
     Conversation as Conversation,
     Turn as Turn,
 )
+from lightning_rl.protocols.metrics import protocol_metrics as protocol_metrics
 from lightning_rl.protocols.scenario import (
     Reading as Reading,
     Scenario as Scenario,
@@ -419,6 +420,7 @@ from lightning_rl.serving.program_agent import (
     ProgramAgent as ProgramAgent,
     ScriptAgent as ScriptAgent,
 )
+from lightning_rl.serving.protocol_agent import ProtocolAgent as ProtocolAgent
 from lightning_rl.serving.server import AgentServer as AgentServer
 from lightning_rl.serving.session import Session as Session
 from lightning_rl.serving.verifiers.agent import VerifiersAgent as VerifiersAgent

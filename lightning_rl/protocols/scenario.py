@@ -61,6 +61,9 @@ class Scenario(ABC):
         self.forced_guess = forced_guess
         self.shuffle_channels = shuffle_channels
 
+    classes: Sequence[str] = ("reject", "accept")
+    """What rows are called of which rejecting, and accepting, is right."""
+
     @abstractmethod
     def label(self, columns: Mapping[str, Any]) -> int:
         """Whether accepting is right of a row: 1, else 0."""

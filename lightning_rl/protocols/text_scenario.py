@@ -83,6 +83,7 @@ class TextScenario(Scenario):
         self.prompts = prompts
         self.label_column = label
         self.words = {REJECT: reject, ACCEPT: accept}
+        self.classes = (reject, accept)
         self.guess = guess
         self.message = message
 

@@ -1,5 +1,7 @@
 """Debate, MerlinArthur and Mnip: protocols with two provers."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ class Debate(Protocol):
     agent_names = (FIRST, SECOND, VERIFIER)
     message_channel_names = _CHANNELS
     agent_channel_visibility = tuple((a, c) for a in (FIRST, SECOND, VERIFIER) for c in _CHANNELS)
-    rejecting = (FIRST,)
+    rejecting: Sequence[str] = (FIRST,)
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class MerlinArthur(Protocol):
 
     agent_names = (FIRST, SECOND, VERIFIER)
     agent_channel_visibility = tuple((name, "main") for name in (FIRST, SECOND, VERIFIER))
-    rejecting = (FIRST,)
+    rejecting: Sequence[str] = (FIRST,)
 
     def __init__(
         self, turn_reward: float = 0.0, shared_reward: bool = False, random_stances: bool = False
