@@ -113,6 +113,12 @@ class TextScenario(Scenario):
         told = self._instructions(seat).turn
         return self._filled(told, seat, round=seat.round + 1, rounds=seat.rounds)
 
+    def fields(self, seat: Seat) -> dict[str, Any]:
+        """What prompts may name; override it to add what is worked out from the row."""
+        words = {"accept": self.words[ACCEPT], "reject": self.words[REJECT]}
+        fields = {**seat.columns, **words, "agent": seat.agent}
+        return fields | ({} if seat.stance == GO_ON else {"stance": self.words[seat.stance]})
+
     def heard(self, seat: Seat, speaker: str, channel: str, text: str) -> str:
         return self.message.format(speaker=speaker, channel=channel, text=text)
 
@@ -147,10 +153,7 @@ class TextScenario(Scenario):
         return self.prompts[seat.agent]
 
     def _filled(self, template: str, seat: Seat, **places: Any) -> str:
-        words = {"accept": self.words[ACCEPT], "reject": self.words[REJECT]}
-        fields = {**seat.columns, **words, "agent": seat.agent, **places}
-        if seat.stance != GO_ON:
-            fields["stance"] = self.words[seat.stance]
+        fields = {**self.fields(seat), **places}
         try:
             return template.format_map(fields)
         except (KeyError, IndexError, ValueError, AttributeError) as error:
