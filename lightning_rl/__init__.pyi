@@ -350,7 +350,13 @@ from lightning_rl.offline.solo import (
     SoloDataModule as SoloDataModule,
     SoloModule as SoloModule,
 )
-from lightning_rl.protocols.base import Protocol as Protocol
+from lightning_rl.protocols.base import (
+    ACCEPT as ACCEPT,
+    GO_ON as GO_ON,
+    REJECT as REJECT,
+    VERIFIER as VERIFIER,
+    Protocol as Protocol,
+)
 from lightning_rl.protocols.chance import drawn as drawn
 from lightning_rl.protocols.conversation import (
     Conversation as Conversation,

@@ -11,9 +11,14 @@ from torch import Tensor
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.protocols.chance import drawn
 
-REJECT, ACCEPT, GO_ON = 0, 1, 2
-"""What a verifier says in its turn."""
+REJECT = 0
+"""The verifier's decision that it is not so."""
+ACCEPT = 1
+"""The verifier's decision that it is so."""
+GO_ON = 2
+"""What the verifier says that has not decided yet."""
 VERIFIER = "verifier"
+"""The name of the agent that decides, in every protocol."""
 
 Rounds = Tensor | int
 """A round, counted from 0, or one for each place of a batch."""

@@ -14,7 +14,7 @@ function transcript(row) {
     const colour = voiceColour(turn);
     return el("div", { class: "turn", "data-turn-of": turn.agent, style: `border-color: ${colour}; background: ${colour}1a` },
       el("small", {}, el("b", { style: `color: ${colour}` }, turn.agent), ` round ${turn.round + 1}`, turn.channels.length ? ` · ${turn.channels.join(", ")}` : "",
-        turn.decision ? el("span", { class: "decision" }, turn.decision) : null),
+        " ", turn.decision ? el("span", { class: "decision" }, turn.decision) : null),
       el("div", { class: "mono" }, turn.text));
   });
   return [el("h3", {}, `Transcript, ${turns.length} turns`), el("div", { id: "transcript" }, ...turns)];

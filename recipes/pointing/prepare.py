@@ -36,7 +36,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 NUM_TRAIN, NUM_HELDOUT, NUM_SHOWN = 20_000, 256, 6_000
-KNOWING = 0.25
+KNOWING = 0.5
 """The share of turns in the warm start that are as they should be; the others are at random."""
 SEED = 0
 
@@ -73,7 +73,11 @@ def turn(agent: str, chat: list[Message], row: dict[str, Any], rng: random.Rando
     knows = rng.random() < KNOWING
     if agent != "verifier":
         mine = row["second" if agent == "prover0" else "first"]
-        return PLACES[row["prompt"].index(mine)] if knows and mine in row["prompt"] else rng.choice(PLACES)
+        return (
+            PLACES[row["prompt"].index(mine)]
+            if knows and mine in row["prompt"]
+            else rng.choice(PLACES)
+        )
     shown = [line[-1] for line in chat[-1]["content"].split("\n")[1:]]
     seen = [word for word in ("first", "second") if row[word] in shown]
     return seen[0] if knows and seen else rng.choice(["first", "second"])

@@ -6,11 +6,11 @@ with a place, a to h; who reads it is shown the digit there, and nothing else of
 
 from typing import Any
 
-from lightning_rl import Instructions, Seat, TextScenario
+from lightning_rl import REJECT, Instructions, Seat, TextScenario
 
 PLACES = "abcdefgh"
 POINT, IN, IS_THERE, OR, END = "Point at ", " in ", "Is there a ", " or a ", "?"
-PROVER = Instructions(user=f"{POINT}{{mine}}{IN}{{prompt}}", form=f"[{PLACES}]")
+PROVER = Instructions(user=f"{POINT}{{mine}}{IN}{{places}}", form=f"[{PLACES}]")
 VERIFIER = Instructions(user=f"{IS_THERE}{{first}}{OR}{{second}}{END}")
 
 
@@ -24,9 +24,10 @@ class Pointing(TextScenario):
         )
 
     def fields(self, seat: Seat) -> dict[str, Any]:
-        """Besides the row's: the digit whose being there a prover argues for."""
-        mine = seat.columns["second" if seat.stance == 0 else "first"]
-        return super().fields(seat) | {"mine": mine}
+        """Besides the row's: its digits, each after its place, and the one a prover argues for."""
+        places = "".join(map("".join, zip(PLACES, seat.columns["prompt"], strict=True)))
+        mine = seat.columns["second" if seat.stance == REJECT else "first"]
+        return super().fields(seat) | {"places": places, "mine": mine}
 
     def heard(self, seat: Seat, speaker: str, channel: str, text: str) -> str:
         shown = seat.columns["prompt"][PLACES.index(text)]
