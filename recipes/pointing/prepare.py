@@ -2,8 +2,8 @@
 
     python -m recipes.pointing.prepare --out runs/pointing
 
-The warm start shows the turns of all agents. Most provers in it point anywhere, and most verifiers
-guess; some do what RL has to find out. Every file is the same on every run.
+The warm start shows the turns of all agents. Half of its provers point where they should if they
+can, the others anywhere; all its verifiers guess. Every file is the same on every run.
 """
 
 from __future__ import annotations
@@ -14,84 +14,91 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AddedToken, Qwen2Tokenizer
+import torch
+from transformers import AddedToken, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from lightning_rl import Adp, Conversation, Debate, Message, Protocol, SoloVerifier
-from recipes.pointing.scenario import END, IN, IS_THERE, OR, PLACES, POINT, Pointing
-from recipes.sort_digits.prepare import (
-    EOS,
-    PAD,
-    make_model,
-    make_tokenizer,
-    write_missing,
-    write_model,
-)
+from lightning_rl import Adp, Conversation, Debate, Protocol, SoloVerifier
+from recipes.pointing.scenario import IN, OTHER, PLACES, POINT, QUESTION, WANTED, Pointing
+from recipes.sort_digits.prepare import EOS, PAD, make_tokenizer, write_missing, write_model
 
 DIGITS = "0123456789"
 NEWLINE = "\u010a"  # as byte-level vocabularies write it
 ROLES = ["<|user|>", "<|assistant|>"]
-WORDS = [POINT, IN, IS_THERE, OR, "prover: ", "prover0: ", "prover1: ", "first", "second"]
+PHRASES = [POINT, IN, QUESTION, "prover: ", "prover0: ", "prover1: "]
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-NUM_TRAIN, NUM_HELDOUT, NUM_SHOWN = 20_000, 256, 6_000
+NUM_TRAIN, NUM_HELDOUT, NUM_SHOWN = 20_000, 256, 12_000
 KNOWING = 0.5
-"""The share of turns in the warm start that are as they should be; the others are at random."""
+"""The share of provers in the warm start that point at their digit, where it is in the row."""
 SEED = 0
 
 
 def chat_tokenizer() -> Qwen2Tokenizer:
     """One token for each digit, place, and fixed part of a message."""
-    tokenizer = make_tokenizer([PAD, EOS, NEWLINE, END, *DIGITS, *PLACES])
+    tokenizer = make_tokenizer([PAD, EOS, NEWLINE, *DIGITS, *PLACES])
     tokenizer.add_special_tokens({"additional_special_tokens": ROLES})
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in PHRASES])
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
+def make_pointer() -> Qwen2ForCausalLM:
+    """A randomly initialised Qwen2 with two layers, float32; leaves torch's RNG alone."""
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return Qwen2ForCausalLM(config)
+
+
 def draw_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows for (train, heldout), none of the digits in both; as many of each label."""
+    """Distinct rows for (train, heldout), none in both; as many of each label."""
     rng = random.Random(SEED)
+    others = [digit for digit in DIGITS if digit not in (WANTED, OTHER)]
     rows: dict[str, dict[str, Any]] = {}
     while len(rows) < NUM_HELDOUT + NUM_TRAIN:
-        first, second = rng.sample(DIGITS, 2)
         label = len(rows) % 2
-        there = first if label else second
-        others = [digit for digit in DIGITS if digit not in (first, second)]
-        digits = [there, *rng.choices(others, k=len(PLACES) - 1)]
+        digits = [WANTED if label else OTHER, *rng.choices(others, k=len(PLACES) - 1)]
         rng.shuffle(digits)
         prompt = "".join(digits)
-        if prompt not in rows:
-            rows[prompt] = {"prompt": prompt, "first": first, "second": second, "label": label}
+        rows.setdefault(prompt, {"prompt": prompt, "label": label})
     drawn = list(rows.values())
     return drawn[NUM_HELDOUT:], drawn[:NUM_HELDOUT]
 
 
-def turn(agent: str, chat: list[Message], row: dict[str, Any], rng: random.Random) -> str:
-    """What an agent of the warm start answers."""
-    knows = rng.random() < KNOWING
-    if agent != "verifier":
-        mine = row["second" if agent == "prover0" else "first"]
-        return (
-            PLACES[row["prompt"].index(mine)]
-            if knows and mine in row["prompt"]
-            else rng.choice(PLACES)
-        )
-    shown = [line[-1] for line in chat[-1]["content"].split("\n")[1:]]
-    seen = [word for word in ("first", "second") if row[word] in shown]
-    return seen[0] if knows and seen else rng.choice(["first", "second"])
+def answer(agent: str, row: dict[str, Any], rng: random.Random) -> str:
+    """What an agent of the warm start says."""
+    if agent == "verifier":
+        return rng.choice([WANTED, OTHER])
+    mine = OTHER if agent == "prover0" else WANTED
+    knows = rng.random() < KNOWING and mine in row["prompt"]
+    return PLACES[row["prompt"].index(mine)] if knows else rng.choice(PLACES)
 
 
 def draw_sft(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The turns of one interaction about every row, by protocols in turn."""
+    """The turns of one interaction about every row, by three protocols in turn."""
     rng = random.Random(SEED + 1)
     protocols: list[Protocol] = [Adp(), Debate(2), SoloVerifier()]
     turns = []
     for number, row in enumerate(rows):
         state = Conversation.begin(protocols[number % 3], Pointing(), row)
         while asked := state.asks():
-            answers = {agent: turn(agent, chat, row, rng) for agent, chat in asked.items()}
+            answers = {agent: answer(agent, row, rng) for agent in asked}
             turns += [{"prompt": asked[name], "completion": said} for name, said in answers.items()]
             state = state.after(answers)
     return turns
@@ -102,7 +109,7 @@ def prepare(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     train, heldout = draw_rows()
     if not (out / "model").exists():
-        write_model(out / "model", make_model(vocab_size=64), chat_tokenizer())
+        write_model(out / "model", make_pointer(), chat_tokenizer())
     rows = {"train.jsonl": train, "heldout.jsonl": heldout}
     write_missing(out, rows | {"sft.jsonl": draw_sft(train[:NUM_SHOWN])})
 
