@@ -140,7 +140,7 @@ class Conversation:
         return [t for t in self.turns if t.round == self.round and t.agent == agent]
 
     def _must_guess(self, turn: Turn) -> bool:
-        late = turn.round == self.schedule.last and not turn.guess
+        late = self.schedule.is_last(turn.round) and not turn.guess
         return self.scenario.forced_guess and late and turn.decision == GO_ON
 
     def _read(self, agent: str, answer: str, tries: int) -> Turn | None:
@@ -165,7 +165,7 @@ class Conversation:
         decision = next((t.decision for t in reversed(self._turns_of(VERIFIER))), None)
         decisions = {VERIFIER: GO_ON if decision is None else decision}
         done, paid = self.protocol.step(decisions, self.round, self.label, self.seed)
-        counts = bool(self.protocol.can_decide(self.round, self.seed)) and decision != GO_ON
+        counts = self.round in self.schedule.deciding and decision != GO_ON
         return replace(
             self,
             round=self.round + 1,
@@ -182,7 +182,7 @@ class Conversation:
             round,
             self.protocol.max_message_rounds,
             self.schedule.channels[agent][round],
-            agent == VERIFIER and round == self.schedule.last,
+            agent == VERIFIER and self.schedule.is_last(round),
             guess,
         )
 

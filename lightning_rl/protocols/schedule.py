@@ -11,13 +11,13 @@ from lightning_rl.protocols.base import GO_ON, VERIFIER, Protocol
 class Schedule:
     """Who speaks where in each round of one interaction, and what each agent argues for.
 
-    ``channels[agent][round]`` are those that an agent speaks on, ``last`` is the last round in
-    which a decision counts (-1: there is none), ``stances`` are 2 for the verifier.
+    ``channels[agent][round]`` are those that an agent speaks on, ``stances`` are 2 for the
+    verifier, ``deciding`` are the rounds in which a decision counts.
     """
 
     channels: dict[str, list[list[str]]]
     stances: dict[str, int]
-    last: int
+    deciding: list[int]
 
     @classmethod
     def of(cls, protocol: Protocol, seed: int) -> "Schedule":
@@ -34,7 +34,11 @@ class Schedule:
         }
         stances = {name: int(protocol.stance(name, seed)) for name in protocol.prover_names}
         deciding = protocol.can_decide(rounds, seed).nonzero().flatten().tolist()
-        return cls(channels, stances | {VERIFIER: GO_ON}, max(deciding, default=-1))
+        return cls(channels, stances | {VERIFIER: GO_ON}, deciding)
+
+    def is_last(self, round: int) -> bool:
+        """Tell whether a decision counts, and none will in a later round."""
+        return self.deciding[-1:] == [round]
 
     def speakers(self, round: int) -> list[str]:
         """Agents whose turn it is, in the protocol's order."""

@@ -94,9 +94,10 @@ def draw_sft(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The turns of one interaction about every row, by three protocols in turn."""
     rng = random.Random(SEED + 1)
     protocols: list[Protocol] = [Adp(), Debate(2), SoloVerifier()]
+    scenario = Pointing()
     turns = []
     for number, row in enumerate(rows):
-        state = Conversation.begin(protocols[number % 3], Pointing(), row)
+        state = Conversation.begin(protocols[number % 3], scenario, row)
         while asked := state.asks():
             answers = {agent: answer(agent, row, rng) for agent in asked}
             turns += [{"prompt": asked[name], "completion": said} for name, said in answers.items()]
