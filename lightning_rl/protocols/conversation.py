@@ -67,13 +67,15 @@ class Conversation:
             seed: of all that chance decides.
 
         Raises:
-            ConfigError: if the protocol pays for logits, which words have not.
+            ConfigError: if the protocol pays for logits, which words have not, or the scenario has
+                nothing to tell one of its agents.
         """
         if protocol.needs_logits:
             raise ConfigError(
                 f"{type(protocol).__name__} pays for agents' logits, which agents in words have "
                 "not; take the protocol that it is made of, or TensorDict agents"
             )
+        scenario.check(protocol.agent_names)
         rewards = dict.fromkeys(protocol.agent_names, 0.0)
         schedule = Schedule.of(protocol, seed)
         return cls(protocol, scenario, columns, seed, schedule, rewards)._going_on()

@@ -16,8 +16,8 @@ def protocol_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     accepted. ``decision_entropy`` is that of accepting, rejecting and neither over all rollouts, in
     nats: 0 if the verifier always does the same. ``undecided_share`` and ``guess_share`` are of
     rollouts, ``retry_share`` and ``cut_share`` of calls: those that could not be read and were made
-    again, and those that ``max_tokens`` cut. Rollouts without a label, because they failed, are
-    left out; {} if all are.
+    again, and those that ``max_tokens`` cut. Rollouts that failed, or whose time was over, are left
+    out; {} if all are.
     """
     judged = [r for r in rollouts if "label" in r.extra]
     if not judged:

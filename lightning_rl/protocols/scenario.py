@@ -64,6 +64,13 @@ class Scenario(ABC):
     classes: Sequence[str] = ("reject", "accept")
     """What rows are called of which rejecting, and accepting, is right."""
 
+    def check(self, agents: Sequence[str]) -> None:
+        """Take note of who will be told something, before anybody is; here: nothing.
+
+        Raises:
+            ConfigError: if there is nothing to tell one of them.
+        """
+
     @abstractmethod
     def label(self, columns: Mapping[str, Any]) -> int:
         """Whether accepting is right of a row: 1, else 0."""

@@ -1,7 +1,7 @@
 """TextScenario: a scenario made of templates, for tasks that need no code."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,13 @@ class TextScenario(Scenario):
         self.guess = guess
         self.message = message
 
+    def check(self, agents: Sequence[str]) -> None:
+        if missing := [name for name in agents if name not in self.prompts]:
+            raise ConfigError(
+                f"TextScenario.prompts tells {', '.join(self.prompts)} what to do, and not "
+                f"{missing[0]!r}; add it"
+            )
+
     def label(self, columns: Mapping[str, Any]) -> int:
         told = columns.get(self.label_column)
         meant = {word.casefold(): decision for decision, word in self.words.items()}
@@ -99,7 +106,7 @@ class TextScenario(Scenario):
         return int(found)
 
     def opening(self, seat: Seat) -> list[Message]:
-        told = self._instructions(seat)
+        told = self.prompts[seat.agent]
         parts = {"system": told.system, "user": told.user}
         return [
             {"role": role, "content": self._filled(text, seat)}
@@ -110,7 +117,7 @@ class TextScenario(Scenario):
     def cue(self, seat: Seat) -> str:
         if seat.guess:
             return self._filled(self.guess, seat)
-        told = self._instructions(seat).turn
+        told = self.prompts[seat.agent].turn
         return self._filled(told, seat, round=seat.round + 1, rounds=seat.rounds)
 
     def fields(self, seat: Seat) -> dict[str, Any]:
@@ -120,10 +127,10 @@ class TextScenario(Scenario):
         return fields | ({} if seat.stance == GO_ON else {"stance": self.words[seat.stance]})
 
     def heard(self, seat: Seat, speaker: str, channel: str, text: str) -> str:
-        return self.message.format(speaker=speaker, channel=channel, text=text)
+        return _formatted(self.message, {"speaker": speaker, "channel": channel, "text": text})
 
     def read(self, seat: Seat, answer: str) -> Reading | None:
-        text, form = answer.strip(), self._instructions(seat).form
+        text, form = answer.strip(), self.prompts[seat.agent].form
         if form and not seat.guess and not re.fullmatch(form, text, re.DOTALL):
             return None
         decision = GO_ON
@@ -144,20 +151,15 @@ class TextScenario(Scenario):
                 return before.strip(), decision
         return text, GO_ON
 
-    def _instructions(self, seat: Seat) -> Instructions:
-        if seat.agent not in self.prompts:
-            raise ConfigError(
-                f"TextScenario.prompts tells {', '.join(self.prompts)} what to do, and not "
-                f"{seat.agent!r}; add it"
-            )
-        return self.prompts[seat.agent]
-
     def _filled(self, template: str, seat: Seat, **places: Any) -> str:
-        fields = {**self.fields(seat), **places}
-        try:
-            return template.format_map(fields)
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"the prompt {template!r:.80} of {seat.agent!r} cannot be filled: {error}; it may "
-                f"name {', '.join(map(repr, fields))}, and braces of its own are doubled"
-            ) from error
+        return _formatted(template, {**self.fields(seat), **places})
+
+
+def _formatted(template: str, fields: Mapping[str, Any]) -> str:
+    try:
+        return template.format_map(fields)
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"the prompt {template!r:.80} cannot be filled: {error}; it may name "
+            f"{', '.join(map(repr, fields))}, and braces of its own are doubled"
+        ) from error

@@ -34,7 +34,8 @@ class ProtocolAgent(SessionAgent):
         max_seconds: wall time of one rollout at most; None: no limit.
 
     Raises:
-        ConfigError: if the protocol has no such agent, or for values out of range.
+        ConfigError: if the protocol has no such agent, the scenario nothing to tell one of them, or
+            for values out of range.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ProtocolAgent(SessionAgent):
                 f"trained={strangers}: {type(protocol).__name__} has no such agent; it has "
                 f"{', '.join(names)}"
             )
+        scenario.check(names)
         self.protocol = protocol
         self.scenario = scenario
         self.trained = names if trained is None else trained

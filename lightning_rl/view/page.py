@@ -123,6 +123,7 @@ def _rollout_row(place: int, record: Record) -> Record:
             "finish_reason",
             "reward",
             "reward_parts",
+            "role_rewards",
             "extra",
             "error",
             "expert",

@@ -201,7 +201,12 @@ def test_what_cannot_be_is_refused():
         Instructions(form="[")
     alone = TextScenario({"verifier": {"user": "Is it?"}})  # as YAML says it
     with pytest.raises(ConfigError, match="tells verifier what to do, and not 'prover'; add it"):
-        Conversation.begin(Nip(), alone, ROW).asks()
+        Conversation.begin(Nip(), alone, ROW)
     missing = TextScenario({"verifier": {"user": "Is {m} even?"}})
-    with pytest.raises(ConfigError, match=r"of 'verifier' cannot be filled: 'm'; it may name 'n'"):
+    with pytest.raises(
+        ConfigError, match=r"Is \{m\} even\?' cannot be filled: 'm'; it may name 'n'"
+    ):
         Conversation.begin(SoloVerifier(), missing, ROW).asks()
+    told = Conversation.begin(Adp(), scenario(message="{who}: {text}"), ROW).after({"prover": "p"})
+    with pytest.raises(ConfigError, match="cannot be filled: 'who'; it may name 'speaker', 'chan"):
+        told.asks()
