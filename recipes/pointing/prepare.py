@@ -2,8 +2,9 @@
 
     python -m recipes.pointing.prepare --out runs/pointing
 
-The warm start shows the turns of all agents. Half of its provers point where they should if they
-can, the others anywhere; all its verifiers guess. Every file is the same on every run.
+The warm start shows the turns of all agents. Half of its provers point at their digit if they can,
+half of its verifiers believe what they are shown; the others do anything. Every file is the same on
+every run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AddedToken, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from lightning_rl import Adp, Conversation, Debate, Protocol, SoloVerifier
+from lightning_rl import Adp, Conversation, Debate, Message, Protocol, SoloVerifier
 from recipes.pointing.scenario import IN, OTHER, PLACES, POINT, QUESTION, WANTED, Pointing
 from recipes.sort_digits.prepare import EOS, PAD, make_tokenizer, write_missing, write_model
 
@@ -31,7 +32,7 @@ TEMPLATE = (
 )
 NUM_TRAIN, NUM_HELDOUT, NUM_SHOWN = 20_000, 256, 12_000
 KNOWING = 0.5
-"""The share of provers in the warm start that point at their digit, where it is in the row."""
+"""The share of turns in the warm start that are as they should be, where that can be known."""
 SEED = 0
 
 
@@ -81,13 +82,17 @@ def draw_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return drawn[NUM_HELDOUT:], drawn[:NUM_HELDOUT]
 
 
-def answer(agent: str, row: dict[str, Any], rng: random.Random) -> str:
+def answer(agent: str, chat: list[Message], row: dict[str, Any], rng: random.Random) -> str:
     """What an agent of the warm start says."""
     if agent == "verifier":
-        return rng.choice([WANTED, OTHER])
-    mine = OTHER if agent == "prover0" else WANTED
-    knows = rng.random() < KNOWING and mine in row["prompt"]
-    return PLACES[row["prompt"].index(mine)] if knows else rng.choice(PLACES)
+        shown = [line[-1] for line in chat[-1]["content"].split("\n")[1:]]
+        known = [digit for digit in (WANTED, OTHER) if digit in shown]
+        anything = [WANTED, OTHER]
+    else:
+        mine = OTHER if agent == "prover0" else WANTED
+        known = [place for place, digit in zip(PLACES, row["prompt"], strict=True) if digit == mine]
+        anything = list(PLACES)
+    return rng.choice(known if known and rng.random() < KNOWING else anything)
 
 
 def draw_sft(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -99,7 +104,7 @@ def draw_sft(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, row in enumerate(rows):
         state = Conversation.begin(protocols[number % 3], scenario, row)
         while asked := state.asks():
-            answers = {agent: answer(agent, row, rng) for agent in asked}
+            answers = {name: answer(name, chat, row, rng) for name, chat in asked.items()}
             turns += [{"prompt": asked[name], "completion": said} for name, said in answers.items()]
             state = state.after(answers)
     return turns
