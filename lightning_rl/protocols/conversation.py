@@ -1,7 +1,7 @@
 """Conversation: one interaction in words, as a value that its answers turn into the next."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -119,12 +119,11 @@ class Conversation:
 
     @cached_property
     def _questions(self) -> dict[str, list[Message]]:
-        return {
-            agent: self._guess_chat(own[-1])
-            if (own := self._turns_of(agent))
-            else self._chat(agent)
-            for agent in self._asked()
-        }
+        chats = {}
+        for agent in self._asked():
+            own = self._turns_of(agent)
+            chats[agent] = self._guess_chat(own[-1]) if own else self._chat(agent)
+        return chats
 
     def _asked(self) -> list[str]:
         """Agents that have yet to answer in this round."""
@@ -194,7 +193,9 @@ class Conversation:
         """All that an agent has read and answered, and what it reads now."""
         chat = self.scenario.opening(self._seat(agent, self.round))
         heard: list[str] = []
-        for round, turns in groupby(self.turns, key=lambda turn: turn.round):
+        # Of this round nothing: who speaks in it has not heard the others.
+        before = [turn for turn in self.turns if turn.round < self.round]
+        for round, turns in groupby(before, key=lambda turn: turn.round):
             said = list(turns)
             for own in said:
                 if own.agent == agent:
@@ -218,7 +219,7 @@ class Conversation:
             chat = chat[:-1]
         return [*chat, {"role": "user", "content": "\n".join(filter(None, parts))}]
 
-    def _heard(self, agent: str, round: int, turns: Sequence[Turn]) -> Iterator[str]:
+    def _heard(self, agent: str, round: int, turns: Sequence[Turn]) -> list[str]:
         """What an agent reads of a round; of what is the same on several channels, one."""
         seat = self._seat(agent, round)
         channels = self.protocol.visible(agent)
@@ -230,4 +231,4 @@ class Conversation:
             for turn in turns
             if turn.agent != agent and channel in turn.said
         )
-        yield from dict.fromkeys(filter(None, read))
+        return list(dict.fromkeys(filter(None, read)))

@@ -53,6 +53,9 @@ class Scenario(ABC):
         ConfigError: for a negative number.
     """
 
+    classes: Sequence[str] = ("reject", "accept")
+    """What rows are called of which rejecting, and accepting, is right."""
+
     def __init__(
         self, retries: int = 0, forced_guess: bool = True, shuffle_channels: bool = False
     ) -> None:
@@ -60,9 +63,6 @@ class Scenario(ABC):
         self.retries = retries
         self.forced_guess = forced_guess
         self.shuffle_channels = shuffle_channels
-
-    classes: Sequence[str] = ("reject", "accept")
-    """What rows are called of which rejecting, and accepting, is right."""
 
     def check(self, agents: Sequence[str]) -> None:
         """Take note of who will be told something, before anybody is; here: nothing.

@@ -9,6 +9,7 @@ from lightning_rl.protocols.base import ACCEPT, GO_ON, REJECT
 from lightning_rl.protocols.conversation import Conversation
 from lightning_rl.protocols.single_prover import Adp, Nip, SoloVerifier
 from lightning_rl.protocols.text_scenario import Instructions, TextScenario
+from lightning_rl.protocols.two_provers import Debate, Mnip
 
 ROW = {"n": 3, "label": 0}
 
@@ -136,6 +137,56 @@ def test_the_last_turn_may_come_before_the_last_round():
     assert conversation.asks()["verifier"][-1]["content"].startswith("Decide now")
     never = played(conversation, "Hm.", "p")
     assert (never.done, never.round, never.rewards) == (True, 5, {"prover": 0, "verifier": -1})
+
+
+def two_provers(protocol, seed=0, **options):
+    prompts = {name: {"user": "Go."} for name in protocol.agent_names}
+    words = TextScenario(prompts, message="{channel}={text}", **options)
+    return Conversation.begin(protocol, words, {"label": 1}, seed)
+
+
+def test_those_who_speak_at_once_read_each_other_in_the_next_round():
+    begun = two_provers(Debate(4))
+    assert begun.asks() == {"prover0": [user("Go.")], "prover1": [user("Go.")]}
+    half = begun.after({"prover1": "b"})
+    assert half.asks() == {"prover0": [user("Go.")]}
+    both = half.after({"prover0": "a"})
+    assert both.turns == begun.after({"prover1": "b", "prover0": "a"}).turns
+    assert [turn.agent for turn in both.turns] == ["prover0", "prover1"]
+    assert both.asks() == {"verifier": [user("Go.\nprover0_channel=a\nprover1_channel=b")]}
+    asked = both.after({"verifier": "c"}).asks()
+    said = "prover0_channel=c\nprover1_channel=c"  # the verifier's, on both channels
+    assert asked["prover0"] == [user("Go."), assistant("a"), user(f"prover1_channel=b\n{said}")]
+    assert asked["prover1"] == [user("Go."), assistant("b"), user(f"prover0_channel=a\n{said}")]
+
+
+def test_who_cannot_read_a_channel_is_told_nothing_of_it():
+    told = two_provers(Mnip(4)).after({"prover0": "a", "prover1": "b"}).after({"verifier": "c"})
+    assert told.asks() == {
+        "prover0": [user("Go."), assistant("a"), user("prover0_channel=c")],
+        "prover1": [user("Go."), assistant("b"), user("prover1_channel=c")],
+    }
+
+
+def test_the_order_of_channels_is_drawn_once():
+    orders = {}
+    for seed in range(16):
+        told = two_provers(Debate(4), seed, shuffle_channels=True)
+        told = told.after({"prover0": "a", "prover1": "b"})
+        asked = told.asks()["verifier"]
+        orders[seed] = asked[0]["content"].split("\n")[1:]
+        assert sorted(orders[seed]) == ["prover0_channel=a", "prover1_channel=b"]
+        later = told.after({"verifier": "c"}).after({"prover0": "d", "prover1": "e"})
+        assert later.asks()["verifier"][:1] == asked
+    first = [order[0] for order in orders.values()]
+    assert 3 < first.count("prover0_channel=a") < 13
+    assert (
+        two_provers(Debate(4), 3, shuffle_channels=True)
+        .after({"prover0": "a", "prover1": "b"})
+        .asks()["verifier"][0]["content"]
+        .split("\n")[1:]
+        == orders[3]
+    )
 
 
 def test_a_decision_that_comes_too_early_does_not_count():
