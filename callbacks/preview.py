@@ -13,6 +13,7 @@ from lightning_rl.data.packing import packed_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Rollout, as_text
 from lightning_rl.view.calls import calls_as_text
+from lightning_rl.view.transcripts import turns_as_text, turns_of
 
 Row = tuple[Any, ...]
 """Text, numbers, and None for what is not there."""
@@ -119,8 +120,8 @@ def preview_table(
 ) -> tuple[list[str], list[Row]]:
     """Columns, and a row per rollout; between parts and end stands what rewards logged.
 
-    Of a rollout of several rows each call is told, with the end of its prompt. Where there are
-    several prompt sets, their names come first.
+    Of an interaction by a protocol each turn is told; of another rollout of several rows each call,
+    with the end of its prompt. Where there are several prompt sets, their names come first.
     """
     several = any(r.prompt.set for r in rollouts)
     extra = list(dict.fromkeys(column for r in rollouts for column in r.extra))
@@ -131,8 +132,14 @@ def preview_table(
         end += f" in {len(packed_rows([r]))} rows" if r.further and not r.error else ""
         end += f", branched off after {r.fork.calls} calls" if r.fork and not r.error else ""
         logged = [r.extra.get(column) for column in extra]
-        said = calls_as_text(r, decode) if r.further else as_text(r.completion)
+        said = _told(r, decode)
         name = [r.prompt.set] if several else []
         rows.append((*name, as_text(r.prompt.prompt), said, r.reward, parts, *logged, end))
     first = ["set"] if several else []
     return [*first, "prompt", "completion", "reward", "parts", *extra, "end"], rows
+
+
+def _told(rollout: Rollout, decode: Callable[[list[int]], str]) -> str:
+    if turns := turns_of(rollout.completion):
+        return turns_as_text(turns)
+    return calls_as_text(rollout, decode) if rollout.further else as_text(rollout.completion)

@@ -354,12 +354,39 @@ from lightning_rl.offline.solo import (
     SoloDataModule as SoloDataModule,
     SoloModule as SoloModule,
 )
-from lightning_rl.protocols.base import Protocol as Protocol
+from lightning_rl.protocols.base import (
+    ACCEPT as ACCEPT,
+    GO_ON as GO_ON,
+    REJECT as REJECT,
+    VERIFIER as VERIFIER,
+    Protocol as Protocol,
+)
+from lightning_rl.protocols.chance import drawn as drawn
+from lightning_rl.protocols.conversation import (
+    Conversation as Conversation,
+    Turn as Turn,
+)
+from lightning_rl.protocols.metrics import protocol_metrics as protocol_metrics
+from lightning_rl.protocols.scenario import (
+    Reading as Reading,
+    Scenario as Scenario,
+    Seat as Seat,
+)
 from lightning_rl.protocols.single_prover import (
     Adp as Adp,
     Nip as Nip,
     SoloVerifier as SoloVerifier,
 )
+from lightning_rl.protocols.text_scenario import (
+    Instructions as Instructions,
+    TextScenario as TextScenario,
+)
+from lightning_rl.protocols.two_provers import (
+    Debate as Debate,
+    MerlinArthur as MerlinArthur,
+    Mnip as Mnip,
+)
+from lightning_rl.protocols.zero_knowledge import ZeroKnowledge as ZeroKnowledge
 from lightning_rl.rewards.base import Rewards as Rewards
 from lightning_rl.rewards.calling import (
     RewardFailure as RewardFailure,
@@ -405,6 +432,7 @@ from lightning_rl.serving.program_agent import (
     ProgramAgent as ProgramAgent,
     ScriptAgent as ScriptAgent,
 )
+from lightning_rl.serving.protocol_agent import ProtocolAgent as ProtocolAgent
 from lightning_rl.serving.server import AgentServer as AgentServer
 from lightning_rl.serving.session import Session as Session
 from lightning_rl.serving.verifiers.agent import VerifiersAgent as VerifiersAgent

@@ -1,6 +1,6 @@
 """From a rollout's model calls to rows of tokens: what is merged, and what begins anew."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_rl.data.packing import PENALTIES
@@ -73,6 +73,13 @@ def drop_unasked(rollout: Rollout) -> None:
     calls = [captured(rollout, call) for call in rollout.calls]
     rollout.dropped += sum(len(c.completion.token_ids) for c in calls if not c.call.asked)
     cut_anew(rollout, [c for c in calls if c.call.asked])
+
+
+def mask_roles(rollout: Rollout, roles: Collection[str]) -> None:
+    """Take what these roles wrote out of the loss."""
+    for row in rollout.rows():
+        if row.role in roles:
+            row.loss_mask[:] = [False] * len(row.loss_mask)
 
 
 def _row_for(rollout: Rollout, one: Captured) -> tuple[int, Row]:

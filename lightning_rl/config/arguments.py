@@ -9,7 +9,14 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints, 
 import torch
 
 from lightning_rl.config import names
-from lightning_rl.config.hints import branches, classes, item_hint, parse, supplied_arguments
+from lightning_rl.config.hints import (
+    branches,
+    classes,
+    item_hint,
+    mapping_hint,
+    parse,
+    supplied_arguments,
+)
 from lightning_rl.config.layers import name_of
 from lightning_rl.errors import ConfigError
 
@@ -94,6 +101,9 @@ def _taken(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> A
     item = item_hint(hint)
     if item is not None and isinstance(value, list | tuple):
         return [_taken(v, item, None, (*key, i)) for i, v in enumerate(value)]
+    named = mapping_hint(hint)
+    if named is not None and isinstance(value, Mapping) and not classes(hint):
+        return {name: _taken(v, named, None, (*key, name)) for name, v in value.items()}
     if item is not None and (classes(item) or callable(value)) and _fits(value, item):
         return [value]
     if value is None and default is None:
@@ -134,6 +144,8 @@ def _fits_branch(value: Any, branch: Any) -> bool:
     if inspect.isclass(origin) and issubclass(origin, Iterable):
         if not isinstance(value, origin) or isinstance(value, str):
             return False
+        if isinstance(value, Mapping) and len(arguments) == 2:
+            return all(_fits(item, arguments[1]) for item in value.values())
         # Only what can be gone through twice is looked into.
         inside = value if isinstance(value, list | tuple) and len(arguments) == 1 else ()
         return all(_fits(item, arguments[0]) for item in inside)

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.protocols.chance import drawn
 
-REJECT, ACCEPT, GO_ON = 0, 1, 2
-"""What a verifier says in its turn."""
+REJECT = 0
+"""The verifier's decision that it is not so."""
+ACCEPT = 1
+"""The verifier's decision that it is so."""
+GO_ON = 2
+"""What the verifier says that has not decided yet."""
 VERIFIER = "verifier"
+"""The name of the agent that decides, in every protocol."""
 
 Rounds = Tensor | int
 """A round, counted from 0, or one for each place of a batch."""
@@ -29,6 +35,8 @@ class Protocol(ABC):
         max_message_rounds: rounds after which it is over, with or without a decision.
         min_message_rounds: rounds, with that of the decision, before which none counts.
         turn_reward: what a turn without a decision pays the verifier.
+        shared_reward: provers are paid what the verifier is.
+        random_stances: one seed in two turns around what all provers argue for.
 
     Raises:
         ConfigError: for less than one round, or more at least than at most.
@@ -37,10 +45,19 @@ class Protocol(ABC):
     agent_names: Sequence[str]
     message_channel_names: Sequence[str] = ("main",)
     agent_channel_visibility: Sequence[tuple[str, str]]
-    """Pairs of an agent and a channel that it reads and writes."""
+    """Pairs of an agent and a channel that it sees."""
+    rejecting: Sequence[str] = ()
+    """Provers that argue for rejecting, and are paid for it; the others for accepting."""
+    needs_logits = False
+    """Whether rewards hang on the agents' logits, not only on what they say."""
 
     def __init__(
-        self, max_message_rounds: int, min_message_rounds: int, turn_reward: float = 0.0
+        self,
+        max_message_rounds: int,
+        min_message_rounds: int,
+        turn_reward: float = 0.0,
+        shared_reward: bool = False,
+        random_stances: bool = False,
     ) -> None:
         require_at_least(1, max_message_rounds=max_message_rounds)
         require_at_least(0, min_message_rounds=min_message_rounds)
@@ -53,6 +70,8 @@ class Protocol(ABC):
         self.max_message_rounds = max_message_rounds
         self.min_message_rounds = min_message_rounds
         self.turn_reward = turn_reward
+        self.shared_reward = shared_reward
+        self.random_stances = random_stances
         rounds = torch.arange(max_message_rounds)
         if not bool(self.can_decide(rounds).any()):
             raise ConfigError(
@@ -105,15 +124,27 @@ class Protocol(ABC):
             seed: of the interaction.
         """
         decision, now, right = map(torch.as_tensor, (decisions[VERIFIER], round, label))
-        decided = self.can_decide(now, seed) & (decision != GO_ON)
+        counts = self.can_decide(now, seed) & (decision != GO_ON)
+        decided = torch.where(counts, decision, GO_ON)
         last = now >= self.max_message_rounds - 1
         verdict = torch.where(decision == right, 1.0, -1.0)
         turn = self.turn_reward * self.has_turn(now, seed)
-        paid = torch.where(decided, verdict, torch.where(last, -1.0, turn))
-        accepted, rejected = decided & (decision == ACCEPT), decided & (decision == REJECT)
-        rewards = {VERIFIER: paid} | self.prover_rewards(rejected, accepted)
-        return decided | last, rewards
+        paid = torch.where(counts, verdict, torch.where(last, -1.0, turn))
+        return counts | last, {VERIFIER: paid} | self.prover_rewards(decided, paid, seed)
 
-    def prover_rewards(self, rejected: Tensor, accepted: Tensor) -> dict[str, Tensor]:
-        """What a round pays each prover, (*B,): 1 if the verifier accepts, whatever is true."""
-        return {name: accepted.float() for name in self.prover_names}
+    def prover_rewards(self, decided: Tensor, paid: Tensor, seed: Rounds = 0) -> dict[str, Tensor]:
+        """What a round pays each prover, (*B,): 1 if the decision is what it argues for.
+
+        Args:
+            decided: the verifier's decision, 2 where none counts.
+            paid: what it pays the verifier.
+            seed: of the interaction.
+        """
+        if self.shared_reward:
+            return dict.fromkeys(self.prover_names, paid)
+        return {name: (decided == self.stance(name, seed)).float() for name in self.prover_names}
+
+    def stance(self, prover: str, seed: Rounds = 0) -> Tensor:
+        """The decision that a prover argues for, (*B,): 0 to reject, 1 to accept."""
+        turned = drawn(seed, 2) if self.random_stances else torch.zeros_like(torch.as_tensor(seed))
+        return (REJECT if prover in self.rejecting else ACCEPT) ^ turned

@@ -18,6 +18,8 @@ class Nip(Protocol):
         min_message_rounds: rounds, with that of the decision, before which none counts.
         verifier_first: the verifier speaks in round 0, not the prover.
         turn_reward: what a turn without a decision pays the verifier.
+        shared_reward: the prover is paid what the verifier is.
+        random_stances: for one seed in two the prover argues for rejecting, and is paid for that.
 
     Raises:
         ConfigError: if the verifier has no round to decide in.
@@ -32,9 +34,13 @@ class Nip(Protocol):
         min_message_rounds: int = 1,
         verifier_first: bool = False,
         turn_reward: float = 0.0,
+        shared_reward: bool = False,
+        random_stances: bool = False,
     ) -> None:
         self.verifier_first = verifier_first
-        super().__init__(max_message_rounds, min_message_rounds, turn_reward)
+        super().__init__(
+            max_message_rounds, min_message_rounds, turn_reward, shared_reward, random_stances
+        )
 
     def is_active(self, agent: str, channel: str, round: Rounds, seed: Rounds = 0) -> Tensor:
         first = (agent == VERIFIER) == self.verifier_first
@@ -47,10 +53,14 @@ class Adp(Nip):
 
     Args:
         turn_reward: what a turn without a decision pays the verifier.
+        shared_reward: the prover is paid what the verifier is.
+        random_stances: for one seed in two the prover argues for rejecting, and is paid for that.
     """
 
-    def __init__(self, turn_reward: float = 0.0) -> None:
-        super().__init__(2, 1, False, turn_reward)
+    def __init__(
+        self, turn_reward: float = 0.0, shared_reward: bool = False, random_stances: bool = False
+    ) -> None:
+        super().__init__(2, 1, False, turn_reward, shared_reward, random_stances)
 
 
 class SoloVerifier(Protocol):

@@ -8,7 +8,7 @@ from contextlib import suppress
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent, end, require_seconds
-from lightning_rl.agents.rows import drop_unasked
+from lightning_rl.agents.rows import drop_unasked, mask_roles
 from lightning_rl.agents.templates import ToolParser
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
@@ -94,6 +94,8 @@ class SessionAgent(Agent):
             try:
                 ending = await _until_failure((play or self.play)(rollout, session), session)
             except Exception:
+                if session.aborted:  # of which the agent was told by an error
+                    return Ending("abort")
                 rollout.extra[ENDING] = "exit"
                 raise
             finally:
@@ -103,6 +105,9 @@ class SessionAgent(Agent):
     def conclude(self, rollout: Rollout, ending: Ending) -> None:
         """Give a rollout its end, and what was said of it."""
         drop_unasked(rollout)
+        if ending.completion is not None:
+            rollout.completion = ending.completion
+        mask_roles(rollout, ending.untrained)
         if ending.kind in ("done", "timeout"):
             ending = _judged(rollout, ending)
         rollout.extra[ENDING] = ending.kind

@@ -4,12 +4,12 @@ import json
 import math
 import signal
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_rl.rewards.log import as_plain
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Message, Rollout
 
 ENDINGS = ("timeout", "exit", "killed", "output", "result", "silent")
 """How a run may end besides ``done``; all but the first fail its rollout."""
@@ -24,11 +24,17 @@ _REASON_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run ended: ``done`` or one of ``ENDINGS``, the reason of a failure, what was said."""
+    """How a run ended: ``done`` or one of ``ENDINGS``, the reason of a failure, what was said.
+
+    ``completion`` is what the rollout's becomes, None: the session's transcript. What the roles in
+    ``untrained`` wrote has no loss.
+    """
 
     kind: str
     reason: str = ""
     said: Mapping[str, Any] = field(default_factory=dict)
+    completion: list[Message] | None = None
+    untrained: Collection[str] = ()
 
 
 def ending_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from lightning_rl.rollout import as_text
 from lightning_rl.view.calls import rows_of
 from lightning_rl.view.flags import FLAGS, find_flags, gaps
 from lightning_rl.view.runs import Record, Run
+from lightning_rl.view.transcripts import turns_of
 
 TOKEN_COLUMNS = (
     "logprobs",
@@ -25,7 +26,15 @@ TOKEN_COLUMNS = (
     "values",
     "returns",
 )
-SCRIPTS = ("data.js", "curves.js", "times.js", "tokens.js", "rollouts.js", "main.js")
+SCRIPTS = (
+    "data.js",
+    "curves.js",
+    "times.js",
+    "tokens.js",
+    "transcript.js",
+    "rollouts.js",
+    "main.js",
+)
 ROLLOUTS_PER_BLOCK = 256
 """The page unpacks the tokens of a block when one of its rollouts is opened."""
 
@@ -95,6 +104,7 @@ def _rollout_row(place: int, record: Record) -> Record:
         "calls": _plain(record.get("calls") or []),
         "prompt": as_text(record["prompt"]["prompt"]),
         "completion": as_text(record["completion"]),
+        "turns": turns_of(record["completion"]),
         "columns": _plain(record["prompt"].get("columns", {})),
         "set": record["prompt"].get("set") or None,
         "oldest": min(versions, default=None),
@@ -113,6 +123,7 @@ def _rollout_row(place: int, record: Record) -> Record:
             "finish_reason",
             "reward",
             "reward_parts",
+            "role_rewards",
             "extra",
             "error",
             "expert",

@@ -145,7 +145,7 @@ async function drawDetail(place) {
       .map(([name, label]) => el("option", { value: name, selected: name === colourBy }, label)));
   if (!(colourBy in found) && colourBy in QUANTITIES) colourBy = select.value = "logprobs" in found ? "logprobs" : "mask";
   const own = row.rows[0].prompt_tokens;
-  $(".detail").replaceChildren(...details(row, place), el("h3", {}, `Prompt, ${own} tokens`),
+  $(".detail").replaceChildren(...details(row, place), ...transcript(row), el("h3", {}, `Prompt, ${own} tokens`),
     el("div", { class: "text-block mono prompt" }, tokens.prompt.slice(0, own).join("")),
     el("h3", {}, `Completion, ${row.tokens} tokens`),
     el("div", { class: "colour" }, el("label", {}, "Colour by ", select), el("span", { id: "legend" })),
@@ -159,6 +159,7 @@ function details(row, place) {
   const facts = [
     fact("reward", format(row.reward)),
     ...Object.entries(row.reward_parts ?? {}).map(([name, value]) => fact(name, value === null ? "failed" : format(value))),
+    ...Object.entries(row.role_rewards ?? {}).map(([name, value]) => fact(`reward of ${name}`, format(value))),
     ...Object.entries(row.extra ?? {}).map(([name, value]) => fact(name, String(value))),
     fact("iteration", row.iteration), fact("status", row.status), fact("end", row.finish_reason ?? "–"),
     fact("version", versions), fact("largest gap", format(row.gap)), fact("temperature", format(row.temperature)),

@@ -9,7 +9,7 @@ from torchrl.data import Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import require_at_least
+from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.protocols.base import VERIFIER, Protocol
 from lightning_rl.protocols.single_prover import Nip
 from recipes.graph_isomorphism.data import Kind, twins
@@ -43,7 +43,8 @@ class GraphIsomorphism(EnvBase):
         data_seed: of the graphs.
 
     Raises:
-        ConfigError: for values out of range.
+        ConfigError: for values out of range, and a protocol with several channels, or stances that
+            nobody could see.
     """
 
     batch_locked = True
@@ -61,11 +62,12 @@ class GraphIsomorphism(EnvBase):
         require_at_least(1, num_envs=num_envs)
         super().__init__(batch_size=[num_envs])
         self.protocol = protocol if protocol is not None else Nip()
+        _require_one_channel(self.protocol)
         self.group_map = {name: [name] for name in self.protocol.agent_names}
         self._take(split, twins, nodes, kind, data_seed)
         self.pairs: Tensor | None = None
         """The numbers (E,) of the pairs that each reset deals; None: they are drawn."""
-        self._generator = torch.Generator()
+        self._generator, self._seeds = torch.Generator(), torch.Generator()
         self._questions = self._asked()
         self._make_specs()
         self.round = torch.zeros(num_envs, dtype=torch.long)
@@ -140,7 +142,9 @@ class GraphIsomorphism(EnvBase):
     # ---------------------------------------------------------------- torchrl's methods
 
     def _set_seed(self, seed: int | None) -> None:
-        self._generator.manual_seed(0 if seed is None else seed)
+        # The protocol's draws have a generator of their own: graphs are dealt as without them.
+        for generator in (self._generator, self._seeds):
+            generator.manual_seed(0 if seed is None else seed)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
         anew = torch.ones(self.num_envs, dtype=torch.bool)
@@ -171,6 +175,7 @@ class GraphIsomorphism(EnvBase):
             "graphs": graphs,
             "features": features,
             "round": torch.zeros_like(pair),
+            "seeds": torch.randint(2**62, (self.num_envs,), generator=self._seeds),
             "messages": torch.full((self.num_envs, rounds), -1),
         }
         for name, value in fresh.items():
@@ -186,12 +191,12 @@ class GraphIsomorphism(EnvBase):
             message = tensordict[name, "message"].reshape(-1)
             side = torch.where(self._answering(now), 1 - self._side(now - 1), message // self.nodes)
             node = message % self.nodes % self.size + side * self.nodes
-            heard = torch.where(self.protocol.speaks(name, now), node, -1)
+            heard = torch.where(self.protocol.speaks(name, now, self.seeds), node, -1)
             old = self.messages.gather(1, now.unsqueeze(1)).squeeze(1)
             kept = torch.where(heard >= 0, heard, old)
             self.messages = self.messages.scatter(1, now.unsqueeze(1), kept.unsqueeze(1))
         decision = tensordict[VERIFIER, "decision"].reshape(-1)
-        done, rewards = self.protocol.step({VERIFIER: decision}, now, self.label)
+        done, rewards = self.protocol.step({VERIFIER: decision}, now, self.label, self.seeds)
         self.round = now + 1
         after = self._observed()
         for name, paid in rewards.items():
@@ -221,7 +226,7 @@ class GraphIsomorphism(EnvBase):
         groups = {}
         for name, own in seen.items():
             own["round"] = at_round
-            own["mask"] = self.protocol.speaks(name, self.round)
+            own["mask"] = self.protocol.speaks(name, self.round, self.seeds)
             groups[name] = TensorDict({n: value.unsqueeze(1) for n, value in own.items()}, lead)
         told = {"label": self.label.unsqueeze(1), "pair": self.pair.unsqueeze(1)}
         return TensorDict(groups | told, self.batch_size)
@@ -250,6 +255,15 @@ class GraphIsomorphism(EnvBase):
             questions = answers = torch.full((self.num_envs, 1), -1)
         claimed, facts = claims(questions, answers, self.graphs)
         return {"said": said(self.messages, self.graphs), "claimed": claimed, "facts": facts}
+
+
+def _require_one_channel(protocol: Protocol) -> None:
+    if len(protocol.message_channel_names) > 1 or protocol.random_stances:
+        raise ConfigError(
+            f"GraphIsomorphism has one message a round, and {type(protocol).__name__} has the "
+            f"channels {', '.join(protocol.message_channel_names)}, random_stances="
+            f"{protocol.random_stances}; take a protocol with one channel and fixed stances"
+        )
 
 
 def _wide(order: Tensor, width: int) -> Tensor:

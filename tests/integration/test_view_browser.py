@@ -424,3 +424,38 @@ def test_runs_without_metrics_or_without_rollouts_say_what_to_add(show, planted)
     assert count(page) == "48 of 48"  # then rollouts come first
     page.click("[data-tab=curves]")
     assert "RunReport" in page.inner_text("#curves")
+
+
+# ---------------------------------------------------------------- transcripts
+
+
+def test_agents_of_an_interaction_have_colours(show, tmp_path):
+    def turn(agent, round, channels, text, decision=None):
+        return {"role": agent, "round": round, "channels": channels, "content": text} | {
+            "decision": decision
+        }
+
+    first = [turn("prover", 0, ["main"], HOSTILE), turn("verifier", 1, ["main"], "so?", 2)]
+    second = [turn("verifier", 0, ["main"], "why?", 2), turn("verifier", 1, [], "no", 0)]
+    records = [good_rollout(id=str(i), completion=c) for i, c in enumerate((first, second, "hm"))]
+    page = show(Run("debates", rollouts=records, rollouts_total=3), fragment="#rollouts")
+
+    def opened(number):
+        page.click(f"[data-rollout='{number}']")
+        page.wait_for_function(f"document.querySelector('.detail h2').textContent === '{number}'")
+        turns = page.locator("#transcript .turn")
+        return [
+            (turns.nth(i).inner_text(), turns.nth(i).evaluate("e => e.style.borderColor"))
+            for i in range(turns.count())
+        ]
+
+    [(said, prover), (answer, verifier)] = opened(0)
+    assert HOSTILE in said
+    assert said.startswith("prover round 1 · main")
+    assert answer.split("\n") == ["verifier round 2 · main goes on", "so?"]
+    assert page.title() != "hacked"
+    [(_, again), (rejects, alone)] = opened(1)
+    assert rejects.split("\n") == ["verifier round 2 rejects", "no"]
+    assert verifier == again  # in every rollout
+    assert len({prover, verifier, alone}) == 3
+    assert opened(2) == []

@@ -19,6 +19,7 @@ from lightning_rl import (
     DataError,
     GroupFilter,
     HFDatasetPrompts,
+    Instructions,
     IterablePrompts,
     IterationCheckpoint,
     JSONLPrompts,
@@ -36,6 +37,7 @@ from lightning_rl import (
     SFTDataModule,
     SingleTurn,
     StopRun,
+    TextScenario,
     TokenSum,
     TransformersEngine,
     VLLMServer,
@@ -54,6 +56,7 @@ NO_CONFIGURATION = {
     "StagedTransport", "TrainerState", "TurnTemplate", "WeightReceiver",
     "WeightStream",
     "EnvEpisode", "OffPolicyModule", "Protocol", "Space", "Steps",
+    "Conversation", "Reading", "Seat", "Turn",
 }  # fmt: skip
 
 
@@ -180,6 +183,14 @@ def test_what_is_convenient_is_taken(furnished, monkeypatch):
     assert TransformersEngine(torch.bfloat16, device="cpu").dtype == "bfloat16"
     assert KLGuard(action=StopRun).action == StopRun()
     assert isinstance(IterationCheckpoint(dirpath=Path("here")).dirpath, str)
+
+
+def test_what_is_named_is_taken_like_what_is_listed():
+    told = {"prover": {"user": "Hi."}, "verifier": Instructions(user="Ho.")}
+    taken = TextScenario(told).prompts
+    assert taken == {"prover": Instructions(user="Hi."), "verifier": told["verifier"]}
+    with pytest.raises(ConfigError, match=re.escape("TextScenario.prompts.prover.usr")):
+        TextScenario({"prover": {"usr": "Hi."}})
 
 
 def test_prompts_are_rows_or_a_path(tmp_path):

@@ -9,6 +9,7 @@ from torchrl.envs import check_env_specs
 from lightning_rl.errors import ConfigError
 from lightning_rl.protocols.base import ACCEPT, GO_ON, REJECT
 from lightning_rl.protocols.single_prover import Adp, Nip, SoloVerifier
+from lightning_rl.protocols.two_provers import Debate
 from recipes.graph_isomorphism.data import certificate, isomorphic, switched, twins
 from recipes.graph_isomorphism.env import GraphIsomorphism
 from recipes.graph_isomorphism.game import fooled
@@ -255,3 +256,9 @@ def test_what_the_best_prover_can_do():
     assert fooled(TRIANGLES, HEXAGON, 2) == pytest.approx((4 / 6 + 2 / 6) / 2)
     assert fooled(TRIANGLES, HEXAGON, 2, repeats=False) == pytest.approx((3 / 5 + 1 / 5) / 2)
     assert fooled(HEXAGON, HEXAGON, 3) == 1
+
+
+@pytest.mark.parametrize("protocol", [Debate(), Nip(random_stances=True)])
+def test_protocols_that_it_cannot_show_are_refused(protocol):
+    with pytest.raises(ConfigError, match="take a protocol with one channel and fixed stances"):
+        GraphIsomorphism(protocol, num_envs=2, twins=4)

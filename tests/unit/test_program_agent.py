@@ -12,6 +12,7 @@ import pytest
 
 from lightning_rl import (
     AgentClient,
+    Completion,
     ConfigError,
     EngineError,
     FunctionAgent,
@@ -451,6 +452,18 @@ def test_in_a_pipeline_a_function_that_raises_costs_its_rollout(engine, tokenize
     assert bad.error == "agent FunctionAgent: KeyError: 'fruit' (prompt 'p7')"
     assert (good.reward, good.environment_reward) == (1.0, 2.0)
     assert ending_metrics([bad, good])["agent/exit_share"] == 0.5
+
+
+def test_a_function_that_was_interrupted_is_no_failure(run, rollout, engine):
+    class Aborts:
+        max_length = engine.max_length
+
+        async def generate(self, token_ids, sampling, seed):
+            return Completion([5], [-0.5], "abort", [3])
+
+    made = run(FunctionAgent(nothing), rollout(), engine=Aborts())
+    assert (made.status, made.error) == (RolloutStatus.ABORTED, None)
+    assert run(FunctionAgent(nothing), made).status is RolloutStatus.COMPLETED
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text("utf-8")

@@ -5,7 +5,12 @@ import torch
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.protocols.base import ACCEPT, GO_ON, REJECT, Protocol
+from lightning_rl.protocols.chance import drawn
+from lightning_rl.protocols.conversation import Conversation
 from lightning_rl.protocols.single_prover import Adp, Nip, SoloVerifier
+from lightning_rl.protocols.text_scenario import TextScenario
+from lightning_rl.protocols.two_provers import Debate, MerlinArthur, Mnip
+from lightning_rl.protocols.zero_knowledge import ZeroKnowledge
 
 
 def speakers(protocol: Protocol) -> str:
@@ -108,3 +113,212 @@ def test_what_cannot_be_is_refused():
         Nip(4, min_message_rounds=4, verifier_first=True)
     with pytest.raises(ConfigError, match="turn_reward=nan"):
         Nip(turn_reward=float("nan"))
+
+
+# ---------------------------------------------------------------- two provers
+
+BOTH = ["prover0_channel", "prover1_channel"]
+PROVERS = ["prover0", "prover1"]
+
+
+def places(protocol, seed=0):
+    """By agent and channel, the rounds in which the agent is active there."""
+    rounds = torch.arange(protocol.max_message_rounds)
+    return {
+        (name, channel): protocol.is_active(name, channel, rounds, seed)
+        .nonzero()
+        .flatten()
+        .tolist()
+        for name in protocol.agent_names
+        for channel in protocol.visible(name)
+    }
+
+
+def test_turns_of_a_debate():
+    own0, own1 = ("prover0", BOTH[0]), ("prover1", BOTH[1])
+    other0, other1 = ("prover0", BOTH[1]), ("prover1", BOTH[0])
+    judge = {("verifier", channel): [2, 5] for channel in BOTH}
+    assert places(Debate(sequential=True)) == {
+        own0: [0, 3], own1: [1, 4], other0: [], other1: [], **judge,
+    }  # fmt: skip
+    judge = {("verifier", channel): [1, 3, 5] for channel in BOTH}
+    assert places(Debate()) == {own0: [0, 2, 4], own1: [0, 2, 4], other0: [], other1: [], **judge}
+    assert places(Mnip()) == {own0: [0, 2, 4], own1: [0, 2, 4], **judge}
+    assert places(Mnip(3, sequential=True)) == {
+        own0: [0], own1: [1], ("verifier", BOTH[0]): [2], ("verifier", BOTH[1]): [2],
+    }  # fmt: skip
+
+
+def test_who_reads_what():
+    for name in Debate.agent_names:
+        assert Debate().visible(name) == BOTH
+    seen = {name: Mnip().visible(name) for name in Mnip.agent_names}
+    assert seen == {"prover0": BOTH[:1], "prover1": BOTH[1:], "verifier": BOTH}
+    assert MerlinArthur().visible("prover1") == ["main"]
+
+
+def test_merlin_or_morgana_speaks_by_the_seed():
+    protocol, seeds = MerlinArthur(), torch.arange(64)
+    first, second = (protocol.speaks(name, 0, seeds) for name in PROVERS)
+    assert torch.equal(first, ~second)
+    assert 20 < int(first.sum()) < 44
+    for seed in (0, 1, 5):
+        assert speakers_by_seed(protocol, seed) == ("1v" if second[seed] else "0v")
+    assert protocol.can_decide(torch.tensor([0, 1]), 3).tolist() == [False, True]
+    # Rounds and seeds of one shape: each place is what it would be alone.
+    rounds = torch.arange(64) % 3
+    told = protocol.speaks("prover0", rounds, seeds)
+    assert told.tolist() == [bool(first[i]) and int(r) == 0 for i, r in enumerate(rounds)]
+
+
+def speakers_by_seed(protocol, seed):
+    """The last letters of who speaks in each round; the verifier is v."""
+    names = {"prover0": "0", "prover1": "1", "verifier": "v"}
+    return "".join(
+        sign
+        for round in range(protocol.max_message_rounds)
+        for name, sign in names.items()
+        if protocol.speaks(name, round, seed)
+    )
+
+
+TABLE = [
+    # decision, round, label: done, verifier, first (argues to reject), second (to accept)
+    (ACCEPT, 1, 1, True, 1, 0, 1),
+    (ACCEPT, 1, 0, True, -1, 0, 1),
+    (REJECT, 1, 1, True, -1, 1, 0),
+    (REJECT, 1, 0, True, 1, 1, 0),
+    (GO_ON, 1, 0, False, 0.05, 0, 0),
+    (ACCEPT, 0, 1, False, 0, 0, 0),
+    (GO_ON, 3, 1, True, -1, 0, 0),
+]
+
+
+def test_rewards_of_a_debate_one_by_one_and_side_by_side():
+    protocol = Debate(4, turn_reward=0.05)
+    columns = [torch.tensor(column) for column in zip(*TABLE, strict=True)]
+    over, paid = protocol.step({"verifier": columns[0]}, columns[1], columns[2])
+    assert over.tolist() == [row[3] for row in TABLE]
+    for place, name in enumerate(["verifier", *PROVERS], 4):
+        assert paid[name].tolist() == pytest.approx([row[place] for row in TABLE])
+    for decision, round, label, done, *expected in TABLE:
+        one, rewards = protocol.step({"verifier": decision}, round, label)
+        assert bool(one) == done
+        found = [float(rewards[name]) for name in ("verifier", *PROVERS)]
+        assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "accepted", "rejected"),
+    [
+        (Debate(), [0, 1], [1, 0]),
+        (MerlinArthur(), [0, 1], [1, 0]),
+        (Mnip(), [1, 1], [0, 0]),
+        (Debate(shared_reward=True), [-1, -1], [1, 1]),
+        (Mnip(shared_reward=True), [-1, -1], [1, 1]),
+    ],
+)
+def test_what_two_provers_are_paid(protocol, accepted, rejected):
+    for decision, expected in ((ACCEPT, accepted), (REJECT, rejected)):
+        _, paid = protocol.step({"verifier": decision}, 1, 0)  # rejecting is right
+        assert [float(paid[name]) for name in PROVERS] == expected
+
+
+def test_a_shared_reward_is_the_verifiers_in_every_round():
+    protocol = Nip(4, turn_reward=0.5, shared_reward=True)
+    for decision, round, paid in ((GO_ON, 1, 0.5), (ACCEPT, 3, 1), (GO_ON, 3, -1), (GO_ON, 2, 0)):
+        _, rewards = protocol.step({"verifier": decision}, round, 1)
+        assert {n: float(r) for n, r in rewards.items()} == {"verifier": paid, "prover": paid}
+
+
+def test_random_stances_turn_all_around_together():
+    seeds = torch.arange(64)
+    turned = drawn(seeds, 2)
+    for protocol, names, plain in (
+        (Nip(random_stances=True), ["prover"], [ACCEPT]),
+        (Debate(random_stances=True), PROVERS, [REJECT, ACCEPT]),
+        (Mnip(random_stances=True), PROVERS, [ACCEPT, ACCEPT]),
+        (MerlinArthur(random_stances=True), PROVERS, [REJECT, ACCEPT]),
+    ):
+        _, paid = protocol.step(
+            {"verifier": torch.full((64,), ACCEPT)}, torch.ones(64), seeds % 2, seeds
+        )
+        for name, stance in zip(names, plain, strict=True):
+            argued = protocol.stance(name, seeds)
+            assert torch.equal(argued, turned ^ stance)
+            assert int(protocol.stance(name, 7)) == int(argued[7])
+            assert torch.equal(paid[name], (argued == ACCEPT).float())
+    assert Debate().stance("prover0", seeds).tolist() == [REJECT] * 64
+
+
+# ---------------------------------------------------------------- zero knowledge
+
+
+def test_beside_zero_knowledge_all_is_as_it_was():
+    inner = Debate(4, min_message_rounds=2, turn_reward=0.05, random_stances=True)
+    wrapped = ZeroKnowledge(inner)
+    assert wrapped.agent_names[-2:] == ("adversarial_verifier", "simulator")
+    assert wrapped.prover_names == PROVERS
+    seen = places(wrapped)
+    assert {key: seen[key] for key in places(inner)} == places(inner)
+    copies = {(a, c): r for (a, c), r in seen.items() if c.startswith("adversarial_")}
+    played = {"adversarial_verifier": "verifier"}
+    assert {
+        (played.get(a, a), c.removeprefix("adversarial_")): r for (a, c), r in copies.items()
+    } == places(inner)
+    assert not any(a == "verifier" for a, _ in copies)
+    assert not any(a == "adversarial_verifier" for a, _ in seen.keys() - copies.keys())
+    rounds, seeds = torch.arange(4), torch.tensor([0, 1, 2, 3])
+    for name in ("adversarial_verifier", "simulator"):
+        assert wrapped.speaks(name, rounds).tolist() == [False, True, False, True]
+    assert not bool(wrapped.is_active("simulator", "prover0_channel", 1))
+    decisions = {"verifier": torch.tensor([ACCEPT, ACCEPT, GO_ON, REJECT])}
+    done, paid = wrapped.step(decisions, rounds, seeds % 2, seeds)
+    expected_done, expected = inner.step(decisions, rounds, seeds % 2, seeds)
+    assert torch.equal(done, expected_done)
+    for name, reward in expected.items():
+        assert torch.equal(paid[name], reward)
+    assert paid["simulator"].tolist() == paid["adversarial_verifier"].tolist() == [0.0] * 4
+
+
+def test_a_simulator_is_paid_for_likeness():
+    protocol = ZeroKnowledge(Nip(4), simulator_coefficient=0.5, prover_coefficient=0.1)
+    messages = torch.tensor([[3.0, 4.0], [1.0, 0.0], [1.0, 0.0]])
+    guessed = torch.tensor([[4.0, 3.0], [0.0, 2.0], [1.0, 0.0]])  # cos 24/25, 0 and 1
+    decisions = torch.tensor([[1.0, 0.0, 0.0]] * 3)
+    said = torch.tensor([[2.0, 0.0, 0.0], [-1.0, 0.0, 0.0], [5.0, 0.0, 0.0]])  # cos 1, -1 and 1
+    rounds = torch.tensor([1, 3, 2])  # in round 2 the adversary does not speak
+    paid = protocol.simulation_rewards((messages, decisions), (guessed, said), rounds)
+    assert paid["simulator"].tolist() == pytest.approx([0.98, -0.5, 0.0])
+    assert paid["adversarial_verifier"].tolist() == pytest.approx([-0.98, 0.5, 0.0])
+    assert paid["prover"].tolist() == pytest.approx([0.098, -0.05, 0.0])
+    assert paid.keys() == {"prover", "simulator", "adversarial_verifier"}
+    with pytest.raises(ConfigError, match="simulator_coefficient=inf"):
+        ZeroKnowledge(Nip(), float("inf"))
+
+
+def test_words_have_no_logits():
+    words = TextScenario({"verifier": {"user": "Is it?"}})
+    with pytest.raises(
+        ConfigError, match=r"ZeroKnowledge pays for agents' logits, which .* have not"
+    ):
+        Conversation.begin(ZeroKnowledge(SoloVerifier()), words, {"label": 1})
+
+
+# ---------------------------------------------------------------- chance
+
+
+def test_what_is_drawn_is_splitmix64():
+    # The generator's published first numbers for seeds 0 and 1234567, without their highest bits.
+    numbers = {0: 0xE220A8397B1DCDAF, 1234567: 6457827717110365317}
+    for seed, number in numbers.items():
+        for count in (2, 3, 10, 2**62):
+            assert int(drawn(seed, count)) == number % 2**63 % count
+
+
+def test_numbers_and_tensors_draw_alike_and_evenly():
+    seeds = torch.arange(-500, 2500).reshape(2, 1500)
+    found = drawn(seeds, 3)
+    assert found.tolist() == [[int(drawn(seed, 3)) for seed in row] for row in seeds.tolist()]
+    assert found.flatten().bincount().tolist() == pytest.approx([1000] * 3, abs=80)
+    assert int(drawn(2**63 - 1, 7)) in range(7)

@@ -16,6 +16,7 @@ from lightning_rl.errors import DataError
 from lightning_rl.view.flags import FLAGS, TokenPieces, find_flags
 from lightning_rl.view.page import TOKEN_COLUMNS, build_page
 from lightning_rl.view.runs import find_runs, read_run
+from lightning_rl.view.transcripts import turns_as_text, turns_of
 from tests.planted_run import (
     HOSTILE,
     PLACES,
@@ -321,3 +322,41 @@ def test_a_damaged_summary_is_shown_as_that(tmp_path, content):
     (run / "summary.json").write_bytes(content)
     assert "summary.json" in read_run(run, 100).summary["error"]
     assert main(["view", str(run)]) == 0
+
+
+# ---------------------------------------------------------------- transcripts
+
+
+def debate(**changes):
+    """Two provers at once, and a verifier who accepts."""
+    said = [("prover0", 0, ["a"], "no", None), ("prover1", 0, ["b"], HOSTILE, None)]
+    said += [("verifier", 1, ["a", "b"], "so?", 2), ("prover0", 2, [], "", None)]
+    said += [("verifier", 3, [], "yes", 1)]
+    names = ("role", "round", "channels", "content", "decision")
+    return good_rollout(
+        completion=[dict(zip(names, turn, strict=True)) for turn in said], **changes
+    )
+
+
+def test_an_interaction_is_told_turn_by_turn():
+    turns = turns_of(debate()["completion"])
+    assert [turn["decision"] for turn in turns] == [None, None, "goes on", None, "accepts"]
+    assert turns[1] == {
+        "agent": "prover1", "text": HOSTILE, "round": 0, "channels": ["b"], "decision": None,
+    }  # fmt: skip
+    assert turns_as_text([turns[0], *turns[2:]]).splitlines() == [
+        "[round 1, prover0, a] no",
+        "[round 2, verifier, a + b] so? → goes on",
+        "[round 3, prover0] ",
+        "[round 4, verifier] yes → accepts",
+    ]
+    chat = [{"role": "user", "content": "?"}]
+    assert turns_of(chat) == turns_of("hello") == turns_of([]) == []
+
+
+def test_the_page_holds_transcripts(tmp_path):
+    (tmp_path / "rollouts.jsonl").write_text(lines_of(debate(id="d"), good_rollout()))
+    page = build_page([read_run(tmp_path / "rollouts.jsonl", 10)])
+    told, plain = json.loads(blocks_of(page)["index"])["rollouts"]
+    assert (told["turns"], plain["turns"]) == (turns_of(debate()["completion"]), [])
+    assert told["completion"].startswith("prover0: no\nprover1: ")

@@ -116,8 +116,8 @@ class VerifiersAgent(SessionAgent):
             return Ending("killed", f"ended its worker twice: {death}")
         except WorkerError as error:
             return Ending("exit", str(error))
-        _mask_others(rollout, {t["seat"] for t in traces if not t["trainable"]} & {*self.roles})
-        return Ending("done", said=_result(traces, self.roles))
+        untrained = {t["seat"] for t in traces if not t["trainable"]} & {*self.roles}
+        return Ending("done", said=_result(traces, self.roles), untrained=untrained)
 
     def close(self) -> None:
         """End the workers and the endpoint; they start again when needed."""
@@ -148,10 +148,3 @@ def _result(traces: list[dict[str, Any]], roles: list[str]) -> dict[str, Any]:
 
 def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def _mask_others(rollout: Rollout, roles: set[str]) -> None:
-    """Take what these roles wrote out of the loss."""
-    for row in rollout.rows():
-        if row.role in roles:
-            row.loss_mask[:] = [False] * len(row.loss_mask)

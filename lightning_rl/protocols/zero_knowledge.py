@@ -1,0 +1,121 @@
+"""ZeroKnowledge: a protocol in which provers are to give away nothing but what they prove."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import require_finite
+from lightning_rl.protocols.base import VERIFIER, Protocol, Rounds
+
+ADVERSARY, SIMULATOR = "adversarial_verifier", "simulator"
+_COPY = "adversarial_"
+
+
+@configurable
+class ZeroKnowledge(Protocol):
+    """Another protocol, beside which the provers also talk to an adversarial verifier.
+
+    The adversary speaks when the verifier does, on copies of the channels, and decides nothing. A
+    simulator, who sees none of that, guesses what the adversary says: if it can, the provers have
+    told the adversary nothing that could not be known without them (Hammond and Adam-Day 2025,
+    "Neural Interactive Proofs", zero-knowledge protocols). It is paid for its logits, so all agents
+    must have some: TensorDict agents, and not those that are known by their words.
+
+    Args:
+        protocol: the other one.
+        simulator_coefficient: c, what a likeness of 1 pays the simulator and costs the adversary.
+        prover_coefficient: c', what of that each prover is paid besides.
+
+    Raises:
+        ConfigError: for a coefficient that is not finite.
+    """
+
+    needs_logits = True
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        simulator_coefficient: float = 1.0,
+        prover_coefficient: float = 1.0,
+    ) -> None:
+        require_finite(
+            simulator_coefficient=simulator_coefficient, prover_coefficient=prover_coefficient
+        )
+        self.protocol = protocol
+        self.simulator_coefficient = simulator_coefficient
+        self.prover_coefficient = prover_coefficient
+        self.agent_names = (*protocol.agent_names, ADVERSARY, SIMULATOR)
+        copies = tuple(_COPY + channel for channel in protocol.message_channel_names)
+        self.message_channel_names = (*protocol.message_channel_names, *copies)
+        self.agent_channel_visibility = (
+            *protocol.agent_channel_visibility,
+            *((_played_by(name), _COPY + c) for name, c in protocol.agent_channel_visibility),
+        )
+        super().__init__(
+            protocol.max_message_rounds,
+            protocol.min_message_rounds,
+            protocol.turn_reward,
+            protocol.shared_reward,
+            protocol.random_stances,
+        )
+
+    @property
+    def prover_names(self) -> list[str]:
+        """Those of the other protocol."""
+        return self.protocol.prover_names
+
+    def is_active(self, agent: str, channel: str, round: Rounds, seed: Rounds = 0) -> Tensor:
+        if channel not in self.visible(agent):
+            return torch.zeros_like(torch.as_tensor(round)) > 0
+        played = VERIFIER if agent == ADVERSARY else agent
+        return self.protocol.is_active(played, channel.removeprefix(_COPY), round, seed)
+
+    def speaks(self, agent: str, round: Rounds, seed: Rounds = 0) -> Tensor:
+        """Tell whether an agent is active, (*B,); the simulator is when the adversary is."""
+        return super().speaks(ADVERSARY if agent == SIMULATOR else agent, round, seed)
+
+    def can_decide(self, round: Rounds, seed: Rounds = 0) -> Tensor:
+        return self.protocol.can_decide(round, seed)
+
+    def stance(self, prover: str, seed: Rounds = 0) -> Tensor:
+        return self.protocol.stance(prover, seed)
+
+    def step(
+        self, decisions: Mapping[str, Rounds], round: Rounds, label: Rounds, seed: Rounds = 0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The other protocol's; adversary and simulator are paid by :meth:`simulation_rewards`."""
+        done, rewards = self.protocol.step(decisions, round, label, seed)
+        nothing = torch.zeros_like(rewards[VERIFIER])
+        return done, rewards | {ADVERSARY: nothing, SIMULATOR: nothing}
+
+    def simulation_rewards(
+        self,
+        adversary: tuple[Tensor, Tensor],
+        simulator: tuple[Tensor, Tensor],
+        round: Rounds,
+        seed: Rounds = 0,
+    ) -> dict[str, Tensor]:
+        """What a round pays besides, (*B,), where the adversary speaks: r, -r and c' r.
+
+        r = c (cos(m, m') + cos(d, d')) with the logits m (*B, M) of messages and d (*B, 3) of
+        decisions of the adversary, and the simulator's m' and d'.
+
+        Args:
+            adversary: m and d.
+            simulator: m' and d'.
+            round: that both spoke in.
+            seed: of the interaction.
+        """
+        alike = [cosine_similarity(a, b, dim=-1) for a, b in zip(adversary, simulator, strict=True)]
+        spoke = self.speaks(ADVERSARY, round, seed)
+        paid = self.simulator_coefficient * (alike[0] + alike[1]) * spoke
+        provers = dict.fromkeys(self.prover_names, self.prover_coefficient * paid)
+        return provers | {ADVERSARY: -paid, SIMULATOR: paid}
+
+
+def _played_by(agent: str) -> str:
+    """Who plays an agent's part beside the copies of its channels."""
+    return ADVERSARY if agent == VERIFIER else agent

@@ -1,0 +1,36 @@
+"""Interactions between agents, as the viewer and previews show them: turn by turn."""
+
+from collections.abc import Sequence
+from typing import Any
+
+Turn = dict[str, Any]
+DECISIONS = ("rejects", "accepts", "goes on")
+
+
+def turns_of(completion: str | Sequence[Turn]) -> list[Turn]:
+    """The turns of a :class:`ProtocolAgent`'s rollout, each with what its decision means.
+
+    [] of any other rollout, whose messages tell of no channels.
+    """
+    if isinstance(completion, str) or not all("channels" in message for message in completion):
+        return []
+    return [
+        {
+            "agent": message["role"],
+            "text": message["content"],
+            "round": message["round"],
+            "channels": list(message["channels"]),
+            "decision": None if message["decision"] is None else DECISIONS[message["decision"]],
+        }
+        for message in completion
+    ]
+
+
+def turns_as_text(turns: Sequence[Turn]) -> str:
+    """A line for each turn: round (from 1), agent, channels, what was said, and the decision."""
+    lines = []
+    for turn in turns:
+        place = [f"round {turn['round'] + 1}", turn["agent"], " + ".join(turn["channels"])]
+        decided = "" if turn["decision"] is None else f" → {turn['decision']}"
+        lines.append(f"[{', '.join(filter(None, place))}] {turn['text']}{decided}")
+    return "\n".join(lines)
