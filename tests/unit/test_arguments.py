@@ -53,7 +53,7 @@ NO_CONFIGURATION = {
     "ReplicaStatus", "RolloutStore", "Row", "Session", "SyncState",
     "StagedTransport", "TrainerState", "TurnTemplate", "WeightReceiver",
     "WeightStream",
-    "EnvEpisode", "OffPolicyModule", "Protocol", "Space", "Steps",
+    "EnvEpisode", "Game", "OffPolicyModule", "Protocol", "Space", "Steps",
 }  # fmt: skip
 
 
