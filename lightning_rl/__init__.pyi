@@ -235,6 +235,7 @@ from lightning_rl.envs.collector import (
 )
 from lightning_rl.envs.datamodule import EnvDataModule as EnvDataModule
 from lightning_rl.envs.dqn import DQNModule as DQNModule
+from lightning_rl.envs.game_module import GameModule as GameModule
 from lightning_rl.envs.gym import Gym as Gym
 from lightning_rl.envs.maker import (
     EnvMaker as EnvMaker,
