@@ -133,6 +133,8 @@ def nystrom_solve(
     units[torch.arange(len(columns)), columns] = 1
     chosen = torch.stack([product(unit) for unit in units], 1)
     within = rho * chosen[columns] + chosen.T @ chosen
+    if not bool(within.isfinite().all()):  # no inverse; whoever takes the step will leave it out
+        return torch.full_like(vector, torch.nan)
     # Columns may say the same twice, or nothing: a loss that is linear in some parameters.
     inverse = torch.linalg.pinv((within + within.T) / 2, hermitian=True)
     return (vector - chosen @ (inverse @ (chosen.T @ vector))) / rho

@@ -32,9 +32,7 @@ class MatrixGame(EnvBase):
 
     batch_locked = True
 
-    def __init__(
-        self, pays: list[list[list[float]]], rounds: int = 1, num_envs: int = 256
-    ) -> None:
+    def __init__(self, pays: list[list[list[float]]], rounds: int = 1, num_envs: int = 256) -> None:
         require_at_least(1, rounds=rounds, num_envs=num_envs)
         super().__init__(batch_size=[num_envs])
         self.pays = torch.tensor(pays, dtype=torch.float)

@@ -171,6 +171,8 @@ def test_nystroms_inverse_is_the_dense_one_where_the_rank_suffices():
         torch.testing.assert_close(found, dense, rtol=1e-6, atol=1e-8)
     nothing = nystrom_solve(torch.zeros_like, vector, torch.arange(5), 0.1)
     torch.testing.assert_close(nothing, 10 * vector)
+    lost = nystrom_solve(lambda v: v * torch.nan, vector, torch.arange(5), 0.1)
+    assert lost.isnan().all()
 
 
 @pytest.mark.parametrize("update", UPDATES, ids=lambda u: type(u).__name__)
