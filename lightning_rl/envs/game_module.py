@@ -41,8 +41,8 @@ class GameModule(ActorCriticModule):
         agents: by the names that the environment has for its groups; a group that is not named
             is an ``ActorCritic()``. None of them shares a body between actor and critic.
         update: what the players make of their losses.
-        order: names of agents, level by level, leaders first; None: verifiers lead all others if
-            the update is made for leaders, and else everyone has everyone in view.
+        order: names of agents, level by level, leaders first; None: an agent called ``verifier``
+            leads all others if the update is made for leaders, else everyone has all in view.
         advantage: how rewards become credit.
         value_loss: the critic's loss.
         entropy: bonus; None for none.
@@ -142,8 +142,17 @@ class GameModule(ActorCriticModule):
     def places(
         self, rows: Mapping[str, Rows], shape: tuple[int, int], order: torch.Generator
     ) -> Iterator[Tensor]:
-        """Whole environments, in a new order, (M, T): a step is seen with those before it."""
+        """Whole environments, in a new order, (M, T): a step is seen with those before it.
+
+        Raises:
+            ConfigError: for more minibatches than environments.
+        """
         environments, steps = shape
+        if self.minibatches > environments:
+            raise ConfigError(
+                f"minibatches={self.minibatches} must be <= {environments}, the environments side "
+                "by side: GameModule learns from whole ones; lower it, or raise data.num_envs"
+            )
         device = next(iter(rows.values())).learned["advantages"].device
         drawn = torch.randperm(environments, generator=order).to(device)
         begins = drawn.unsqueeze(1) * steps
@@ -175,18 +184,22 @@ class GameModule(ActorCriticModule):
             seen = {name: self.agents[name](own[name].observations) for name in names}
         made = {name: distributions for name, (distributions, _) in seen.items()}
         losses = self._players_losses(own, made, begins[places], measured)
+        values = {name: values for name, (_, values) in seen.items()}
+        critics = self._critics_loss(own, values, measured)
+        with torch.autocast(self.device.type, enabled=False):  # for products of gradients
+            self.step(critics + self._actors_loss(names, losses, measured), names, measured)
+
+    def _actors_loss(self, names: list[str], losses: list[Tensor], measured: Measured) -> Tensor:
+        """A scalar whose gradients are the directions that the update has for all players."""
         players, rates = self._players(names)
         game = Game(losses, players, rates, self.levels(names))
         directions = self.game_update(game, self._draw)
-        total = self._critics_loss(
-            own, {name: values for name, (_, values) in seen.items()}, measured
-        )
-        for i, (player, direction) in enumerate(zip(players, directions, strict=True)):
-            total = total + flat(player) @ direction  # of which the direction is the gradient
+        for i, (name, direction) in enumerate(zip(names, directions, strict=True)):
             alone = game.gradient(i, i).detach()
             shaping = (direction - alone).norm() / alone.norm().clamp(min=1e-12)
-            add(measured, self.named(names[i], {"policy/shaping": shaping.reshape(1)}))
-        self.step(total, names, measured)
+            add(measured, self.named(name, {"policy/shaping": shaping.reshape(1)}))
+        pairs = zip(players, directions, strict=True)
+        return torch.stack([flat(player) @ direction for player, direction in pairs]).sum()
 
     def _players_losses(
         self,
@@ -197,14 +210,9 @@ class GameModule(ActorCriticModule):
     ) -> list[Tensor]:
         """Each player's loss, a scalar that knows what the others did, from steps (M, T)."""
         acts = {name: rows.learned["weights"] > 0 for name, rows in own.items()}
-        said, was = (
-            torch.zeros_like(begins, dtype=torch.float),
-            torch.zeros_like(begins, dtype=torch.float),
-        )
-        for name, rows in own.items():
-            now = joint_log_prob(made[name], rows.actions)
-            said = said + _over_members(now.where(acts[name], 0.0)).sum(2)
-            was = was + _over_members(rows.learned["old_logprobs"].where(acts[name], 0.0)).sum(2)
+        now = {name: joint_log_prob(made[name], rows.actions) for name, rows in own.items()}
+        said = _all_said(now, acts)
+        was = _all_said({n: rows.learned["old_logprobs"] for n, rows in own.items()}, acts)
         before, losses = said_before(said, begins), []
         for name, rows in own.items():
             credit = _over_members(rows.learned["advantages"])
@@ -254,6 +262,12 @@ class GameModule(ActorCriticModule):
             players.append([p for p, _ in moving])
             rates.append(torch.cat([p.new_full((p.numel(),), lr) for p, lr in moving]))
         return players, rates
+
+
+def _all_said(logprobs: Mapping[str, Tensor], acts: Mapping[str, Tensor]) -> Tensor:
+    """Log probability (M, T) of what all did in a step, of those (M, T, *A) that acted in it."""
+    parts = [_over_members(v.where(acts[n], 0.0)).sum(2) for n, v in logprobs.items()]
+    return torch.stack(parts).sum(0)
 
 
 def _over_members(values: Tensor) -> Tensor:

@@ -261,5 +261,5 @@ def _cosine(one: Tensor, other: Tensor) -> Tensor:
     """Cosine (*B,) of vectors (*B, D); 0 with zeros, where torch's has no second derivative."""
     one, other = torch.broadcast_tensors(one, other)
     none = (one == 0).all(-1) | (other == 0).all(-1)
-    filled = (vectors.masked_fill(none.unsqueeze(-1), 1.0) for vectors in (one, other))
-    return F.cosine_similarity(*filled, dim=-1).masked_fill(none, 0.0)
+    one, other = (vectors.masked_fill(none.unsqueeze(-1), 1.0) for vectors in (one, other))
+    return F.cosine_similarity(one, other, -1).masked_fill(none, 0.0)

@@ -41,6 +41,7 @@ class Heads(RLCallback):
         seen = {"observation": torch.eye(5)[:1]}
         made = [agent.act(seen)[0]["action"] for agent in pl_module.agents.values()]
         self.path.append([float(d.logprobs[0, 0].exp().detach()) for d in made])
+        self.batch = batch
 
 
 def agents(**options):
@@ -136,6 +137,7 @@ def test_a_player_that_pauses_stays_as_it_is():
         (lambda: made(GameModule, agents=agents(share_body=True)), "agent 'row' shares MLPBody"),
         (lambda: made(GameModule, update=SPG()), "update=SPG has to know who leads row, column"),
         (lambda: made(GameModule, order=[["row"]]), "must name each agent once: row, column"),
+        (lambda: made(GameModule, minibatches=257), "minibatches=257 must be <= 256"),
         (lambda: made(GameModule, update=PSOS(loss=GSPO())), "update=PSOS looks at 'row'"),
     ],
 )

@@ -25,7 +25,11 @@ ODD = ["\ud83d", "\u2028", "\x85", "\x00", "\r\n", '"', "\\u00e4", "e\u0301", "ð
 
 texts = st.text(max_size=8) | st.sampled_from(ODD)
 nested = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=10,
 )
