@@ -31,11 +31,22 @@ PENNIES = [[[3, -1], [-1, 1]], [[-3, 1], [1, -1]]]
 """The first wins where both show the same, thrice for heads. Both are to show them in 1 of 3."""
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Runs leave their files behind where they are."""
+    monkeypatch.chdir(tmp_path)
+
+
 class Heads(RLCallback):
-    """How likely both show heads, after each iteration."""
+    """How likely both show heads, after each iteration; and where its games began, (E, T)."""
 
     def __init__(self):
-        self.path = []
+        self.path, self.begins = [], None
+
+    def on_update_start(self, trainer, pl_module, batch):
+        if isinstance(pl_module, GameModule):
+            rows, _ = pl_module.rows_of("row", batch)
+            self.begins = rows.begins.reshape(batch["steps"].batch_size)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         seen = {"observation": torch.eye(5)[:1]}
@@ -56,13 +67,15 @@ def options(lr=0.3):
     }
 
 
-def trained(module, iterations=1, epochs=1, rounds=1, envs=256, folder=None, ckpt_path=None):
+def trained(
+    module, iterations=1, epochs=1, rounds=1, games=1, envs=256, folder=None, ckpt_path=None
+):
     """The module after a run, and how likely heads were on the way."""
     arguments = {"pays": PENNIES, "rounds": rounds, "num_envs": envs}
     data = EnvDataModule(
         TorchRLEnv(f"{MatrixGame.__module__}.MatrixGame", arguments),
         num_envs=envs,
-        frames_per_iteration=envs * rounds,
+        frames_per_iteration=envs * rounds * games,
         iterations_per_epoch=iterations,
         eval_episodes=0,
     )
@@ -79,6 +92,8 @@ def trained(module, iterations=1, epochs=1, rounds=1, envs=256, folder=None, ckp
         enable_model_summary=False,
     )
     trainer.fit(module, data, ckpt_path=ckpt_path)
+    if heads.begins is not None:
+        assert torch.equal(heads.begins[0], torch.arange(rounds * games) % rounds == 0)
     return module, heads.path
 
 
@@ -100,9 +115,11 @@ def test_players_that_see_each_other_come_to_rest():
 
 
 def test_players_that_do_not_look_at_each_other_learn_as_in_actor_critic():
-    ours, _ = trained(made(GameModule, update=Simultaneous(), entropy=EntropyBonus(0.1)), rounds=3)
+    ours, _ = trained(
+        made(GameModule, update=Simultaneous(), entropy=EntropyBonus(0.1)), rounds=3, games=2
+    )
     plain = {"loss": Surrogate(), "epochs": 1, "minibatches": 1, "entropy": EntropyBonus(0.1)}
-    theirs, _ = trained(made(ActorCriticModule, **plain), rounds=3)
+    theirs, _ = trained(made(ActorCriticModule, **plain), rounds=3, games=2)
     for name, weight in ours.state_dict().items():
         torch.testing.assert_close(weight, theirs.state_dict()[name], rtol=1e-5, atol=1e-6)
 
