@@ -115,6 +115,11 @@ def spread(rollouts: Sequence[Rollout], count: int) -> list[Rollout]:
     return [ranked[i * (len(ranked) - 1) // (count - 1)] for i in range(count)]
 
 
+def _shown(value: Any) -> Any:
+    """The value as loggers' tables take it: one column cannot hold lists beside numbers."""
+    return str(value) if isinstance(value, list | dict) else value
+
+
 def preview_table(
     rollouts: Sequence[Rollout], decode: Callable[[list[int]], str] = str
 ) -> tuple[list[str], list[Row]]:
@@ -131,7 +136,7 @@ def preview_table(
         end = r.error or f"{r.status.value}, {r.finish_reason}, {r.length} tokens"
         end += f" in {len(packed_rows([r]))} rows" if r.further and not r.error else ""
         end += f", branched off after {r.fork.calls} calls" if r.fork and not r.error else ""
-        logged = [r.extra.get(column) for column in extra]
+        logged = [_shown(r.extra.get(column)) for column in extra]
         said = _told(r, decode)
         name = [r.prompt.set] if several else []
         rows.append((*name, as_text(r.prompt.prompt), said, r.reward, parts, *logged, end))

@@ -55,6 +55,17 @@ from lightning_rl.algos.correction import (
     TokenMIS as TokenMIS,
     TokenTIS as TokenTIS,
 )
+from lightning_rl.algos.game_updates import (
+    LOLA as LOLA,
+    POLA as POLA,
+    PSOS as PSOS,
+    PSPG as PSPG,
+    SOS as SOS,
+    SPG as SPG,
+    GameUpdate as GameUpdate,
+    Simultaneous as Simultaneous,
+)
+from lightning_rl.algos.games import Game as Game
 from lightning_rl.algos.kl import (
     AdaptiveCoefficient as AdaptiveCoefficient,
     Coefficient as Coefficient,
@@ -227,6 +238,7 @@ from lightning_rl.envs.collector import (
 )
 from lightning_rl.envs.datamodule import EnvDataModule as EnvDataModule
 from lightning_rl.envs.dqn import DQNModule as DQNModule
+from lightning_rl.envs.game_module import GameModule as GameModule
 from lightning_rl.envs.gym import Gym as Gym
 from lightning_rl.envs.maker import (
     EnvMaker as EnvMaker,

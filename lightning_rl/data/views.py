@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from lightning_rl.data.episodes import calls_of, received
@@ -63,8 +63,8 @@ def as_torchrl(
       ``version_min`` and ``version_max`` of the tokens that the model wrote (-1 without any);
     - ``tokens``: :func:`as_padded`, batch size [R, L];
     - with ``rollouts`` as text ``id``, ``group_id``, ``prompt_id``, ``query`` (the prompt),
-      ``response``, ``status`` and ``finish_reason``; as numbers ``reward_parts``, NaN where a
-      reward did not apply.
+      ``response``, ``status`` and ``finish_reason``; as dictionaries, however deep, the prompt's
+      ``columns`` and ``extra``; as numbers ``reward_parts``, NaN where a reward did not apply.
 
     Args:
         batch: R packed rollouts.
@@ -194,7 +194,12 @@ def _with_text(view: TensorDict, rollouts: Sequence[Rollout]) -> TensorDict:
         "status": [r.status.value for r in rollouts],
         "finish_reason": [r.finish_reason or "" for r in rollouts],
     }
-    for name, values in texts.items():
+    # Stacked as they are, lists would be taken for dimensions.
+    nested = {
+        "columns": [NonTensorData(r.prompt.columns) for r in rollouts],
+        "extra": [NonTensorData(r.extra) for r in rollouts],
+    }
+    for name, values in (texts | nested).items():
         view[name] = NonTensorStack(*values, batch_size=[count])
     names = dict.fromkeys(name for r in rollouts for name in r.reward_parts)
     parts = {

@@ -1,7 +1,7 @@
 """ActorCriticModule: agents of bodies and heads that learn on policy, one batch per iteration."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ class ActorCriticModule(EnvModule):
         super().__init__()
         require_at_least(1, epochs=epochs, minibatches=minibatches)
         require_finite(max_grad_norm=max_grad_norm)
-        _check_loss(loss)
+        check_loss(f"loss={type(loss).__name__}", loss)
         save_primitive_hparams(self)
         self.automatic_optimization = False
         self.given_agents = agents or {}
@@ -105,11 +105,15 @@ class ActorCriticModule(EnvModule):
             rows: dict[str, Rows] = {}
             metrics: dict[str, float] = {}
             for name in learning:
-                rows[name], measured = rows_of(self.agents[name], name, batch, self.advantage)
+                rows[name], measured = self.rows_of(name, batch)
                 metrics |= self.named(name, measured)
             metrics |= self.update(rows, tuple(batch["steps"].batch_size))
         self.end_iteration(metrics)
         self.record(metrics)
+
+    def rows_of(self, name: str, batch: TensorDict) -> tuple[Rows, dict[str, float]]:
+        """All that an agent learns from a batch, and metrics of it."""
+        return rows_of(self.agents[name], name, batch, self.advantage)
 
     def update(self, rows: Mapping[str, Rows], shape: tuple[int, int]) -> dict[str, float]:
         """Epochs x minibatches of optimisation on all agents' rows; returns metrics.
@@ -121,12 +125,18 @@ class ActorCriticModule(EnvModule):
         old = {name: self._old(name, own) for name, own in rows.items()}
         for epoch in range(self.epochs if rows else 0):
             order = torch.Generator().manual_seed(derived_seed(self.seed, self.iteration, epoch))
-            some = next(iter(rows.values()))
-            for places in minibatches(some, self.minibatches, self.clips, shape, order):
+            for places in self.places(rows, shape, order):
                 self._optimize(rows, places, old, measured)
         if rows:
             self.step_schedule()
         return summed_up(measured) | {"policy/nonfinite_skipped": float(self.nonfinite_steps)}
+
+    def places(
+        self, rows: Mapping[str, Rows], shape: tuple[int, int], order: torch.Generator
+    ) -> Iterator[Tensor]:
+        """What each optimizer step of an epoch is made of: places of rows, or of clips, (M,)."""
+        some = next(iter(rows.values()))
+        return minibatches(some, self.minibatches, self.clips, shape, order)
 
     def _optimize(
         self,
@@ -227,14 +237,18 @@ class ActorCriticModule(EnvModule):
                 )
 
 
-def _check_loss(loss: PolicyLoss) -> None:
-    """Try a loss on a step, and refuse it if it looks at more than that."""
+def check_loss(what: str, loss: Callable[..., Any]) -> None:
+    """Try a loss on a step, and refuse it if it looks at more than that.
+
+    Raises:
+        ConfigError: naming what has it, and what it looks at.
+    """
     one = torch.zeros(1)
     step = {"old_logprobs": one, "advantages": one, "values": one, "returns": one, "weights": one}
     try:
         loss(one, step)  # losses read it by name alone
     except KeyError as error:
         raise ConfigError(
-            f"loss={type(loss).__name__} looks at {error} of a rollout, which steps of an "
+            f"{what} looks at {error} of a rollout, which steps of an "
             "environment do not have; use PPOClip, Surrogate, Reinforce, CISPO or SAPO"
         ) from error

@@ -83,9 +83,15 @@ class Rows:
 
 @torch.no_grad()
 def rows_of(
-    agent: ActorCritic, name: str, batch: TensorDict, advantage: StepAdvantage
+    agent: ActorCritic,
+    name: str,
+    batch: TensorDict,
+    advantage: StepAdvantage,
+    idle: bool = False,
 ) -> tuple[Rows, dict[str, float]]:
     """All that an agent learns from a batch, and what it says of the critic.
+
+    Where an agent does not act there is credit only if ``idle``: for what others did.
 
     Raises:
         ConfigError: if the batch lacks something.
@@ -102,7 +108,7 @@ def rows_of(
     mask = None if agent.space is None or agent.space.mask is None else agent.space.mask
     if mask is not None:
         weights = own["observations", mask].reshape(rewards.shape).to(rewards.dtype)
-    live = weights > 0
+    live = torch.ones_like(weights, dtype=torch.bool) if idle else weights > 0
     measured = {}
     if advantage.needs_values and bool(live.any()):
         spread = returns[live].var(unbiased=False).clamp(min=1e-8)

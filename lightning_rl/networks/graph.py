@@ -250,8 +250,16 @@ class NodeHead(PolicyHead):
         if self.last is not None:
             turned = self.turn(nodes)
             asked = observations[self.last].unsqueeze(-1) * turned
-            alike = F.cosine_similarity(turned, asked.sum(-2, keepdim=True), -1)
+            alike = _cosine(turned, asked.sum(-2, keepdim=True))
             logits = logits + self.alike * alike
         if self.choices is not None:
             logits = logits.masked_fill(observations[self.choices] == 0, -torch.inf)
         return Categorical(logits, self.one_hot)
+
+
+def _cosine(one: Tensor, other: Tensor) -> Tensor:
+    """Cosine (*B,) of vectors (*B, D); 0 with zeros, where torch's has no second derivative."""
+    one, other = torch.broadcast_tensors(one, other)
+    none = (one == 0).all(-1) | (other == 0).all(-1)
+    one, other = (vectors.masked_fill(none.unsqueeze(-1), 1.0) for vectors in (one, other))
+    return F.cosine_similarity(one, other, -1).masked_fill(none, 0.0)

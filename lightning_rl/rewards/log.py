@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_rl.rollout import Rollout
 
-Plain = str | int | float | bool | None
+Plain = str | int | float | bool | list["Plain"] | dict[str, "Plain"] | None
 """Types that every record of a rollout can hold."""
 
 
@@ -108,8 +108,17 @@ def mean(values: Sequence[float]) -> float:
 
 
 def as_plain(value: Any) -> Plain:
-    """The value as every record of a rollout can hold it; as text if nothing else fits."""
+    """The value, however nested, as every record of a rollout can hold it.
+
+    Arrays become lists, keys text, and what fits nothing else text, too.
+    """
     if value is None or type(value) in (str, int, bool):
         return value
+    if isinstance(value, dict):
+        return {str(key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy's and torch's, of which a number is one
+        return as_plain(value.tolist())
     # Also numpy's float64, which is a float that no checkpoint loads.
     return float(value) if isinstance(value, float) and math.isfinite(value) else str(value)

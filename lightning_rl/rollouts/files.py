@@ -1,6 +1,7 @@
 """Rollout files of any format, told by their ending, and a rollout as a record in them."""
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -169,12 +170,22 @@ def _is_within(call: Call, rows: Sequence[Row]) -> bool:
 
 
 def as_json(record: Record) -> str:
-    """A record as JSON; of what JSON does not know, dataclasses become objects, the rest text."""
-    return json.dumps(record, ensure_ascii=False, default=_plain)
+    """A record as JSON that is text in UTF-8.
+
+    Of what JSON does not know, dataclasses become objects, arrays lists, and the rest text.
+    """
+    text = json.dumps(record, ensure_ascii=False, default=_plain)
+    # Half of a surrogate pair, as a prompt file's "\ud83d" is, has no UTF-8.
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _plain(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 ARRAYS = {"token_ids": "<i4", "loss_mask": "?", "logprobs": "<f8", "versions": "<i4"}

@@ -160,7 +160,7 @@ function details(row, place) {
     fact("reward", format(row.reward)),
     ...Object.entries(row.reward_parts ?? {}).map(([name, value]) => fact(name, value === null ? "failed" : format(value))),
     ...Object.entries(row.role_rewards ?? {}).map(([name, value]) => fact(`reward of ${name}`, format(value))),
-    ...Object.entries(row.extra ?? {}).map(([name, value]) => fact(name, String(value))),
+    ...Object.entries(row.extra ?? {}).map(([name, value]) => fact(name, typeof value === "object" ? JSON.stringify(value) : String(value))),
     fact("iteration", row.iteration), fact("status", row.status), fact("end", row.finish_reason ?? "–"),
     fact("version", versions), fact("largest gap", format(row.gap)), fact("temperature", format(row.temperature)),
     ...(row.fork ? [fact("branched off after", `${row.fork.calls} call${row.fork.calls === 1 ? "" : "s"}`)] : []),

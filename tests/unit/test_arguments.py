@@ -55,7 +55,7 @@ NO_CONFIGURATION = {
     "ReplicaStatus", "RolloutStore", "Row", "Session", "SyncState",
     "StagedTransport", "TrainerState", "TurnTemplate", "WeightReceiver",
     "WeightStream",
-    "EnvEpisode", "OffPolicyModule", "Protocol", "Space", "Steps",
+    "EnvEpisode", "Game", "OffPolicyModule", "Protocol", "Space", "Steps",
     "Conversation", "Reading", "Seat", "Turn",
 }  # fmt: skip
 

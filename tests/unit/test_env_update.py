@@ -337,6 +337,30 @@ def test_values_of_a_memory_go_on_behind_the_batch():
     )  # no reward, one step
 
 
+def test_there_may_be_credit_for_what_others_did():
+    space = Space(
+        {"mask": Observed(()), "observation": Observed((3,))}, {"action": Discrete(4)}, mask="mask"
+    )
+    agent, nothing = built(space), torch.zeros(1, 2)
+    own = {
+        "observations": {
+            "observation": torch.zeros(1, 2, 3),
+            "mask": torch.tensor([[True, False]]),
+        },
+        "actions": {"action": nothing.long()},
+        "logprobs": nothing,
+        "rewards": torch.tensor([[1.0, 3.0]]),
+    }
+    done = torch.tensor([[False, True]])
+    steps = TensorDict({"agent": own, "done": done, "terminated": done}, [1, 2])
+    batch = TensorDict({"steps": steps}, [])
+    earned = StepReturn(gamma=1.0, baseline=False)
+    for idle, expected in ((False, [0, 0]), (True, [1, -1])):  # of returns 4 and 3
+        made, _ = rows_of(agent, "agent", batch, earned, idle)
+        assert made.learned["advantages"].sign().tolist() == expected
+        assert made.learned["weights"].tolist() == [1, 0]
+
+
 def test_schedules():
     assert [i for i in range(6) if Periodic(3, first=1).due(i)] == [1, 4]
     turns = [[Alternating(2, turn).due(i) for i in range(6)] for turn in (0, 1)]

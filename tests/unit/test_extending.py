@@ -10,7 +10,17 @@ import pytest
 import torch
 
 import lightning_rl
-from lightning_rl import WeightSync, pack_rollouts
+from lightning_rl import (
+    ActorCritic,
+    ActorCriticModule,
+    EnvDataModule,
+    Game,
+    Gym,
+    MLPBody,
+    WeightSync,
+    pack_rollouts,
+)
+from lightning_rl.callbacks import Evaluate
 from tests.small_run import adamw, data_module, grpo, trainer_of
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "extend").glob("*.md"))
@@ -34,6 +44,7 @@ def mine(tmp_path_factory):
 def test_there_is_a_page_for_each_part_on_public_names_alone():
     parts = {"loss", "advantage", "aggregation", "correction", "agent", "prompts", "filter"}
     parts |= {"episode", "collector", "engine", "transport", "metered", "schedule", "guard"}
+    parts |= {"update", "env", "head", "turns", "loop"}
     assert {name.removeprefix("my_") for name in FILES} == parts
     for name, code in FILES.items():
         for node in ast.walk(ast.parse(code)):
@@ -101,6 +112,49 @@ def test_an_agent_of_ones_own_calls_a_model_as_it_likes(mine, tiny_model, tmp_pa
     assert metrics["rollout/logprob_gap_max"] < 1e-4
     # An answer that reads the whole of a short draft goes on from it, others begin a row.
     assert 1 < metrics["rollout/rows_per_episode"] <= 2
+
+
+def in_env(place, env, module, iterations):
+    """The mean reward of held-out episodes, before and after a run."""
+    data = EnvDataModule(
+        env, num_envs=8, frames_per_iteration=320, iterations_per_epoch=iterations, eval_episodes=20
+    )
+    trainer = trainer_of(place, [Evaluate(every_n_iterations=iterations)])
+    seen = []
+    module.record = lambda metrics, record=module.record: (seen.append(metrics), record(metrics))
+    trainer.fit(module, data)
+    rewards = [metrics["eval/reward_mean"] for metrics in seen if "eval/reward_mean" in metrics]
+    return rewards[0], rewards[-1]
+
+
+def test_an_environment_a_head_and_a_turn_of_ones_own(mine, tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    late = mine["turns"].Late(first=2)
+    agent = ActorCritic(policy=mine["head"].Open(0.2), schedule=late, body=MLPBody([8]))
+    module = ActorCriticModule(agents={"agent": agent}, optimizer=adamw(0.01))
+    in_env(tmp_path, Gym("my_env:Thermostat-v0"), module, iterations=2)
+    taught = module.agents["agent"]
+    # Of two actions each keeps a chance of a tenth, whatever is seen.
+    chances = taught.act({"observation": torch.linspace(-9, 9, 7).unsqueeze(1)})[0]["action"].logits
+    assert float(chances.exp().min()) >= 0.1
+    torch.testing.assert_close(chances.exp().sum(1), torch.ones(7))
+    assert not module.trainer.optimizers[0].state  # nothing was learned in iterations 0 and 1
+
+
+def test_a_loop_of_ones_own_learns(mine, tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    before, after = in_env(
+        tmp_path, Gym("my_env:Thermostat-v0"), mine["loop"].ImitateBest(share=0.3), iterations=12
+    )
+    assert after > before + 20, (before, after)
+
+
+def test_an_update_in_games_of_ones_own(mine):
+    x, y = (torch.tensor([value], requires_grad=True) for value in (0.5, 0.25))
+    game = Game([(x * y).sum(), -(x * y).sum()], [[x], [y]], [0.1, 0.1])
+    # xi = (y, -x), so nabla |xi|^2 / 2 = (x, y): 0.25 + 0.5 * 0.5 and -0.5 + 0.5 * 0.25
+    found = mine["update"].Consensus(0.5)(game, torch.Generator())
+    assert [float(v) for v in found] == pytest.approx([0.5, -0.375])
 
 
 def test_a_transport_of_ones_own_brings_the_trainers_weights(mine, tiny_model, tmp_path):

@@ -143,7 +143,7 @@ print("more words")
     made = run(program(code), rollout(answer=3))
     assert (made.status, made.environment_reward) == (RolloutStatus.COMPLETED, 0.5)
     assert made.logged == {"turns": 1.0}
-    assert made.extra == {"answer": "['p7', {'answer': 3}, 40]", "agent_end": "done"}
+    assert made.extra == {"answer": ["p7", {"answer": 3}, 40], "agent_end": "done"}
     # One call of the rollout's own prompt is what a single turn is.
     alone = run_async(
         engine.generate(made.prompt.token_ids, replace(SAMPLING, max_tokens=4), made.seed)

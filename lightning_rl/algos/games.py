@@ -1,0 +1,140 @@
+"""Games: losses that each depend on all players' parameters, and how a move changes others'.
+
+A game at a point is n losses L_i, scalars, and the parameters of n players: lists of tensors, of
+D_i numbers together. Gradients, and what is made of them, are flat vectors (D_i,).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Levels = Sequence[Sequence[int]]
+"""Players, level by level: each level leads all that come after it."""
+
+Answer = Callable[[int, Tensor], Tensor]
+"""Of a follower f and a vector v (D_f,): A_f v, if f moves by A_f times what its gradient changes.
+
+A follower that takes a gradient step of size eta has A = -eta; one that goes on to its optimum has
+A = -(the Hessian of its loss)^-1."""
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """One vector (D,) of them all."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+@dataclass(frozen=True)
+class Game:
+    """A game at a point, and derivatives of its losses there.
+
+    Args:
+        losses: L_i of each player, twice differentiable in the parameters of all.
+        players: each one's parameters; no tensor is of two.
+        rates: eta_i, of each player's gradient step: a number, or one for each parameter, (D_i,).
+        order: who leads whom; None: everyone all others.
+    """
+
+    losses: Sequence[Tensor]
+    players: Sequence[Sequence[Tensor]]
+    rates: Sequence[float | Tensor]
+    order: Levels | None = None
+    _gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def followers(self, player: int) -> Levels:
+        """Those that answer to what a player does, level by level."""
+        if self.order is None:
+            return [[other for other in range(len(self.players)) if other != player]]
+        place = next(n for n, level in enumerate(self.order) if player in level)
+        return self.order[place + 1 :]
+
+    def gradient(self, of: int, by: int) -> Tensor:
+        """nabla_by L_of, (D_by,), with a graph."""
+        if (of, by) not in self._gradients:
+            self._gradients[of, by] = self._derived(self.losses[of], by, create_graph=True)
+        return self._gradients[of, by]
+
+    def mixed(self, of: int, first: int, then: int, vector: Tensor) -> Tensor:
+        """nabla_then <vector, nabla_first L_of>, (D_then,), for ``vector`` (D_first,).
+
+        It is a block of the Hessian of L_of, times the vector.
+        """
+        return self._derived(self.gradient(of, first) @ vector, then, create_graph=False)
+
+    def _derived(self, value: Tensor, by: int, create_graph: bool) -> Tensor:
+        """Gradient (D_by,) of a scalar; 0 where it does not depend on a parameter."""
+        if not value.requires_grad:
+            return torch.zeros_like(flat(self.players[by]))
+        return flat(
+            torch.autograd.grad(
+                value,
+                self.players[by],
+                retain_graph=True,
+                create_graph=create_graph,
+                materialize_grads=True,
+            )
+        )
+
+    def foresight(self, leader: int, rates: Sequence[float | Tensor]) -> Tensor:
+        """What the steps of its followers change in its own gradient, (D_leader,).
+
+        -h = -sum over followers f of nabla_leader <eta_f nabla_f L_f, nabla_f L_leader>: its
+        followers are looked upon as where they will be (Zhang and Lesser 2010, LookAhead).
+        """
+        total = torch.zeros_like(flat(self.players[leader]))
+        for follower in (f for level in self.followers(leader) for f in level):
+            step = rates[follower] * self.gradient(follower, follower).detach()
+            total = total - self.mixed(leader, follower, leader, step)
+        return total
+
+    def shaping(self, leader: int, answer: Answer) -> Tensor:
+        """What it gains by how its own move changes those of its followers, (D_leader,).
+
+        -chi = sum over followers f of <A_f nabla_f L_leader, d nabla_f L_f / d theta_leader>. With
+        :meth:`gradient` it is the total derivative of L_leader by theta_leader.
+        """
+        total = torch.zeros_like(flat(self.players[leader]))
+        for depth, level in enumerate(self.followers(leader)):
+            for follower in level:
+                moved = answer(follower, self.gradient(leader, follower).detach())
+                total = total + self._pulled(leader, depth, follower, moved, answer)
+        return total
+
+    def _pulled(
+        self, leader: int, depth: int, follower: int, vector: Tensor, answer: Answer
+    ) -> Tensor:
+        """<vector, d nabla_f L_f / d theta_leader>: directly, and by way of the levels between."""
+        total = self.mixed(follower, follower, leader, vector)
+        for above, level in enumerate(self.followers(leader)[:depth]):
+            for between in level:
+                moved = answer(between, self.mixed(follower, follower, between, vector))
+                total = total + self._pulled(leader, above, between, moved, answer)
+        return total
+
+
+def nystrom_solve(
+    product: Callable[[Tensor], Tensor], vector: Tensor, columns: Tensor, rho: float
+) -> Tensor:
+    """(H_k + rho I)^-1 v, (D,), for a symmetric H that is known by its products with vectors.
+
+    H_k = C H_KK^-1 C^T is Nystrom's approximation of H from k of its columns, C (D, k), and their
+    rows of it, H_KK (k, k); then (H_k + rho I)^-1 = (I - C (rho H_KK + C^T C)^-1 C^T) / rho
+    (Hataya and Yamada 2023). It is exact if H has rank k at most, and H_KK the same.
+
+    Args:
+        product: of H with a vector.
+        vector: v, (D,).
+        columns: K, which of them, (k,).
+        rho: what H is damped with.
+    """
+    assert vector.ndim == columns.ndim == 1
+    units = torch.zeros(len(columns), len(vector), dtype=vector.dtype, device=vector.device)
+    units[torch.arange(len(columns)), columns] = 1
+    chosen = torch.stack([product(unit) for unit in units], 1)
+    within = rho * chosen[columns] + chosen.T @ chosen
+    if not bool(within.isfinite().all()):  # no inverse; whoever takes the step will leave it out
+        return torch.full_like(vector, torch.nan)
+    # Columns may say the same twice, or nothing: a loss that is linear in some parameters.
+    inverse = torch.linalg.pinv((within + within.T) / 2, hermitian=True)
+    return (vector - chosen @ (inverse @ (chosen.T @ vector))) / rho

@@ -1,0 +1,275 @@
+"""GameModule: agents in an environment that take each other's learning into account."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_rl.algos.game_steps import game_loss, said_before
+from lightning_rl.algos.game_updates import SOS, GameUpdate
+from lightning_rl.algos.games import Game, flat
+from lightning_rl.algos.kl import EntropyBonus
+from lightning_rl.algos.losses import ValueLoss
+from lightning_rl.algos.steps import StepAdvantage, StepGAE
+from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.base import Measured, add
+from lightning_rl.envs.module import ActorCriticModule, Old, check_loss
+from lightning_rl.envs.rows import Rows, rows_of
+from lightning_rl.errors import ConfigError
+from lightning_rl.learn.base import save_primitive_hparams
+from lightning_rl.networks.actor_critic import ActorCritic, joint_entropy, joint_log_prob
+from lightning_rl.networks.distributions import ActionDistribution
+from lightning_rl.protocols.base import VERIFIER
+from lightning_rl.run.dist import world_size
+from lightning_rl.run.seeding import derived_seed
+
+
+@configurable
+class GameModule(ActorCriticModule):
+    """Improves agents in environments, each with the others' learning in view: SPG, LOLA, SOS.
+
+    Every group of agents that the environment names is a player, whose loss is the mean of its
+    members'. Losses are estimated from whole episodes, or what a batch has of them, with the
+    advantages of all steps: also of those in which others act. Critics learn as elsewhere.
+
+    Args:
+        agents: by the names that the environment has for its groups; a group that is not named
+            is an ``ActorCritic()``. None of them shares a body between actor and critic.
+        update: what the players make of their losses.
+        order: names of agents, level by level, leaders first; None: an agent called ``verifier``
+            leads all others if the update is made for leaders, else everyone has all in view.
+        advantage: how rewards become credit.
+        value_loss: the critic's loss.
+        entropy: bonus; None for none.
+        optimizer: called with the parameter groups; in YAML any torch optimizer.
+        lr_scheduler: called with the optimizer; stepped once per iteration.
+        epochs: passes over each batch; more than one is for the proximal updates.
+        minibatches: optimizer steps per pass, each on some of the environments.
+        max_grad_norm: clip each agent's direction; None: leave it.
+        seed: of the order of environments, and of what the update draws; None:
+            ``seed_everything``'s.
+
+    Raises:
+        ConfigError: for values out of range; for agents, an order or processes that do not fit.
+    """
+
+    def __init__(
+        self,
+        agents: dict[str, ActorCritic] | None = None,
+        update: GameUpdate = SOS(),
+        order: list[list[str]] | None = None,
+        advantage: StepAdvantage = StepGAE(),
+        value_loss: ValueLoss = ValueLoss(),
+        entropy: EntropyBonus | None = None,
+        optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=3e-4, eps=1e-5, fused=True),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        epochs: int = 1,
+        minibatches: int = 1,
+        max_grad_norm: float | None = 0.5,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            agents=agents,
+            advantage=advantage,
+            value_loss=value_loss,
+            entropy=entropy,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            epochs=epochs,
+            minibatches=minibatches,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+        )
+        check_loss(f"update={type(update).__name__}", update.step_loss)
+        save_primitive_hparams(self)
+        self.game_update = update
+        self.order = order
+
+    # ---------------------------------------------------------------- set-up
+
+    def check_agents(self) -> None:
+        """Refuse agents, an order or processes that these settings cannot teach.
+
+        Raises:
+            ConfigError: naming agent and setting.
+        """
+        for name, agent in self.agents.items():
+            if agent.share_body:
+                raise ConfigError(
+                    f"agent {name!r} shares {type(agent.body).__name__} between actor and critic, "
+                    "and GameModule moves actors apart from critics; set share_body: false, or use "
+                    "ActorCriticModule"
+                )
+        if world_size() > 1:
+            raise ConfigError(
+                f"GameModule multiplies gradients of a whole batch, and {world_size()} processes "
+                "each have a part of it; set trainer.devices: 1"
+            )
+        named = sorted(name for level in self.order or [] for name in level)
+        if self.order is not None and named != sorted(self.agents):
+            raise ConfigError(
+                f"order={self.order} must name each agent once: {', '.join(self.agents)}"
+            )
+        if self.game_update.needs_order and self.order is None and VERIFIER not in self.agents:
+            raise ConfigError(
+                f"update={type(self.game_update).__name__} has to know who leads "
+                f"{', '.join(self.agents)}: there is no {VERIFIER!r}; set model.order, e.g. "
+                f"{[[name] for name in self.agents]}"
+            )
+
+    def levels(self, players: list[str]) -> list[list[int]] | None:
+        """Places of players, leaders first; None: everyone has all others in view."""
+        order = self.order
+        if order is None:
+            if not self.game_update.needs_order:
+                return None
+            order = [[VERIFIER], [name for name in players if name != VERIFIER]]
+        learning = [[players.index(name) for name in level if name in players] for level in order]
+        return [level for level in learning if level]
+
+    def rows_of(self, name: str, batch: TensorDict) -> tuple[Rows, dict[str, float]]:
+        """All that players learn from a batch, with credit for what others did, and metrics."""
+        rows, measured = rows_of(self.agents[name], name, batch, self.advantage, idle=True)
+        begins = batch["steps", "done"].roll(1, 1)
+        begins[:, 0] = True
+        return replace(rows, begins=begins.flatten()), measured
+
+    def places(
+        self, rows: Mapping[str, Rows], shape: tuple[int, int], order: torch.Generator
+    ) -> Iterator[Tensor]:
+        """Whole environments, in a new order, (M, T): a step is seen with those before it.
+
+        Raises:
+            ConfigError: for more minibatches than environments.
+        """
+        environments, steps = shape
+        if self.minibatches > environments:
+            raise ConfigError(
+                f"minibatches={self.minibatches} must be <= {environments}, the environments side "
+                "by side: GameModule learns from whole ones; lower it, or raise data.num_envs"
+            )
+        device = next(iter(rows.values())).learned["advantages"].device
+        drawn = torch.randperm(environments, generator=order).to(device)
+        begins = drawn.unsqueeze(1) * steps
+        yield from (begins + torch.arange(steps, device=device)).tensor_split(self.minibatches)
+
+    # ---------------------------------------------------------------- a step
+
+    def update(self, rows: Mapping[str, Rows], shape: tuple[int, int]) -> dict[str, float]:
+        """Epochs x minibatches of steps of all players; returns metrics."""
+        # A place beyond those of the epochs' orders.
+        seed = derived_seed(self.seed, self.iteration, self.epochs)
+        self._draw = torch.Generator().manual_seed(seed)
+        return super().update(rows, shape)
+
+    def _optimize(
+        self,
+        rows: Mapping[str, Rows],
+        places: Tensor,
+        old: Mapping[str, Old],
+        measured: Measured,
+    ) -> None:
+        """One optimizer step of all players on some environments (M, T)."""
+        names = list(rows)
+        own = {name: of_all.at(places) for name, of_all in rows.items()}
+        begins = rows[names[0]].begins
+        assert begins is not None
+        # No other kernel of attention can be differentiated twice.
+        with sdpa_kernel(SDPBackend.MATH):
+            seen = {name: self.agents[name](own[name].observations) for name in names}
+        made = {name: distributions for name, (distributions, _) in seen.items()}
+        losses = self._players_losses(own, made, begins[places], measured)
+        values = {name: values for name, (_, values) in seen.items()}
+        critics = self._critics_loss(own, values, measured)
+        with torch.autocast(self.device.type, enabled=False):  # for products of gradients
+            self.step(critics + self._actors_loss(names, losses, measured), names, measured)
+
+    def _actors_loss(self, names: list[str], losses: list[Tensor], measured: Measured) -> Tensor:
+        """A scalar whose gradients are the directions that the update has for all players."""
+        players, rates = self._players(names)
+        game = Game(losses, players, rates, self.levels(names))
+        directions = self.game_update(game, self._draw)
+        for i, (name, direction) in enumerate(zip(names, directions, strict=True)):
+            alone = game.gradient(i, i).detach()
+            shaping = (direction - alone).norm() / alone.norm().clamp(min=1e-12)
+            add(measured, self.named(name, {"policy/shaping": shaping.reshape(1)}))
+        pairs = zip(players, directions, strict=True)
+        return torch.stack([flat(player) @ direction for player, direction in pairs]).sum()
+
+    def _players_losses(
+        self,
+        own: Mapping[str, Rows],
+        made: Mapping[str, Mapping[str, ActionDistribution]],
+        begins: Tensor,
+        measured: Measured,
+    ) -> list[Tensor]:
+        """Each player's loss, a scalar that knows what the others did, from steps (M, T)."""
+        acts = {name: rows.learned["weights"] > 0 for name, rows in own.items()}
+        now = {name: joint_log_prob(made[name], rows.actions) for name, rows in own.items()}
+        said = _all_said(now, acts)
+        was = _all_said({n: rows.learned["old_logprobs"] for n, rows in own.items()}, acts)
+        before, losses = said_before(said, begins), []
+        for name, rows in own.items():
+            credit = _over_members(rows.learned["advantages"])
+            tokens = {
+                "advantages": credit.flatten(),
+                "old_logprobs": was.unsqueeze(2).expand_as(credit).flatten(),
+            }
+            logprobs = said.unsqueeze(2).expand_as(credit).flatten()
+            loss, metrics = self.game_update.step_loss(logprobs, tokens)
+            metrics = {f"policy/{key}": value for key, value in metrics.items()}
+            entropy = joint_entropy(made[name]).where(acts[name], 0.0)
+            metrics |= {
+                "policy/loss": loss.detach(),
+                "policy/entropy": entropy.detach()[acts[name]],
+            }
+            add(measured, self.named(name, metrics))
+            of_steps = loss.reshape(credit.shape).mean(2)
+            if self.entropy is not None:
+                bonus = self.entropy.at(self.iteration) * _over_members(entropy).mean(2)
+                of_steps = of_steps - bonus
+            losses.append(game_loss(of_steps, before))
+        return losses
+
+    def _critics_loss(
+        self, own: Mapping[str, Rows], values: Mapping[str, Tensor], measured: Measured
+    ) -> Tensor:
+        """The sum of all critics' losses, a scalar; of steps in which others act, too."""
+        total = torch.zeros((), device=self.device)
+        if not self.advantage.needs_values:
+            return total
+        for name, rows in own.items():
+            tokens = {key: value.flatten() for key, value in rows.learned.items()}
+            loss, metrics = self.value_loss(values[name].flatten(), tokens)
+            metrics = {f"value/{k.removeprefix('value_')}": v for k, v in metrics.items()}
+            add(measured, self.named(name, metrics))
+            total = total + loss.mean()
+        return total
+
+    def _players(self, names: list[str]) -> tuple[list[list[nn.Parameter]], list[Tensor]]:
+        """What moves each player's actor, and the learning rate of each number in it, (D_i,)."""
+        optimizer: Any = self.optimizers()  # one, so not a list
+        groups = {group["name"]: group for group in optimizer.param_groups}
+        players, rates = [], []
+        for name in names:
+            own = [groups[part] for part in (f"{name}/body", f"{name}/actor") if part in groups]
+            moving = [(p, g["lr"]) for g in own for p in g["params"] if p.requires_grad]
+            players.append([p for p, _ in moving])
+            rates.append(torch.cat([p.new_full((p.numel(),), lr) for p, lr in moving]))
+        return players, rates
+
+
+def _all_said(logprobs: Mapping[str, Tensor], acts: Mapping[str, Tensor]) -> Tensor:
+    """Log probability (M, T) of what all did in a step, of those (M, T, *A) that acted in it."""
+    parts = [_over_members(v.where(acts[n], 0.0)).sum(2) for n, v in logprobs.items()]
+    return torch.stack(parts).sum(0)
+
+
+def _over_members(values: Tensor) -> Tensor:
+    """(M, T, n), with the members of a group last; of one agent alone n is 1."""
+    return values.reshape(*values.shape[:2], -1)

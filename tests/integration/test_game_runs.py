@@ -1,0 +1,163 @@
+"""Runs of GameModule: players that see each other come to rest; what does not fit is refused."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+from lightning_rl import (
+    GSPO,
+    LOLA,
+    PSOS,
+    PSPG,
+    SPG,
+    ActorCritic,
+    ActorCriticModule,
+    ConfigError,
+    EntropyBonus,
+    EnvDataModule,
+    GameModule,
+    MLPBody,
+    Periodic,
+    RLCallback,
+    Simultaneous,
+    StepGAE,
+    Surrogate,
+    TorchRLEnv,
+)
+from lightning_rl.callbacks import IterationCheckpoint
+from recipes.matrix_games.env import MatrixGame
+
+PENNIES = [[[3, -1], [-1, 1]], [[-3, 1], [1, -1]]]
+"""The first wins where both show the same, thrice for heads. Both are to show them in 1 of 3."""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Runs leave their files behind where they are."""
+    monkeypatch.chdir(tmp_path)
+
+
+class Heads(RLCallback):
+    """How likely both show heads, after each iteration; and where its games began, (E, T)."""
+
+    def __init__(self):
+        self.path, self.begins = [], None
+
+    def on_update_start(self, trainer, pl_module, batch):
+        if isinstance(pl_module, GameModule):
+            rows, _ = pl_module.rows_of("row", batch)
+            self.begins = rows.begins.reshape(batch["steps"].batch_size)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        seen = {"observation": torch.eye(5)[:1]}
+        made = [agent.act(seen)[0]["action"] for agent in pl_module.agents.values()]
+        self.path.append([float(d.logprobs[0, 0].exp().detach()) for d in made])
+        self.batch = batch
+
+
+def agents(**options):
+    return {name: ActorCritic(body=MLPBody([8]), **options) for name in ("row", "column")}
+
+
+def options(lr=0.3):
+    return {
+        "advantage": StepGAE(gamma=1.0, normalize=False),
+        "optimizer": lambda p: torch.optim.SGD(p, lr=lr),
+        "max_grad_norm": None,
+    }
+
+
+def trained(
+    module, iterations=1, epochs=1, rounds=1, games=1, envs=256, folder=None, ckpt_path=None
+):
+    """The module after a run, and how likely heads were on the way."""
+    arguments = {"pays": PENNIES, "rounds": rounds, "num_envs": envs}
+    data = EnvDataModule(
+        TorchRLEnv(f"{MatrixGame.__module__}.MatrixGame", arguments),
+        num_envs=envs,
+        frames_per_iteration=envs * rounds * games,
+        iterations_per_epoch=iterations,
+        eval_episodes=0,
+    )
+    heads = Heads()
+    saved = [] if folder is None else [IterationCheckpoint(every_n_iterations=1)]
+    trainer = Trainer(
+        default_root_dir=folder,
+        max_epochs=epochs,
+        accelerator="cpu",
+        callbacks=[heads, *saved],
+        logger=False,
+        enable_checkpointing=bool(saved),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    if heads.begins is not None:
+        assert torch.equal(heads.begins[0], torch.arange(rounds * games) % rounds == 0)
+    return module, heads.path
+
+
+def made(cls, **arguments):
+    seed_everything(0, verbose=False)
+    return cls(**(options() | {"agents": agents()} | arguments))
+
+
+def far(path):
+    """The largest distance from the equilibrium, over the last third."""
+    return max(abs(p - 1 / 3) for both in path[-len(path) // 3 :] for p in both)
+
+
+def test_players_that_see_each_other_come_to_rest():
+    blind = far(trained(made(GameModule, update=Simultaneous()), 36)[1])
+    seeing = far(trained(made(GameModule, update=LOLA(rate=1.0)), 36)[1])
+    assert blind > 0.25
+    assert seeing < 0.12
+
+
+def test_players_that_do_not_look_at_each_other_learn_as_in_actor_critic():
+    ours, _ = trained(
+        made(GameModule, update=Simultaneous(), entropy=EntropyBonus(0.1)), rounds=3, games=2
+    )
+    plain = {"loss": Surrogate(), "epochs": 1, "minibatches": 1, "entropy": EntropyBonus(0.1)}
+    theirs, _ = trained(made(ActorCriticModule, **plain), rounds=3, games=2)
+    for name, weight in ours.state_dict().items():
+        torch.testing.assert_close(weight, theirs.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_goes_on_as_if_it_never_stopped(tmp_path):
+    def module():
+        return made(
+            GameModule, update=PSPG(rank=3), order=[["row"], ["column"]], epochs=2, minibatches=2
+        )
+
+    whole, _ = trained(module(), 2, epochs=2, rounds=2, envs=32)
+    trained(module(), 2, epochs=1, rounds=2, envs=32, folder=tmp_path)
+    last = next(tmp_path.rglob("last.ckpt"))
+    resumed, path = trained(module(), 2, epochs=2, rounds=2, envs=32, ckpt_path=str(last))
+    assert len(path) == 2
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name])
+
+
+def test_a_player_that_pauses_stays_as_it_is():
+    module = made(GameModule, update=PSOS(rate=1.0))
+    module.given_agents["column"].schedule = Periodic(2, first=1)
+    _, path = trained(module, 3, envs=64)
+    assert path[0][1] != path[1][1]
+    assert path[1][1] == path[2][1]
+    assert len({row for row, _ in path}) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: made(GameModule, agents=agents(share_body=True)), "agent 'row' shares MLPBody"),
+        (lambda: made(GameModule, update=SPG()), "update=SPG has to know who leads row, column"),
+        (lambda: made(GameModule, order=[["row"]]), "must name each agent once: row, column"),
+        (lambda: made(GameModule, minibatches=257), "minibatches=257 must be <= 256"),
+        (lambda: made(GameModule, update=PSOS(loss=GSPO())), "update=PSOS looks at 'row'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(make, words):
+    with pytest.raises(ConfigError, match=words):
+        trained(make())
