@@ -60,8 +60,17 @@ class EnvModule(RecordingModule):
     # ---------------------------------------------------------------- set-up
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse what this training cannot do of Lightning's; add what every run has."""
+        """Refuse what this training cannot do of Lightning's; add what every run has.
+
+        Raises:
+            ConfigError: naming the flag.
+        """
         refuse_flags(self.trainer)
+        if self.trainer.precision == "bf16-true":
+            raise ConfigError(
+                "trainer.precision='bf16-true': the weights of bodies and heads are float32, and "
+                "small; use bf16-mixed"
+            )
         warn_of_flags(self.trainer)
         if is_fast_dev_run(self.trainer):
             self.trainer.fit_loop.epoch_loop.max_steps = -1

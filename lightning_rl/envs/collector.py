@@ -58,13 +58,17 @@ class EnvCollector(ABC):
     name, ``logprobs`` (E, T, *A) and ``rewards`` (E, T, *A); with a memory ``state`` (E, T, *A, S)
     before each step and ``begins`` (E, T), where an episode begins. ``ends`` holds what followed
     steps that no step follows (the last, and those at which an episode was cut): their ``place``
-    (M,), e * T + t, and per agent ``observations``.
+    (M,), e * T + t, and per agent ``observations``. The data module adds to ``steps`` which of them
+    are ``skipped`` (E, T), where its ``min_episode_length`` asks for it.
     """
 
     agents: Mapping[str, Space]
     """What each agent, or group of them, sees and does; known once it is started."""
     finished: Sequence[EnvEpisode] = ()
     """Episodes that came to their end in the last batch."""
+    carried: Sequence[int] = ()
+    """Steps that the episode at hand of each environment had when the last batch began; ():
+    episodes begin with the batch."""
 
     @property
     @abstractmethod

@@ -82,6 +82,7 @@ class GymCollector(EnvCollector):
     def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
         agent = agents[AGENT]
         self._begin(agent)
+        self.carried = [len(player.actions) for player in self._players]
         table = StepTable(self.agents[AGENT], steps, len(self._players))
         acted: list[Tensor] = []
         distributions: list[ActionDistribution] = []

@@ -136,6 +136,7 @@ class PooledCollector(GymCollector):
     def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
         agent, count = agents[AGENT], len(self._players)
         self._begin(agent)
+        self.carried = [len(seat.actions) for seat in self._players]
         table = StepTable(self.agents[AGENT], steps, count)
         acts: dict[str, Any] = {}
         done = [0] * count  # steps of each environment

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.networks.bodies import Body, RecurrentBody
+from lightning_rl.networks.bodies import Body
 from lightning_rl.networks.distributions import ActionDistribution
+from lightning_rl.networks.memory import RecurrentBody
 from lightning_rl.networks.schedules import UpdateSchedule
 from lightning_rl.networks.space import Space
 

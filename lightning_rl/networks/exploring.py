@@ -1,6 +1,5 @@
 """Distributions of agents that explore: a share of their actions is drawn uniformly."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,12 +7,12 @@ from torch import Tensor
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.networks.agent import EnvAgent
-from lightning_rl.networks.bodies import RecurrentBody
 from lightning_rl.networks.distributions import (
     ActionDistribution,
     Categorical,
     TanhGaussian,
 )
+from lightning_rl.networks.memory import RecurrentBody
 from lightning_rl.networks.space import ActionKind, Space
 
 
@@ -124,9 +123,3 @@ class PartlyUniform(ActionDistribution):
         """An estimate from one sample."""
         action = self.sample()
         return self.log_prob(action) - new.log_prob(action)
-
-
-def allowed_only(values: Tensor, observations: Mapping[str, Tensor]) -> Tensor:
-    """Values (*B, n) with -inf where an observation ``action_mask`` forbids the action."""
-    mask = observations.get("action_mask")
-    return values if mask is None else values.masked_fill(~mask.bool(), -torch.inf)
