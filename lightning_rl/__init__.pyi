@@ -235,6 +235,7 @@ from lightning_rl.envs.pool import PooledGym as PooledGym
 from lightning_rl.envs.rows import Clips as Clips
 from lightning_rl.envs.sac import SACModule as SACModule
 from lightning_rl.envs.transitions import TransitionBuffer as TransitionBuffer
+from lightning_rl.envs.workers import GymWorkers as GymWorkers
 from lightning_rl.errors import (
     AgentError as AgentError,
     CheckpointError as CheckpointError,

@@ -19,6 +19,7 @@ from lightning_rl.envs.maker import EnvMaker
 from lightning_rl.envs.pool import PooledCollector
 from lightning_rl.envs.stats import episode_metrics, evaluation_metrics
 from lightning_rl.envs.torchrl_collector import TorchRLCollector
+from lightning_rl.envs.workers import WorkersCollector
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.networks.space import Space
 from lightning_rl.run import dist
@@ -27,7 +28,7 @@ from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.resume import check_early, enter_directory, leave_directory
 from lightning_rl.run.seeding import derived_seed, run_seed
 
-COLLECTORS = (GymCollector, PooledCollector, TorchRLCollector)
+COLLECTORS = (GymCollector, PooledCollector, TorchRLCollector, WorkersCollector)
 """Ours, which are known to ``collector_of`` once they are imported."""
 EVALUATION = 2**31
 """A place for seeds of episodes apart that no environment's place is."""
@@ -222,6 +223,7 @@ class EnvDataModule(CollectingDataModule):
         self.episodes = [episode for share in told for episode in share]
         frames = self.frames_per_iteration
         module.record(episode_metrics(self.episodes, frames, seconds, self.judged_agent))
+        module.record(dict(self.collector.metrics))
         if self.min_episode_length > 1:
             module.record({"rollout/skipped_share": self._skip_short(batch["steps"]) / frames})
         return batch

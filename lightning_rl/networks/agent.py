@@ -50,6 +50,14 @@ class EnvAgent(nn.Module, ABC):
     def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
         """Parameters by what they are for, each with a ``name`` and its ``lr_factor``."""
 
+    def snapshot(self) -> dict[str, Any]:
+        """All that its actions depend on: copies of tensors, on the CPU, and primitives."""
+        return {"weights": {n: w.detach().cpu().clone() for n, w in self.state_dict().items()}}
+
+    def become(self, snapshot: Mapping[str, Any]) -> None:
+        """Act as the agent of which the snapshot was taken."""
+        self.load_state_dict(snapshot["weights"])
+
     @property
     def state_size(self) -> int:
         """Numbers of its memory; 0: it has none."""

@@ -1,6 +1,8 @@
 """Distributions of agents that explore: a share of their actions is drawn uniformly."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,13 @@ class ExploringAgent(EnvAgent):
     """
 
     exploration: float = 0.0
+
+    def snapshot(self) -> dict[str, Any]:
+        return super().snapshot() | {"exploration": self.exploration}
+
+    def become(self, snapshot: Mapping[str, Any]) -> None:
+        super().become(snapshot)
+        self.exploration = snapshot["exploration"]
 
 
 def single_action(space: Space, who: str) -> tuple[str, ActionKind]:

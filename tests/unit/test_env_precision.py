@@ -77,5 +77,5 @@ def test_ratios_begin_at_one(tmp_path, world, precision, kind, gap):
 
 def test_weights_of_16_bits_are_refused(tmp_path):
     data = EnvDataModule(Gym(f"{worlds.__name__}:Walk-v0"), eval_episodes=0)
-    with pytest.raises(ConfigError, match="precision='bf16-true': .* use bf16-mixed"):
+    with pytest.raises(ConfigError, match=r"precision='bf16-true'.*use bf16-mixed"):
         trainer_of(tmp_path, precision="bf16-true").fit(ActorCriticModule(), data)

@@ -1,0 +1,132 @@
+"""EnvProcesses: processes that hold environments; what goes to them and comes back."""
+
+import multiprocessing
+import pickle
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from lightning_rl.envs.collector import EnvError
+
+END_S = 5.0
+"""How long a process may take to end by itself."""
+START_S = 300.0
+"""How long it may take to start, on a busy machine."""
+
+
+class Line:
+    """One end of a pipe between processes."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def fileno(self) -> int:
+        """What ``multiprocessing.connection.wait`` asks for."""
+        return self._connection.fileno()
+
+    def send(self, message: Any) -> None:
+        """Send a copy: no memory is shared, which would be gone with its process."""
+        self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def receive(self) -> Any:
+        """The next message, as soon as it is there.
+
+        Raises:
+            OSError, EOFError: if the other process is gone.
+        """
+        return pickle.loads(self._connection.recv_bytes())
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+
+class EnvProcesses:
+    """Processes, each with its share of the environments, that are asked and answer.
+
+    Args:
+        name: of the environments, for messages.
+        serve: what each of them runs: ``serve(line, share, *arguments)``, which takes requests
+            until there is None, and answers.
+        shares: places of environments, by process.
+        arguments: for ``serve``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        serve: Callable[..., None],
+        shares: Sequence[Sequence[int]],
+        *arguments: Any,
+    ) -> None:
+        self.name = name
+        self.shares = shares
+        # Not fork: this process has threads.
+        context = multiprocessing.get_context("spawn")
+        self.processes = []
+        self._lines = []
+        for share in shares:
+            ours, theirs = context.Pipe()
+            told = (serve, theirs, share, *arguments)
+            process = context.Process(target=_run, args=told, daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._lines.append(Line(ours))
+
+    def send(self, index: int, request: Any) -> None:
+        """Ask a process.
+
+        Raises:
+            EnvError: if it is gone.
+        """
+        try:
+            self._lines[index].send(request)
+        except OSError as error:
+            raise self._gone(index) from error
+
+    def answers(self, seconds: float) -> Iterator[tuple[int, Any]]:
+        """Answers that are there, or the first to come within so many seconds, by process.
+
+        Raises:
+            EnvError: if a process is gone.
+        """
+        for line in wait(self._lines, seconds):  # type: ignore[arg-type]
+            index = self._lines.index(line)  # type: ignore[arg-type]
+            try:
+                answer = self._lines[index].receive()
+            except (EOFError, OSError) as error:
+                raise self._gone(index) from error
+            yield index, answer
+
+    def _gone(self, index: int) -> EnvError:
+        numbers = ", ".join(map(str, self.shares[index]))
+        return EnvError(
+            f"{self.name}: the process of environments {numbers} is gone: it was killed, for its "
+            "memory perhaps"
+        )
+
+    def close(self) -> None:
+        """End all of them."""
+        for line in self._lines:
+            try:
+                line.send(None)
+            except OSError:
+                continue  # it is gone already
+            finally:
+                line.close()  # so that none waits to be heard
+        for process in self.processes:
+            process.join(END_S)
+            if process.is_alive():  # it hangs in a step
+                process.kill()
+        self.processes, self._lines = [], []
+
+
+def _run(serve: Callable[..., None], connection: Connection, *arguments: Any) -> None:
+    """What a process does from its start to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which saves and ends them
+    try:
+        serve(Line(connection), *arguments)
+    except (EOFError, OSError):
+        return  # nobody is there to be answered
