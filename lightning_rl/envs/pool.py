@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.collector import Agents, EnvError, collector_of, seeded
 from lightning_rl.envs.gym import ACTION, Gym, space_of
-from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.gym_player import (
     buffer_of,
     episode_seed,
@@ -22,7 +21,7 @@ from lightning_rl.envs.gym_player import (
 from lightning_rl.envs.gym_table import StepTable
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.pool_process import serve
-from lightning_rl.envs.processes import START_S, EnvProcesses
+from lightning_rl.envs.processes import START_S, EnvProcesses, ProcessesCollector
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.networks.actor_critic import joint_log_prob, sampled
 from lightning_rl.run.seeding import derived_seed
@@ -88,11 +87,10 @@ class _Seat:
         return episode_seed(self._seed, self.place, self.episode)
 
 
-class PooledCollector(GymCollector):
+class PooledCollector(ProcessesCollector):
     """Steps environments in processes; how many are served together is chance, unless forced."""
 
     env: PooledGym
-    processes: EnvProcesses | None = None
 
     @property
     def exact(self) -> str:
@@ -198,7 +196,7 @@ class PooledCollector(GymCollector):
 
     def _send(self, place: int, what: str, value: Any) -> None:
         number = self._players[place].place
-        self.processes.send(self._of[number], (number, what, value))
+        self._running.send(self._of[number], (number, what, value))
 
     def _answers(
         self, since: float, others_wait: bool, starts: bool = False
@@ -212,7 +210,7 @@ class PooledCollector(GymCollector):
         seconds = START_S if starts else self.deadline.seconds
         if patient:
             seconds = max(0.0, since + self.env.max_wait - time.monotonic())
-        ready = list(self.processes.answers(seconds))
+        ready = list(self._running.answers(seconds))
         if not ready and not patient:
             self.deadline.expired()
         for _, (number, *answer) in ready:
@@ -252,11 +250,6 @@ class PooledCollector(GymCollector):
             for place, row, *_ in self._answers(time.monotonic(), False, starts=True):
                 rows[place] = row
         return [rows[place] for place in range(len(rows))]
-
-    def close(self) -> None:
-        if self.processes is not None:
-            self.processes.close()
-            self.processes = None
 
 
 def _put(

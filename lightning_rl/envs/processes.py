@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from lightning_rl.envs.collector import EnvError
+from lightning_rl.envs.gym_collector import GymCollector
 
 END_S = 5.0
 """How long a process may take to end by itself."""
@@ -121,6 +122,23 @@ class EnvProcesses:
             if process.is_alive():  # it hangs in a step
                 process.kill()
         self.processes, self._lines = [], []
+
+
+class ProcessesCollector(GymCollector):
+    """Has its environments in processes."""
+
+    processes: EnvProcesses | None = None
+    """None: before the start, and behind the end."""
+
+    @property
+    def _running(self) -> EnvProcesses:
+        assert self.processes is not None
+        return self.processes
+
+    def close(self) -> None:
+        if self.processes is not None:
+            self.processes.close()
+            self.processes = None
 
 
 def _run(serve: Callable[..., None], connection: Connection, *arguments: Any) -> None:

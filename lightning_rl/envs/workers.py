@@ -12,9 +12,8 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import RunState
 from lightning_rl.envs.collector import Agents, EnvError, collector_of
 from lightning_rl.envs.gym import Gym, space_of
-from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
-from lightning_rl.envs.processes import END_S, START_S, EnvProcesses
+from lightning_rl.envs.processes import END_S, START_S, EnvProcesses, ProcessesCollector
 from lightning_rl.envs.workers_process import Played, serve
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.sync.schedule import CollectorStatus, FixedSchedule, SyncSchedule, SyncState
@@ -68,7 +67,7 @@ class GymWorkers(Gym):
             )
 
 
-class WorkersCollector(GymCollector):
+class WorkersCollector(ProcessesCollector):
     """Has environments played in processes.
 
     Each of them is a ``GymCollector`` of its share, as a rank's is: what agents do there is drawn
@@ -76,7 +75,6 @@ class WorkersCollector(GymCollector):
     """
 
     env: GymWorkers
-    processes: EnvProcesses | None = None
 
     def start(self, seed: int, first: int, num_envs: int | None) -> None:
         one = self.env.made()
@@ -173,11 +171,6 @@ class WorkersCollector(GymCollector):
 
     # ---------------------------------------------------------------- processes
 
-    @property
-    def _running(self) -> EnvProcesses:
-        assert self.processes is not None
-        return self.processes
-
     def _tell_all(self, *request: Any) -> None:
         for index in range(len(self._shares)):
             self._running.send(index, request)
@@ -215,11 +208,6 @@ class WorkersCollector(GymCollector):
         if self._loaded is not None:
             return self._loaded
         return self._after | {"version": self._version, "agents": self._sent}
-
-    def close(self) -> None:
-        if self.processes is not None:
-            self.processes.close()
-            self.processes = None
 
 
 def _pickled(agents: Agents) -> bytes:
