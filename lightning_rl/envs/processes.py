@@ -4,16 +4,30 @@ import multiprocessing
 import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from lightning_rl.envs.collector import EnvError
 from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.errors import LightningRLError
 
 END_S = 5.0
 """How long a process may take to end by itself."""
 START_S = 300.0
 """How long it may take to start, on a busy machine."""
+
+
+class HungUpError(Exception):
+    """The process at the other end is gone."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last that is heard of a process: what it raised."""
+
+    error: str
 
 
 class Line:
@@ -27,16 +41,28 @@ class Line:
         return self._connection.fileno()
 
     def send(self, message: Any) -> None:
-        """Send a copy: no memory is shared, which would be gone with its process."""
-        self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        """Send a copy: no memory is shared, which would be gone with its process.
+
+        Raises:
+            HungUpError: if nobody is there.
+        """
+        copied = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        try:
+            self._connection.send_bytes(copied)
+        except OSError as error:
+            raise HungUpError from error
 
     def receive(self) -> Any:
         """The next message, as soon as it is there.
 
         Raises:
-            OSError, EOFError: if the other process is gone.
+            HungUpError: if nobody is there.
         """
-        return pickle.loads(self._connection.recv_bytes())
+        try:
+            copied = self._connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise HungUpError from error
+        return pickle.loads(copied)
 
     def close(self) -> None:
         """Hang up."""
@@ -69,7 +95,7 @@ class EnvProcesses:
         self._lines = []
         for share in shares:
             ours, theirs = context.Pipe()
-            told = (serve, theirs, share, *arguments)
+            told = (name, serve, theirs, share, *arguments)
             process = context.Process(target=_run, args=told, daemon=True)
             process.start()
             theirs.close()
@@ -84,21 +110,23 @@ class EnvProcesses:
         """
         try:
             self._lines[index].send(request)
-        except OSError as error:
+        except HungUpError as error:
             raise self._gone(index) from error
 
     def answers(self, seconds: float) -> Iterator[tuple[int, Any]]:
         """Answers that are there, or the first to come within so many seconds, by process.
 
         Raises:
-            EnvError: if a process is gone.
+            EnvError: if a process has failed, or is gone.
         """
         for line in wait(self._lines, seconds):  # type: ignore[arg-type]
             index = self._lines.index(line)  # type: ignore[arg-type]
             try:
                 answer = self._lines[index].receive()
-            except (EOFError, OSError) as error:
+            except HungUpError as error:
                 raise self._gone(index) from error
+            if isinstance(answer, Failed):
+                raise EnvError(answer.error)
             yield index, answer
 
     def _gone(self, index: int) -> EnvError:
@@ -113,7 +141,7 @@ class EnvProcesses:
         for line in self._lines:
             try:
                 line.send(None)
-            except OSError:
+            except HungUpError:
                 continue  # it is gone already
             finally:
                 line.close()  # so that none waits to be heard
@@ -141,10 +169,15 @@ class ProcessesCollector(GymCollector):
             self.processes = None
 
 
-def _run(serve: Callable[..., None], connection: Connection, *arguments: Any) -> None:
+def _run(name: str, serve: Callable[..., None], connection: Connection, *arguments: Any) -> None:
     """What a process does from its start to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which saves and ends them
+    line = Line(connection)
     try:
-        serve(Line(connection), *arguments)
-    except (EOFError, OSError):
+        serve(line, *arguments)
+    except HungUpError:
         return  # nobody is there to be answered
+    except Exception as error:  # whatever an environment, or an agent, raises
+        known = isinstance(error, LightningRLError)
+        with suppress(HungUpError):
+            line.send(Failed(str(error) if known else f"{name}: {type(error).__name__}: {error}"))

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import RunState
-from lightning_rl.envs.collector import Agents, EnvError, collector_of
+from lightning_rl.envs.collector import Agents, collector_of
 from lightning_rl.envs.gym import Gym, space_of
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.processes import END_S, START_S, EnvProcesses, ProcessesCollector
@@ -163,8 +163,6 @@ class WorkersCollector(ProcessesCollector):
                 self.deadline.expired()
             self._heard = True
             for index, answer in answers:
-                if isinstance(answer, str):
-                    raise EnvError(answer)
                 if answer is not None:
                     found[index] = answer
         return [found[index] for index in range(len(found))]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_rl.envs.collector import Deadline, EnvEpisode, EnvError
+from lightning_rl.envs.collector import Deadline, EnvEpisode
 from lightning_rl.envs.gym import Gym
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.processes import Line
@@ -75,8 +75,8 @@ def serve(
 ) -> None:
     """Answer requests until there are no more.
 
-    A request is the name of one of :class:`_Worker`'s methods, with arguments. To ``play`` it
-    answers, and otherwise only, as a string, what went wrong; None: it is still at it.
+    A request is the name of one of :class:`_Worker`'s methods, with arguments. Only ``play`` is
+    answered; by None as long as steps are taken.
     """
     torch.set_num_threads(1)  # each of the processes has a core
     collector = GymCollector(env, limit, max_step_seconds)
@@ -85,12 +85,7 @@ def serve(
     worker = _Worker(collector)
     while (request := line.receive()) is not None:
         what, *arguments = request
-        try:
-            answer = getattr(worker, what)(*arguments)
-        except EnvError as error:
-            answer = str(error)
-        except Exception as error:  # an agent that cannot be made here, say
-            answer = f"{env.name}: {type(error).__name__}: {error}"
+        answer = getattr(worker, what)(*arguments)
         if answer is not None:
             line.send(answer)
     collector.close()
