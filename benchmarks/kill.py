@@ -26,7 +26,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -39,6 +38,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from benchmarks import forked
 from lightning_rl import RLCallback
 from lightning_rl.rollout import Message, as_text
 from recipes.sort_digits.prepare import prepare
@@ -208,11 +208,8 @@ def run_command(config: dict[str, Any], out: Path, *options: str) -> int:
     """``lightning-rl fit --ckpt_path last`` in a process of its own; its exit status."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
-    command = [sys.executable, "-m", "lightning_rl", "fit", "--config", str(out / "config.yaml")]
-    with (out / "output.txt").open("a") as output:
-        return subprocess.run(
-            [*command, "--ckpt_path", "last", *options], stdout=output, stderr=output, check=False
-        ).returncode
+    arguments = ["fit", "--config", out / "config.yaml", "--ckpt_path", "last", *options]
+    return forked.run("lightning_rl", arguments, out / "output.txt")
 
 
 def killed_and_resumed(config: dict[str, Any], out: Path, point: Point, seconds: float) -> int:
@@ -308,7 +305,7 @@ def check_async(out: Path, max_staleness: int = 1) -> list[str]:
 # ---------------------------------------------------------------- the command
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Kill a run at random points and compare.")
     parser.add_argument("--points", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -320,7 +317,7 @@ def main() -> int:
     )
     parser.add_argument("--program", action="store_true", help="rollouts are programs")
     parser.add_argument("--keep", type=Path, help="a folder for the runs (default: deleted)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     out = options.keep or Path(tempfile.mkdtemp(prefix="kill_"))
     try:
         return measure(options, out)

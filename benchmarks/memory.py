@@ -9,6 +9,7 @@ every allocation of torch. The last line is JSON.
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback
@@ -30,6 +31,9 @@ class Built(RLCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         pass
+
+    def _dump_config(self) -> None:
+        self.config_dump: dict[str, Any] = {}  # it is for checkpoints, and there will be none
 
 
 class FollowAllocations(Callback):

@@ -250,6 +250,7 @@ from lightning_rl.envs.pool import PooledGym as PooledGym
 from lightning_rl.envs.rows import Clips as Clips
 from lightning_rl.envs.sac import SACModule as SACModule
 from lightning_rl.envs.transitions import TransitionBuffer as TransitionBuffer
+from lightning_rl.envs.workers import GymWorkers as GymWorkers
 from lightning_rl.errors import (
     AgentError as AgentError,
     CheckpointError as CheckpointError,
@@ -310,14 +311,12 @@ from lightning_rl.networks.actor_critic import ActorCritic as ActorCritic
 from lightning_rl.networks.agent import EnvAgent as EnvAgent
 from lightning_rl.networks.bodies import (
     Body as Body,
-    Centralized as Centralized,
     CNNBody as CNNBody,
-    GRUBody as GRUBody,
     MLPBody as MLPBody,
-    PerAgent as PerAgent,
-    RecurrentBody as RecurrentBody,
 )
 from lightning_rl.networks.graph import GraphBody as GraphBody, NodeHead as NodeHead
+from lightning_rl.networks.groups import Centralized as Centralized, PerAgent as PerAgent
+from lightning_rl.networks.memory import GRUBody as GRUBody, RecurrentBody as RecurrentBody
 from lightning_rl.networks.policy_heads import (
     BernoulliHead as BernoulliHead,
     CategoricalHead as CategoricalHead,

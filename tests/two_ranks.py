@@ -3,12 +3,11 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import forked
 from tests.tolerances import rounding
 
 ROOT = Path(__file__).parents[1]
@@ -33,25 +32,23 @@ def run_two(module: str, model: Path, folder: Path) -> Results:
         "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
         "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    command = [sys.executable, "-m", module, str(model), str(folder)]
-    processes = []
+    processes = [
+        forked.started(
+            module,
+            [model, folder],
+            folder / f"output_{rank}",
+            environment | {"RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]
     try:
-        for rank in ("0", "1"):
-            with (folder / f"output_{rank}").open("w") as output:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=environment | {"RANK": rank, "LOCAL_RANK": rank},
-                        cwd=ROOT,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        statuses = [process.wait(SECONDS) for process in processes]
+        for process in processes:
+            process.join(SECONDS)
+        statuses = [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
     outputs = [(folder / f"output_{rank}").read_text()[-3000:] for rank in range(2)]
     assert statuses == [0, 0], "\n\n".join(outputs)
 

@@ -18,7 +18,13 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.networks.agent import EnvAgent
 from lightning_rl.run.dist import all_sum, world_size
-from lightning_rl.run.hooks import answers, datamodule_of, is_fast_dev_run, named_callbacks
+from lightning_rl.run.hooks import (
+    answers,
+    datamodule_of,
+    is_fast_dev_run,
+    named_callbacks,
+    skip_profiling,
+)
 from lightning_rl.run.metrics import TokenMetrics, named
 
 Measured = dict[str, list[Tensor]]
@@ -52,6 +58,14 @@ class EnvModule(RecordingModule):
         self._parts: dict[str, list[list[nn.Parameter]]] = {}
         self.agents: Mapping[str, EnvAgent] = cast(Any, nn.ModuleDict())
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning notes each hook's name, 200 times in a short iteration, and torch would look up
+        # every time whether that is a parameter, a module or a buffer.
+        if name == "_current_fx_name":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     @property
     def described_as(self) -> str:
         """What a report calls the model."""
@@ -60,11 +74,21 @@ class EnvModule(RecordingModule):
     # ---------------------------------------------------------------- set-up
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse what this training cannot do of Lightning's; add what every run has."""
+        """Refuse what this training cannot do of Lightning's; add what every run has.
+
+        Raises:
+            ConfigError: naming the flag.
+        """
         refuse_flags(self.trainer)
+        if self.trainer.precision == "bf16-true":
+            raise ConfigError(
+                "trainer.precision='bf16-true': the weights of bodies and heads are float32, and "
+                "small; use bf16-mixed"
+            )
         warn_of_flags(self.trainer)
         if is_fast_dev_run(self.trainer):
             self.trainer.fit_loop.epoch_loop.max_steps = -1
+        skip_profiling(self.trainer)
         return named_callbacks("env_callbacks", self.trainer)
 
     def configure_model(self) -> None:

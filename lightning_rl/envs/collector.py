@@ -58,13 +58,19 @@ class EnvCollector(ABC):
     name, ``logprobs`` (E, T, *A) and ``rewards`` (E, T, *A); with a memory ``state`` (E, T, *A, S)
     before each step and ``begins`` (E, T), where an episode begins. ``ends`` holds what followed
     steps that no step follows (the last, and those at which an episode was cut): their ``place``
-    (M,), e * T + t, and per agent ``observations``.
+    (M,), e * T + t, and per agent ``observations``. The data module adds to ``steps`` which of them
+    are ``skipped`` (E, T), where its ``min_episode_length`` asks for it.
     """
 
     agents: Mapping[str, Space]
     """What each agent, or group of them, sees and does; known once it is started."""
     finished: Sequence[EnvEpisode] = ()
     """Episodes that came to their end in the last batch."""
+    metrics: Mapping[str, float] = {}
+    """What else is to be told of the last batch."""
+    carried: Sequence[int] = ()
+    """Steps that the episode at hand of each environment had when the last batch began; ():
+    episodes begin with the batch."""
 
     @property
     @abstractmethod
@@ -196,8 +202,8 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def require_finite_values(what: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a batch (E, T, ...) with NaN or infinity in it.
+def require_finite_values(what: str, tensors: Mapping[str, Tensor], first: int = 0) -> None:
+    """Refuse a batch (E, T, ...) with NaN or infinity in it; ``first`` is its first environment.
 
     Raises:
         EnvError: naming the first environment and step.
@@ -209,7 +215,8 @@ def require_finite_values(what: str, tensors: Mapping[str, Tensor]) -> None:
         if bool(bad.any()):
             places = bad.reshape(*bad.shape[:2], -1).any(-1).nonzero()
             env, step = places[places[:, 1].argmin()].tolist()
+            given = values[env, step].flatten().tolist()[:8]
             raise EnvError(
-                f"{what}: environment {env} gave {values[env, step].flatten().tolist()[:8]} as "
-                f"{name} at step {step} of the batch; mend it, or clip what it gives"
+                f"{what}: environment {first + env} gave {given} as {name} at step {step} of the "
+                "batch; mend it, or clip what it gives"
             )

@@ -13,11 +13,13 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule
 from lightning_rl.envs.collector import EnvCollector, EnvEpisode, collector_of
 from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.envs.lengths import too_short
 from lightning_rl.envs.loader import EnvLoader
 from lightning_rl.envs.maker import EnvMaker
 from lightning_rl.envs.pool import PooledCollector
 from lightning_rl.envs.stats import episode_metrics, evaluation_metrics
 from lightning_rl.envs.torchrl_collector import TorchRLCollector
+from lightning_rl.envs.workers import WorkersCollector
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.networks.space import Space
 from lightning_rl.run import dist
@@ -26,7 +28,7 @@ from lightning_rl.run.hooks import call_hook
 from lightning_rl.run.resume import check_early, enter_directory, leave_directory
 from lightning_rl.run.seeding import derived_seed, run_seed
 
-COLLECTORS = (GymCollector, PooledCollector, TorchRLCollector)
+COLLECTORS = (GymCollector, PooledCollector, TorchRLCollector, WorkersCollector)
 """Ours, which are known to ``collector_of`` once they are imported."""
 EVALUATION = 2**31
 """A place for seeds of episodes apart that no environment's place is."""
@@ -41,6 +43,8 @@ class EnvDataModule(CollectingDataModule):
         num_envs: how many of it are stepped side by side, on all ranks together.
         frames_per_iteration: steps of all environments together in a batch.
         iterations_per_epoch: iterations that Lightning counts as one epoch.
+        min_episode_length: an episode that ends in fewer steps is not learned from: what of it is
+            in the batch in which it ends is left out, and counted in ``rollout/skipped_share``.
         max_episode_length: steps after which an episode is cut; None: as the environment has it.
         collector: what steps them; None: what suits ``env``.
         eval_env: the environment to evaluate in; None: ``env``.
@@ -64,6 +68,7 @@ class EnvDataModule(CollectingDataModule):
         num_envs: int = 8,
         frames_per_iteration: int = 1024,
         iterations_per_epoch: int = 100,
+        min_episode_length: int = 1,
         max_episode_length: int | None = None,
         collector: EnvCollector | None = None,
         eval_env: EnvMaker | None = None,
@@ -81,9 +86,15 @@ class EnvDataModule(CollectingDataModule):
             num_envs=num_envs,
             frames_per_iteration=frames_per_iteration,
             iterations_per_epoch=iterations_per_epoch,
+            min_episode_length=min_episode_length,
             max_episode_length=max_episode_length,
             threads=threads,
         )
+        if max_episode_length is not None and max_episode_length < min_episode_length:
+            raise ConfigError(
+                f"max_episode_length={max_episode_length} must be >= "
+                f"min_episode_length={min_episode_length}, or nothing is learned from; raise it"
+            )
         require_at_least(0, eval_episodes=eval_episodes)
         require_finite(success_reward=success_reward, max_step_seconds=max_step_seconds)
         if max_step_seconds <= 0:
@@ -98,6 +109,7 @@ class EnvDataModule(CollectingDataModule):
         self.num_envs = num_envs
         self.frames_per_iteration = frames_per_iteration
         self.iterations_per_epoch = iterations_per_epoch
+        self.min_episode_length = min_episode_length
         self.max_episode_length = max_episode_length
         self.eval_env = eval_env
         self.eval_episodes = eval_episodes
@@ -204,14 +216,24 @@ class EnvDataModule(CollectingDataModule):
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
         begin = time.perf_counter()
-        with module.clock("generate"):
+        with module.clock("generate"), trainer.precision_plugin.forward_context():
             batch = self.collector.collect(module.agents, iteration, self.steps)
         seconds = dist.all_reduce_max(time.perf_counter() - begin)
         told = dist.gather(list(self.collector.finished))
         self.episodes = [episode for share in told for episode in share]
         frames = self.frames_per_iteration
         module.record(episode_metrics(self.episodes, frames, seconds, self.judged_agent))
+        module.record(dict(self.collector.metrics))
+        if self.min_episode_length > 1:
+            module.record({"rollout/skipped_share": self._skip_short(batch["steps"]) / frames})
         return batch
+
+    def _skip_short(self, steps: TensorDict) -> float:
+        """Mark the steps that are not learned from; returns how many they are on all ranks."""
+        done = steps["done"]
+        carried = self.collector.carried or [0] * len(done)
+        steps["skipped"] = too_short(done, carried, self.min_episode_length)
+        return float(dist.all_sum(steps["skipped"].sum().double()))
 
     def evaluate(self) -> tuple[list[EnvEpisode], dict[str, float]]:
         """Play episodes apart, always of the same seeds.
@@ -221,11 +243,10 @@ class EnvDataModule(CollectingDataModule):
         """
         if not self.evaluates:
             raise ConfigError(f"there is nothing to evaluate on; {self.nothing_to_evaluate}")
-        module = self._module()
         seeds = [derived_seed(self.seed, EVALUATION, i) % 2**31 for i in range(self.eval_episodes)]
-        with module.clock("eval"), dist.every_rank():
+        with dist.every_rank():
             own = dist.shard(seeds)
-            episodes = self.player.play(module.agents, own, self.eval_greedy) if own else []
+            episodes = self._play(own) if own else []
         together = dist.interleaved(dist.gather(episodes))
         return together, evaluation_metrics(together, self.success_reward, self.judged_agent)
 
@@ -235,11 +256,16 @@ class EnvDataModule(CollectingDataModule):
         Raises:
             ConfigError: if the environment has none.
         """
-        module = self._module()
         seed = derived_seed(self.seed, EVALUATION, 0) % 2**31
-        with module.clock("eval"):
-            [episode] = self.player.play(module.agents, [seed], self.eval_greedy, render=True)
+        [episode] = self._play([seed], render=True)
         return episode
+
+    def _play(self, seeds: Sequence[int], render: bool = False) -> list[EnvEpisode]:
+        """Episodes apart, in the precision in which the agents learn."""
+        module, trainer = self._module(), self.trainer
+        assert trainer is not None
+        with module.clock("eval"), trainer.precision_plugin.forward_context():
+            return self.player.play(module.agents, seeds, self.eval_greedy, render)
 
     def _epoch(self) -> int:
         length = self.iterations_per_epoch

@@ -133,7 +133,16 @@ class GameModule(ActorCriticModule):
         return [level for level in learning if level]
 
     def rows_of(self, name: str, batch: TensorDict) -> tuple[Rows, dict[str, float]]:
-        """All that players learn from a batch, with credit for what others did, and metrics."""
+        """All that players learn from a batch, with credit for what others did, and metrics.
+
+        Raises:
+            ConfigError: if some of its episodes are to be left out.
+        """
+        if "skipped" in batch["steps"]:
+            raise ConfigError(
+                "data.min_episode_length leaves out episodes, and GameModule learns from all that "
+                "players did; set it to 1, or use ActorCriticModule"
+            )
         rows, measured = rows_of(self.agents[name], name, batch, self.advantage, idle=True)
         begins = batch["steps", "done"].roll(1, 1)
         begins[:, 0] = True

@@ -47,6 +47,11 @@ class Gym(EnvMaker):
     def name(self) -> str:
         return self._name
 
+    @property
+    def plain(self) -> "Gym":
+        """The environment alone, without what is said of processes."""
+        return Gym(self.name, self.arguments, self.wrappers)
+
     def made(self, **further: Any) -> Any:
         """One ``gymnasium.Env``; ``further`` arguments, such as ``render_mode``, go first.
 

@@ -56,7 +56,7 @@ class GymCollector(EnvCollector):
         require_at_least(1, max_episode_length=max_episode_length)
         self.env = env
         self._limit = max_episode_length
-        self._deadline = Deadline(max_step_seconds, env.name)
+        self.deadline = Deadline(max_step_seconds, env.name)
         self._players: list[Player] = []
         self._rows: list[Any] = []
         self._state: Tensor | None = None
@@ -82,15 +82,16 @@ class GymCollector(EnvCollector):
     def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
         agent = agents[AGENT]
         self._begin(agent)
+        self.carried = [len(player.actions) for player in self._players]
         table = StepTable(self.agents[AGENT], steps, len(self._players))
         acted: list[Tensor] = []
         distributions: list[ActionDistribution] = []
         states: list[Tensor] = []
         place = 0
         try:
-            with seeded(derived_seed(self._seed, iteration)), torch.no_grad(), self._deadline():
+            with seeded(derived_seed(self._seed, iteration)), torch.no_grad(), self.deadline():
                 for step in range(steps):
-                    self._deadline.again()
+                    self.deadline.again()
                     write_rows(table.seen, step, self._rows)
                     table.begins[step] = self._begins
                     if self._state is not None:
@@ -116,7 +117,7 @@ class GymCollector(EnvCollector):
         if states:
             acts["state"] = torch.stack(states, 1).cpu()
             acts["begins"] = torch.from_numpy(table.begins.T.copy())
-        return table.batch(self.env.name, acts)
+        return table.batch(self.env.name, acts, self._players[0].place)
 
     def _step(self, table: StepTable, step: int, place: int, player: Player, action: Any) -> None:
         row, reward, over, cut = player.step(action)
@@ -160,9 +161,9 @@ class GymCollector(EnvCollector):
         state = agent.begin(len(players)) if agent.state_size else None
         playing = list(range(len(players)))
         try:
-            with seeded(seeds[0]), torch.no_grad(), self._deadline():
+            with seeded(seeds[0]), torch.no_grad(), self.deadline():
                 while playing:
-                    self._deadline.again()
+                    self.deadline.again()
                     seen = {n: buffer_of(o, 1, len(playing)) for n, o in space.observations.items()}
                     write_rows(seen, 0, [rows[place] for place in playing])
                     observed = {n: torch.from_numpy(b[0]).to(device) for n, b in seen.items()}

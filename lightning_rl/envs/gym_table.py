@@ -46,15 +46,16 @@ class StepTable:
             # A copy: an environment may write the next observation over it.
             self._ends.append((place * self.steps + step, deepcopy(row)))
 
-    def batch(self, name: str, acts: Mapping[str, Any]) -> TensorDict:
+    def batch(self, name: str, acts: Mapping[str, Any], first: int) -> TensorDict:
         """All of it as ``EnvCollector`` describes it; ``acts``: the agent's part, (E, T, ...).
 
         Raises:
-            EnvError: if something is NaN or infinite; ``name`` is the environment's.
+            EnvError: if something is NaN or infinite; ``name`` is the environment's, and ``first``
+                the place of the first.
         """
         observations = {n: torch.from_numpy(b).transpose(0, 1) for n, b in self.seen.items()}
         rewards = torch.from_numpy(self._rewards.T)
-        require_finite_values(name, observations | {"reward": rewards})
+        require_finite_values(name, observations | {"reward": rewards}, first)
         own: dict[str, Any] = {**acts, "observations": observations, "rewards": rewards}
         flags = {
             "done": torch.from_numpy(self._done.T),

@@ -19,9 +19,9 @@ from lightning_rl.envs.rows import Clips, Rows, minibatches, rows_of
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.networks.actor_critic import ActorCritic, joint_entropy, joint_log_prob
-from lightning_rl.networks.bodies import RecurrentBody
 from lightning_rl.networks.distributions import ActionDistribution
-from lightning_rl.run.dist import all_sum
+from lightning_rl.networks.memory import RecurrentBody
+from lightning_rl.run.dist import all_sum, any_rank
 from lightning_rl.run.seeding import derived_seed, run_seed
 
 Old = Mapping[str, ActionDistribution]
@@ -105,8 +105,10 @@ class ActorCriticModule(EnvModule):
             rows: dict[str, Rows] = {}
             metrics: dict[str, float] = {}
             for name in learning:
-                rows[name], measured = self.rows_of(name, batch)
+                own, measured = self.rows_of(name, batch)
                 metrics |= self.named(name, measured)
+                if any_rank(bool(own.learned["weights"].any())):
+                    rows[name] = own
             metrics |= self.update(rows, tuple(batch["steps"].batch_size))
         self.end_iteration(metrics)
         self.record(metrics)
@@ -148,7 +150,7 @@ class ActorCriticModule(EnvModule):
         """One optimizer step on a minibatch of every agent's."""
         losses = []
         for name, all_rows in rows.items():
-            some = self._places(name, all_rows, places)
+            some = all_rows.teaching(places)
             own = self._drawn(name, all_rows, some)
             loss, metrics = self._loss(name, own, old[name], some)
             losses.append(loss)
@@ -160,12 +162,6 @@ class ActorCriticModule(EnvModule):
             assert self.clips is not None
             return rows.clips(places, self.clips.length)
         return rows.at(places)
-
-    def _places(self, name: str, rows: Rows, places: Tensor) -> Tensor:
-        """Of what was drawn, what an agent learns from."""
-        space = self.agents[name].space
-        pauses = space is not None and space.mask is not None and rows.state is None
-        return rows.acting(places) if pauses else places
 
     def _loss(self, name: str, rows: Rows, old: Old, places: Tensor) -> tuple[Tensor, Metrics]:
         """An agent's loss, summed so that ranks' sum is the mean over steps; and metrics (M,)."""

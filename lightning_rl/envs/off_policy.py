@@ -18,7 +18,7 @@ from lightning_rl.envs.transitions import TransitionBuffer, Transitions, transit
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.networks.exploring import ExploringAgent
 from lightning_rl.networks.targets import TargetUpdate
-from lightning_rl.run.dist import rank, world_size
+from lightning_rl.run.dist import all_reduce_max, rank, world_size
 from lightning_rl.run.seeding import derived_seed, run_seed
 
 UPDATES = 2**31 + 1
@@ -134,8 +134,8 @@ class OffPolicyModule(EnvModule):
 
     @property
     def frames(self) -> int:
-        """Steps that all ranks' buffers have been given."""
-        return self.buffer.added * world_size()
+        """Steps that all ranks' buffers have been given, if each got as many as the poorest."""
+        return -int(all_reduce_max(-self.buffer.added)) * world_size()
 
     @property
     def is_warm(self) -> bool:
@@ -158,7 +158,7 @@ class OffPolicyModule(EnvModule):
         metrics = {"policy/exploration": next(iter(self.agents.values())).exploration}
         with self.clock("train"):
             self.buffer.add(transitions_of(batch, self.agents))
-            if self.is_warm and not skipped:
+            if self.frames and self.is_warm and not skipped:
                 metrics |= self.update()
         metrics["buffer/size"] = float(len(self.buffer) * world_size())
         self.end_iteration(metrics)

@@ -1,9 +1,7 @@
 """PooledGym: gymnasium's environments in processes, each at its own pace; one model serves all."""
 
-import multiprocessing
 import time
 from collections.abc import Iterable
-from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -13,7 +11,6 @@ from torch import Tensor
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.collector import Agents, EnvError, collector_of, seeded
 from lightning_rl.envs.gym import ACTION, Gym, space_of
-from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.gym_player import (
     buffer_of,
     episode_seed,
@@ -23,15 +20,11 @@ from lightning_rl.envs.gym_player import (
 )
 from lightning_rl.envs.gym_table import StepTable
 from lightning_rl.envs.maker import AGENT
-from lightning_rl.envs.pool_worker import serve
+from lightning_rl.envs.pool_process import serve
+from lightning_rl.envs.processes import START_S, EnvProcesses, ProcessesCollector
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.networks.actor_critic import joint_log_prob, sampled
 from lightning_rl.run.seeding import derived_seed
-
-END_S = 5.0
-"""How long a process may take to end by itself."""
-START_S = 300.0
-"""How long it may take to start, on a busy machine."""
 
 
 @configurable
@@ -94,7 +87,7 @@ class _Seat:
         return episode_seed(self._seed, self.place, self.episode)
 
 
-class PooledCollector(GymCollector):
+class PooledCollector(ProcessesCollector):
     """Steps environments in processes; how many are served together is chance, unless forced."""
 
     env: PooledGym
@@ -113,22 +106,12 @@ class PooledCollector(GymCollector):
         self.agents = {AGENT: space_of(one)}
         one.close()
         self._rows = []
-        # Not fork: this process has threads.
-        context = multiprocessing.get_context("spawn")
-        self._connections: dict[Any, list[int]] = {}
-        self._processes = []
         places = [seat.place for seat in self._players]
-        for share in (places[i :: self.env.workers] for i in range(min(self.env.workers, count))):
-            ours, theirs = context.Pipe()
-            # What they are told of is the plain environment: a pool is no business of theirs.
-            plain = Gym(self.env.name, self.env.arguments, self.env.wrappers)
-            arguments = (theirs, plain, seed, share, self._limit)
-            process = context.Process(target=serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._connections[ours] = share
-        self._of = {place: line for line, share in self._connections.items() for place in share}
+        shares = [places[i :: self.env.workers] for i in range(min(self.env.workers, count))]
+        self.processes = EnvProcesses(
+            self.env.name, serve, shares, self.env.plain, seed, self._limit
+        )
+        self._of = {place: index for index, share in enumerate(shares) for place in share}
         self._first = first
 
     # ---------------------------------------------------------------- collecting
@@ -136,6 +119,7 @@ class PooledCollector(GymCollector):
     def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
         agent, count = agents[AGENT], len(self._players)
         self._begin(agent)
+        self.carried = [len(seat.actions) for seat in self._players]
         table = StepTable(self.agents[AGENT], steps, count)
         acts: dict[str, Any] = {}
         done = [0] * count  # steps of each environment
@@ -157,7 +141,7 @@ class PooledCollector(GymCollector):
         self.finished = table.finished
         if "state" in acts:
             acts["begins"] = torch.from_numpy(table.begins.T.copy())
-        return table.batch(self.env.name, acts)
+        return table.batch(self.env.name, acts, self._first)
 
     def _enough(self, waiting: int, left: int, since: float) -> bool:
         """Tell whether those that wait are to be served now."""
@@ -212,12 +196,7 @@ class PooledCollector(GymCollector):
 
     def _send(self, place: int, what: str, value: Any) -> None:
         number = self._players[place].place
-        try:
-            self._of[number].send((number, what, value))
-        except OSError as error:
-            raise EnvError(
-                f"{self.env.name}: the process of {self._where(place)} is gone"
-            ) from error
+        self._running.send(self._of[number], (number, what, value))
 
     def _answers(
         self, since: float, others_wait: bool, starts: bool = False
@@ -228,21 +207,13 @@ class PooledCollector(GymCollector):
             EnvError: if an environment raised, its process is gone, or none answers at all.
         """
         patient = others_wait and not self.env.force_sync
-        seconds = START_S if starts else self._deadline.seconds
+        seconds = START_S if starts else self.deadline.seconds
         if patient:
             seconds = max(0.0, since + self.env.max_wait - time.monotonic())
-        ready: Any = wait(list(self._connections), seconds)
+        ready = list(self._running.answers(seconds))
         if not ready and not patient:
-            self._deadline.expired()
-        for line in ready:
-            try:
-                number, *answer = line.recv()
-            except (EOFError, OSError) as error:
-                numbers = ", ".join(map(str, self._connections[line]))
-                raise EnvError(
-                    f"{self.env.name}: the process of environments {numbers} is gone: it was "
-                    "killed, for its memory perhaps"
-                ) from error
+            self.deadline.expired()
+        for _, (number, *answer) in ready:
             place = number - self._first
             if len(answer) == 1:
                 raise EnvError(f"{self.env.name}: {self._where(place)} raised {answer[0]}")
@@ -279,18 +250,6 @@ class PooledCollector(GymCollector):
             for place, row, *_ in self._answers(time.monotonic(), False, starts=True):
                 rows[place] = row
         return [rows[place] for place in range(len(rows))]
-
-    def close(self) -> None:
-        for line in getattr(self, "_connections", {}):
-            try:
-                line.send(None)
-            except OSError:
-                continue  # it is gone already
-        for process in getattr(self, "_processes", []):
-            process.join(END_S)
-            if process.is_alive():  # it hangs in a step
-                process.kill()
-        self._connections, self._processes = {}, []
 
 
 def _put(

@@ -11,7 +11,7 @@ from lightning_rl.algos.steps import StepAdvantage, Steps
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.networks.actor_critic import ActorCritic
-from lightning_rl.networks.bodies import RecurrentBody
+from lightning_rl.networks.memory import RecurrentBody
 from lightning_rl.run.dist import global_mean_std
 
 
@@ -57,9 +57,13 @@ class Rows:
     """``old_logprobs``, ``advantages``, ``values``, ``returns`` and ``weights``, as losses take."""
     state: Tensor | None = None
     begins: Tensor | None = None
+    partial: bool = False
+    """Some of them teach nothing."""
 
-    def acting(self, places: Tensor) -> Tensor:
-        """Those of the places at which an agent acts; the others would only take time."""
+    def teaching(self, places: Tensor) -> Tensor:
+        """Those of the places that teach something, where single steps are learned from."""
+        if not self.partial or self.state is not None:
+            return places
         weights = self.learned["weights"]
         return places[
             weights.flatten(1).any(1)[places] if weights.ndim > 1 else weights[places] > 0
@@ -108,6 +112,9 @@ def rows_of(
     mask = None if agent.space is None or agent.space.mask is None else agent.space.mask
     if mask is not None:
         weights = own["observations", mask].reshape(rewards.shape).to(rewards.dtype)
+    if "skipped" in steps:
+        learns = ~steps["skipped"].reshape(*done.shape, *[1] * (rewards.ndim - 2))
+        weights = weights * learns
     live = torch.ones_like(weights, dtype=torch.bool) if idle else weights > 0
     measured = {}
     if advantage.needs_values and bool(live.any()):
@@ -130,6 +137,7 @@ def rows_of(
         {key: value.flatten(0, 1) for key, value in learned.items()},
         own["state"].flatten(0, 1) if "state" in own else None,
         own["begins"].flatten() if "begins" in own else None,
+        partial=not bool(live.all()),
     )
     return rows, measured
 

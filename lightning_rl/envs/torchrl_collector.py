@@ -1,11 +1,11 @@
 """TorchRLCollector: torchrl's collector, with a seed and fresh episodes for each iteration."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_rl.envs.collector import (
     Agents,
@@ -18,10 +18,9 @@ from lightning_rl.envs.collector import (
     seeded,
 )
 from lightning_rl.envs.maker import TorchRLEnv, require_installed
+from lightning_rl.envs.torchrl_policy import TorchRLPolicy, own_key
 from lightning_rl.envs.torchrl_space import Places, agents_of
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.networks.actor_critic import joint_log_prob, sampled
-from lightning_rl.networks.space import Space, within
 from lightning_rl.run.seeding import derived_seed
 
 LONGEST = 100_000
@@ -50,7 +49,7 @@ class TorchRLCollector(EnvCollector):
         self._deadline = Deadline(max_step_seconds, env.name)
         self._envs: Any = None
         self._seed = 0
-        self._policy: _Policy | None = None
+        self._policy: TorchRLPolicy | None = None
         self._batches: Any = None
         self._collector: Any = None
         self._steps = 0
@@ -118,7 +117,7 @@ class TorchRLCollector(EnvCollector):
         from torchrl.envs.utils import ExplorationType
 
         self._steps = steps
-        self._policy = _Policy(agents, self.agents, self._places, self._deadline)
+        self._policy = TorchRLPolicy(agents, self.agents, self._places, self._deadline)
         self._collector = Collector(
             self._envs,
             self._policy,
@@ -147,12 +146,12 @@ class TorchRLCollector(EnvCollector):
             space = self.agents[name]
             own[name] = {
                 "observations": places.seen(data),
-                "actions": data.get((*_own(name), "actions")),
-                "logprobs": data.get((*_own(name), "logprobs")),
+                "actions": data.get((*own_key(name), "actions")),
+                "logprobs": data.get((*own_key(name), "logprobs")),
                 "rewards": places.rewards(data, space.agents),
             }
-            if (*_own(name), "state") in data.keys(True):
-                own[name]["state"] = data.get((*_own(name), "state"))
+            if (*own_key(name), "state") in data.keys(True):
+                own[name]["state"] = data.get((*own_key(name), "state"))
                 own[name]["begins"] = data.get("is_init").squeeze(-1)
             finite = own[name]["observations"] | {"reward": own[name]["rewards"]}
             require_finite_values(self.env.name, finite)
@@ -201,7 +200,7 @@ class TorchRLCollector(EnvCollector):
         self, agents: Agents, seeds: Sequence[int], greedy: bool, render: bool = False
     ) -> list[EnvEpisode]:
         envs = self._made(self._envs.batch_size[0] if self._native else len(seeds))
-        policy = _Policy(agents, self.agents, self._places, self._deadline)
+        policy = TorchRLPolicy(agents, self.agents, self._places, self._deadline)
         episodes: list[EnvEpisode] = []
         try:
             with torch.no_grad(), self._deadline():
@@ -212,7 +211,7 @@ class TorchRLCollector(EnvCollector):
         return episodes[: len(seeds)]
 
     def _round(
-        self, envs: Any, policy: "_Policy", seed: int, greedy: bool, render: bool
+        self, envs: Any, policy: TorchRLPolicy, seed: int, greedy: bool, render: bool
     ) -> list[EnvEpisode]:
         """The first episode of each environment, from one seed."""
         count = envs.batch_size[0]
@@ -268,57 +267,6 @@ class TorchRLCollector(EnvCollector):
         self._envs = None
 
 
-class _Policy(nn.Module):
-    """The agents, as torchrl's collector calls them: they write actions into a TensorDict."""
-
-    def __init__(
-        self,
-        agents: Agents,
-        spaces: Mapping[str, Space],
-        places: Mapping[str, Places],
-        deadline: Deadline,
-    ) -> None:
-        super().__init__()
-        self._spaces = spaces
-        self._agents = (agents,)  # a tuple hides them: they are the module's
-        self._places = places
-        self._deadline = deadline
-        self.begin(0, greedy=False)
-
-    def begin(self, environments: int, greedy: bool) -> None:
-        """Forget all; the next call is the first step after a reset."""
-        self.step = 0
-        self._greedy = greedy
-        self._states: dict[str, Tensor] = {
-            name: agent.begin(environments)
-            for name, agent in self._agents[0].items()
-            if agent.state_size and environments
-        }
-
-    def forward(self, tensordict: Any) -> Any:
-        self._deadline.again()
-        self.step += 1
-        for name, places in self._places.items():
-            agent = self._agents[0][name]
-            device = agent.device
-            seen = {n: value.to(device) for n, value in places.seen(tensordict).items()}
-            state = self._states.get(name)
-            if state is not None:
-                fresh = tensordict.get("is_init").reshape(-1, *[1] * (state.ndim - 1)).to(device)
-                state = torch.where(fresh, torch.zeros_like(state), state)
-                tensordict.set((*_own(name), "state"), state.cpu())
-            made, after = agent.act(seen, state)
-            if after is not None:
-                self._states[name] = after
-            actions = sampled(made, self._greedy)
-            for action, key in places.actions.items():
-                drawn = actions[action].cpu()
-                tensordict.set((*_own(name), "actions", action), drawn)
-                tensordict.set(key, within(self._spaces[name].actions[action], drawn))
-            tensordict.set((*_own(name), "logprobs"), joint_log_prob(made, actions).cpu())
-        return tensordict
-
-
 def _is_native(env: Any) -> bool:
     """Tell whether an environment steps several side by side by itself."""
     return env.batch_size.numel() > 1 or len(env.batch_size) == 1
@@ -327,11 +275,6 @@ def _is_native(env: Any) -> bool:
 def _over_agents(rewards: Tensor, dims: int) -> Tensor:
     """The mean over what is behind the first ``dims`` dimensions, the agents' if there is one."""
     return rewards.flatten(dims).mean(-1) if rewards.ndim > dims else rewards
-
-
-def _own(name: str) -> tuple[str, str]:
-    """Where an agent's entries are that no environment has."""
-    return "lightning_rl", name
 
 
 collector_of.register(TorchRLEnv, TorchRLCollector)

@@ -50,6 +50,7 @@ def transitions_of(batch: TensorDict, agents: Iterable[str]) -> TensorDict:
 
     ``terminated`` (N,), and per agent, under its name, ``observations`` and ``following`` by name,
     ``actions`` by name, and ``rewards`` (N, *A). What follows an episode's end is never looked at.
+    Steps that are ``skipped`` are not among them.
     """
     steps, ends = batch["steps"], batch["ends"]
     rows = {"terminated": steps["terminated"]}
@@ -68,7 +69,8 @@ def transitions_of(batch: TensorDict, agents: Iterable[str]) -> TensorDict:
             },
             steps.batch_size,
         )
-    return TensorDict(rows, steps.batch_size).transpose(0, 1).flatten(0, 1)
+    in_time = TensorDict(rows, steps.batch_size).transpose(0, 1).flatten(0, 1)
+    return in_time[~steps["skipped"].T.flatten()] if "skipped" in steps else in_time
 
 
 def _following(seen: Tensor, last: Tensor, place: Tensor) -> Tensor:
@@ -117,6 +119,8 @@ class TransitionBuffer:
         Raises:
             ConfigError: if they are not like those before.
         """
+        if not len(rows):
+            return
         count = len(rows)
         rows = rows[-self.capacity :].cpu()
         if self._rows is None:
@@ -159,7 +163,7 @@ class TransitionBuffer:
             return
         ranks = dist.world_size()
         kept = [TensorDict(share["rows"], [_length(share["rows"])]) for share in shares]
-        if len(state["ranks"]) == ranks:
+        if len(shares) == ranks:
             own, added = kept[dist.rank()], shares[dist.rank()]["added"]
         else:
             own = torch.cat(kept)[dist.rank() :: ranks]

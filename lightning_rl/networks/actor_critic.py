@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.networks.agent import EnvAgent, Observations
-from lightning_rl.networks.bodies import Body, MLPBody, RecurrentBody, linear
+from lightning_rl.networks.bodies import Body, MLPBody
 from lightning_rl.networks.distributions import ActionDistribution
+from lightning_rl.networks.layers import output
+from lightning_rl.networks.memory import RecurrentBody
 from lightning_rl.networks.policy_heads import PolicyHead, default_head
 from lightning_rl.networks.pretrained import take_body
 from lightning_rl.networks.schedules import EveryIteration, UpdateSchedule
-from lightning_rl.networks.space import Space
+from lightning_rl.networks.space import Space, mask_of
 
 
 @configurable
@@ -84,7 +86,7 @@ class ActorCritic(EnvAgent):
         self.heads = nn.ModuleDict(self._built_heads(space, features))
         self.critic_body = critic
         width = features if critic is None else critic.build(space)
-        self.value_layer = linear(width, 1, 1.0)
+        self.value_layer = output(width, 1)
         if self.pretrained is not None:
             take_body(self.body, Path(self.pretrained))
 
@@ -106,7 +108,7 @@ class ActorCritic(EnvAgent):
             )
         for name, kind in space.actions.items():
             heads.setdefault(name, default_head(kind))
-            heads[name].mask = f"{name}_mask"
+            heads[name].mask = mask_of(name)
             heads[name].build(features, kind)
         return {name: heads[name] for name in space.actions}
 

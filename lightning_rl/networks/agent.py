@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.networks.bodies import Body, RecurrentBody
+from lightning_rl.networks.bodies import Body
 from lightning_rl.networks.distributions import ActionDistribution
+from lightning_rl.networks.memory import RecurrentBody
 from lightning_rl.networks.schedules import UpdateSchedule
 from lightning_rl.networks.space import Space
 
@@ -48,6 +49,14 @@ class EnvAgent(nn.Module, ABC):
     @abstractmethod
     def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
         """Parameters by what they are for, each with a ``name`` and its ``lr_factor``."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that its actions depend on: copies of tensors, on the CPU, and primitives."""
+        return {"weights": {n: w.detach().cpu().clone() for n, w in self.state_dict().items()}}
+
+    def become(self, snapshot: Mapping[str, Any]) -> None:
+        """Act as the agent of which the snapshot was taken."""
+        self.load_state_dict(snapshot["weights"])
 
     @property
     def state_size(self) -> int:

@@ -1,52 +1,15 @@
 """Bodies: what makes features of observations; one of one's own is a class with two methods."""
 
-import copy
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.networks.layers import ACTIVATIONS, linear, mlp, require_activation
 from lightning_rl.networks.space import Observed, Space
-
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "tanh": nn.Tanh,
-    "relu": nn.ReLU,
-    "gelu": nn.GELU,
-    "silu": nn.SiLU,
-    "elu": nn.ELU,
-}
-
-
-def linear(inputs: int, outputs: int, gain: float = math.sqrt(2)) -> nn.Linear:
-    """A layer with orthogonal weights and no bias to begin with (Andrychowicz et al. 2021)."""
-    layer = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-def mlp(inputs: int, hidden: list[int], activation: str) -> nn.Sequential:
-    """Linear layers of these widths, each followed by the activation."""
-    layers: list[nn.Module] = []
-    for width in hidden:
-        layers += [linear(inputs, width), ACTIVATIONS[activation]()]
-        inputs = width
-    return nn.Sequential(*layers)
-
-
-def require_activation(name: str) -> None:
-    """Refuse an activation that there is not.
-
-    Raises:
-        ConfigError: naming those that there are.
-    """
-    if name not in ACTIVATIONS:
-        raise ConfigError(f"activation={name!r} must be one of {', '.join(ACTIVATIONS)}")
 
 
 class Body(nn.Module, ABC):
@@ -207,131 +170,3 @@ class CNNBody(Body):
             flat = flat.permute(0, 3, 1, 2)
         features: Tensor = self.layers(flat)
         return features.reshape(*batch, self.hidden)
-
-
-class RecurrentBody(Body):
-    """A body with a memory, which is empty when an episode begins.
-
-    ``state_size``: how many numbers its memory of an environment is.
-    """
-
-    state_size: int
-
-    @abstractmethod
-    def step(self, observations: Mapping[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-        """Features (*B, F) of one step, and the memory (*B, S) after it."""
-
-    def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
-        raise NotImplementedError("a recurrent body goes from step to step: see unroll")
-
-    def unroll(self, observations: Mapping[str, Tensor], state: Tensor, begins: Tensor) -> Tensor:
-        """Features (L, N, *A, F) of clips of L steps, from their first memories (N, *A, S).
-
-        ``begins`` (L, N): an episode begins at the step, without memory.
-        """
-        features = []
-        for step in range(begins.shape[0]):
-            fresh = begins[step].reshape(-1, *[1] * (state.ndim - 1))
-            own = {name: value[step] for name, value in observations.items()}
-            made, state = self.step(own, torch.where(fresh, torch.zeros_like(state), state))
-            features.append(made)
-        return torch.stack(features)
-
-
-@configurable
-class GRUBody(RecurrentBody):
-    """A gated recurrent unit behind another body (Cho et al. 2014).
-
-    Args:
-        body: what it remembers the features of.
-        hidden: size of its memory, and number of its features.
-
-    Raises:
-        ConfigError: for a size below 1, or a recurrent ``body``.
-    """
-
-    def __init__(self, body: Body | None = None, hidden: int = 64) -> None:
-        super().__init__()
-        require_at_least(1, hidden=hidden)
-        if isinstance(body, RecurrentBody):
-            raise ConfigError("GRUBody(body=...): the body behind a memory has none; use MLPBody")
-        self.body = body if body is not None else MLPBody([64])
-        self.hidden = self.state_size = hidden
-
-    def build(self, space: Space) -> int:
-        self.cell = nn.GRUCell(self.body.build(space), self.hidden)
-        return self.hidden
-
-    def step(self, observations: Mapping[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-        features = self.body(observations)
-        after = self.cell(features.flatten(0, -2), state.flatten(0, -2)).reshape(state.shape)
-        return after, after
-
-
-@configurable
-class PerAgent(Body):
-    """A body for each agent of a group, in place of one that all share.
-
-    Args:
-        body: of which each agent gets a copy with weights of its own.
-    """
-
-    def __init__(self, body: Body | None = None) -> None:
-        super().__init__()
-        self.body = body if body is not None else MLPBody()
-
-    def build(self, space: Space) -> int:
-        if not space.agents:
-            raise ConfigError("PerAgent is for groups of agents, and this environment has one")
-        made = [copy.deepcopy(self.body) for _ in range(space.agents)]
-        del self.body
-        single = replace(space, agents=0)
-        sizes = [body.build(single) for body in made]
-        self.bodies = nn.ModuleList(made)
-        self._agent_dim = {n: -1 - len(o.shape) for n, o in space.observations.items()}
-        return sizes[0]
-
-    def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
-        known = {n: value for n, value in observations.items() if n in self._agent_dim}
-        features = [
-            body({n: value.select(self._agent_dim[n], agent) for n, value in known.items()})
-            for agent, body in enumerate(self.bodies)
-        ]
-        return torch.stack(features, -2)
-
-
-@configurable
-class Centralized(Body):
-    """Sees what all agents of a group see, and gives each of them the same features.
-
-    As the body of a critic, it makes IPPO into MAPPO (Yu et al. 2022).
-
-    Args:
-        hidden: widths of its layers.
-        activation: after each of them.
-        observations: names of those to read; None: all.
-    """
-
-    def __init__(
-        self,
-        hidden: list[int] | None = None,
-        activation: str = "tanh",
-        observations: list[str] | None = None,
-    ) -> None:
-        super().__init__()
-        self.body = MLPBody(hidden, activation, observations)
-
-    def build(self, space: Space) -> int:
-        if not space.agents:
-            raise ConfigError("Centralized is for groups of agents, and this environment has one")
-        self.agents = space.agents
-        self._read = space.observed(self.body.observations, "Centralized")
-        size = self.agents * sum(observed.size for observed in self._read.values())
-        joint = Space({"joint": Observed((size,))}, {})
-        self.body.observations = None
-        return self.body.build(joint)
-
-    def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
-        joint = flattened(observations, self._read).flatten(-2)
-        features = self.body({"joint": joint})
-        return features.unsqueeze(-2).expand(*features.shape[:-1], self.agents, -1)

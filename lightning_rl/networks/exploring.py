@@ -2,18 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.networks.agent import EnvAgent
-from lightning_rl.networks.bodies import RecurrentBody
 from lightning_rl.networks.distributions import (
     ActionDistribution,
     Categorical,
     TanhGaussian,
 )
+from lightning_rl.networks.memory import RecurrentBody
 from lightning_rl.networks.space import ActionKind, Space
 
 
@@ -24,6 +25,13 @@ class ExploringAgent(EnvAgent):
     """
 
     exploration: float = 0.0
+
+    def snapshot(self) -> dict[str, Any]:
+        return super().snapshot() | {"exploration": self.exploration}
+
+    def become(self, snapshot: Mapping[str, Any]) -> None:
+        super().become(snapshot)
+        self.exploration = snapshot["exploration"]
 
 
 def single_action(space: Space, who: str) -> tuple[str, ActionKind]:
@@ -124,9 +132,3 @@ class PartlyUniform(ActionDistribution):
         """An estimate from one sample."""
         action = self.sample()
         return self.log_prob(action) - new.log_prob(action)
-
-
-def allowed_only(values: Tensor, observations: Mapping[str, Tensor]) -> Tensor:
-    """Values (*B, n) with -inf where an observation ``action_mask`` forbids the action."""
-    mask = observations.get("action_mask")
-    return values if mask is None else values.masked_fill(~mask.bool(), -torch.inf)

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.networks.bodies import ACTIVATIONS, Body, linear, require_activation
+from lightning_rl.networks.bodies import Body
 from lightning_rl.networks.distributions import Categorical
+from lightning_rl.networks.layers import ACTIVATIONS, linear, output, require_activation
 from lightning_rl.networks.policy_heads import SMALL, PolicyHead
 from lightning_rl.networks.space import ActionKind, Discrete, Space
 
@@ -235,7 +236,7 @@ class NodeHead(PolicyHead):
             )
         self.width = features // (action.n + 1)
         self.layers = nn.Sequential(
-            linear(2 * self.width, self.width), nn.ReLU(), linear(self.width, 1, SMALL)
+            linear(2 * self.width, self.width), nn.ReLU(), output(self.width, 1, SMALL)
         )
         self.one_hot = action.one_hot
         if self.last is not None:

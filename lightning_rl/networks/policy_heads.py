@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_finite
-from lightning_rl.networks.bodies import linear
 from lightning_rl.networks.distributions import (
     ActionDistribution,
     Bernoulli,
@@ -17,7 +16,15 @@ from lightning_rl.networks.distributions import (
     MultiCategorical,
     TanhGaussian,
 )
-from lightning_rl.networks.space import ActionKind, Binary, Continuous, Discrete, MultiDiscrete
+from lightning_rl.networks.layers import output
+from lightning_rl.networks.space import (
+    ActionKind,
+    Binary,
+    Continuous,
+    Discrete,
+    MultiDiscrete,
+    allowed_only,
+)
 
 SMALL = 0.01
 """Gain of a policy's last layer: it begins near the uniform policy (Andrychowicz et al. 2021)."""
@@ -66,15 +73,12 @@ class CategoricalHead(PolicyHead):
             raise _refuse(self, action)
         self.action = action
         width = action.n if isinstance(action, Discrete) else sum(action.ns)
-        self.layer = linear(features, width, SMALL)
+        self.layer = output(features, width, SMALL)
 
     def forward(
         self, features: Tensor, observations: Mapping[str, Tensor]
     ) -> Categorical | MultiCategorical:
-        logits: Tensor = self.layer(features)
-        mask = observations.get(self.mask)
-        if mask is not None:
-            logits = logits.masked_fill(~mask.bool(), -torch.inf)
+        logits = allowed_only(self.layer(features), observations.get(self.mask))
         if isinstance(self.action, Discrete):
             return Categorical(logits, self.action.one_hot)
         return MultiCategorical(logits, self.action.ns)
@@ -86,7 +90,7 @@ class BernoulliHead(PolicyHead):
     def build(self, features: int, action: ActionKind) -> None:
         if not isinstance(action, Binary):
             raise _refuse(self, action)
-        self.layer = linear(features, action.n, SMALL)
+        self.layer = output(features, action.n, SMALL)
 
     def forward(self, features: Tensor, observations: Mapping[str, Tensor]) -> Bernoulli:
         return Bernoulli(self.layer(features))
@@ -113,7 +117,7 @@ class GaussianHead(PolicyHead):
     def build(self, features: int, action: ActionKind) -> None:
         if not isinstance(action, Continuous):
             raise _refuse(self, action)
-        self.layer = linear(features, action.size, SMALL)
+        self.layer = output(features, action.size, SMALL)
         self.log_std = nn.Parameter(torch.full((action.size,), self.begin))
 
     def forward(self, features: Tensor, observations: Mapping[str, Tensor]) -> Gaussian:
@@ -147,7 +151,7 @@ class TanhGaussianHead(PolicyHead):
                 "TanhGaussianHead squashes actions into bounds, and this environment's have none; "
                 "use GaussianHead"
             )
-        self.layer = linear(features, 2 * action.size, SMALL)
+        self.layer = output(features, 2 * action.size, SMALL)
         self.low: Tensor
         self.high: Tensor
         self.register_buffer("low", action.low.clone(), persistent=False)

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.networks.agent import Observations
-from lightning_rl.networks.bodies import Body, MLPBody, linear
+from lightning_rl.networks.bodies import Body, MLPBody
 from lightning_rl.networks.exploring import (
     EpsilonGreedy,
     ExploringAgent,
-    allowed_only,
     require_no_memory,
     single_action,
 )
+from lightning_rl.networks.layers import output
 from lightning_rl.networks.pretrained import take_body
 from lightning_rl.networks.schedules import EveryIteration, UpdateSchedule
-from lightning_rl.networks.space import Discrete, Space
+from lightning_rl.networks.space import Discrete, Space, allowed_only, mask_of
 
 
 class QHead(nn.Module):
@@ -27,7 +27,7 @@ class QHead(nn.Module):
 
     def build(self, features: int, actions: int) -> None:
         """Make the layers."""
-        self.layer = linear(features, actions, 1.0)
+        self.layer = output(features, actions)
 
     def forward(self, features: Tensor) -> Tensor:
         """Values (*B, n) of features (*B, F)."""
@@ -40,7 +40,7 @@ class DuelingHead(QHead):
 
     def build(self, features: int, actions: int) -> None:
         super().build(features, actions)
-        self.state_layer = linear(features, 1, 1.0)
+        self.state_layer = output(features, 1)
 
     def forward(self, features: Tensor) -> Tensor:
         added = super().forward(features)
@@ -50,7 +50,7 @@ class DuelingHead(QHead):
 
 @configurable
 class QAgent(ExploringAgent):
-    """An agent for environments with a choice of n actions; an ``action_mask`` is heeded.
+    """An agent for a choice of n actions; an observation ``<action>_mask`` may forbid some.
 
     Args:
         body: makes the features that values are made of.
@@ -99,7 +99,8 @@ class QAgent(ExploringAgent):
 
     def forward(self, observations: Observations) -> Tensor:
         """Values (*B, n) of all actions; -inf of those that are not allowed."""
-        return allowed_only(self.head(self.body(observations)), observations)
+        values = self.head(self.body(observations))
+        return allowed_only(values, observations.get(mask_of(self.action)))
 
     def act(
         self, observations: Observations, state: Tensor | None = None

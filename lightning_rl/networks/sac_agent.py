@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.networks.agent import Observations
-from lightning_rl.networks.bodies import Body, MLPBody, linear, mlp, require_activation
+from lightning_rl.networks.bodies import Body, MLPBody
 from lightning_rl.networks.distributions import TanhGaussian
 from lightning_rl.networks.exploring import (
     ExploringAgent,
@@ -20,6 +20,7 @@ from lightning_rl.networks.exploring import (
     require_no_memory,
     single_action,
 )
+from lightning_rl.networks.layers import mlp, output, require_activation
 from lightning_rl.networks.policy_heads import TanhGaussianHead
 from lightning_rl.networks.pretrained import take_body
 from lightning_rl.networks.schedules import EveryIteration, UpdateSchedule
@@ -61,7 +62,7 @@ class ActionCritic(nn.Module):
         """
         size = self.body.build(space) + action.size
         self.layers = mlp(size, self.hidden, self.activation)
-        self.value_layer = linear(self.hidden[-1] if self.hidden else size, 1, 1.0)
+        self.value_layer = output(self.hidden[-1] if self.hidden else size, 1)
         self.register_buffer("low", action.low.clone(), persistent=False)
         self.register_buffer("high", action.high.clone(), persistent=False)
 

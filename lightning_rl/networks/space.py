@@ -75,6 +75,16 @@ def within(kind: "ActionKind", action: Tensor) -> Tensor:
     return action.clamp(kind.low, kind.high) if isinstance(kind, Continuous) else action
 
 
+def mask_of(action: str) -> str:
+    """The name of the observation that says which choices of an action are allowed."""
+    return f"{action}_mask"
+
+
+def allowed_only(values: Tensor, allowed: Tensor | None) -> Tensor:
+    """Logits, or values, (*B, n), with -inf where a choice is not allowed; None: all are."""
+    return values if allowed is None else values.masked_fill(~allowed.bool(), -torch.inf)
+
+
 ActionKind = Discrete | MultiDiscrete | Binary | Continuous
 
 
@@ -100,7 +110,7 @@ class Space:
         Raises:
             ConfigError: if there is none of a name, or none at all.
         """
-        flags = (self.mask, *(f"{name}_mask" for name in self.actions))
+        flags = (self.mask, *map(mask_of, self.actions))
         if names is None:
             found = {n: o for n, o in self.observations.items() if n not in flags}
         else:

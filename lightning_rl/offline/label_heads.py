@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import DataError, require_at_least
-from lightning_rl.networks.bodies import linear
+from lightning_rl.networks.layers import output
 
 
 class LabelHead(nn.Module, ABC):
@@ -62,7 +62,7 @@ class ClassHead(LabelHead):
         self.classes = classes
 
     def build(self, features: int) -> None:
-        self.layer = linear(features, self.classes, 1.0)
+        self.layer = output(features, self.classes)
 
     def check(self, labels: Tensor, source: str) -> None:
         if labels.is_floating_point() or labels.ndim != 1:
@@ -112,7 +112,7 @@ class NumberHead(LabelHead):
         self.size = size
 
     def build(self, features: int) -> None:
-        self.layer = linear(features, self.size, 1.0)
+        self.layer = output(features, self.size)
 
     def check(self, labels: Tensor, source: str) -> None:
         width = 1 if labels.ndim == 1 else labels.shape[-1]

@@ -16,6 +16,7 @@ import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
+from benchmarks import forked
 from benchmarks.task import KeptEngine
 from lightning_rl.agents.base import Agent, append_given, generate_turn
 from lightning_rl.callbacks import (
@@ -253,7 +254,7 @@ def test_an_engine_that_fails_in_the_background_is_named(monkeypatch, tiny_model
 # ---------------------------------------------------------------- the command, in its own process
 
 
-def write_config(tiny_model, tmp_path, reward: str) -> Path:
+def write_config(tiny_model, tmp_path, reward: str, engine: dict) -> Path:
     (tmp_path / "slow_rewards.py").write_text(
         "import asyncio\n\n\n"
         "async def slow(completions, **columns):\n"
@@ -281,7 +282,7 @@ def write_config(tiny_model, tmp_path, reward: str) -> Path:
                     "init_args": {"path": "train.jsonl"},
                 },
                 "rewards": [f"slow_rewards.{reward}"],
-                "engine": {"class_path": "VLLMLocal", "init_args": {"max_model_len": 32}},
+                "engine": engine,
                 "collector": {"class_path": "AsyncCollector", "init_args": {"max_staleness": 2}},
                 "sampling": {"max_tokens": 10},
                 "group_size": 4,
@@ -302,8 +303,9 @@ def write_config(tiny_model, tmp_path, reward: str) -> Path:
     return path
 
 
-def start(tiny_model, tmp_path, reward: str) -> subprocess.Popen:
-    write_config(tiny_model, tmp_path, reward)
+def start(tiny_model, tmp_path) -> subprocess.Popen:
+    engine = {"class_path": "VLLMLocal", "init_args": {"max_model_len": 32}}
+    write_config(tiny_model, tmp_path, "slow", engine)
     return subprocess.Popen(
         [sys.executable, "-m", "lightning_rl", "fit", "--config", "config.yaml"],
         cwd=tmp_path,
@@ -325,9 +327,11 @@ def end(process: subprocess.Popen) -> tuple[str, str]:
 
 
 def test_a_reward_that_breaks_ends_the_command_by_name(tiny_model, tmp_path):
-    process = start(tiny_model, tmp_path, "breaks")
-    _, errors = end(process)
-    assert process.returncode == 1
+    write_config(tiny_model, tmp_path, "breaks", {"class_path": "TransformersEngine"})
+    said = tmp_path / "said.txt"
+    arguments = ["fit", "--config", "config.yaml"]
+    assert forked.run("lightning_rl", arguments, said, folder=tmp_path) == 1
+    errors = said.read_text()
     assert "lightning-rl: reward error: " in errors
     assert "reward breaks: ValueError: the judge is gone" in errors
     assert "Traceback" not in errors
@@ -337,7 +341,7 @@ def test_a_reward_that_breaks_ends_the_command_by_name(tiny_model, tmp_path):
 
 
 def test_ctrl_c_ends_the_command(tiny_model, tmp_path):
-    process = start(tiny_model, tmp_path, "slow")
+    process = start(tiny_model, tmp_path)
     rows = tmp_path / "logs/run/version_0/metrics.jsonl"
     for _ in range(900):
         if rows.exists() and len(rows.read_text().splitlines()) > 3:

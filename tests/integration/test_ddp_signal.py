@@ -1,21 +1,23 @@
 """Two processes (gloo): a signal to one stops both after the same update, and they go on."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import forked
 from lightning_rl.run.checkpoint_io import checkpoints_in
 
 
 def run(out: Path, model: Path, *rank: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "tests.integration.ddp_run", str(out), str(model), *rank]
+    said = model.with_name("said.txt")
+    said.unlink(missing_ok=True)
     environment = os.environ | {"PL_GLOBAL_SEED": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    return done.returncode, done.stdout + done.stderr
+    status = forked.run(
+        "tests.integration.ddp_run", [out, model, *rank], said, environment=environment
+    )
+    return status, said.read_text()
 
 
 @pytest.mark.timeout(900)  # three starts of two processes

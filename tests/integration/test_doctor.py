@@ -4,11 +4,13 @@ import subprocess
 import sys
 from importlib import metadata
 
+HEAVY = ("vllm", "ray", "torchrl", "gymnasium", "openai")
 
-def test_vllm_version_is_read_without_importing_vllm():
+
+def test_vllm_version_is_read_without_importing_it_or_what_else_is_heavy():
     command = (
-        "import sys; from lightning_rl.cli.doctor import read_vllm_version as r;"
-        "print(r(), 'vllm' in sys.modules)"
+        "import sys, lightning_rl; from lightning_rl.cli.doctor import read_vllm_version as r;"
+        f"print(r(), lightning_rl.RayEngine and any(m in sys.modules for m in {HEAVY}))"
     )
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
     # Either distribution gives the package vllm; none is installed only where there is no engine.

@@ -103,8 +103,8 @@ def test_a_process_that_is_gone_is_told(pool):
     made = pool()
     agents = agent_for(made)
     made.collect(agents, 0, 3)
-    os.kill(made._processes[0].pid, signal.SIGKILL)
-    made._processes[0].join()
+    os.kill(made.processes.processes[0].pid, signal.SIGKILL)
+    made.processes.processes[0].join()
     with pytest.raises(EnvError, match=r"the process of environment.* is gone"):
         made.collect(agents, 1, 30)
 

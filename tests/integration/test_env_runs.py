@@ -3,21 +3,17 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from tensordict import TensorDict
 
+from benchmarks import forked
 from lightning_rl import ActorCritic, ActorCriticModule, EntropyBonus, RLCallback
 from lightning_rl.cli import main
 from lightning_rl.envs.rows import rows_of
 from lightning_rl.networks.space import Discrete, Observed, Space
-
-ROOT = Path(__file__).parents[2]
 
 
 class KillSelf(RLCallback):
@@ -86,17 +82,10 @@ def write(config, folder, name="config.yaml"):
 
 
 def command(folder, *arguments):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_rl", "fit", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+    said = folder / "said.txt"
+    said.unlink(missing_ok=True)
+    status = forked.run("lightning_rl", ["fit", *arguments], said, folder=folder)
+    return status, said.read_text()
 
 
 def outcome(folder):

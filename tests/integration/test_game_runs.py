@@ -68,7 +68,15 @@ def options(lr=0.3):
 
 
 def trained(
-    module, iterations=1, epochs=1, rounds=1, games=1, envs=256, folder=None, ckpt_path=None
+    module,
+    iterations=1,
+    epochs=1,
+    rounds=1,
+    games=1,
+    envs=256,
+    folder=None,
+    ckpt_path=None,
+    min_length=1,
 ):
     """The module after a run, and how likely heads were on the way."""
     arguments = {"pays": PENNIES, "rounds": rounds, "num_envs": envs}
@@ -78,6 +86,7 @@ def trained(
         frames_per_iteration=envs * rounds * games,
         iterations_per_epoch=iterations,
         eval_episodes=0,
+        min_episode_length=min_length,
     )
     heads = Heads()
     saved = [] if folder is None else [IterationCheckpoint(every_n_iterations=1)]
@@ -161,3 +170,8 @@ def test_a_player_that_pauses_stays_as_it_is():
 def test_what_does_not_fit_is_refused_by_name(make, words):
     with pytest.raises(ConfigError, match=words):
         trained(make())
+
+
+def test_episodes_are_not_left_out_of_a_game():
+    with pytest.raises(ConfigError, match="min_episode_length leaves out episodes"):
+        trained(GameModule(agents(), **options()), rounds=2, envs=8, min_length=2)

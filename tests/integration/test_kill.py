@@ -1,36 +1,37 @@
 """A run that is killed with SIGKILL goes on exactly: some points of ``benchmarks.kill``."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from benchmarks import kill
 
-def kill_table(*arguments: str) -> tuple[dict, str]:
-    command = [sys.executable, "-m", "benchmarks.kill", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout
+
+def killed(capsys, *arguments: str) -> dict:
+    """The last line of the table."""
+    status = kill.main(list(arguments))
+    said = capsys.readouterr().out
+    assert status == 0, said
+    return json.loads(said.splitlines()[-1])
 
 
 @pytest.mark.timeout(900)
-def test_two_killed_runs_equal_the_uninterrupted_one():
-    result, _ = kill_table("--points", "2", "--engine", "TransformersEngine", "--seed", "1")
+def test_two_killed_runs_equal_the_uninterrupted_one(capsys):
+    result = killed(capsys, "--points", "2", "--engine", "TransformersEngine", "--seed", "1")
     assert (result["points"], result["equal"]) == (2, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_killed_asynchronous_runs_lose_no_prompt_and_train_on_none_twice():
-    result, _ = kill_table(
-        "--points", "2", "--engine", "TransformersEngine", "--collector", "AsyncCollector"
+def test_two_killed_asynchronous_runs_lose_no_prompt_and_train_on_none_twice(capsys):
+    result = killed(
+        capsys, "--points", "2", "--engine", "TransformersEngine", "--collector", "AsyncCollector"
     )
     assert (result["points"], result["equal"]) == (2, 2)
 
 
 @pytest.mark.timeout(900)
-def test_programs_and_trainer_killed_equal_an_uninterrupted_run():
+def test_programs_and_trainer_killed_equal_an_uninterrupted_run(capsys):
     options = "--program", "--points", "1", "--engine", "TransformersEngine"
-    result, _ = kill_table(*options)
+    result = killed(capsys, *options)
     assert (result["points"], result["equal"]) == (1, 1)

@@ -93,7 +93,9 @@ AGENTS = {
 }
 
 
-@pytest.mark.parametrize("turns", AGENTS)
+@pytest.mark.parametrize(
+    "turns", [pytest.param("single", marks=pytest.mark.slow), "branches", "calls"]
+)
 def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -198,7 +198,7 @@ def test_other_threads_draw_as_if_it_were_not_there(engine):
     assert ours == expected
 
 
-FEWER_THREADS = """
+IN_A_PROCESS = """
 import sys
 from pathlib import Path
 import torch
@@ -212,48 +212,29 @@ engine.start(Path(sys.argv[1]))
 engine.load_weights(Policy(sys.argv[1]).named_weights(), 0)
 completion = run_async(engine.generate([3, 4], Sampling(max_tokens=4, min_tokens=4), 0))
 print(len(completion.token_ids), torch.get_num_threads())
-"""
-
-
-def test_torch_may_be_given_fewer_threads_than_openmp(tiny_model):
-    """vLLM's attention counts both, and ends the process where they differ."""
-    done = subprocess.run(
-        [sys.executable, "-c", FEWER_THREADS, str(tiny_model)],
-        env=os.environ | {"OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.split() == ["4", "1"], done.stderr[-2000:]
-
-
-NEW_GROUP_AFTER_CLOSE = """
-import sys
-from pathlib import Path
-
-import torch
-
-from lightning_rl.engines import VLLMLocal
-
-engine = VLLMLocal(max_model_len=32, kv_cache_gb=0.05)
-engine.start(Path(sys.argv[1]))
 engine.close()
 torch.distributed.barrier(torch.distributed.new_group())
 print(*(path.name[:10] for path in Path(sys.argv[2]).glob("vllm_dist_*")))
 """
 
 
-def test_process_groups_outlive_the_engine_and_leave_no_file(tiny_model, tmp_path):
-    """Lightning makes one more for each ``fit`` or ``predict``: it waits where it cannot."""
+def test_a_process_with_fewer_threads_for_torch_and_new_groups_after_the_engine(
+    tiny_model, tmp_path
+):
+    """vLLM's attention counts both kinds of threads, and ends the process where they differ.
+
+    Lightning makes a process group for each ``fit`` or ``predict``, and waits where it cannot; the
+    engine's own outlive it, and leave no file.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", NEW_GROUP_AFTER_CLOSE, str(tiny_model), str(tmp_path)],
-        env=os.environ | {"TMPDIR": str(tmp_path)},
+        [sys.executable, "-c", IN_A_PROCESS, str(tiny_model), str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "2", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
         timeout=200,
     )
-    assert done.stdout.split() == ["vllm_dist_"], done.stderr[-2000:]
+    assert done.stdout.split() == ["4", "1", "vllm_dist_"], done.stderr[-2000:]
     assert not list(tmp_path.glob("vllm_dist_*"))
 
 

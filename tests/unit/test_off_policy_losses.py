@@ -331,8 +331,10 @@ def test_a_group_learns_as_each_alone():
     assert torch.equal(DQNModule().loss(agent, agent, one)[0], loss[:, 1])
 
 
-def test_actions_that_are_not_allowed_have_no_value():
-    space = Space(SEEN | {"action_mask": Observed((4,), torch.uint8)}, {"action": Discrete(4)})
+@pytest.mark.parametrize("name", ["action", "move"])
+def test_actions_that_are_not_allowed_have_no_value(name):
+    mask = f"{name}_mask"
+    space = Space(SEEN | {mask: Observed((4,), torch.uint8)}, {name: Discrete(4)})
     agent = QAgent(MLPBody([8]))
     agent.build(space)
     agent.double()
@@ -340,16 +342,16 @@ def test_actions_that_are_not_allowed_have_no_value():
     allowed = torch.tensor([1, 0, 1, 0], dtype=torch.uint8).expand(12, -1)
     nothing = torch.where(steps.terminated.unsqueeze(-1), torch.zeros_like(allowed), allowed)
     masked = Transitions(
-        dict(steps.observations) | {"action_mask": allowed},
+        dict(steps.observations) | {mask: allowed},
         steps.action,
         steps.rewards,
-        dict(steps.following) | {"action_mask": nothing},
+        dict(steps.following) | {mask: nothing},
         steps.terminated,
     )
     loss, _ = DQNModule().loss(agent, agent, masked)
     assert bool(loss.isfinite().all())  # also where nothing is allowed any more
     made, _ = agent.act(masked.observations)
-    assert set(made["action"].mode().tolist()) <= {0, 2}
+    assert set(made[name].mode().tolist()) <= {0, 2}
 
 
 # ---------------------------------------------------------------- what does not fit

@@ -1,16 +1,14 @@
 """A process of a pool: it steps some environments, and answers as each is ready."""
 
-from multiprocessing.connection import Connection
 from typing import Any
 
 from lightning_rl.envs.gym import Gym
 from lightning_rl.envs.gym_player import Player
+from lightning_rl.envs.processes import Line
 
 
-def serve(
-    connection: Connection, env: Gym, seed: int, places: list[int], limit: int | None
-) -> None:
-    """Answer requests until there are no more; a process of its own runs this.
+def serve(line: Line, places: list[int], env: Gym, seed: int, limit: int | None) -> None:
+    """Answer requests until there are no more.
 
     A request is (place, what, value): ``begin`` an episode by its number, ``step`` with an action,
     or ``again`` (an episode, and the actions in it so far). An answer is (place, row, reward, over,
@@ -18,12 +16,13 @@ def serve(
     next one's begin follow. Instead of an answer there may be (place, what it raised).
     """
     players = {place: Player(env.made(), seed, place, limit) for place in places}
-    while (request := connection.recv()) is not None:
+    while (request := line.receive()) is not None:
         place, what, value = request
         try:
-            connection.send(_answer(players[place], what, value))
+            answer = _answer(players[place], what, value)
         except Exception as error:  # whatever an environment raises
-            connection.send((place, f"{type(error).__name__}: {error}"))
+            answer = (place, f"{type(error).__name__}: {error}")
+        line.send(answer)
     for player in players.values():
         player.env.close()
 

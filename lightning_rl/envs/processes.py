@@ -1,0 +1,183 @@
+"""EnvProcesses: processes that hold environments; what goes to them and comes back."""
+
+import multiprocessing
+import pickle
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from lightning_rl.envs.collector import EnvError
+from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.errors import LightningRLError
+
+END_S = 5.0
+"""How long a process may take to end by itself."""
+START_S = 300.0
+"""How long it may take to start, on a busy machine."""
+
+
+class HungUpError(Exception):
+    """The process at the other end is gone."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last that is heard of a process: what it raised."""
+
+    error: str
+
+
+class Line:
+    """One end of a pipe between processes."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def fileno(self) -> int:
+        """What ``multiprocessing.connection.wait`` asks for."""
+        return self._connection.fileno()
+
+    def send(self, message: Any) -> None:
+        """Send a copy: no memory is shared, which would be gone with its process.
+
+        Raises:
+            HungUpError: if nobody is there.
+        """
+        copied = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        try:
+            self._connection.send_bytes(copied)
+        except OSError as error:
+            raise HungUpError from error
+
+    def receive(self) -> Any:
+        """The next message, as soon as it is there.
+
+        Raises:
+            HungUpError: if nobody is there.
+        """
+        try:
+            copied = self._connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise HungUpError from error
+        return pickle.loads(copied)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+
+class EnvProcesses:
+    """Processes, each with its share of the environments, that are asked and answer.
+
+    Args:
+        name: of the environments, for messages.
+        serve: what each of them runs: ``serve(line, share, *arguments)``, which takes requests
+            until there is None, and answers.
+        shares: places of environments, by process.
+        arguments: for ``serve``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        serve: Callable[..., None],
+        shares: Sequence[Sequence[int]],
+        *arguments: Any,
+    ) -> None:
+        self.name = name
+        self.shares = shares
+        # Not fork: this process has threads.
+        context = multiprocessing.get_context("spawn")
+        self.processes = []
+        self._lines = []
+        for share in shares:
+            ours, theirs = context.Pipe()
+            told = (name, serve, theirs, share, *arguments)
+            process = context.Process(target=_run, args=told, daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._lines.append(Line(ours))
+
+    def send(self, index: int, request: Any) -> None:
+        """Ask a process.
+
+        Raises:
+            EnvError: if it is gone.
+        """
+        try:
+            self._lines[index].send(request)
+        except HungUpError as error:
+            raise self._gone(index) from error
+
+    def answers(self, seconds: float) -> Iterator[tuple[int, Any]]:
+        """Answers that are there, or the first to come within so many seconds, by process.
+
+        Raises:
+            EnvError: if a process has failed, or is gone.
+        """
+        for line in wait(self._lines, seconds):  # type: ignore[arg-type]
+            index = self._lines.index(line)  # type: ignore[arg-type]
+            try:
+                answer = self._lines[index].receive()
+            except HungUpError as error:
+                raise self._gone(index) from error
+            if isinstance(answer, Failed):
+                raise EnvError(answer.error)
+            yield index, answer
+
+    def _gone(self, index: int) -> EnvError:
+        numbers = ", ".join(map(str, self.shares[index]))
+        return EnvError(
+            f"{self.name}: the process of environments {numbers} is gone: it was killed, for its "
+            "memory perhaps"
+        )
+
+    def close(self) -> None:
+        """End all of them."""
+        for line in self._lines:
+            try:
+                line.send(None)
+            except HungUpError:
+                continue  # it is gone already
+            finally:
+                line.close()  # so that none waits to be heard
+        for process in self.processes:
+            process.join(END_S)
+            if process.is_alive():  # it hangs in a step
+                process.kill()
+        self.processes, self._lines = [], []
+
+
+class ProcessesCollector(GymCollector):
+    """Has its environments in processes."""
+
+    processes: EnvProcesses | None = None
+    """None: before the start, and behind the end."""
+
+    @property
+    def _running(self) -> EnvProcesses:
+        assert self.processes is not None
+        return self.processes
+
+    def close(self) -> None:
+        if self.processes is not None:
+            self.processes.close()
+            self.processes = None
+
+
+def _run(name: str, serve: Callable[..., None], connection: Connection, *arguments: Any) -> None:
+    """What a process does from its start to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which saves and ends them
+    line = Line(connection)
+    try:
+        serve(line, *arguments)
+    except HungUpError:
+        return  # nobody is there to be answered
+    except Exception as error:  # whatever an environment, or an agent, raises
+        known = isinstance(error, LightningRLError)
+        with suppress(HungUpError):
+            line.send(Failed(str(error) if known else f"{name}: {type(error).__name__}: {error}"))

@@ -1,0 +1,91 @@
+"""A process of workers: agents of its own, which play its environments."""
+
+import pickle
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_rl.envs.collector import Deadline, EnvEpisode
+from lightning_rl.envs.gym import Gym
+from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.envs.processes import Line
+from lightning_rl.networks.agent import EnvAgent
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a process has played: a batch, as ``GymCollector`` has it, and its state then."""
+
+    batch: Any
+    finished: list[EnvEpisode]
+    carried: list[int]
+    state: dict[str, Any]
+
+
+class _Beating(Deadline):
+    """Also tells those that wait, now and then, that steps are taken."""
+
+    def __init__(self, seconds: float, what: str, line: Line) -> None:
+        super().__init__(seconds, what)
+        self._line = line
+        self._every = min(1.0, seconds / 4)
+        self._next = 0.0
+
+    def again(self) -> None:
+        super().again()
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + self._every
+            self._line.send(None)
+
+
+class _Worker:
+    """What is asked of the process."""
+
+    def __init__(self, collector: GymCollector) -> None:
+        self.collector = collector
+        self.agents: dict[str, EnvAgent] = {}
+
+    def have(self, agents: bytes) -> None:
+        """Take agents."""
+        self.agents = pickle.loads(agents)
+
+    def become(self, snapshots: Mapping[str, Mapping[str, Any]]) -> None:
+        """Let them act as those of which the snapshots were taken."""
+        for name, snapshot in snapshots.items():
+            self.agents[name].become(snapshot)
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Go on where a state was taken."""
+        self.collector.load_state_dict(state)
+
+    def play(self, iteration: int, steps: int, autocast: torch.dtype | None) -> Played:
+        """Play the next steps of an iteration; ``autocast``: the dtype in which agents act."""
+        with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+            batch = self.collector.collect(self.agents, iteration, steps)
+        own = self.collector
+        return Played(batch, list(own.finished), list(own.carried), own.state_dict())
+
+
+def serve(
+    line: Line, places: list[int], env: Gym, seed: int, limit: int | None, max_step_seconds: float
+) -> None:
+    """Answer requests until there are no more.
+
+    A request is the name of one of :class:`_Worker`'s methods, with arguments. Only ``play`` is
+    answered; by None as long as steps are taken.
+    """
+    torch.set_num_threads(1)  # each of the processes has a core
+    collector = GymCollector(env, limit, max_step_seconds)
+    collector.deadline = _Beating(max_step_seconds, env.name, line)
+    collector.start(seed, places[0], len(places))
+    worker = _Worker(collector)
+    while (request := line.receive()) is not None:
+        what, *arguments = request
+        answer = getattr(worker, what)(*arguments)
+        if answer is not None:
+            line.send(answer)
+    collector.close()

@@ -1,0 +1,162 @@
+"""GymWorkers: environments in processes with agents of their own."""
+
+import copy
+import os
+import signal
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_rl import (
+    ActorCritic,
+    ActorCriticModule,
+    CollectorSchedule,
+    ConfigError,
+    EnvDataModule,
+    EnvError,
+    FixedSchedule,
+    GRUBody,
+    Gym,
+    GymWorkers,
+    TrainerSchedule,
+)
+from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.envs.maker import AGENT
+from lightning_rl.envs.workers import WorkersCollector
+from tests.small_run import SaveAfter, trainer_of
+
+WALK = "tests.worlds:Walk-v0"
+
+
+@pytest.fixture
+def workers():
+    """Makes collectors, and ends their processes."""
+    made = []
+
+    def make(name=WALK, envs=5, seconds=60.0, arguments=None, **options):
+        env = GymWorkers(name, arguments, **({"workers": 2} | options))
+        made.append(WorkersCollector(env, None, seconds))
+        made[-1].start(0, 0, envs)
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.close()
+
+
+def agent_for(made, **options):
+    torch.manual_seed(0)
+    agent = ActorCritic(**options)
+    agent.build(made.agents[AGENT])
+    return {AGENT: agent}
+
+
+def learn(agents):
+    """Change all weights."""
+    with torch.no_grad():
+        for weight in agents[AGENT].parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+
+
+def require_same(one, other):
+    assert set(one.keys(True, True)) == set(other.keys(True, True))
+    for key in one.keys(True, True):
+        assert torch.equal(one[key], other[key]), key
+
+
+def test_each_process_plays_what_a_rank_of_as_many_would(workers):
+    ranks = [GymCollector(Gym(WALK), None, 60.0) for _ in range(2)]
+    for rank, first, count in zip(ranks, (0, 3), (3, 2), strict=True):
+        rank.start(0, first, count)
+    made = workers()
+    agents = agent_for(made, body=GRUBody(hidden=8), share_body=True)
+    for iteration in range(3):
+        # What is sent is a copy, of the agents as they were then.
+        apart = [rank.collect(copy.deepcopy(agents), iteration, 11) for rank in ranks]
+        found = made.collect(agents, iteration, 11)
+        require_same(found["steps"], torch.cat([batch["steps"] for batch in apart]))
+        apart[1]["ends", "place"] += 3 * 11
+        require_same(found["ends"], torch.cat([batch["ends"] for batch in apart]))
+        assert made.carried == [steps for rank in ranks for steps in rank.carried]
+        expected = [e for rank in ranks for e in rank.finished]
+        assert list(made.finished) == expected
+        assert made.metrics["rollout/version"] == iteration
+        assert made.metrics["rollout/staleness_max"] == 0
+        learn(agents)
+
+
+class Noted(Callback):
+    """What each iteration recorded."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_iteration_end(self, trainer, pl_module, metrics):
+        timed = ("rollout/frames_per_s", "sync/seconds")
+        self.rows.append({k: v for k, v in metrics.items() if not k.startswith((*timed, "time/"))})
+
+
+def fit(tmp_path, sync, max_staleness, force_sync=True, callbacks=(), **options):
+    env = GymWorkers(WALK, workers=1, sync=sync, max_staleness=max_staleness, force_sync=force_sync)
+    data = EnvDataModule(env, 2, 42, iterations_per_epoch=6, eval_episodes=0, seed=1)
+    torch.manual_seed(0)
+    noted, module = Noted(), ActorCriticModule(seed=1)
+    trainer_of(tmp_path, [noted, *callbacks], logger=False).fit(module, data, **options)
+    return [row for row in noted.rows if "rollout/version" in row], module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("sync", "max_staleness", "force_sync", "versions"),
+    [
+        (FixedSchedule(2), 2, False, [0, 0, 0, 2, 2, 4]),
+        pytest.param(CollectorSchedule(), 1, True, [0, 0, 2, 2, 4, 4], marks=pytest.mark.slow),
+        pytest.param(TrainerSchedule(3), 3, False, [0, 0, 0, 0, 3, 3], marks=pytest.mark.slow),
+    ],
+)
+def test_schedules_say_who_plays_and_a_run_goes_on_bit_by_bit(
+    tmp_path, sync, max_staleness, force_sync, versions
+):
+    path = tmp_path / "after.ckpt"
+    save = SaveAfter(3, path)
+    rows, whole = fit(tmp_path, sync, max_staleness, force_sync, [save])
+    assert [row["rollout/version"] for row in rows] == versions
+    ages = [i - version for i, version in enumerate(versions)]
+    assert [row["rollout/staleness_max"] for row in rows] == ages
+    again, found = fit(tmp_path, sync, max_staleness, force_sync, ckpt_path=path)
+    assert again == rows[2:]  # the row of the third was not written yet
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raises", r"environment \d in step 3 of its episode 0, of seed \d+ raised ValueError"),
+        ("hangs", r"took longer than max_step_seconds=3;.*environment \d in step 3 of its"),
+        ("nan", r"environment [0-4] gave \[nan, 0.0\] as observation at step 3"),
+    ],
+)
+def test_what_goes_wrong_in_a_process_says_where(workers, how, words):
+    made = workers("tests.worlds:Faulty-v0", arguments={"how": how}, seconds=3.0)
+    with pytest.raises(EnvError, match=words):
+        made.collect(agent_for(made), 0, 10)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_gone_is_told(workers):
+    made = workers()
+    agents = agent_for(made)
+    made.collect(agents, 0, 3)
+    os.kill(made.processes.processes[1].pid, signal.SIGKILL)
+    made.processes.processes[1].join()
+    with pytest.raises(EnvError, match=r"the process of environments 3, 4 is gone"):
+        made.collect(agents, 1, 30)
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    words = r"leaves agents up to 1 iterations behind, and max_staleness=0; raise max_staleness to"
+    with pytest.raises(ConfigError, match=words):
+        GymWorkers(WALK, force_sync=False)
+    with pytest.raises(ConfigError, match=words):
+        GymWorkers(WALK, sync=FixedSchedule(2))

@@ -1,0 +1,54 @@
+"""What Lightning and processes ask of a module and its agents."""
+
+import torch
+from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
+
+from lightning_rl import ActorCriticModule, EnvDataModule, Gym, MLPBody, QAgent, RLCallback
+from lightning_rl.networks.space import Discrete, Observed, Space
+from tests import worlds  # registers the environments
+from tests.small_run import trainer_of
+
+SPACE = Space({"observation": Observed((2,))}, {"action": Discrete(2)})
+
+
+class HookNames(RLCallback):
+    """Keeps what Lightning has noted as the present hook."""
+
+    def __init__(self):
+        self.names = set()
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.names.add(pl_module._current_fx_name)
+
+
+def fit(tmp_path, **options):
+    data = EnvDataModule(
+        Gym(f"{worlds.__name__}:Walk-v0"), 2, 16, iterations_per_epoch=1, eval_episodes=0
+    )
+    hooks = HookNames()
+    trainer = trainer_of(tmp_path, [hooks], logger=False, **options)
+    trainer.fit(ActorCriticModule(epochs=1, minibatches=2), data)
+    assert hooks.names == {"on_before_optimizer_step"}
+    return trainer.profiler
+
+
+def test_a_profiler_that_was_given_sees_all_hooks(tmp_path):
+    given = SimpleProfiler(dirpath=tmp_path, filename="profile")
+    assert fit(tmp_path, profiler=given) is given
+    seen = [n for n in given.recorded_durations if n.endswith("HookNames.on_before_optimizer_step")]
+    assert [len(given.recorded_durations[name]) for name in seen] == [2]
+    assert isinstance(fit(tmp_path), PassThroughProfiler)  # none is asked for
+
+
+def test_an_agent_becomes_what_was_kept_of_another():
+    one, other = QAgent(MLPBody([4])), QAgent(MLPBody([4]))
+    for agent in (one, other):
+        agent.build(SPACE)
+    one.exploration = 0.25
+    kept = one.snapshot()
+    with torch.no_grad():
+        one.head.layer.weight.zero_()  # what was kept is a copy
+    other.become(kept)
+    assert other.exploration == 0.25
+    assert other.head.layer.weight.any()
+    assert torch.equal(other.body.layers[0].weight, one.body.layers[0].weight)
