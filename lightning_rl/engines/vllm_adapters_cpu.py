@@ -1,4 +1,4 @@
-"""vLLM's LoRA layers on CPUs: two products for the adapters of all tokens."""
+"""vLLM's LoRA layers on CPUs: a few products for the adapters of all tokens."""
 
 from typing import Any
 
@@ -30,11 +30,9 @@ class FusedAdapters:
 
     def _fused(self, layer: Any) -> tuple[int, tuple[Tensor, list[Tensor]]]:
         """Let vLLM write a layer's factors into our matrices; by the key they are found by."""
-        parts, (slots, _, self._rank, width) = (
-            len(layer.lora_a_stacked),
-            layer.lora_a_stacked[0].shape,
-        )
-        a = layer.lora_a_stacked[0].new_zeros(parts, slots, 1, self._rank, width)
+        first, parts = layer.lora_a_stacked[0], len(layer.lora_a_stacked)
+        slots, _, self._rank, width = first.shape
+        a = first.new_zeros(parts, slots, 1, self._rank, width)
         b = [old.new_zeros(slots, self._rank, old.shape[2]) for old in layer.lora_b_stacked]
         # As vLLM has them: (slots, 1, rank, in) and (slots, 1, out, rank).
         layer.lora_a_stacked = a.unbind()
