@@ -50,7 +50,7 @@ class Places:
 
     def rewards(self, data: TensorDict, agents: int) -> Tensor:
         """Rewards (*B, *A) of what ``data["next"]`` tells."""
-        reward = data.get(("next", *self.reward)).squeeze(-1)
+        reward = data.get(("next", *self.reward)).squeeze(-1).float()  # some pay whole numbers
         if self.shared_reward and agents:
             reward = reward.unsqueeze(-1).expand(*reward.shape, agents)
         return reward

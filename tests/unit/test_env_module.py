@@ -1,9 +1,12 @@
 """What Lightning and processes ask of a module and its agents."""
 
+import pytest
 import torch
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
+from tensordict import TensorDict
 
 from lightning_rl import ActorCriticModule, EnvDataModule, Gym, MLPBody, QAgent, RLCallback
+from lightning_rl.envs.torchrl_space import Places
 from lightning_rl.networks.space import Discrete, Observed, Space
 from tests import worlds  # registers the environments
 from tests.small_run import trainer_of
@@ -52,3 +55,11 @@ def test_an_agent_becomes_what_was_kept_of_another():
     assert other.exploration == 0.25
     assert other.head.layer.weight.any()
     assert torch.equal(other.body.layers[0].weight, one.body.layers[0].weight)
+
+
+@pytest.mark.parametrize("agents", [0, 2])
+def test_rewards_of_torchrl_may_be_whole_numbers(agents):
+    data = TensorDict({"next": {"reward": torch.tensor([[[3], [-1]]])}}, [1, 2])
+    rewards = Places({}, {}, ("reward",), shared_reward=agents > 0).rewards(data, agents)
+    assert rewards.dtype == torch.float32
+    assert rewards.tolist() == [[[3, 3], [-1, -1]] if agents else [3, -1]]
