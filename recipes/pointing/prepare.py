@@ -30,7 +30,7 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-NUM_TRAIN, NUM_HELDOUT, NUM_SHOWN = 20_000, 256, 12_000
+NUM_TRAIN, NUM_HELDOUT = 20_000, 256
 KNOWING = 0.5
 """The share of turns in the warm start that are as they should be, where that can be known."""
 SEED = 0
@@ -117,7 +117,7 @@ def prepare(out: Path) -> None:
     if not (out / "model").exists():
         write_model(out / "model", make_pointer(), chat_tokenizer())
     rows = {"train.jsonl": train, "heldout.jsonl": heldout}
-    write_missing(out, rows | {"sft.jsonl": draw_sft(train[:NUM_SHOWN])})
+    write_missing(out, rows | {"sft.jsonl": draw_sft(train)})
 
 
 def main() -> None:

@@ -14,12 +14,25 @@ pytest.importorskip("vllm")
 ROOT = Path(__file__).parents[2]
 
 
+def fit(name, place, **options):
+    """Run a configuration of the recipe, with other options, into a directory."""
+    options |= {"trainer.accelerator": "cpu", "trainer.logger.save_dir": place}
+    arguments = [f"--{key}={value}" for key, value in options.items()]
+    assert main(["fit", "--config", str(ROOT / f"recipes/pointing/{name}.yaml"), *arguments]) == 0
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A model that has learned nothing, and a few rows."""
-    place = tmp_path_factory.mktemp("pointing")
+    """A model that has seen how turns are written, and a few rows."""
+    place, rows = tmp_path_factory.mktemp("pointing"), draw_rows()[0]
     write_model(place / "model", make_pointer(), chat_tokenizer())
-    write_jsonl(place / "rows.jsonl", draw_rows()[0][:16])
+    write_jsonl(place / "rows.jsonl", rows[:16])
+    write_jsonl(place / "sft.jsonl", draw_sft(rows[:600]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PL_GLOBAL_SEED", "0")
+        warm = {"model.model": place / "model", "data.train.path": place / "sft.jsonl"}
+        warm |= {"data.batch_size": 32, "trainer.max_steps": 30}
+        fit("sft", place, **warm, **{"trainer.callbacks.directory": place / "hf"})
     return place
 
 
@@ -40,18 +53,9 @@ def test_rows_and_turns_are_as_the_page_says():
 @pytest.mark.parametrize(("name", "roles"), [("adp", 2), ("debate", 3)])
 def test_agents_are_trained_by_what_the_protocol_pays(made, name, roles, tmp_path, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    options = {
-        "model.model": made / "model",
-        "data.train_prompts.path": made / "rows.jsonl",
-        "data.eval_prompts.path": made / "rows.jsonl",
-        "data.groups_per_iteration": 4,
-        "data.group_size": 4,
-        "data.iterations_per_epoch": 2,
-        "trainer.accelerator": "cpu",
-        "trainer.logger.save_dir": tmp_path,
-    }
-    arguments = [f"--{key}={value}" for key, value in options.items()]
-    assert main(["fit", "--config", str(ROOT / f"recipes/pointing/{name}.yaml"), *arguments]) == 0
+    small = {"data.groups_per_iteration": 4, "data.group_size": 4, "data.iterations_per_epoch": 2}
+    rows = dict.fromkeys(("data.train_prompts.path", "data.eval_prompts.path"), made / "rows.jsonl")
+    fit(name, tmp_path, **{"model.model": made / "hf"}, **small, **rows)
     run = tmp_path / name / "version_0"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["iterations"]) == ("completed", 2)
