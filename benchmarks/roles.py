@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python -m benchmarks.roles [--save]
 
 The quickstart's model in episodes of two calls, of as many tokens each: both by one LoRA policy
-(`PolicyModule`), or the first by one and the second by another (`RolesModule`, one base). Rewards
-are drawn by the tokens, so that all of them are trained on. Each side is a `Trainer.fit` of its
-own process, with weight sync, probe and logger; they take turns iteration by iteration. The last
-line is JSON with `ratio`, the median of CPU seconds per iteration, two / one; goal: <= 1.25.
+(`PolicyModule`, merged in `VLLMLocal`), or the first by one and the second by another
+(`RolesModule`, one base in the trainer and in `VLLMAdapters`). Rewards are drawn by the tokens, so
+that all of them are trained on. Each side is a `Trainer.fit` of its own process, with weight sync,
+probe and logger; they take turns iteration by iteration. The last line is JSON with `ratio`, the
+median of CPU seconds per iteration, two / one; goal: <= 1.25.
 """
 
 import statistics
@@ -25,20 +26,21 @@ from lightning_rl import (
     Agent,
     Episode,
     LoRA,
-    PolicyEngines,
     RLCallback,
     RolesModule,
     Rollout,
     RolloutModule,
     Sampling,
     SharedModelGroup,
+    VLLMAdapters,
     VLLMLocal,
     WeightSync,
 )
 from lightning_rl.engines.base import Engine
 
 ROLES = ("asks", "answers")
-TOKENS = 10
+TOKENS, RANK = 10, 8
+ENGINE: dict[str, Any] = {"max_model_len": 64, "kv_cache_gb": 0.5}
 SAMPLING = Sampling(max_tokens=TOKENS, min_tokens=TOKENS)
 
 
@@ -59,13 +61,9 @@ def drawn(completions: Any, completion_ids: list[list[int]], **columns: Any) -> 
     return [sum(i * token for i, token in enumerate(ids)) % 97 / 97 for ids in completion_ids]
 
 
-def make_engine() -> Engine:
-    return VLLMLocal(max_model_len=64, kv_cache_gb=0.5)
-
-
 def one() -> tuple[RolloutModule, Engine]:
     """One adapter, which plays both."""
-    return make_module(lora=LoRA(rank=8), seed=0), make_engine()
+    return make_module(lora=LoRA(rank=RANK), seed=0), VLLMLocal(**ENGINE)
 
 
 def two() -> tuple[RolloutModule, Engine]:
@@ -73,13 +71,13 @@ def two() -> tuple[RolloutModule, Engine]:
 
     def group() -> SharedModelGroup:
         return SharedModelGroup(
-            lora=LoRA(rank=8),
+            lora=LoRA(rank=RANK),
             optimizer=lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0, fused=True),
             seed=0,
         )
 
     module = RolesModule(str(MODEL), {role: group() for role in ROLES})
-    return module, PolicyEngines({role: make_engine() for role in ROLES})
+    return module, VLLMAdapters(max_lora_rank=RANK, **ENGINE)
 
 
 SIDES: dict[str, Callable[[], tuple[RolloutModule, Engine]]] = {"one": one, "two": two}

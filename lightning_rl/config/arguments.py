@@ -94,6 +94,8 @@ def _taken(value: Any, hint: Any, default: Any, key: tuple[str | int, ...]) -> A
     """
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy's or torch's number
         value = value.item()
+    if isinstance(value, Mapping) and classes(inside := mapping_hint(hint)):
+        return {name: _taken(v, inside, None, (*key, name)) for name, v in value.items()}
     if _fits(value, hint):
         return value
     if isinstance(value, PathLike | torch.dtype) and str in branches(hint):

@@ -47,6 +47,13 @@ class PolicyEngines(Engine):
         levels = [e.sleep_level for e in engines.values() if e.sleep_level is not None]
         self.sleep_level = max(levels, default=None)
         self._roles: Mapping[str, str] = {}
+        self._iteration = -1
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """The run's, or -1 while one of the engines holds none."""
+        held = all(engine.version >= 0 for engine in self.engines.values())
+        return self._iteration if held else -1
 
     @property
     def _any(self) -> Engine:
@@ -91,7 +98,7 @@ class PolicyEngines(Engine):
     # ---------------------------------------------------------------- all together
 
     def caught_up(self, iteration: int) -> None:
-        self.version = iteration
+        self._iteration = iteration
 
     def follow_dtype(self, dtype: str) -> None:
         for engine in self.engines.values():
@@ -160,4 +167,4 @@ class PolicyEngines(Engine):
     def close(self) -> None:
         for engine in self.engines.values():
             engine.close()
-        self.version = -1
+        self._iteration = -1

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import host_of, select
+from lightning_rl.data.packing import select
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LanguageModule, save_primitive_hparams
 from lightning_rl.learn.policies import RolloutModule
@@ -123,7 +123,7 @@ class RolesModule(RolloutModule, LanguageModule):
     def rows_of(self, name: str, batch: TensorDict) -> Tensor:
         """The rows, (r,), of a policy's roles in a batch whose roles are numbered as ``roles``."""
         own = [n for n, policy in enumerate(self.roles.values()) if policy == name]
-        role = host_of(batch)["rollouts", "role"]
+        role = batch["rollouts", "role"].cpu()
         return torch.isin(role, torch.tensor(own, device="cpu")).nonzero().squeeze(1)
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:

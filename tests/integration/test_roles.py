@@ -7,11 +7,13 @@ from transformers import AutoTokenizer, LlamaConfig
 from lightning_rl import (
     AsyncCollector,
     ConfigError,
+    Engine,
     Periodic,
     PolicyEngines,
     ReplayBuffer,
     RLCallback,
     StreamedCollector,
+    VLLMAdapters,
     VLLMLocal,
     WarmupCosine,
 )
@@ -147,10 +149,20 @@ def test_what_several_policies_cannot_share_is_refused(options, message, tiny_mo
         fitted(tiny_model, tmp_path, **options)
 
 
-def test_two_vllms_in_one_process_write_what_their_policies_would(tiny_model, tmp_path):
+def one_vllm() -> Engine:
+    return VLLMAdapters(max_lora_rank=4, max_model_len=64, kv_cache_gb=0.05)
+
+
+def two_vllms() -> Engine:
+    names = ("first", "second")
+    return PolicyEngines({n: VLLMLocal(max_model_len=64, kv_cache_gb=0.05) for n in names})
+
+
+@pytest.mark.parametrize("make", [one_vllm, pytest.param(two_vllms, marks=pytest.mark.slow)])
+def test_vllm_writes_what_the_policies_would(make, tiny_model, tmp_path):
     pytest.importorskip("vllm")
-    engines = {name: VLLMLocal(max_model_len=64, kv_cache_gb=0.05) for name in ("first", "second")}
-    _, watch, _ = fitted(tiny_model, tmp_path, engine=PolicyEngines(engines))
+    _, watch, _ = fitted(tiny_model, tmp_path, engine=make())
+    assert all(versions == now for versions, now in watch.written)
     assert [row.get("sync/second/version") for row in watch.rows] == [0, 1, None, 2, None, 3, None]
     for name in ("first", "second"):
         assert max(row.get(f"sync/{name}/probe_gap", 0) for row in watch.rows) < 1e-3

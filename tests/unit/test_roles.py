@@ -19,6 +19,9 @@ from lightning_rl.data.packing import token_rows
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.rollout import Row
+from lightning_rl.sync.checkpoint import CheckpointTransport
+from lightning_rl.sync.collective import CollectiveTransport
+from lightning_rl.sync.memory import MemoryTransport
 from tests.small_run import adamw, grpo
 from tests.two_roles import group, roles_module
 
@@ -198,6 +201,30 @@ def test_what_cannot_be_is_refused(tiny_model):
         RolesModule(str(tiny_model), {})
     with pytest.raises(ConfigError, match="'model' cannot be a policy's name"):
         RolesModule(str(tiny_model), {"model": group()})
+
+
+def test_a_typo_in_a_policy_is_told_as_any_other(tiny_model):
+    for init_args, message in (
+        (
+            {"lorra": {"rank": 4}},
+            r"policies.a.init_args.lorra: no such key in SharedModelGroup; did",
+        ),
+        ({"schedule": {"class_path": "Periodc"}}, r"Periodc.*did you mean Periodic"),
+        ({"ppo_epochs": 0}, r"ppo_epochs=0 must be >= 1"),
+    ):
+        policy = {"class_path": "SharedModelGroup", "init_args": init_args}
+        with pytest.raises(ConfigError, match=message):
+            RolesModule(str(tiny_model), {"a": policy})
+
+
+def test_transports_of_several_policies_do_not_meet(tmp_path):
+    given = CheckpointTransport(str(tmp_path), keep=3, timeout_s=7)
+    made = given.for_policy("first")
+    assert (made.directory, made.keep, made.timeout_s) == (tmp_path / "first", 3, 7)
+    memory = MemoryTransport(bucket_mb=2, timeout_s=7).for_policy("first")
+    assert (memory.bucket_mb, memory.timeout_s) == (2, 7)
+    with pytest.raises(ConfigError, match="CollectiveTransport carries the weights of one policy"):
+        CollectiveTransport().for_policy("first")
 
 
 def test_several_policies_need_engines_for_them():
