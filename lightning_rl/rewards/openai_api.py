@@ -49,7 +49,7 @@ class OpenAIAPI:
         answer = await self.post("/chat/completions", body)
         try:
             choice = answer["choices"][0]
-            return str(choice["message"]["content"]), str(choice.get("finish_reason"))
+            return str(choice["message"]["content"] or ""), str(choice.get("finish_reason"))
         except (LookupError, TypeError, AttributeError) as error:
             text = json.dumps(answer)
             raise ServerError(f"{self.base_url} sent no chat completion: {text:.200}") from error
