@@ -35,7 +35,7 @@ FLOORS = {
     "who writes, who grades": ("engines", "agents", "rewards", "serving"),
     "sync, collect, learn": ("sync", "collect", "learn"),
     "Lightning's faces": ("module", "roles", "datamodule", "envs"),
-    "around them": ("view", "offline", "callbacks"),
+    "around them": ("view", "offline", "callbacks", "staged"),
     "the command": ("cli", "__main__"),
 }
 """The floor plan, from the ground up: folders and files of ``lightning_rl/``."""

@@ -262,6 +262,7 @@ from lightning_rl.errors import (
     EngineError as EngineError,
     EpisodeError as EpisodeError,
     FilterError as FilterError,
+    FineTuneError as FineTuneError,
     GuardError as GuardError,
     IncompleteWeightsError as IncompleteWeightsError,
     LightningRLError as LightningRLError,
@@ -411,8 +412,13 @@ from lightning_rl.rewards.judge import (
     OpenAIJudge as OpenAIJudge,
 )
 from lightning_rl.rewards.log import TrainerState as TrainerState
+from lightning_rl.rewards.openai_api import APIRefusal as APIRefusal
 from lightning_rl.rewards.pool import Isolated as Isolated
-from lightning_rl.rewards.remote import Remote as Remote, retry as retry
+from lightning_rl.rewards.remote import (
+    Remote as Remote,
+    ServerError as ServerError,
+    retry as retry,
+)
 from lightning_rl.rewards.rules import (
     EnvironmentReward as EnvironmentReward,
     OverlongPenalty as OverlongPenalty,
@@ -448,6 +454,45 @@ from lightning_rl.serving.server import AgentServer as AgentServer
 from lightning_rl.serving.session import Session as Session
 from lightning_rl.serving.verifiers.agent import VerifiersAgent as VerifiersAgent
 from lightning_rl.serving.verifiers.prompts import VerifiersPrompts as VerifiersPrompts
+from lightning_rl.staged.algorithm import StagedAlgorithm as StagedAlgorithm
+from lightning_rl.staged.annealing import (
+    Annealing as Annealing,
+    ConstantShare as ConstantShare,
+    ExponentialShare as ExponentialShare,
+    LinearShare as LinearShare,
+)
+from lightning_rl.staged.chat import (
+    ChatAnswer as ChatAnswer,
+    ChatModel as ChatModel,
+    EngineChat as EngineChat,
+    OpenAIChat as OpenAIChat,
+)
+from lightning_rl.staged.expert_iteration import (
+    ExpertIteration as ExpertIteration,
+    RewardThreshold as RewardThreshold,
+    RewardWeighted as RewardWeighted,
+    Selection as Selection,
+)
+from lightning_rl.staged.group import ChatGroup as ChatGroup
+from lightning_rl.staged.interaction import Interaction as Interaction
+from lightning_rl.staged.jobs import (
+    FineTuneJobs as FineTuneJobs,
+    JobReport as JobReport,
+    JobRequest as JobRequest,
+    JobStatus as JobStatus,
+)
+from lightning_rl.staged.local_jobs import LocalJobs as LocalJobs
+from lightning_rl.staged.malt import MALT as MALT
+from lightning_rl.staged.openai_jobs import OpenAIFineTuning as OpenAIFineTuning
+from lightning_rl.staged.state import StagedState as StagedState
+from lightning_rl.staged.trainer import StagedTrainer as StagedTrainer
+from lightning_rl.staged.training_sets import (
+    Demonstrations as Demonstrations,
+    Example as Example,
+    Pair as Pair,
+    Preferences as Preferences,
+    TrainingSet as TrainingSet,
+)
 from lightning_rl.sync.base import (
     WeightReceiver as WeightReceiver,
     WeightStream as WeightStream,

@@ -37,6 +37,10 @@ class ContextLengthError(EpisodeError):
     """A call's prompt is as long as all that the engine can read and write."""
 
 
+class FineTuneError(LightningRLError):
+    """A fine-tune job failed or was cancelled, and no other takes its place."""
+
+
 class FilterError(LightningRLError):
     """Group filters reject so much that no batch comes together."""
 

@@ -25,6 +25,9 @@ COMMANDS = {
     "validate": Command("app", "evaluate a model or checkpoint on the held-out prompts"),
     "test": Command("app", "the same, under the names test uses"),
     "rollout": Command("app", "write graded rollouts to a file, without training"),
+    "staged": Command(
+        "staged", "train by fine-tune jobs, of an API or on this machine, stage by stage"
+    ),
     "rollouts": Command("rollouts", "show what such a file, or a replay buffer, holds", False),
     "view": Command("view", "show runs in a browser: curves, step times, rollouts by token", False),
     "rerun": Command(

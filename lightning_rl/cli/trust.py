@@ -26,6 +26,8 @@ _HARMLESS: dict[str, list[str]] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
 )
 """By the name of a mapping, the keys in it that run no code whatever they are set to."""
+_SENDS = {"OpenAIJudge", "OpenAIChat"}
+"""Classes whose options are sent, and no more."""
 _HERE = {"auto", "local", "127.0.0.1", "localhost", "[::1]"}
 
 
@@ -43,7 +45,7 @@ def require_harmless(tree: Any, place: str = "") -> None:
         known = _HARMLESS.get(str(key[-1])) if key else None
         if known is None or not isinstance(value, dict):
             continue
-        if "class_path" in value or owner == "OpenAIJudge":  # whose options are sent, and no more
+        if "class_path" in value or owner in _SENDS:
             continue
         for stray in sorted(map(str, value.keys() - set(known))):
             raise ConfigError(

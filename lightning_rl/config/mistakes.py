@@ -56,7 +56,8 @@ def check_sources(
     options = {a.dest: a for a in parser._actions if hasattr(a, "_typehint")}
     try:
         _Walk(complete, files).options(sources.tree, options, ())
-        required = ["model", "data", *(dest for dest, action in options.items() if action.required)]
+        required: list[str] = [dest for dest in ("model", "data") if dest in options]
+        required += [dest for dest, action in options.items() if action.required]
         for dest in required:
             if complete and sources.tree.get(dest) is None:
                 raise _Mistake((dest,), f"is missing; give a --config file with it, or --{dest}")

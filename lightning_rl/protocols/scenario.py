@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import require_at_least
+from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.protocols.base import GO_ON
 from lightning_rl.rollout import Message
 
@@ -90,3 +90,14 @@ class Scenario(ABC):
     @abstractmethod
     def read(self, seat: Seat, answer: str) -> Reading | None:
         """What an answer says; None if that cannot be read."""
+
+    def deciding(self, answer: str, decision: int) -> str:
+        """The verifier's answer with this decision (0 or 1) in place of its own.
+
+        Raises:
+            ConfigError: if the scenario does not say how that is written.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} has no deciding(answer, decision), which says how a decision "
+            "is written; add it to teach the verifier right ones"
+        )

@@ -142,6 +142,10 @@ class TextScenario(Scenario):
             return None
         return Reading(dict.fromkeys(seat.channels, text) if text else {}, decision)
 
+    def deciding(self, answer: str, decision: int) -> str:
+        before, _ = self._decided(answer.strip())
+        return "\n".join(filter(None, [before, self.words[decision]]))
+
     def _decided(self, text: str) -> tuple[str, int]:
         """What stands before the decision, and the decision."""
         before, _, line = text.rpartition("\n")

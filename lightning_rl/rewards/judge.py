@@ -1,26 +1,21 @@
 """LLMJudge: a language model grades what the policy wrote."""
 
 import json
-import os
 import re
-import tempfile
 from abc import ABC, abstractmethod
-from pathlib import Path
 from string import Formatter
 from typing import Any
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
+from lightning_rl.engines.chat import ChatEngine
 from lightning_rl.engines.sampling import Sampling, request_seed
-from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import ConfigError, RewardError, require_finite
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.rewards.calling import SHARED, RewardFailure, Score
+from lightning_rl.rewards.openai_api import APIRefusal, OpenAIAPI
 from lightning_rl.rewards.remote import Remote
 from lightning_rl.rollout import Message
-
-RETRY_STATUSES = {408, 409, 425, 429}
-"""Client errors (4xx) that another attempt may get over: too early, too many, in conflict."""
 
 
 class JudgeError(RewardError):
@@ -67,47 +62,17 @@ class OpenAIJudge(JudgeModel):
         api_key_env: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url={base_url!r} must begin with http:// or https://")
-        self.url = base_url.rstrip("/") + "/chat/completions"
+        self.api = OpenAIAPI(base_url, api_key_env)
         self.model = model
-        self.api_key_env = api_key_env
         self.options = {"temperature": 0.0, "max_tokens": 512} | (options or {})
 
     async def ask(self, question: str) -> str:
-        import aiohttp
-
-        key = self._key()
         body = {"model": self.model, "messages": [_user(question)]} | self.options
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        # One session per question: sessions belong to an event loop, and judges outlive loops.
-        async with (
-            aiohttp.ClientSession(trust_env=True) as session,
-            session.post(self.url, json=body, headers=headers) as response,
-        ):
-            text = await response.text(errors="replace")
-            text = text if key is None else text.replace(key, "***")  # it may be shown
-            if response.status >= 400:
-                problem = f"{self.url} answered {response.status}: {text:.200}"
-                if response.status < 500 and response.status not in RETRY_STATUSES:
-                    raise JudgeError(problem)
-                raise RewardError(problem)
-            try:
-                answer = (await response.json(content_type=None))["choices"][0]["message"]
-                return str(answer["content"])
-            except (ValueError, LookupError, TypeError) as error:
-                raise RewardError(f"{self.url} sent no chat completion: {text:.200}") from error
-
-    def _key(self) -> str | None:
-        if self.api_key_env is None:
-            return None
-        key = os.environ.get(self.api_key_env)
-        if not key:
-            raise JudgeError(
-                f"api_key_env={self.api_key_env!r} names an environment variable that is not set; "
-                "set it to the judge's key"
-            )
-        return key
+        try:
+            text, _ = await self.api.chat(body)
+        except APIRefusal as error:
+            raise JudgeError(str(error)) from error
+        return text
 
 
 @configurable(model=model_of)
@@ -127,41 +92,23 @@ class EngineJudge(JudgeModel):
         sampling: Sampling = Sampling(max_tokens=256, temperature=0.0),
     ) -> None:
         self.model = model
-        self.engine = engine if engine is not None else TransformersEngine()
-        self.sampling = sampling
-        self._tokenizer: Any = None
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._chat = ChatEngine(engine, sampling)
+
+    @property
+    def engine(self) -> Engine:
+        """What the model runs in."""
+        return self._chat.engine
 
     def start(self) -> None:
-        # Here, because a judge over HTTP needs none of it.
-        from lightning_rl.models.policy import Policy, save_skeleton
-        from lightning_rl.models.tokenizer import load_tokenizer
-
-        if self.engine.running:
-            return
-        self._tokenizer = load_tokenizer(self.model)
-        if self._tokenizer.chat_template is None:
-            raise ConfigError(f"the judge {self.model!r} has no chat template; use a chat model")
-        self._directory = tempfile.TemporaryDirectory(prefix="lightning_rl_judge_")
-        save_skeleton(self.model, self._directory.name)
-        self.engine.start(Path(self._directory.name))
-        self.engine.load_weights(Policy(self.model).named_weights(), 0)
+        self._chat.load(self.model)
 
     async def ask(self, question: str) -> str:
-        text = self._tokenizer.apply_chat_template(
-            [_user(question)], tokenize=False, add_generation_prompt=True
-        )
-        token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         # The same question gets the same answer, also in a resumed run.
-        seed = request_seed(0, question, 0, 0)
-        completion = await self.engine.generate(token_ids, self.sampling, seed)
-        return str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        text, _ = await self._chat.ask([_user(question)], request_seed(0, question, 0, 0))
+        return text
 
     def close(self) -> None:
-        self.engine.close()
-        if self._directory is not None:
-            self._directory.cleanup()
-            self._directory = None
+        self._chat.close()
 
 
 def _user(text: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.errors import ConfigError, LightningRLError, require_at_least
 from lightning_rl.rewards.calling import (
     PerSample,
     RewardFailure,
@@ -19,6 +19,18 @@ from lightning_rl.rewards.calling import (
 from lightning_rl.rewards.log import RewardLog
 
 T = TypeVar("T")
+
+LONGEST_ASKED_S = 600.0
+"""How long a server may have us wait, at most, before it is asked again."""
+
+
+class ServerError(LightningRLError):
+    """A server did not answer as it should; another attempt may help, after ``wait_s`` seconds."""
+
+    def __init__(self, message: str, wait_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+
 
 # Of its own: waiting must not move the random numbers that the run is reproduced from.
 _jitter = random.Random()
@@ -35,7 +47,8 @@ async def retry(
     """Await ``call()``, and again after an error, waiting twice as long each time.
 
     The i-th wait (from 0) is between half and all of ``min(first_wait_s * 2**i, longest_wait_s)``,
-    so that many clients that failed together do not come back together.
+    so that many clients that failed together do not come back together. A :class:`ServerError`
+    that asks for a longer wait gets it.
 
     Args:
         call: makes a new attempt.
@@ -53,9 +66,10 @@ async def retry(
     for attempt in range(retries):
         try:
             return await _within(timeout_s, call)
-        except expected:
-            wait = min(first_wait_s * 2**attempt, longest_wait_s)
-            await asyncio.sleep(wait * _jitter.uniform(0.5, 1.0))
+        except expected as error:
+            wait = min(first_wait_s * 2**attempt, longest_wait_s) * _jitter.uniform(0.5, 1.0)
+            asked = error.wait_s if isinstance(error, ServerError) else 0.0
+            await asyncio.sleep(max(wait, min(asked, LONGEST_ASKED_S)))
     return await _within(timeout_s, call)
 
 

@@ -20,6 +20,12 @@ from lightning_rl.cli.convert.main import parse_arguments as parse_convert
 from lightning_rl.cli.parser import card_of
 from lightning_rl.cli.rerun import parse_arguments as parse_rerun
 from lightning_rl.cli.rollouts import parse_arguments as parse_rollouts
+from lightning_rl.cli.staged import (
+    OPTIONS as STAGED_OPTIONS,
+    build as build_staged,
+    make_parser as make_staged_parser,
+    parse as parse_staged,
+)
 from lightning_rl.cli.view import parse_arguments as parse_view
 from lightning_rl.errors import LightningRLError
 from lightning_rl.rollouts.files import open_rollouts
@@ -93,6 +99,11 @@ def cli_arguments(words: list[str]) -> list[str] | None:
     if words[0] == "lightning-rl":
         return words[1:]
     return words[3:] if words[:3] == ["python", "-m", "lightning_rl"] else None
+
+
+def parse_staged_run(arguments: list[str]) -> None:
+    parser = make_staged_parser()
+    build_staged(parse_staged([a for a in arguments if a not in STAGED_OPTIONS], parser), parser)
 
 
 def per_block(blocks: list[Block]):
@@ -173,6 +184,9 @@ def test_yaml_builds_what_it_names(block, stand_in):
     place = stand_in(block.page)
     (place / "block.yaml").write_text(block.text)
     configs = ["--config", "block.yaml"]
+    if "run_dir" in yaml.safe_load(block.text):
+        parse_staged_run(configs)
+        return
     if "class_path" not in yaml.safe_load(block.text).get(
         "model", {}
     ):  # what differs from a recipe
@@ -202,6 +216,7 @@ def test_our_command_is_understood(block, words, stand_in, capsys):
         "view": parse_view,
         "rollouts": parse_rollouts,
         "rerun": parse_rerun,
+        "staged": parse_staged_run,
     }
     if arguments[0] in own:
         own[arguments[0]](arguments[1:])

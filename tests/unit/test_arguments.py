@@ -57,6 +57,8 @@ NO_CONFIGURATION = {
     "WeightStream",
     "EnvEpisode", "Game", "OffPolicyModule", "Protocol", "Space", "Steps",
     "Conversation", "Reading", "Seat", "Turn",
+    "Demonstrations", "Example", "Interaction", "JobReport", "JobRequest", "Pair",
+    "Preferences", "StagedState",
 }  # fmt: skip
 
 

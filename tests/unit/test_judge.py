@@ -174,7 +174,7 @@ def test_what_may_pass_is_tried_again(server):
         "broken2": 3, "refused429": 3, "garbage": 3, "empty": 3, "Score: 5": 1
     }  # fmt: skip
     assert "answered 429" in scores[1].reason
-    assert "sent no chat completion: <html>" in scores[2].reason
+    assert "sent no JSON: <html>" in scores[2].reason
     assert 'sent no chat completion: {"choices": []}' in scores[3].reason
     assert scores[4] == 0.5
 

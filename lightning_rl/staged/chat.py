@@ -1,0 +1,118 @@
+"""ChatModel: answers chats, with one model now and another after it was fine-tuned."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.chat import ChatEngine
+from lightning_rl.engines.sampling import Sampling
+from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.rewards.openai_api import OpenAIAPI
+from lightning_rl.rewards.remote import ServerError, retry
+from lightning_rl.rollout import Message
+from lightning_rl.staged.openai_jobs import OPENAI_URL
+
+
+class ChatAnswer(NamedTuple):
+    """What a model answered; ``cut``: it would have gone on, but for its limit of tokens."""
+
+    text: str
+    cut: bool
+
+
+class ChatModel(ABC):
+    """Answers chats."""
+
+    @abstractmethod
+    def use(self, model: str) -> None:
+        """Answer with this model from now on; called before the first question."""
+
+    @abstractmethod
+    async def ask(self, messages: Sequence[Message], seed: int) -> ChatAnswer:
+        """The answer to a chat.
+
+        Raises:
+            LightningRLError: if there is none; the run ends, and goes on here another time.
+        """
+
+    def close(self) -> None:
+        """Give back what ``use`` took."""
+
+
+@configurable
+class OpenAIChat(ChatModel):
+    """A server that speaks OpenAI's chat completions.
+
+    Args:
+        base_url: up to and with ``/v1``.
+        api_key_env: name of the environment variable that holds the key, which is read when asking
+            and stored nowhere; None: no key.
+        options: further fields of each request, such as ``temperature`` and ``max_tokens``.
+        retries: attempts after the first, of each question.
+        timeout_s: seconds per attempt.
+        first_wait_s: seconds before the first retry, at most; each next wait is twice as long.
+
+    Raises:
+        ConfigError: for values out of range, or an address that is not http(s).
+    """
+
+    def __init__(
+        self,
+        base_url: str = OPENAI_URL,
+        api_key_env: str | None = "OPENAI_API_KEY",
+        options: dict[str, Any] | None = None,
+        retries: int = 8,
+        timeout_s: float = 120.0,
+        first_wait_s: float = 1.0,
+    ) -> None:
+        require_at_least(0, retries=retries, first_wait_s=first_wait_s)
+        require_at_least(0.001, timeout_s=timeout_s)
+        self.api = OpenAIAPI(base_url, api_key_env)
+        self.options = options or {}
+        if fixed := self.options.keys() & {"model", "messages", "seed", "n", "stream"}:
+            raise ConfigError(f"OpenAIChat.options.{min(fixed)} is set by the run; leave it out")
+        self.retries = retries
+        self.timeout_s = timeout_s
+        self.first_wait_s = first_wait_s
+        self.model = ""
+
+    def use(self, model: str) -> None:
+        self.model = model
+
+    async def ask(self, messages: Sequence[Message], seed: int) -> ChatAnswer:
+        import aiohttp
+
+        body = {"model": self.model, "messages": list(messages), "seed": seed} | self.options
+        passing = (ServerError, aiohttp.ClientError)
+        text, ending = await retry(
+            lambda: self.api.chat(body), self.retries, self.timeout_s, self.first_wait_s, on=passing
+        )
+        return ChatAnswer(text, ending == "length")
+
+
+@configurable
+class EngineChat(ChatModel):
+    """A model's directory in an engine of this library: what local jobs make is answered with.
+
+    Args:
+        engine: None: ``TransformersEngine``. vLLM in this process is for one group of agents only;
+            ``VLLMServer`` has processes of its own.
+        sampling: of its answers.
+    """
+
+    def __init__(
+        self, engine: Engine | None = None, sampling: Sampling = Sampling(max_tokens=256)
+    ) -> None:
+        self._chat = ChatEngine(engine, sampling)
+
+    def use(self, model: str) -> None:
+        self._chat.load(model)
+
+    async def ask(self, messages: Sequence[Message], seed: int) -> ChatAnswer:
+        text, ending = await self._chat.ask(messages, seed)
+        return ChatAnswer(text, ending == "length")
+
+    def close(self) -> None:
+        self._chat.close()

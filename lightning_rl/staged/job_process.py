@@ -1,0 +1,58 @@
+"""The process of a local fine-tune job: runs a command, and keeps what came of it.
+
+    python job_process.py DIRECTORY COMMAND...
+
+It outlives whoever started it. The lock that it was started with is held by the command too, until
+both have ended. ``result.json`` appears last, when all else is in its place. Only the standard
+library is imported, so that it starts at once.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+MODEL, PARTIAL = "model", "model.partial"
+RESULT, PID, LOG, STARTS = "result.json", "pid", "log.txt", "starts"
+
+
+def run(directory: Path, command: list[str]) -> None:
+    """Run the command, move the model to its place, and write the result."""
+    (directory / PID).write_text(str(os.getpid()))
+    with (directory / STARTS).open("a") as starts:
+        starts.write(".")
+    with (directory / LOG).open("w") as log:
+        lock = int(os.environ["LIGHTNING_RL_JOB_LOCK"])
+        status = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[lock], check=False
+        ).returncode
+    partial = directory / PARTIAL
+    if status == 0 and partial.is_dir():
+        os.sync()  # what is in its files, before its name
+        partial.rename(directory / MODEL)
+        write_result(directory, "succeeded")
+    else:
+        write_result(directory, "failed", _why(status, directory / LOG))
+
+
+def write_result(directory: Path, status: str, error: str = "") -> None:
+    """Write the result, at once and for good."""
+    partial = directory / f"{RESULT}.partial"
+    with partial.open("w") as file:
+        json.dump({"status": status, "error": error}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(directory / RESULT)
+
+
+def _why(status: int, log: Path) -> str:
+    """The last lines that it printed, and how it ended."""
+    ended = f"signal {-status}" if status < 0 else f"status {status}"
+    lines = log.read_text(errors="replace").splitlines()
+    said = [line.strip() for line in lines if line.strip()]
+    return f"ended with {ended}: {' | '.join(said[-3:]) or 'it printed nothing'}"
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,125 @@
+"""StagedState: where a staged run stands, as one JSON file that is whole or as it was."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.run.rundir import write_whole
+from lightning_rl.staged.jobs import JobStatus
+
+FIRST_STAGE, LAST_STAGE = "sample_rollouts", "done"
+
+
+@dataclass(slots=True)
+class BoughtJob:
+    """A fine-tune job, from before it is created.
+
+    ``id`` is None until its creation was noted: the job may be there nevertheless, and is then
+    found by its ``key``. ``created`` is in seconds since 1970.
+    """
+
+    iteration: int
+    key: str
+    rows: int
+    created: float
+    id: str | None = None
+    status: JobStatus = JobStatus.PENDING
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """It is over, and made no model."""
+        return self.status in (JobStatus.FAILED, JobStatus.CANCELLED)
+
+
+@dataclass(slots=True)
+class GroupState:
+    """The models of a group, ``models[i]`` that after i iterations, and all its jobs."""
+
+    models: list[str]
+    jobs: list[BoughtJob] = field(default_factory=list)
+
+    def jobs_of(self, iteration: int) -> list[BoughtJob]:
+        """The jobs of an iteration: one, or none, or as many as were tried."""
+        return [job for job in self.jobs if job.iteration == iteration]
+
+
+@dataclass(slots=True)
+class StagedState:
+    """A run's name, iteration, stage, and groups.
+
+    The ``iteration`` is the one that ``stage`` belongs to, counted from 0.
+    """
+
+    run: str
+    groups: dict[str, GroupState]
+    iteration: int = 0
+    stage: str = FIRST_STAGE
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to do."""
+        return self.stage == LAST_STAGE
+
+    @classmethod
+    def at(cls, path: Path, models: Mapping[str, str], iterations: int) -> "StagedState":
+        """The state that a file holds; if there is none, that of a new run, which is saved.
+
+        Args:
+            path: the file.
+            models: of each group, what it begins with.
+            iterations: a run that is done goes on if it has had fewer.
+
+        Raises:
+            ConfigError: if the run has other groups.
+            DataError: if the file holds something else.
+        """
+        if not path.exists():
+            groups = {name: GroupState([model]) for name, model in models.items()}
+            state = cls(uuid4().hex[:12], groups)
+            state.save(path)
+            return state
+        state = cls.load(path)
+        if state.groups.keys() != models.keys():
+            raise ConfigError(
+                f"{path} is of a run with groups {', '.join(state.groups)}, not "
+                f"{', '.join(models)}; set them back, or name another run_dir"
+            )
+        if state.done and state.iteration < iterations:
+            state.stage = FIRST_STAGE
+        return state
+
+    def save(self, path: Path) -> None:
+        """Write it, all or nothing.
+
+        Raises:
+            DiskError: if it cannot be written; the file is as it was.
+        """
+        write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "StagedState":
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            DataError: if the file holds something else.
+        """
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            groups = {
+                name: GroupState(
+                    group["models"],
+                    [BoughtJob(**job | {"status": JobStatus(job["status"])}) for job in jobs],
+                )
+                for name, group in record.pop("groups").items()
+                for jobs in [group["jobs"]]
+            }
+            return cls(groups=groups, **record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} does not hold the state of a staged run ({error!r}); restore it, or name "
+                "another run_dir"
+            ) from error
