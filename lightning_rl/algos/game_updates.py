@@ -79,7 +79,8 @@ class SPG(GameUpdate):
     def __call__(self, game: Game, draw: torch.Generator) -> list[Tensor]:
         def answer(follower: int, vector: Tensor) -> Tensor:
             """-(H_f + rho I)^-1 v."""
-            columns = torch.randperm(len(vector), generator=draw)[: self.rank].to(vector.device)
+            order = torch.randperm(len(vector), generator=draw, device="cpu")
+            columns = order[: self.rank].to(vector.device)
 
             def product(v: Tensor) -> Tensor:
                 return game.mixed(follower, follower, follower, v)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 Levels = Sequence[Sequence[int]]
 """Players, level by level: each level leads all that come after it."""
@@ -129,8 +130,7 @@ def nystrom_solve(
         rho: what H is damped with.
     """
     assert vector.ndim == columns.ndim == 1
-    units = torch.zeros(len(columns), len(vector), dtype=vector.dtype, device=vector.device)
-    units[torch.arange(len(columns)), columns] = 1
+    units = one_hot(columns, len(vector)).to(vector.dtype)
     chosen = torch.stack([product(unit) for unit in units], 1)
     within = rho * chosen[columns] + chosen.T @ chosen
     if not bool(within.isfinite().all()):  # no inverse; whoever takes the step will leave it out

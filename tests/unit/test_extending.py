@@ -120,6 +120,7 @@ def in_env(place, env, module, iterations):
         env, num_envs=8, frames_per_iteration=320, iterations_per_epoch=iterations, eval_episodes=20
     )
     trainer = trainer_of(place, [Evaluate(every_n_iterations=iterations)])
+    torch.manual_seed(0)  # for the weights that agents begin with
     seen = []
     module.record = lambda metrics, record=module.record: (seen.append(metrics), record(metrics))
     trainer.fit(module, data)

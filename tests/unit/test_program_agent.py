@@ -458,6 +458,9 @@ def test_a_function_that_was_interrupted_is_no_failure(run, rollout, engine):
     class Aborts:
         max_length = engine.max_length
 
+        def of_role(self, role):
+            return self
+
         async def generate(self, token_ids, sampling, seed):
             return Completion([5], [-0.5], "abort", [3])
 

@@ -225,6 +225,9 @@ def test_time_that_is_over_ends_it_with_what_was_said(engine, tokenizer):
     class Waits:
         max_length = engine.max_length
 
+        def of_role(self, role):
+            return self
+
         async def generate(self, token_ids, sampling, seed):
             if b"verifier: 7" in tokenizer.decode(token_ids).encode():
                 await asyncio.sleep(60)

@@ -122,7 +122,7 @@ class FakeLLM:
     def wake_up(self, tags):
         self._note(f"wake {' and '.join(tags)}")
 
-    def add_request(self, request_id, prompt, params, priority):
+    def add_request(self, request_id, prompt, params, lora_request, priority):
         self.output_processor.request_states[request_id] = SimpleNamespace()
         return request_id
 
