@@ -120,7 +120,6 @@ def in_env(place, env, module, iterations):
         env, num_envs=8, frames_per_iteration=320, iterations_per_epoch=iterations, eval_episodes=20
     )
     trainer = trainer_of(place, [Evaluate(every_n_iterations=iterations)])
-    torch.manual_seed(0)  # for the weights that agents begin with
     seen = []
     module.record = lambda metrics, record=module.record: (seen.append(metrics), record(metrics))
     trainer.fit(module, data)
@@ -147,7 +146,8 @@ def test_a_loop_of_ones_own_learns(mine, tmp_path, monkeypatch):
     before, after = in_env(
         tmp_path, Gym("my_env:Thermostat-v0"), mine["loop"].ImitateBest(share=0.3), iterations=12
     )
-    assert after > before + 20, (before, after)
+    # Whatever weights it begins with: some are at -18 already, most at -299.
+    assert before < after and after > -16, (before, after)
 
 
 def test_an_update_in_games_of_ones_own(mine):
