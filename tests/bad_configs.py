@@ -244,7 +244,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         ],
         "--data.agent.turns 3": ["agent.turns: no such key in SingleTurn"],
         "--data SFTDataModule": ["data.init_args.train: is missing; SFTDataModule needs it"],
-        "--model SFTModule": ["RLDataModule works with a PolicyModule, not SFTModule"],
+        "--model SFTModule": [
+            "RLDataModule works with a PolicyModule or RolesModule, not SFTModule"
+        ],
     },
     "rewards, found when the first rollouts are graded": {
         "--data.rewards [my_rewards.needs_solution]": [

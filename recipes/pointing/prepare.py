@@ -19,13 +19,13 @@ import torch
 from transformers import AddedToken, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from lightning_rl import Adp, Conversation, Debate, Message, Protocol, SoloVerifier
-from recipes.pointing.scenario import IN, OTHER, PLACES, POINT, QUESTION, WANTED, Pointing
+from recipes.pointing.scenario import OTHER, PLACES, POINT, QUESTION, WANTED, Pointing
 from recipes.sort_digits.prepare import EOS, PAD, make_tokenizer, write_missing, write_model
 
 DIGITS = "0123456789"
 NEWLINE = "\u010a"  # as byte-level vocabularies write it
 ROLES = ["<|user|>", "<|assistant|>"]
-PHRASES = [POINT, IN, QUESTION, "prover: ", "prover0: ", "prover1: "]
+PHRASES = [*POINT.values(), QUESTION, "prover: ", "prover0: ", "prover1: "]
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -10,8 +10,9 @@ from lightning_rl import REJECT, Instructions, Seat, TextScenario
 
 PLACES = "abcdefgh"
 WANTED, OTHER = "7", "3"
-POINT, IN, QUESTION = "Point at ", " in ", "Is there a 7, or a 3?"
-PROVER = Instructions(user=f"{POINT}{{mine}}{IN}{{places}}", form=f"[{PLACES}]")
+POINT = {digit: f"Point at {digit} in " for digit in (WANTED, OTHER)}
+QUESTION = "Is there a 7, or a 3?"
+PROVER = Instructions(user="{point}{places}", form=f"[{PLACES}]")
 
 
 class Pointing(TextScenario):
@@ -23,10 +24,10 @@ class Pointing(TextScenario):
         super().__init__(prompts, accept=WANTED, reject=OTHER, forced_guess=False)
 
     def fields(self, seat: Seat) -> dict[str, Any]:
-        """Besides the row's: its digits, each after its place, and the one a prover argues for."""
+        """Besides the row's: its digits, each after its place, and what a prover is asked."""
         places = "".join(map("".join, zip(PLACES, seat.columns["prompt"], strict=True)))
-        mine = OTHER if seat.stance == REJECT else WANTED
-        return super().fields(seat) | {"places": places, "mine": mine}
+        point = POINT[OTHER if seat.stance == REJECT else WANTED]
+        return super().fields(seat) | {"places": places, "point": point}
 
     def heard(self, seat: Seat, speaker: str, channel: str, text: str) -> str:
         shown = seat.columns["prompt"][PLACES.index(text)]

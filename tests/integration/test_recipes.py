@@ -8,15 +8,17 @@ from reasoning_gym import create_dataset
 
 from benchmarks.memory import Built
 from lightning_rl.callbacks import WeightSync
-from lightning_rl.cli import main
+from lightning_rl.cli import main, staged
 from lightning_rl.config.layers import load_yaml
-from lightning_rl.module import PolicyModule
+from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.serving.results import ENDINGS
 from recipes.openai_agent.prepare import prepare as prepare_openai_agent
 from tests.tiny_models import chatml_tokenizer, save_random_model
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "recipes").glob("*/*.yaml"))
+EVERYTHING = sorted((ROOT / "recipes").glob("*/*.yaml"))
+STAGED = [path for path in EVERYTHING if "run_dir" in load_yaml(str(path))[0]]
+CONFIGS = [path for path in EVERYTHING if path not in STAGED]
 REASONING_GYM = ROOT / "recipes" / "reasoning_gym" / "grpo.yaml"
 
 
@@ -50,7 +52,19 @@ def test_every_key_exists_and_every_class_is_built(path, monkeypatch):
     given = load_yaml(str(path))[0]["model"]["init_args"]
     assert getattr(cli.model, "model", None) == given.get("model")  # agents have none
     syncs = any(isinstance(c, WeightSync) for c in cli.trainer.callbacks)
-    assert syncs == isinstance(cli.model, PolicyModule)
+    assert syncs == isinstance(cli.model, RolloutModule)
+
+
+@pytest.mark.parametrize("path", STAGED, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_every_key_of_a_staged_run_exists(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    parser = staged.make_parser()
+    trainer = staged.build(staged.parse(["--config", str(path)], parser), parser)
+    given = load_yaml(str(path))[0]
+    assert str(trainer.run_dir) == given["run_dir"]
+    algorithm = given["algorithm"]
+    named = algorithm if isinstance(algorithm, str) else algorithm["class_path"]
+    assert type(trainer.algorithm).__name__ == named
 
 
 def test_no_held_out_question_is_trained_on():
