@@ -22,6 +22,7 @@ from lightning_rl import (
     VLLMLocal,
 )
 from lightning_rl.engines.base import Engine
+from lightning_rl.learn.policies import RolloutModule
 from recipes.sort_digits.reward import exact_match
 
 OUT = Path("runs/sort_digits")
@@ -94,7 +95,7 @@ def quiet_trainer(
 
 
 def fit(
-    module: PolicyModule,
+    module: RolloutModule,
     data: RLDataModule,
     callbacks: Sequence[Callback],
     logs: bool = True,
