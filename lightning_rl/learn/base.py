@@ -4,6 +4,7 @@ import inspect
 import logging
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -194,13 +195,23 @@ class RecordingModule(FiniteStepsModule):
         """Parts besides the weights that change as training goes on; each has a ``state_dict``."""
         return {}
 
+    def state_of_parts(self) -> dict[str, Any]:
+        """The ``state_dict`` of each of the stateful parts, for a checkpoint."""
+        return {name: part.state_dict() for name, part in self.stateful_parts().items()}
+
+    def load_parts(self, states: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_of_parts` gave."""
+        for name, part in self.stateful_parts().items():
+            if name in states:  # else it is new in this configuration, and starts afresh
+                part.load_state_dict(states[name])
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Most checkpoints are taken before the iteration's row is written.
         checkpoint["lightning_rl"] = {
             "iteration": self.iteration,
             "recorded": self._recorded,
             "written": self._written,
-            "parts": {name: part.state_dict() for name, part in self.stateful_parts().items()},
+            "parts": self.state_of_parts(),
             "random": gather_random_states(),
             "run": {"id": self.run_id, "configuration": configuration_of(self)},
         }
@@ -209,9 +220,7 @@ class RecordingModule(FiniteStepsModule):
         state = checkpoint["lightning_rl"]
         check_resume(self, checkpoint)
         self.iteration, self._recorded = state["iteration"], dict(state["recorded"])
-        for name, part in self.stateful_parts().items():
-            if name in state["parts"]:  # else it is new in this configuration, and starts afresh
-                part.load_state_dict(state["parts"][name])
+        self.load_parts(state["parts"])
         self._written = state.get("written", -1)
         self._restored = state
 

@@ -145,10 +145,7 @@ class RolesModule(RolloutModule, LanguageModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["lightning_rl"]["policies"] = {
-            name: {
-                "iteration": group.iteration,
-                "parts": {n: part.state_dict() for n, part in group.stateful_parts().items()},
-            }
+            name: {"iteration": group.iteration, "parts": group.state_of_parts()}
             for name, group in self.policies.items()
         }
 
@@ -157,6 +154,4 @@ class RolesModule(RolloutModule, LanguageModule):
         for name, group in self.policies.items():
             state = checkpoint["lightning_rl"]["policies"][name]
             group.iteration = state["iteration"]
-            for part_name, part in group.stateful_parts().items():
-                if part_name in state["parts"]:
-                    part.load_state_dict(state["parts"][part_name])
+            group.load_parts(state["parts"])
