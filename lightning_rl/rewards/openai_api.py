@@ -1,15 +1,18 @@
-"""OpenAIAPI: one request to a server that speaks OpenAI's API, and what its refusals mean."""
+"""OpenAIAPI: requests to a server that speaks OpenAI's API, and what its refusals mean."""
 
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning_rl.errors import ConfigError, LightningRLError
-from lightning_rl.rewards.remote import ServerError
+from lightning_rl.errors import ConfigError, LightningRLError, require_at_least
+from lightning_rl.rewards.remote import ServerError, retry
 
+T = TypeVar("T")
+
+OPENAI_URL = "https://api.openai.com/v1"
 RETRY_STATUSES = {408, 409, 425, 429}
 """Client errors (4xx) that another attempt may get over: too early, too many, in conflict."""
 
@@ -102,6 +105,49 @@ class OpenAIAPI:
                 f"set it to the key of {self.base_url}"
             )
         return key
+
+
+class PatientAPI(OpenAIAPI):
+    """One that can be asked again, where a request failed in a way that may pass.
+
+    Args:
+        base_url: up to and with ``/v1``.
+        api_key_env: as of :class:`OpenAIAPI`.
+        retries: attempts after the first.
+        timeout_s: seconds per attempt.
+        first_wait_s: seconds before the first retry, at most; each next wait is twice as long.
+
+    Raises:
+        ConfigError: for values out of range, or an address that is not http(s).
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key_env: str | None,
+        retries: int,
+        timeout_s: float,
+        first_wait_s: float,
+    ) -> None:
+        require_at_least(0, retries=retries, first_wait_s=first_wait_s)
+        require_at_least(0.001, timeout_s=timeout_s)
+        super().__init__(base_url, api_key_env)
+        self.retries = retries
+        self.timeout_s = timeout_s
+        self.first_wait_s = first_wait_s
+
+    async def retried(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Await ``call()``, of one request or several, and again after what may pass.
+
+        Raises:
+            TimeoutError: if the last attempt took longer than ``timeout_s``.
+            APIRefusal: at once.
+            Exception: whatever else the last attempt raised.
+        """
+        import aiohttp
+
+        passing = (ServerError, aiohttp.ClientError)
+        return await retry(call, self.retries, self.timeout_s, self.first_wait_s, on=passing)
 
 
 def asked_wait(retry_after: str | None) -> float:

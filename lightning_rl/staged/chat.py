@@ -8,11 +8,9 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.chat import ChatEngine
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.rewards.openai_api import OpenAIAPI
-from lightning_rl.rewards.remote import ServerError, retry
+from lightning_rl.errors import ConfigError
+from lightning_rl.rewards.openai_api import OPENAI_URL, PatientAPI
 from lightning_rl.rollout import Message
-from lightning_rl.staged.openai_jobs import OPENAI_URL
 
 
 class ChatAnswer(NamedTuple):
@@ -67,28 +65,18 @@ class OpenAIChat(ChatModel):
         timeout_s: float = 120.0,
         first_wait_s: float = 1.0,
     ) -> None:
-        require_at_least(0, retries=retries, first_wait_s=first_wait_s)
-        require_at_least(0.001, timeout_s=timeout_s)
-        self.api = OpenAIAPI(base_url, api_key_env)
+        self.api = PatientAPI(base_url, api_key_env, retries, timeout_s, first_wait_s)
         self.options = options or {}
         if fixed := self.options.keys() & {"model", "messages", "seed", "n", "stream"}:
             raise ConfigError(f"OpenAIChat.options.{min(fixed)} is set by the run; leave it out")
-        self.retries = retries
-        self.timeout_s = timeout_s
-        self.first_wait_s = first_wait_s
         self.model = ""
 
     def use(self, model: str) -> None:
         self.model = model
 
     async def ask(self, messages: Sequence[Message], seed: int) -> ChatAnswer:
-        import aiohttp
-
         body = {"model": self.model, "messages": list(messages), "seed": seed} | self.options
-        passing = (ServerError, aiohttp.ClientError)
-        text, ending = await retry(
-            lambda: self.api.chat(body), self.retries, self.timeout_s, self.first_wait_s, on=passing
-        )
+        text, ending = await self.api.retried(lambda: self.api.chat(body))
         return ChatAnswer(text, ending == "length")
 
 

@@ -1,18 +1,13 @@
 """OpenAIFineTuning: jobs of OpenAI's fine-tuning API, or of a server that speaks it."""
 
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import require_at_least
-from lightning_rl.rewards.openai_api import APIRefusal, OpenAIAPI
-from lightning_rl.rewards.remote import ServerError, retry
+from lightning_rl.rewards.openai_api import OPENAI_URL, APIRefusal, PatientAPI
+from lightning_rl.rewards.remote import ServerError
 from lightning_rl.staged.jobs import FineTuneJobs, JobReport, JobRequest, JobStatus
 
-T = TypeVar("T")
-
-OPENAI_URL = "https://api.openai.com/v1"
 _TAG = "lightning_rl"
 """The field of a job's metadata that holds its key."""
 _STATUSES = {
@@ -56,13 +51,8 @@ class OpenAIFineTuning(FineTuneJobs):
         timeout_s: float = 120.0,
         first_wait_s: float = 1.0,
     ) -> None:
-        require_at_least(0, retries=retries, first_wait_s=first_wait_s)
-        require_at_least(0.001, timeout_s=timeout_s)
-        self.api = OpenAIAPI(base_url, api_key_env)
+        self.api = PatientAPI(base_url, api_key_env, retries, timeout_s, first_wait_s)
         self.hyperparameters = hyperparameters or {}
-        self.retries = retries
-        self.timeout_s = timeout_s
-        self.first_wait_s = first_wait_s
 
     async def create(self, request: JobRequest) -> str:
         uploaded: list[str] = []
@@ -79,10 +69,10 @@ class OpenAIFineTuning(FineTuneJobs):
             )
             return str(_field(created, "id"))
 
-        return await self._retried(attempt)
+        return await self.api.retried(attempt)
 
     async def report(self, job: str) -> JobReport:
-        told = await self._retried(lambda: self.api.get(f"/fine_tuning/jobs/{job}"))
+        told = await self.api.retried(lambda: self.api.get(f"/fine_tuning/jobs/{job}"))
         status = _STATUSES.get(_field(told, "status"))
         if status is None:
             raise APIRefusal(
@@ -96,7 +86,7 @@ class OpenAIFineTuning(FineTuneJobs):
 
     async def cancel(self, job: str) -> None:
         try:
-            await self._retried(lambda: self.api.post(f"/fine_tuning/jobs/{job}/cancel"))
+            await self.api.retried(lambda: self.api.post(f"/fine_tuning/jobs/{job}/cancel"))
         except APIRefusal:  # it has come to an end meanwhile, or there is something else the matter
             if not (await self.report(job)).status.over:
                 raise
@@ -141,17 +131,11 @@ class OpenAIFineTuning(FineTuneJobs):
 
     async def _last_event(self, job: str) -> str:
         """The newest of what a job had to say of itself."""
-        events = await self._retried(
+        events = await self.api.retried(
             lambda: self.api.get(f"/fine_tuning/jobs/{job}/events", limit="1")
         )
         told = events.get("data") or [{}]
         return str(told[0].get("message") or "it does not say why")
-
-    async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
-        import aiohttp
-
-        passing = (ServerError, aiohttp.ClientError)
-        return await retry(call, self.retries, self.timeout_s, self.first_wait_s, on=passing)
 
 
 def _field(answer: Any, name: str) -> Any:
