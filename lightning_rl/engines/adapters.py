@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.engines.base import Engine
+from lightning_rl.engines.base import Engine, policy_of
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, IncompleteWeightsError, WeightSyncError
 
@@ -109,13 +109,7 @@ class AdapterEngine(Engine):
     def of_role(self, role: str) -> Engine:
         if not self.policies:
             return self
-        if role not in self._roles:
-            raise ConfigError(
-                f"no policy plays role {role!r}; model.policies play "
-                f"{', '.join(sorted(self._roles))}: name it in the roles of one, or have the agent "
-                "say the role of each call"
-            )
-        return self.policies[self._roles[role]]
+        return self.policies[policy_of(role, self._roles)]
 
     def of_policy(self, name: str) -> Engine:
         if not self.policies:

@@ -309,6 +309,20 @@ class Engine(ABC):
             )
 
 
+def policy_of(role: str, roles: Mapping[str, str]) -> str:
+    """The name of the policy that plays a role; ``roles``: names of policies by role.
+
+    Raises:
+        ConfigError: if none does.
+    """
+    if role not in roles:
+        raise ConfigError(
+            f"no policy plays role {role!r}; model.policies play {', '.join(sorted(roles))}: name "
+            "it in the roles of one, or have the agent say the role of each call"
+        )
+    return roles[role]
+
+
 def drives_engine(engine: Engine) -> bool:
     """True if this rank gives work and weights to the engine."""
     return dist.rank() == 0 or not engine.serves_all_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import Engine, ReplicaStatus
+from lightning_rl.engines.base import Engine, ReplicaStatus, policy_of
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, WeightSyncError
 
@@ -72,13 +72,7 @@ class PolicyEngines(Engine):
         self._roles = roles
 
     def of_role(self, role: str) -> Engine:
-        if role not in self._roles:
-            raise ConfigError(
-                f"no policy plays role {role!r}; model.policies play "
-                f"{', '.join(sorted(self._roles))}: name it in the roles of one, or have the agent "
-                "say the role of each call"
-            )
-        return self.engines[self._roles[role]]
+        return self.engines[policy_of(role, self._roles)]
 
     def of_policy(self, name: str) -> Engine:
         if name not in self.engines:
