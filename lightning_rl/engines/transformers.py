@@ -110,7 +110,8 @@ class TransformersEngine(Engine):
         self, writer: Engine, token_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
         """:meth:`generate`, by the weights of ``writer``."""
-        writer.require_ready()
+        with self._exclusive:  # during a push it holds no version
+            writer.require_ready()
         for name in ("stop", "structured_outputs"):
             if value := getattr(sampling, name):
                 raise ConfigError(

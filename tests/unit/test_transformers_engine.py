@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import weakref
 from collections import Counter
 
@@ -378,6 +379,42 @@ def test_a_push_between_two_tokens_makes_the_next_exactly_its_versions(tiny_mode
             logits = model(input_ids=ids[:, : len(prompt) + step]).logits[0, -1].detach()
             logits[1] = -torch.inf  # min_tokens
             assert logprob == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-4)
+
+
+class Telling:
+    """A lock that tells when somebody has to wait for it."""
+
+    def __init__(self, lock):
+        self.lock, self.waited_for = lock, threading.Event()
+
+    def __enter__(self):
+        if not self.lock.acquire(blocking=False):
+            self.waited_for.set()
+            self.lock.acquire()
+
+    def __exit__(self, *error):
+        self.lock.release()
+
+
+def test_a_request_that_comes_during_a_push_waits_for_its_end(start, weights):
+    engine = start()
+    lock = engine._exclusive = Telling(engine._exclusive)
+    begun = threading.Event()
+
+    def until_somebody_waits():
+        begun.set()
+        lock.waited_for.wait()
+        yield from weights.items()
+
+    push = threading.Thread(target=engine.load_weights, args=(until_somebody_waits(), 4))
+    push.start()
+    begun.wait()
+    try:
+        (completion,) = generate(engine, [[3]], Sampling(max_tokens=2, min_tokens=2))
+    finally:
+        lock.waited_for.set()
+        push.join()
+    assert completion.versions == [4, 4]
 
 
 def test_a_request_that_nobody_waits_for_leaves_the_batch(engine):
