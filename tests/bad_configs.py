@@ -95,6 +95,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--data.sampling.temperature hot": ["temperature: expected float, got 'hot'"],
         "--model.optimizer.lr fast": ["lr: expected float", "got 'fast'"],
         "--trainer.precision bf16-mixd": ["expected one of", "bf16-mixed", "got 'bf16-mixd'"],
+        "--data.sampling 5": ["sampling: expected keys of Sampling (e.g. {max_tokens: 256}), got 5"],
+        "--data.sampling [max_tokens]": ["keys of Sampling", "got ['max_tokens']"],
+        "--model.lora true": ["lora: expected keys of LoRA (e.g. {rank: 16}) or null, got True"],
         "--data.rewards my_rewards.length": ["rewards: expected a list", "my_rewards.length"],
         "--model.loss torch.nn.MSELoss": ["torch.nn.MSELoss is no PolicyLoss"],
     },
@@ -171,6 +174,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--model.loss.clip_low 1.5": ["clip_low=1.5"],
         "--model.kl K3Penalty --model.kl.coef -1": ["coef=-1"],
         "--model.entropy EntropyBonus --model.entropy.coef .nan": ["coef=nan"],
+        "--model.entropy LinearEntropyBonus --model.entropy.iterations 0": [
+            "LinearEntropyBonus(iterations=0) must be >= 1"
+        ],
         "--model.value_lr -1": ["value_lr=-1", "must be >= 0"],
         "--model.lora LoRA --model.lora.rank 0": ["lora.rank=0 must be >= 1"],
         "--model.lora LoRA --model.lora.target_modules [nope]": ["target_modules=['nope']"],

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+from jsonargparse import set_parsing_settings
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
@@ -173,6 +174,10 @@ class EntropyBonus:
     def at(self, iteration: int) -> float:
         """The coefficient in an iteration; override for another schedule."""
         return self.coef
+
+
+# Else the parser would take no subclass, as of no dataclass.
+set_parsing_settings(subclasses_enabled=[EntropyBonus])
 
 
 @configurable

@@ -2,7 +2,8 @@
 
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -85,6 +86,8 @@ def mapping_hint(hint: Any) -> Any | None:
 
 def accepts(hint: Any, value: Any) -> bool:
     """Tell whether the parser that reads the configuration takes this value."""
+    if is_dataclass(hint) and not isinstance(value, Mapping):
+        return False  # the parser takes anything then, of which nothing can be made
     try:
         parser = _parser_of(hint)
     except ValueError:
@@ -127,7 +130,15 @@ def _describe_branch(branch: Any) -> str:
         return "a mapping"
     if (item := item_hint(branch)) is not None:
         return f"a list, each item: {describe(item)}"
+    if is_dataclass(branch) and not inspect.isabstract(branch):
+        return f"keys of {branch.__name__} (e.g. {_example_of(branch)})"
     return getattr(branch, "__name__", str(branch))
+
+
+def _example_of(component: type) -> str:
+    name, first = next(iter(parameters(component).items()))
+    default = "..." if first.default is inspect.Parameter.empty else first.default
+    return f"{{{name}: {default}}}"
 
 
 def class_names(bases: list[type]) -> dict[str, type]:

@@ -22,6 +22,15 @@ def test_no_iterations_are_refused():
         LinearEntropyBonus(iterations=0)
 
 
+def test_a_configuration_names_a_schedule_as_it_names_a_class():
+    linear = LinearEntropyBonus(coef=0.3, final=0.1)
+    given = {"coef": 0.3, "final": 0.1}
+    for name in ("LinearEntropyBonus", "lightning_rl.LinearEntropyBonus"):
+        module = PolicyModule("model", entropy={"class_path": name, "init_args": given})
+        assert module.objective.entropy == linear
+    assert PolicyModule("model", entropy={"coef": 0.3}).objective.entropy == EntropyBonus(0.3)
+
+
 def without_advantages(random_batch, seed: int):
     batch = random_batch(seed)
     batch["rollouts", "reward"] = torch.zeros(len(batch["rollouts"]))
