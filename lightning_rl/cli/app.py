@@ -21,16 +21,16 @@ from lightning_rl.callbacks import (
     WeightSync,
 )
 from lightning_rl.callbacks.evaluate import check_evaluations
-from lightning_rl.cli.parser import RLArgumentParser, trainer_help
+from lightning_rl.cli.parser import RLArgumentParser, checked_sources, trainer_help
 from lightning_rl.cli.trainer import RLTrainer
 from lightning_rl.cli.trust import require_trusted, require_trusted_classes, split_options
 from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.checks import check_sync
 from lightning_rl.config import names
 from lightning_rl.config.hints import import_object
-from lightning_rl.config.layers import flatten, read_sources
+from lightning_rl.config.layers import flatten
 from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision
-from lightning_rl.config.mistakes import check_sources, innermost
+from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import CheckpointError, ConfigError
 from lightning_rl.learn.base import RecordingModule
@@ -88,16 +88,7 @@ class RLCLI(LightningCLI):
             raise SystemExit(0)
         asks_help = any(a in ("-h", "--help") or a.split("=")[0].endswith(".help") for a in rest)
         if not asks_help:
-            prints = any(a.startswith("--print_config") for a in rest)
-            sources = read_sources(rest)
-            if self.trusted is not None:
-                require_trusted(sources.tree, self.trusted)
-            check_sources(
-                sources,
-                self._subcommand_parsers[command],
-                complete=not prints,
-                files=self.trusted is None,
-            )
+            sources = checked_sources(rest, self._subcommand_parsers[command], self.trusted)
             _require_checkpoint(sources.tree.get("ckpt_path"))
         # super() would warn that args is not sys.argv
         self.config = parser.parse_args([command, *rest])

@@ -8,7 +8,9 @@ from typing import Any, NoReturn
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rl.config.mistakes import innermost
+from lightning_rl.cli.trust import require_trusted
+from lightning_rl.config.layers import Sources, read_sources
+from lightning_rl.config.mistakes import check_sources, innermost
 from lightning_rl.errors import ConfigError
 
 HELP = """\
@@ -66,6 +68,27 @@ class RLArgumentParser(LightningArgumentParser):
             description=self.description,
             own="\n".join(own),
         )
+
+
+def checked_sources(
+    arguments: Sequence[str], parser: LightningArgumentParser, trusted: Sequence[str] | None
+) -> Sources:
+    """What files and options say, in which the parser will find no mistake.
+
+    Args:
+        arguments: files and options of a command line, without its command.
+        parser: the command's.
+        trusted: modules that may be named; None: all.
+
+    Raises:
+        ConfigError: naming what is not trusted, before it is imported, or the first mistake.
+    """
+    sources = read_sources(arguments)
+    if trusted is not None:
+        require_trusted(sources.tree, trusted)
+    prints = any(argument.startswith("--print_config") for argument in arguments)
+    check_sources(sources, parser, complete=not prints, files=trusted is None)
+    return sources
 
 
 def trainer_help() -> str:

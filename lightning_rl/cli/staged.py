@@ -9,11 +9,11 @@ import yaml  # type: ignore[import-untyped]
 from jsonargparse import ActionConfigFile
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rl.cli.parser import RLArgumentParser
-from lightning_rl.cli.trust import require_trusted, require_trusted_classes, split_options
+from lightning_rl.cli.parser import RLArgumentParser, checked_sources
+from lightning_rl.cli.trust import require_trusted_classes, split_options
 from lightning_rl.config import names
-from lightning_rl.config.layers import Change, differences, flatten, read_sources
-from lightning_rl.config.mistakes import check_sources, innermost
+from lightning_rl.config.layers import Change, differences, flatten
+from lightning_rl.config.mistakes import innermost
 from lightning_rl.errors import ConfigError, RunInterrupted
 from lightning_rl.run.rundir import require_free, write_whole
 from lightning_rl.staged.trainer import StagedTrainer
@@ -92,12 +92,8 @@ def parse(arguments: Sequence[str], parser: LightningArgumentParser) -> Any:
         ConfigError: naming the first mistake, and where it was made.
     """
     rest, trusted = split_options(arguments)
-    sources = read_sources(rest)
-    if trusted is not None:
-        require_trusted(sources.tree, trusted)
-    prints = any(a.startswith("--print_config") for a in rest)
-    check_sources(sources, parser, complete=not prints, files=trusted is None)
-    config = parser.parse_args(list(rest))
+    checked_sources(rest, parser, trusted)
+    config = parser.parse_args(rest)
     if trusted is not None:
         require_trusted_classes(config.as_dict(), trusted)
     return config
