@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.collector import Agents, EnvError, collector_of, seeded
-from lightning_rl.envs.gym import ACTION, Gym, space_of
+from lightning_rl.envs.gym import ACTION, Gym
 from lightning_rl.envs.gym_player import (
     buffer_of,
     episode_seed,
@@ -21,7 +21,7 @@ from lightning_rl.envs.gym_player import (
 from lightning_rl.envs.gym_table import StepTable
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.pool_process import serve
-from lightning_rl.envs.processes import START_S, EnvProcesses, ProcessesCollector
+from lightning_rl.envs.processes import START_S, ProcessesCollector
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.networks.actor_critic import joint_log_prob, sampled
 from lightning_rl.run.seeding import derived_seed
@@ -102,15 +102,10 @@ class PooledCollector(ProcessesCollector):
         count = num_envs or 1
         self._seed = derived_seed(seed, first)
         self._players: Any = [_Seat(first + place, seed) for place in range(count)]
-        one = self.env.made()
-        self.agents = {AGENT: space_of(one)}
-        one.close()
         self._rows = []
         places = [seat.place for seat in self._players]
         shares = [places[i :: self.env.workers] for i in range(min(self.env.workers, count))]
-        self.processes = EnvProcesses(
-            self.env.name, serve, shares, self.env.plain, seed, self._limit
-        )
+        self._start_processes(serve, shares, seed)
         self._of = {place: index for index, share in enumerate(shares) for place in share}
         self._first = first
 

@@ -10,7 +10,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from lightning_rl.envs.collector import EnvError
+from lightning_rl.envs.gym import space_of
 from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.envs.maker import AGENT
 from lightning_rl.errors import LightningRLError
 
 END_S = 5.0
@@ -162,6 +164,20 @@ class ProcessesCollector(GymCollector):
     def _running(self) -> EnvProcesses:
         assert self.processes is not None
         return self.processes
+
+    def _start_processes(
+        self,
+        serve: Callable[..., None],
+        shares: Sequence[Sequence[int]],
+        seed: int,
+        *arguments: Any,
+    ) -> None:
+        """Start :class:`EnvProcesses`, once it is known what is seen and done in an environment."""
+        one = self.env.made()
+        self.agents = {AGENT: space_of(one)}
+        one.close()
+        own = (self.env.plain, seed, self._limit, *arguments)
+        self.processes = EnvProcesses(self.env.name, serve, shares, *own)
 
     def close(self) -> None:
         if self.processes is not None:

@@ -11,9 +11,9 @@ from tensordict import TensorDict
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import RunState
 from lightning_rl.envs.collector import Agents, collector_of
-from lightning_rl.envs.gym import Gym, space_of
+from lightning_rl.envs.gym import Gym
 from lightning_rl.envs.maker import AGENT
-from lightning_rl.envs.processes import END_S, START_S, EnvProcesses, ProcessesCollector
+from lightning_rl.envs.processes import END_S, START_S, ProcessesCollector
 from lightning_rl.envs.workers_process import Played, serve
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.sync.schedule import CollectorStatus, FixedSchedule, SyncSchedule, SyncState
@@ -77,21 +77,10 @@ class WorkersCollector(ProcessesCollector):
     env: GymWorkers
 
     def start(self, seed: int, first: int, num_envs: int | None) -> None:
-        one = self.env.made()
-        self.agents = {AGENT: space_of(one)}
-        one.close()
         count = num_envs or 1
         places = torch.arange(first, first + count)
         self._shares = [s.tolist() for s in places.tensor_split(min(self.env.workers, count))]
-        self.processes = EnvProcesses(
-            self.env.name,
-            serve,
-            self._shares,
-            self.env.plain,
-            seed,
-            self._limit,
-            self.deadline.seconds,
-        )
+        self._start_processes(serve, self._shares, seed, self.deadline.seconds)
         self._heard = False
         """The processes have started."""
         self._has_agents = False
