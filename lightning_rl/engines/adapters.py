@@ -137,12 +137,18 @@ class AdapterEngine(Engine):
                 "of its own; leave out its model, or use PolicyEngines"
             )
 
-    def require_one_policy(self) -> None:
-        """Refuse weights that do not say of which of several policies they are."""
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
+        """What the policy does that plays the role without a name."""
         if self.policies:
+            return await self.of_role("").generate(token_ids, sampling, seed)
+        return await super().generate(token_ids, sampling, seed)  # type: ignore[safe-super]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if self.policies:  # of which are they?
             raise WeightSyncError(
                 f"{type(self).__name__} takes the weights of one policy: of_policy(name)"
             )
+        super().load_weights(weights, version)  # type: ignore[safe-super]
 
     @abstractmethod
     async def generate_as(

@@ -40,10 +40,6 @@ class TransformersAdapters(AdapterEngine, TransformersEngine):
         self.forget_policies()
         self._adapters = _Adapters()
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        writer = self.of_role("") if self.policies else self
-        return await self._write(writer, token_ids, sampling, seed)
-
     async def generate_as(
         self, policy: str, token_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
@@ -53,10 +49,6 @@ class TransformersAdapters(AdapterEngine, TransformersEngine):
         if not self.policies:
             return super()._decoder(lm)
         return _AdaptedDecoder(lm, self._ends, self._adapters)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.require_one_policy()
-        super().load_weights(weights, version)
 
     def load_adapters(
         self, policy: str, weights: Iterable[tuple[str, Tensor]], version: int

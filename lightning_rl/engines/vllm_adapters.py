@@ -73,10 +73,6 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
         self.forget_policies()
         self._served.clear()
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        writer = self.of_role("") if self.policies else self
-        return await self._write(writer, token_ids, sampling, seed)
-
     async def generate_as(
         self, policy: str, token_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
@@ -86,10 +82,6 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
         return self._served.get(writer)
 
     # ---------------------------------------------------------------- weights
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.require_one_policy()
-        super().load_weights(weights, version)
 
     def load_adapters(
         self, policy: str, weights: Iterable[tuple[str, Tensor]], version: int
