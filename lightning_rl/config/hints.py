@@ -130,7 +130,7 @@ def _describe_branch(branch: Any) -> str:
         return "a mapping"
     if (item := item_hint(branch)) is not None:
         return f"a list, each item: {describe(item)}"
-    if is_dataclass(branch) and not inspect.isabstract(branch):
+    if inspect.isclass(branch) and is_dataclass(branch) and not inspect.isabstract(branch):
         return f"keys of {branch.__name__} (e.g. {_example_of(branch)})"
     return getattr(branch, "__name__", str(branch))
 
