@@ -14,6 +14,7 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.judge import EngineJudge, JudgeModel, LLMJudge, OpenAIJudge
 from lightning_rl.rollout import RolloutStatus
+from tests.serving import serving
 from tests.tiny_models import chat_tokenizer, save_chat_model
 
 BRIEF = "{prompt}|{completion}"
@@ -77,14 +78,9 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    server = JudgeServer()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.released.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(JudgeServer()) as server:
+        yield server
+        server.released.set()
 
 
 def judge(server, **options):

@@ -1,7 +1,6 @@
 """OpenAIFineTuning against a server that answers as documented, and fails in every way."""
 
 import asyncio
-import threading
 
 import pytest
 
@@ -11,6 +10,7 @@ from lightning_rl.staged.jobs import JobReport, JobRequest, JobStatus
 from lightning_rl.staged.openai_jobs import OpenAIFineTuning
 from lightning_rl.staged.training_sets import Demonstrations, Example, Pair, Preferences
 from tests.openai_server import OpenAIServer
+from tests.serving import serving
 
 JOBS = "POST /v1/fine_tuning/jobs"
 ASKED = [{"role": "user", "content": "2 + 2?"}]
@@ -18,13 +18,8 @@ ASKED = [{"role": "user", "content": "2 + 2?"}]
 
 @pytest.fixture
 def server():
-    server = OpenAIServer()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(OpenAIServer()) as server:
+        yield server
 
 
 def jobs_of(server, **options) -> OpenAIFineTuning:

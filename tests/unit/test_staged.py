@@ -1,25 +1,20 @@
 """StagedTrainer: every stage once, every job once, wherever it was interrupted."""
 
 import json
-import threading
 
 import pytest
 
 from lightning_rl.errors import ConfigError, FineTuneError
 from lightning_rl.rollouts.files import open_rollouts
 from tests.openai_server import OpenAIServer
+from tests.serving import serving
 from tests.staged_runs import group_of, numbers, staged
 
 
 @pytest.fixture
 def server():
-    server = OpenAIServer()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(OpenAIServer()) as server:
+        yield server
 
 
 def rows_of(directory) -> list[dict]:
