@@ -95,7 +95,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--data.sampling.temperature hot": ["temperature: expected float, got 'hot'"],
         "--model.optimizer.lr fast": ["lr: expected float", "got 'fast'"],
         "--trainer.precision bf16-mixd": ["expected one of", "bf16-mixed", "got 'bf16-mixd'"],
-        "--data.sampling 5": ["sampling: expected keys of Sampling (e.g. {max_tokens: 256}), got 5"],
+        "--data.sampling 5": [
+            "sampling: expected keys of Sampling (e.g. {max_tokens: 256}), got 5"
+        ],
         "--data.sampling [max_tokens]": ["keys of Sampling", "got ['max_tokens']"],
         "--model.lora true": ["lora: expected keys of LoRA (e.g. {rank: 16}) or null, got True"],
         "--data.rewards my_rewards.length": ["rewards: expected a list", "my_rewards.length"],

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from lightning_rl.envs.collector import EnvCollector, collector_of
+from lightning_rl.envs.maker import EnvMaker
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.sync.staged import StagedTransport
 from tests.bad_configs import furnish
@@ -50,6 +52,21 @@ def own_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Sta
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the processes of a module's scenarios leave."""
     return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., EnvCollector]]:
+    """Starts collectors of five environments, and ends their processes."""
+    made = []
+
+    def start(env: EnvMaker, seconds: float = 60.0) -> EnvCollector:
+        made.append(collector_of(env, None, seconds))
+        made[-1].start(0, 0, 5)
+        return made[-1]
+
+    yield start
+    for collector in made:
+        collector.close()
 
 
 @pytest.fixture

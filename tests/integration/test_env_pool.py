@@ -1,38 +1,22 @@
 """PooledGym: environments in processes, each at its own pace."""
 
-import os
-import signal
-
 import pytest
 import torch
 
-from lightning_rl import ActorCritic, ConfigError, EnvError, GRUBody, Gym, PooledGym
+from lightning_rl import ConfigError, GRUBody, Gym, PooledGym
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
-from lightning_rl.envs.pool import PooledCollector
+from tests.env_agents import agent_for
 
 
 @pytest.fixture
-def pool():
-    """Makes collectors, and ends their processes."""
-    made = []
+def pool(started):
+    """Starts collectors of pools of two processes."""
 
-    def make(name="Walk", envs=5, seconds=60.0, arguments=None, **options):
-        env = PooledGym(f"tests.worlds:{name}-v0", arguments, workers=2, **options)
-        made.append(PooledCollector(env, None, seconds))
-        made[-1].start(0, 0, envs)
-        return made[-1]
+    def start(**options):
+        return started(PooledGym("tests.worlds:Walk-v0", workers=2, **options))
 
-    yield make
-    for collector in made:
-        collector.close()
-
-
-def agent_for(made, **options):
-    torch.manual_seed(0)
-    agent = ActorCritic(**options)
-    agent.build(made.agents[AGENT])
-    return {AGENT: agent}
+    return start
 
 
 def same(one, other):
@@ -79,34 +63,6 @@ def test_each_goes_at_its_own_pace_and_as_many_are_served_as_is_said(pool):
         distributions["action"].log_prob(actions), own["logprobs"], rtol=1e-5, atol=1e-6
     )
     assert len(made.finished) == int(batch["steps", "done"].sum())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        (
-            "raises",
-            r"environment \d in step 3 of its episode 0, of seed \d+ raised ValueError",
-        ),
-        ("hangs", "a step took longer than max_step_seconds=3"),
-    ],
-)
-def test_what_goes_wrong_in_a_process_says_where(pool, how, words):
-    made = pool("Faulty", arguments={"how": how}, seconds=3.0)
-    with pytest.raises(EnvError, match=words):
-        made.collect(agent_for(made), 0, 10)
-
-
-@pytest.mark.slow
-def test_a_process_that_is_gone_is_told(pool):
-    made = pool()
-    agents = agent_for(made)
-    made.collect(agents, 0, 3)
-    os.kill(made.processes.processes[0].pid, signal.SIGKILL)
-    made.processes.processes[0].join()
-    with pytest.raises(EnvError, match=r"the process of environment.* is gone"):
-        made.collect(agents, 1, 30)
 
 
 def test_bounds_that_exclude_each_other_are_refused():

@@ -1,20 +1,16 @@
 """GymWorkers: environments in processes with agents of their own."""
 
 import copy
-import os
-import signal
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 
 from lightning_rl import (
-    ActorCritic,
     ActorCriticModule,
     CollectorSchedule,
     ConfigError,
     EnvDataModule,
-    EnvError,
     FixedSchedule,
     GRUBody,
     Gym,
@@ -23,33 +19,10 @@ from lightning_rl import (
 )
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
-from lightning_rl.envs.workers import WorkersCollector
+from tests.env_agents import agent_for
 from tests.small_run import SaveAfter, trainer_of
 
 WALK = "tests.worlds:Walk-v0"
-
-
-@pytest.fixture
-def workers():
-    """Makes collectors, and ends their processes."""
-    made = []
-
-    def make(name=WALK, envs=5, seconds=60.0, arguments=None, **options):
-        env = GymWorkers(name, arguments, **({"workers": 2} | options))
-        made.append(WorkersCollector(env, None, seconds))
-        made[-1].start(0, 0, envs)
-        return made[-1]
-
-    yield make
-    for collector in made:
-        collector.close()
-
-
-def agent_for(made, **options):
-    torch.manual_seed(0)
-    agent = ActorCritic(**options)
-    agent.build(made.agents[AGENT])
-    return {AGENT: agent}
 
 
 def learn(agents):
@@ -65,11 +38,11 @@ def require_same(one, other):
         assert torch.equal(one[key], other[key]), key
 
 
-def test_each_process_plays_what_a_rank_of_as_many_would(workers):
+def test_each_process_plays_what_a_rank_of_as_many_would(started):
     ranks = [GymCollector(Gym(WALK), None, 60.0) for _ in range(2)]
     for rank, first, count in zip(ranks, (0, 3), (3, 2), strict=True):
         rank.start(0, first, count)
-    made = workers()
+    made = started(GymWorkers(WALK, workers=2))
     agents = agent_for(made, body=GRUBody(hidden=8), share_body=True)
     for iteration in range(3):
         # What is sent is a copy, of the agents as they were then.
@@ -126,32 +99,6 @@ def test_schedules_say_who_plays_and_a_run_goes_on_bit_by_bit(
     again, found = fit(tmp_path, sync, max_staleness, force_sync, ckpt_path=path)
     assert again == rows[2:]  # the row of the third was not written yet
     assert all(torch.equal(whole[name], found[name]) for name in whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("raises", r"environment \d in step 3 of its episode 0, of seed \d+ raised ValueError"),
-        ("hangs", r"took longer than max_step_seconds=3;.*environment \d in step 3 of its"),
-        ("nan", r"environment [0-4] gave \[nan, 0.0\] as observation at step 3"),
-    ],
-)
-def test_what_goes_wrong_in_a_process_says_where(workers, how, words):
-    made = workers("tests.worlds:Faulty-v0", arguments={"how": how}, seconds=3.0)
-    with pytest.raises(EnvError, match=words):
-        made.collect(agent_for(made), 0, 10)
-
-
-@pytest.mark.slow
-def test_a_process_that_is_gone_is_told(workers):
-    made = workers()
-    agents = agent_for(made)
-    made.collect(agents, 0, 3)
-    os.kill(made.processes.processes[1].pid, signal.SIGKILL)
-    made.processes.processes[1].join()
-    with pytest.raises(EnvError, match=r"the process of environments 3, 4 is gone"):
-        made.collect(agents, 1, 30)
 
 
 def test_settings_that_contradict_each_other_are_refused():

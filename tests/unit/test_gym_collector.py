@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from lightning_rl import ActorCritic, ConfigError, EnvError, GRUBody, Gym
+from lightning_rl import ConfigError, EnvError, GRUBody, Gym
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.networks.actor_critic import joint_log_prob
 from tests import worlds  # registers the environments
+from tests.env_agents import agent_for
 
 WALK = f"{worlds.__name__}:Walk-v0"
 
@@ -16,13 +17,6 @@ def collector(name="Walk", envs=3, seed=0, limit=None, seconds=60.0, first=0, **
     made = GymCollector(Gym(f"tests.worlds:{name}-v0", arguments), limit, seconds)
     made.start(seed, first, envs)
     return made
-
-
-def agent_for(made, seed=0, **options):
-    torch.manual_seed(seed)
-    agent = ActorCritic(**options)
-    agent.build(made.agents[AGENT])
-    return {AGENT: agent}
 
 
 def same(one, other):

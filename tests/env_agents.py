@@ -1,0 +1,17 @@
+"""Agents for what a collector of environments has started."""
+
+from typing import Any
+
+import torch
+
+from lightning_rl import ActorCritic
+from lightning_rl.envs.collector import EnvCollector
+from lightning_rl.envs.maker import AGENT
+
+
+def agent_for(made: EnvCollector, seed: int = 0, **options: Any) -> dict[str, ActorCritic]:
+    """The only agent there, with the weights that a seed draws."""
+    torch.manual_seed(seed)
+    agent = ActorCritic(**options)
+    agent.build(made.agents[AGENT])
+    return {AGENT: agent}
