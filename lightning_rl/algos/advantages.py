@@ -115,7 +115,8 @@ class Advantage(ABC):
     """Adds ``("tokens", "advantages")``, shape (T,), zero outside of the loss mask, to a batch.
 
     From rewards, groups, ``values`` and ``token_rewards``: ``old_logprobs`` may not be there yet,
-    since a rollout whose advantages are all exactly 0 needs none.
+    since a rollout whose advantages are all exactly 0 needs none. On several processes the batch of
+    one may have no rows.
     """
 
     needs_values: ClassVar[bool] = False
