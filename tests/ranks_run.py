@@ -60,6 +60,7 @@ from lightning_rl.rollout import Prompt
 from lightning_rl.run import dist
 from tests.ranks_bare import bare_loop
 from tests.ranks_checks import guarded, rerun
+from tests.ranks_roles import fit_roles, roles_and_rest
 from tests.small_run import trainer_of
 
 GROUPS, GROUP_SIZE = 4, 3
@@ -369,6 +370,8 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         "streamed_minibatches": lambda: run(
             "streamed_minibatches", DDPStrategy(), data=streaming(), **in_minibatches()
         ),
+        "roles": lambda: roles_and_rest(model, where / "roles", DDPStrategy),
+        "roles_fsdp": lambda: failure(lambda: fit_roles(model, where / "roles_fsdp", sharded())),
         "streamed_fsdp": lambda: fails("streamed_fsdp", sharded(), data=streaming()),
     }  # fmt: skip
 

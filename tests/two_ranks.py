@@ -62,4 +62,11 @@ def comparable(row: dict[str, float]) -> dict[str, float]:
     """Without what depends on time, or is itself an error of rounding."""
     timed = ("time/", "sync/seconds", "rollout/tokens_per_s")
     noise = ("sync/probe_gap", "rollout/logprob_gap")
-    return {name: value for name, value in row.items() if not name.startswith(timed + noise)}
+    kept = (name for name in row if not _unnamed(name).startswith(timed + noise))
+    return {name: row[name] for name in kept}
+
+
+def _unnamed(metric: str) -> str:
+    """Without the name of a policy that may be in it."""
+    first, *_, last = metric.split("/")
+    return f"{first}/{last}"

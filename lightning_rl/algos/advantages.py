@@ -47,14 +47,14 @@ def gae(
     _, inverse, counts = row.unique_consecutive(return_inverse=True, return_counts=True)
     step = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[inverse]
     # One row per rollout, padded on the right with zeros: a zero value after the end is exact.
-    shape = (len(counts), int(counts.max()) + 1)
+    shape = (len(counts), (int(counts.max()) if len(counts) else 0) + 1)
     grid_r, grid_v = (
         torch.zeros(shape, dtype=x.dtype, device=x.device).index_put((inverse, step), x)
         for x in (rewards, values)
     )
     delta = grid_r[:, :-1] + gamma * grid_v[:, 1:] - grid_v[:, :-1]
     advantage = torch.zeros_like(delta)
-    carry = torch.zeros_like(delta[:, 0])
+    carry = delta.new_zeros(len(counts))
     for t in reversed(range(delta.shape[1])):
         carry = delta[:, t] + gamma * lam * carry
         advantage[:, t] = carry
@@ -94,8 +94,13 @@ def episodes_of(batch: TensorDict) -> Episodes:
     )
     if "role" in rollouts:
         role = rollouts["role"].new_zeros(len(numbers)).index_put((of_row,), rollouts["role"])
-        group = group * (role.max() + 1) + role
+        group = pairs(group, role)
     return Episodes(reward, group, of_row)
+
+
+def pairs(first: Tensor, second: Tensor) -> Tensor:
+    """Numbers that are equal where both are, (N,), for numbers from 0 on."""
+    return first * (second.max() + 1) + second if len(second) else first
 
 
 def total_rewards(batch: TensorDict, episodes: Episodes) -> Tensor:
@@ -110,7 +115,8 @@ class Advantage(ABC):
     """Adds ``("tokens", "advantages")``, shape (T,), zero outside of the loss mask, to a batch.
 
     From rewards, groups, ``values`` and ``token_rewards``: ``old_logprobs`` may not be there yet,
-    since a rollout whose advantages are all exactly 0 needs none.
+    since a rollout whose advantages are all exactly 0 needs none. On several processes the batch of
+    one may have no rows.
     """
 
     needs_values: ClassVar[bool] = False

@@ -20,6 +20,7 @@ from lightning_rl.algos.advantages import (
     gae,
     group_means,
     on_tokens,
+    pairs,
     total_rewards,
 )
 from lightning_rl.config.arguments import configurable
@@ -110,7 +111,7 @@ class RewardToGo(WithinGroups):
     @staticmethod
     def baseline(returns: Tensor, calls: Calls, group: Tensor) -> Tensor:
         """The others' mean return (C,), for returns (C,) and groups (C,) of calls."""
-        like = _pairs(group, calls.place)
+        like = pairs(group, calls.place)
         others, count = _means_of_others(returns, like)
         last = torch.ones_like(group, dtype=torch.bool)
         last[:-1] = calls.episode[1:] != calls.episode[:-1]
@@ -126,11 +127,6 @@ def _means_of_others(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     mean = group_means(values, group)
     # From the mean and not the sum: values that are all alike then have exactly that mean.
     return torch.where(others > 0, mean + (mean - values) / others.clamp(min=1), 0.0), others
-
-
-def _pairs(first: Tensor, second: Tensor) -> Tensor:
-    """Numbers that are equal where both are, (N,), for numbers from 0 on."""
-    return first * (second.max() + 1) + second
 
 
 @configurable
@@ -169,7 +165,7 @@ class GiGPO(WithinGroups):
         compare = GRPO(self.normalize_std, self.eps).compare
         of_episode = compare(total_rewards(batch, episodes), episodes.group)[calls.episode]
         returns = call_returns(call_rewards(batch, calls), calls.episode, self.gamma)
-        anchors = _pairs(episodes.group[calls.episode], self._states(batch, calls))
+        anchors = pairs(episodes.group[calls.episode], self._states(batch, calls))
         advantages = of_episode + self.omega * compare(returns, anchors)
         batch["tokens", "advantages"] = on_tokens(batch, calls, advantages[calls.of_token])
         return batch

@@ -7,9 +7,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch.nn import Parameter
 
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
@@ -17,30 +15,17 @@ from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.check_envs import described
 from lightning_rl.cli.layouts import candidates, compare
 from lightning_rl.cli.parser import card_of
-from lightning_rl.cli.plan import (
-    BatchPlan,
-    CardPlan,
-    MemoryPlan,
-    Placement,
-    cut,
-    in_units,
-    largest_rollouts,
-    largest_share,
-    training_memory,
-)
+from lightning_rl.cli.plan import CardPlan, MemoryPlan
 from lightning_rl.cli.scratch import Built
 from lightning_rl.cli.stopwatch import TIMED, time_iterations
+from lightning_rl.cli.training_plan import largest_model, training_plan
 from lightning_rl.config.lightning_flags import compute_dtype, warn_of_flags
-from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.engines import Engine, TransformersEngine
 from lightning_rl.envs.base import EnvModule
 from lightning_rl.envs.datamodule import EnvDataModule
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.policies import RolloutModule
-from lightning_rl.models.memory import forward_tokens
-from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt, Rollout, as_text
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.sync.schedule import FixedSchedule
@@ -52,7 +37,7 @@ def planned_device(trainer: Trainer, card_gb: float | None) -> torch.device:
 
 
 def card_plan(
-    module: PolicyModule, data: RLDataModule, memory: MemoryPlan, card_gb: float | None
+    module: RolloutModule, data: RLDataModule, memory: MemoryPlan, card_gb: float | None
 ) -> CardPlan | None:
     """The plan of rank 0's GPU, which has the most to hold; None without a GPU."""
     trainer, engine = module.trainer, data.engine
@@ -61,8 +46,7 @@ def card_plan(
         return None
     card = int((card_gb or 0) * 2**30) or torch.cuda.get_device_properties(device).total_memory
     engine.follow_dtype(compute_dtype(trainer))
-    elements = sum(p.numel() for p in module.loaded_policy.lm.parameters())
-    used, at_start = engine.memory_here(elements, card)
+    used, at_start = engine.memory_here(largest_model(module), card)
     buckets = sum(sync.transport.gpu_bytes for sync in find_callbacks(trainer, WeightSync))
     return CardPlan(card, memory, used, at_start, buckets, sleeps=engine.sleep_level is not None)
 
@@ -149,13 +133,9 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
         print(_prompts(prompts, data))
         _require_monitored(callbacks_of(trainer), data)
         module.configure_model()
-        plan = None
-        if isinstance(module, PolicyModule):
-            lines, memory = _plan(module, data, prompts, planned_device(trainer, card_gb))
-            print("\n".join(lines))
-            plan = card_plan(module, data, memory, card_gb)
-        else:  # how much of the rollouts each of them writes, only rollouts tell
-            print("\n".join(_policies(module)))
+        lines, memory = training_plan(module, data, prompts, planned_device(trainer, card_gb))
+        print("\n".join(lines))
+        plan = card_plan(module, data, memory, card_gb)
         if plan is not None:
             print("\n".join(plan.lines()))
         if with_rollout:
@@ -170,23 +150,6 @@ def _connect(cli: RLCLI) -> None:
     cli.trainer.strategy.connect(cli.model)
     cli.datamodule.trainer = cli.model.trainer = cli.trainer
     cli.trainer.datamodule = cli.datamodule  # type: ignore[attr-defined]
-
-
-def _policies(module: RolloutModule) -> list[str]:
-    """Who plays what, and what of its weights are trained."""
-    seen: set[int] = set()
-    lines = ["policies:"]
-    for name, policy in module.policies.items():
-        own = {id(p): p.numel() for p in policy.loaded_policy.parameters() if p.requires_grad}
-        every = {id(p): p.numel() for p in policy.loaded_policy.parameters()}
-        new = sum(count for number, count in every.items() if number not in seen)
-        seen |= every.keys()
-        roles = ", ".join(role for role, player in module.roles.items() if player == name)
-        lines.append(
-            f"  {name} (plays {roles}): {sum(every.values()):,} parameters, {sum(own.values()):,} "
-            f"of them trained, {new:,} that no policy before it has in memory"
-        )
-    return lines
 
 
 def _prompts(prompts: Sequence[Prompt], data: RLDataModule) -> str:
@@ -219,88 +182,6 @@ def _require_monitored(callbacks: Sequence[Callback], data: RLDataModule) -> Non
     for callback in callbacks:
         if isinstance(callback, IterationCheckpoint) and callback.monitor is not None:
             Monitor(callback.monitor, type(callback).__name__).look(row, evaluates=True)
-
-
-def _plan(
-    module: PolicyModule, data: RLDataModule, prompts: Sequence[Prompt], device: torch.device
-) -> tuple[list[str], MemoryPlan]:
-    trainer = module.trainer
-    ranks = trainer.world_size
-    groups = data.groups_per_iteration // ranks
-    # Of several prompt sets the largest of each may come together.
-    tokens = max(task.sampling.max_tokens for task in data.train_tasks)
-    group_size = max(task.group_size for task in data.train_tasks)
-    batch = pack_rollouts(largest_rollouts(prompts, groups, group_size, tokens))
-    parts = cut(batch, module.minibatches, module.max_tokens_per_pack)
-    if ranks > 1:  # each minibatch is dealt of all ranks' groups, and may take most from this one
-        share = largest_share(data.groups_per_iteration, ranks, module.minibatches)
-        most = pack_rollouts(largest_rollouts(prompts, share, group_size, tokens))
-        parts = cut(most, 1, module.max_tokens_per_pack)
-    largest = max((pack for packs in parts for pack in packs), key=forward_tokens)
-    epochs = trainer.max_epochs
-    plan = BatchPlan(
-        prompts=len(prompts),
-        groups=data.groups_per_iteration,
-        group_size=group_size,
-        ranks=ranks,
-        tokens=len(batch["tokens"]) * ranks,
-        minibatches=module.minibatches,
-        ppo_epochs=module.ppo_epochs,
-        packs=max(len(packs) for packs in parts),
-        pack_tokens=forward_tokens(largest),
-        iterations_per_epoch=data.iterations_per_epoch,
-        epochs=epochs if epochs is not None and epochs > 0 else None,
-    )
-    assert module.policy is not None
-    # With one parameter of its own: a step of it tells what the state of all will take.
-    optimizer = module.optimizer([Parameter(torch.zeros(1024))])
-    others = [] if module.reference is None else [module.reference]
-    strategy = trainer.strategy
-    placement = Placement(
-        device,
-        str(trainer.precision),
-        getattr(trainer.precision_plugin, "master_weights", True),
-        ranks if isinstance(strategy, ModelParallelStrategy) else 1,
-        getattr(strategy, "cpu_offload", False),
-    )
-    memory = training_memory(module.policy, others, optimizer, largest, placement)
-    elements = sum(p.numel() for p in module.policy.lm.parameters())
-    return [
-        "batches:",
-        *(f"  {line}" for line in plan.lines()),
-        *_schedule(module, optimizer, plan),
-        "memory of training, per process (an estimate):",
-        *(f"  {line}" for line in memory.lines()),
-        f"memory of the engine: {_engine(data.engine, elements)}",
-        *(
-            f"memory of the host for weight pushes: {in_units(kept)} on rank 0 (keep_copy), from "
-            "which restarted engines are filled"
-            for sync in find_callbacks(trainer, WeightSync)
-            if (kept := sync.transport.kept_bytes(data.engine, elements))
-        ),
-    ], memory
-
-
-def _schedule(module: PolicyModule, optimizer: torch.optim.Optimizer, plan: BatchPlan) -> list[str]:
-    """A schedule that ends at another step than the run is hardly meant."""
-    if module.lr_scheduler is None:
-        return []
-    ends = getattr(module.lr_scheduler(optimizer), "total_steps", None)
-    if ends is None or plan.total_steps is None or ends == plan.total_steps:
-        return []
-    return [
-        f"  WARNING: the learning rate's schedule ends after total_steps={ends} optimizer steps, "
-        f"the run after {plan.total_steps}; set model.lr_scheduler.total_steps"
-    ]
-
-
-def _engine(engine: Engine, elements: int) -> str:
-    cache = f"{engine.kv_cache_gb:g} GiB" if engine.kv_cache_gb else "the engine's own choice"
-    if isinstance(engine, TransformersEngine):
-        cache = "as it grows"
-    rounded = "" if engine.precision == engine.dtype else f", then rounded to {engine.precision}"
-    weights = f"{in_units(engine.weight_bytes(elements))} of weights in {engine.dtype}{rounded}"
-    return f"{weights}, key/value cache: {cache}"
 
 
 def _try(cli: RLCLI, data: RLDataModule, module: RolloutModule) -> list[str]:

@@ -1,7 +1,8 @@
 """The algebra of a configuration's batches, and the memory that training will take."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -14,6 +15,7 @@ from lightning_rl.data.packing import select, split_minibatches, split_packs
 from lightning_rl.models.heads import chunk_elements
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
+from lightning_rl.networks.schedules import EveryIteration, UpdateSchedule
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 
 
@@ -22,7 +24,8 @@ class BatchPlan:
     """From prompts to optimizer steps. Tokens and packs are the most that there can be.
 
     ``pack_tokens`` are the forward tokens of the largest pack, on each of ``ranks`` processes, and
-    ``packs`` how many a minibatch is cut into there; a prompt that rollouts share counts once.
+    ``packs`` how many a minibatch is cut into there; a prompt that rollouts share counts once. It
+    learns in the iterations of its ``schedule``.
     """
 
     prompts: int
@@ -36,6 +39,7 @@ class BatchPlan:
     pack_tokens: int
     iterations_per_epoch: int
     epochs: int | None
+    schedule: UpdateSchedule = EveryIteration()
 
     @property
     def rollouts(self) -> int:
@@ -50,7 +54,11 @@ class BatchPlan:
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the run; None if ``max_epochs`` does not bound it."""
-        return None if self.epochs is None else self.epochs * self.iterations_per_epoch * self.steps
+        return None if self.epochs is None else self.updates(self.epochs) * self.steps
+
+    def updates(self, epochs: int) -> int:
+        """Iterations of the first so many epochs in which it learns."""
+        return sum(map(self.schedule.due, range(epochs * self.iterations_per_epoch)))
 
     def lines(self) -> Iterator[str]:
         """Yield lines for a person."""
@@ -66,9 +74,11 @@ class BatchPlan:
         )
         yield (
             f"ppo_epochs {self.ppo_epochs} x minibatches {self.minibatches} = {self.steps} "
-            f"optimizer steps per iteration, {self.steps * self.iterations_per_epoch} per epoch of "
+            f"optimizer steps per iteration, {self.steps * self.updates(1)} per epoch of "
             f"{self.iterations_per_epoch} iterations"
         )
+        if self.updates(1) < self.iterations_per_epoch:
+            yield f"it learns in {self.updates(1)} iterations of the first epoch"
         if self.epochs is not None and self.total_steps is not None:
             drawn = self.groups * self.iterations_per_epoch * self.epochs
             yield (
@@ -178,10 +188,12 @@ def training_memory(
     optimizer: torch.optim.Optimizer,
     pack: TensorDict,
     placement: Placement | None = None,
+    known: AbstractSet[nn.Parameter] = frozenset(),
 ) -> MemoryPlan:
     """Estimate what an update keeps in memory, with ``pack`` the largest that it computes.
 
-    - weights: the bytes of all parameters; ``others`` are further models, such as a reference.
+    - weights: the bytes of all parameters, but for those that are ``known`` to be in memory anyway;
+      ``others`` are further models, such as a reference.
     - gradients: as many bytes as the trained parameters.
     - master weights: with ``bf16-true`` float32 copies of what is trained.
     - optimizer: what one step leaves in its state, per trained element (AdamW: two tensors).
@@ -208,7 +220,7 @@ def training_memory(
     kept += _recomputed(measured, sample, mixed)
     loss_tokens = int(pack["tokens", "loss_mask"].sum())
     state = {
-        "weights": width * _elements(policy.parameters()),
+        "weights": width * _elements(p for p in policy.parameters() if p not in known),
         "other models": sum(width * _elements(module.parameters()) for module in others),
         "gradients": width * _elements(trained),
         f"optimizer ({type(optimizer).__name__})": _state_size(optimizer, trained),
@@ -228,6 +240,20 @@ def training_memory(
     if placement.cpu_offload:
         return MemoryPlan(parts, state)
     return MemoryPlan(state | parts)
+
+
+def together(plans: Sequence[MemoryPlan]) -> MemoryPlan:
+    """Of policies that learn one after another: what stays of all, and the largest rest of one."""
+    stays: Counter[str] = Counter()
+    for plan in plans:
+        stays.update({name: size for name, size in plan.parts.items() if name.startswith(_STAYS)})
+    most = max(plans, key=lambda plan: plan.total - plan.sum_of(*_STAYS))
+    rest = {name: size for name, size in most.parts.items() if not name.startswith(_STAYS)}
+    return MemoryPlan(dict(stays) | rest, most.host)
+
+
+_STAYS = ("weights", "other models", "gradients", "optimizer", "master weights")
+"""Parts, or their beginnings, that are there between updates too."""
 
 
 def kept_for_backward(
@@ -353,8 +379,7 @@ class CardPlan:
 
     def _advice(self) -> str:
         """About the largest of what can be made smaller."""
-        names = ("weights", "other models", "gradients", "optimizer", "master weights")
-        state = self.training.sum_of(*names)
+        state = self.training.sum_of(*_STAYS)
         engine = self.at_start if self.sleeps else self.engine
         sleeping = "" if self.sleeps else ", or let it sleep meanwhile (sleep_level)"
         sizes = {

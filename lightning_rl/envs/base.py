@@ -17,7 +17,7 @@ from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.networks.agent import EnvAgent
-from lightning_rl.run.dist import all_sum, world_size
+from lightning_rl.run.dist import sum_over_ranks
 from lightning_rl.run.hooks import (
     answers,
     datamodule_of,
@@ -179,7 +179,7 @@ class EnvModule(RecordingModule):
         for part in (part for name in names for part in self._parts[name]):
             parameters = [p for p in part if p.grad is not None]
             if parameters:
-                self._sum_over_ranks(parameters)
+                sum_over_ranks(p.grad for p in parameters if p.grad is not None)
                 most = self.max_grad_norm or float("inf")
                 norms.append(nn.utils.clip_grad_norm_(parameters, most, foreach=True))
         norm = torch.stack(norms).max()
@@ -188,16 +188,6 @@ class EnvModule(RecordingModule):
             return
         add(measured, {"policy/grad_norm": norm.reshape(1)})
         optimizer.step()
-
-    @staticmethod
-    def _sum_over_ranks(parameters: list[nn.Parameter]) -> None:
-        if world_size() == 1:
-            return
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        summed = all_sum(torch.cat([gradient.flatten() for gradient in gradients]))
-        parts = summed.split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.reshape(gradient.shape))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Nothing: :meth:`step` has looked at the gradient already."""

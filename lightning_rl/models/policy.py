@@ -156,14 +156,15 @@ class Policy(nn.Module):
         hosted = with_host(batch)
         tokens, row = batch["tokens"], token_rows(host_of(hosted))
         rows = torch.arange(len(batch["rollouts"]), device="cpu") if rows is None else rows
-        outputs = {name: torch.zeros_like(tokens["rollout_logprobs"])}
+        names = (name,) if self.value_head is None else (name, "values")
+        outputs = {column: torch.zeros_like(tokens["rollout_logprobs"]) for column in names}
         for members, scores in each_pack(self, hosted, rows, max_tokens, self.sharded):
             # Rows of a pack ascend, so its tokens stand in it in the batch's own order.
             within = torch.isin(row, members).nonzero().squeeze(1)
             live = within.to(scores.live.device, non_blocking=True)[scores.live]
             outputs[name][live] = scores.logprobs
             if scores.values is not None:
-                outputs.setdefault("values", torch.zeros_like(outputs[name]))[live] = scores.values
+                outputs["values"][live] = scores.values
         tokens.update(outputs)
         return batch
 

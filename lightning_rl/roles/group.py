@@ -1,10 +1,17 @@
 """SharedModelGroup: roles that are one policy, and all that this one learns by."""
 
+from collections.abc import Iterable
+from itertools import compress
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
+from tensordict import TensorDict
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from lightning_rl.algos.losses import Metrics
+from lightning_rl.algos.objective import Objective
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
@@ -12,6 +19,7 @@ from lightning_rl.models.lora import as_lora
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.module import PolicyModule
 from lightning_rl.networks.schedules import EveryIteration, UpdateSchedule
+from lightning_rl.run.dist import all_max, sum_over_ranks, world_size
 from lightning_rl.run.metrics import named
 
 
@@ -86,6 +94,14 @@ class SharedModelGroup(PolicyModule):
             "PolicyModule"
         )
 
+    def backward_pack(self, pack: TensorDict, objective: Objective, last: bool) -> Metrics:
+        """Add a pack's gradient; with the last pack's it is averaged over ranks."""
+        # DDP's own reduction would wait for the weights of all policies.
+        metrics = super().backward_pack(pack, objective, last=False)
+        if last:
+            _average_over_ranks(self.loaded_policy.parameters())
+        return metrics
+
     def own_optimizer(self) -> Any:
         everyone = super().own_optimizer()
         return everyone[self._places[0]] if isinstance(everyone, list) else everyone
@@ -109,3 +125,18 @@ class SharedModelGroup(PolicyModule):
         run = self.trainer.lightning_module
         assert isinstance(run, RecordingModule)
         return run
+
+
+def _average_over_ranks(parameters: Iterable[Parameter]) -> None:
+    """Average gradients; one that a rank lacks is zero there, and one that all lack stays so."""
+    if world_size() == 1:
+        return
+    trained = [p for p in parameters if p.requires_grad]
+    there = all_max(torch.tensor([float(p.grad is not None) for p in trained], device="cpu"))
+    gradients = []
+    for parameter in compress(trained, there.tolist()):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    sum_over_ranks(gradients)
+    torch._foreach_div_(gradients, world_size())

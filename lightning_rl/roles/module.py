@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from tensordict import TensorDict
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,6 +19,7 @@ from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import load_lm, model_of, of_same_weights
 from lightning_rl.roles.group import SharedModelGroup
+from lightning_rl.run.dist import any_rank
 
 
 @configurable(model=model_of)
@@ -89,10 +90,10 @@ class RolesModule(RolloutModule, LanguageModule):
 
     def configure_callbacks(self) -> list[Callback]:
         strategy = self.trainer.strategy
-        if not isinstance(strategy, SingleDeviceStrategy):
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
             raise ConfigError(
-                f"RolesModule trains in one process, not with {type(strategy).__name__}: in an "
-                "iteration only some policies have gradients; set trainer.devices: 1"
+                f"RolesModule trains on one process, or on several that hold all weights each, not "
+                f"with {type(strategy).__name__}; set trainer.strategy: ddp"
             )
         return super().configure_callbacks()
 
@@ -130,7 +131,7 @@ class RolesModule(RolloutModule, LanguageModule):
         """One RL iteration: an update of every policy that is due and has written anything."""
         for name, group in self.policies.items():
             rows = self.rows_of(name, batch)
-            if not len(rows) or not group.schedule.due(self.iteration):
+            if not group.schedule.due(self.iteration) or not any_rank(len(rows) > 0):
                 continue
             self._learning = name
             group.training_step(select(batch, rows), batch_idx)

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -58,6 +58,37 @@ def take_from_rank_zero(value: Tensor) -> None:
         shared = value.detach().to(device, copy=True)
         dist.broadcast(shared, 0, group=group)
         value.detach().copy_(shared)
+
+
+def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
+    """Overwrite each tensor with the sum of all ranks'; they are sent many at a time.
+
+    All ranks give tensors of the same sizes in the same order.
+    """
+    if world_size() == 1:
+        return
+    for bucket in _buckets(tensors):
+        summed = all_sum(torch.cat([tensor.flatten() for tensor in bucket]))
+        parts = summed.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.reshape(tensor.shape))
+
+
+_BUCKET = 8 * 2**20
+"""Elements from which on tensors are sent, so that a copy of a large model is never whole."""
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        bucket.append(tensor)
+        size += tensor.numel()
+        if size >= _BUCKET:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
 
 
 def _reduced(value: Tensor, operation: Any) -> Tensor:

@@ -11,6 +11,8 @@ import torch
 import yaml
 from torch.nn import Parameter
 
+from benchmarks.memory import FollowAllocations
+from lightning_rl import LoRA, Periodic
 from lightning_rl.cli import layouts, main, stopwatch
 from lightning_rl.cli.plan import (
     BatchPlan,
@@ -20,12 +22,16 @@ from lightning_rl.cli.plan import (
     largest_rollouts,
     training_memory,
 )
+from lightning_rl.cli.training_plan import training_plan
+from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
-from lightning_rl.rollout import Prompt
+from lightning_rl.rollout import Prompt, Row
 from tests.bad_configs import CONFIG, files
+from tests.small_run import trainer_of
 from tests.two_ranks import ROOT
+from tests.two_roles import roles_data, roles_module
 
 
 def test_all_is_checked_and_nothing_written(workplace, capsys):
@@ -132,6 +138,42 @@ def test_activations_grow_with_the_tokens(tiny_model):
     assert kept(8) == pytest.approx(kept(1), rel=0.05)
     # Two layers, each with at least its inputs in float32: 64 numbers to four projections.
     assert kept(1) > 2 * 4 * 64 * 4
+
+
+def test_memory_of_two_policies_is_what_their_updates_take(tiny_model, tmp_path):
+    """Estimated, and followed from allocation to allocation in an update of both."""
+    # The second keeps more of a pass, and the optimizer's state of both stays.
+    second = {"lora": LoRA(rank=8), "ppo_epochs": 2, "schedule": Periodic(every=2)}
+    module, data, follow = (
+        roles_module(tiny_model, second=second),
+        roles_data(),
+        FollowAllocations(),
+    )
+    trainer = trainer_of(tmp_path, [follow])
+    trainer.strategy.connect(module)
+    data.trainer = module.trainer = trainer
+    data.load_prompts("fit")
+    module.configure_model()
+    prompts = data.train_prompts.first()
+    lines, memory = training_plan(module, data, prompts, torch.device("cpu"))
+    assert [line for line in lines if line.startswith("batches of ")] == [
+        "batches of first:", "batches of second:",
+    ]  # fmt: skip
+    assert any("2 optimizer steps per iteration, 4 per epoch of 4 it" in line for line in lines)
+    assert "  it learns in 2 iterations of the first epoch" in lines
+    storages = {p.untyped_storage().data_ptr(): p.numel() * 4 for p in module.parameters()}
+    assert memory.parts["weights"] == sum(storages.values())  # the base once
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert memory.parts["gradients"] == 4 * trained
+    assert memory.parts["optimizer (AdamW)"] == 8 * trained
+    rollouts = largest_rollouts(prompts, 4, 4, data.sampling.max_tokens)
+    for rollout in rollouts:
+        columns = (rollout.token_ids, rollout.loss_mask, rollout.logprobs, rollout.versions)
+        rollout.role, rollout.reward = "first", float(rollout.sample_index % 2)
+        rollout.further = [Row(rollout.prompt.token_ids, *columns, role="second")]
+    trainer.fit(module, LazyLoader(lambda _: pack_rollouts(rollouts, roles=[*module.roles]), 1))
+    assert module.role_versions == {"first": 1, "second": 1}
+    assert memory.total == pytest.approx(follow.peak + memory.parts["weights"], rel=0.1)
 
 
 @pytest.mark.parametrize(

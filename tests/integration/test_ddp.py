@@ -17,6 +17,7 @@ from lightning_rl.algos.turns import GiGPO, TurnGAE
 from lightning_rl.cli.rerun.compare import rerun_iteration
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.errors import DataError
+from tests.ranks_roles import fit_roles
 from tests.ranks_run import (
     GROUP_SIZE,
     GROUPS,
@@ -128,6 +129,36 @@ def test_ranks_that_work_ahead_draw_and_learn_the_same_mixture(results):
     drawn = sorted((one["drawn"], two["drawn"]), key=len)
     assert drawn[0] == drawn[1][: len(drawn[0])]
     assert len(drawn[0]) >= 6 * GROUPS
+
+
+def test_several_policies_train_on_two_processes_as_on_one(results, folder, tiny_model):
+    """Each from its own rows, of which a rank has none while the other has some."""
+    one = fit_roles(str(tiny_model), folder / "alone" / "roles")
+    two = [rank["whole"] for rank in results("roles")]
+    assert one["versions"] == two[0]["versions"] == {"first": 4, "second": 2, "rare": 3}
+    for iteration, told in enumerate(one["learned"]):
+        shares = [rank["learned"][iteration] for rank in two]
+        assert told == {name: sum(share[name] for share in shares) for name in shares[0]}
+        shares = [rank["rollouts"][iteration] for rank in two]
+        assert sorted(shares[0] + shares[1]) == sorted(map(list, one["rollouts"][iteration]))
+    # One group, two of one rank each, none.
+    assert [rank["learned"][0]["rare"] for rank in two].count(0) == 1
+    for expected, row in zip(one["rows"], two[0]["rows"], strict=True):
+        assert comparable(row) == pytest.approx(comparable(expected), rel=TOLERANCE, abs=TOLERANCE)
+    assert two[0]["weights"] == two[1]["weights"]  # of all ranks, to the bit
+
+
+def test_several_policies_go_on_as_if_not_interrupted(results):
+    for rank in results("roles"):
+        whole, rest = rank["whole"], rank["rest"]
+        assert rest["rollouts"] == whole["rollouts"][2:]
+        assert rest["weights"] == whole["weights"]
+
+
+def test_several_policies_are_not_sharded(results):
+    for rank in results("roles_fsdp"):
+        assert rank["error"] == "ConfigError"
+        assert "not with ModelParallelStrategy; set trainer.strategy: ddp" in rank["message"]
 
 
 def test_a_loop_of_ones_own_trains_as_one(results, tiny_model):

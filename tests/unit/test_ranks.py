@@ -7,8 +7,18 @@ from itertools import chain
 import pytest
 import torch
 
-from lightning_rl.algos.advantages import GRPO
+from lightning_rl.algos.advantages import GAE, GRPO
+from lightning_rl.algos.baselines import (
+    OPMD,
+    RLOO,
+    MaxRL,
+    PassAtK,
+    ReinforcePlusPlus,
+    RunningBaseline,
+)
 from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
+from lightning_rl.algos.tree import TreeRLOO
+from lightning_rl.algos.turns import GiGPO, RewardToGo, TurnGAE
 from lightning_rl.collect.checks import check_groups
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.loader import RolloutBatches
@@ -25,9 +35,11 @@ from lightning_rl.data.packing import (
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, FilterError
+from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.rollout import Call
 from lightning_rl.run import dist
+from tests.turn_rollouts import random_episodes, with_values
 
 
 @pytest.fixture
@@ -253,6 +265,31 @@ def test_no_group_at_all_weighs_nothing(make_rollout, rule):
     assert has_zero_advantage(nothing).shape == (0,)
 
 
+@pytest.mark.parametrize(
+    "advantage",
+    [
+        GRPO(), GAE(), RLOO(), MaxRL(), PassAtK(), OPMD(), ReinforcePlusPlus(), RunningBaseline(),
+        ReinforcePlusPlus(group_baseline=True), TurnGAE(), RewardToGo(), GiGPO(), TreeRLOO(),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("recorded", [True, False])
+def test_no_group_at_all_has_no_advantages(advantage, recorded, make_rollout):
+    """As on a rank where nobody asked for a policy that learns on others."""
+    rollouts = random_episodes(0) if recorded else [make_rollout([3], [4, 1])]
+    batch = with_values(pack_rollouts(rollouts))
+    batch["tokens", "token_rewards"] = torch.zeros(len(batch["tokens"]))
+    nothing = advantage(select(batch, torch.zeros(0, dtype=torch.long)))
+    assert nothing["tokens", "advantages"].shape == (0,)
+
+
+def test_no_group_at_all_is_scored(tiny_model, make_rollout):
+    batch = pack_rollouts([make_rollout([3], [4, 1])])
+    nothing = select(batch, torch.zeros(0, dtype=torch.long))
+    Policy(str(tiny_model), SharedValueHead()).score(nothing, "old_logprobs", 100)
+    for name in ("old_logprobs", "values"):
+        assert nothing["tokens", name].shape == (0,)
+
+
 def test_a_rank_without_a_group_scores_a_made_up_rollout(tiny_model, make_rollout):
     """With every column that there is, and a gradient of zero, which is not missing."""
     rollout = make_rollout(
@@ -275,6 +312,22 @@ def test_a_rank_without_a_group_scores_a_made_up_rollout(tiny_model, make_rollou
     scores.logprobs.sum().backward()
     gradients = [p.grad for p in policy.parameters()]
     assert all(grad is not None and not grad.any() for grad in gradients)
+
+
+def test_tensors_are_summed_many_at_a_time(monkeypatch):
+    sent = []
+
+    def all_sum(flat):
+        sent.append(flat.tolist())
+        return 3 * flat
+
+    monkeypatch.setattr(dist, "world_size", lambda: 3)
+    monkeypatch.setattr(dist, "all_sum", all_sum)
+    monkeypatch.setattr(dist, "_BUCKET", 3)
+    tensors = [torch.tensor(x) for x in ([[1.0], [2.0]], [3.0, 4.0], [5.0], [6.0])]
+    dist.sum_over_ranks(tensors)
+    assert sent == [[1, 2, 3, 4], [5, 6]]
+    assert [t.tolist() for t in tensors] == [[[3], [6]], [9, 12], [15], [18]]
 
 
 def test_one_process_talks_to_nobody():
