@@ -84,7 +84,7 @@ def draw_curves(history: Sequence[Row], title: str = "") -> Any:
     ]
     if not panels:
         return None
-    # Margins in inches: a layout that looks for them takes as long as all else together.
+    # Margins in inches: a layout that looks for them draws all of it once more.
     width, height = 9, 1.0 + 2.6 * len(panels)
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
