@@ -84,9 +84,18 @@ def draw_curves(history: Sequence[Row], title: str = "") -> Any:
     ]
     if not panels:
         return None
-    figure = Figure(figsize=(9, 1.0 + 2.6 * len(panels)), layout="constrained")
+    # Margins in inches: a layout that looks for them draws all of it once more.
+    width, height = 9, 1.0 + 2.6 * len(panels)
+    figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(title, fontsize="medium", y=1 - 0.07 / height, va="top")
+    figure.subplots_adjust(
+        left=1.0 / width,
+        right=1 - 0.1 / width,
+        bottom=0.5 / height,
+        top=1 - 0.6 / height,
+        hspace=0.18,
+    )
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for panel, place in zip(panels, axes, strict=True):
         panel(place, history, shown)

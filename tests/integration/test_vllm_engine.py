@@ -453,7 +453,7 @@ def test_an_engine_can_be_closed_and_started_again_beside_another(
     assert generate(engine, PROMPTS, Sampling(max_tokens=8))[0].token_ids == expected[0]
 
 
-def test_what_is_closed_is_gone(skeleton, weights):
+def test_what_is_closed_is_gone(skeleton, weights, thawed):
     """Model, runner and key/value cache: on a GPU, the memory that the next run needs."""
     engine = VLLMLocal(max_model_len=64, kv_cache_gb=0.05)
     engine.start(skeleton)
