@@ -210,7 +210,7 @@ def test_an_interaction_by_hand():
     # The question is about the first graph, the answer in the second.
     assert data["prover", "choices"][0, 0].tolist() == [0.0] * 8 + [1.0] * 8
     data = acted(env, data, prover=2, verifier=0, decision=GO_ON)
-    assert env.messages[0].tolist() == [3, 10, -1, -1]
+    assert env.messages["main"][0].tolist() == [3, 10, -1, -1]
     assert data["verifier", "claimed"][0].tolist() == [[1, 0]]
     assert data["verifier", "round"][0, 0].tolist() == [0, 0, 1, 0]
     assert not data["verifier", "reward"].any()
@@ -234,7 +234,7 @@ def test_a_node_that_is_not_there_counts_on_from_the_first():
     env = small(nodes=(8, 12), num_envs=64)
     data = acted(env, env.reset(), prover=11, verifier=0, decision=GO_ON)
     del data
-    assert torch.equal(env.messages[:, 0], 11 % env.size)
+    assert torch.equal(env.messages["main"][:, 0], 11 % env.size)
 
 
 def test_the_verifier_alone_sees_nothing_of_the_graphs():
