@@ -31,12 +31,12 @@ class JointLoss(ABC):
 class SimulationLoss(JointLoss):
     """Teaches the simulator of a :class:`ZeroKnowledge` likeness to the adversary, and vice versa.
 
-    A policy gradient asks which draws were paid more than others in their place. A simulator's draws
-    change nothing: it is paid for the logits l' that it draws by, as its adversary is for its own,
-    l. So both also follow the gradient of what they are paid themselves, r = cos(l, l') summed over
-    message and decision: the simulator up, with l as it is, the adversary down, with l' as it is.
-    It is the pathwise part of the gradient of their rewards; what an adversary's words make others
-    say later is left to the policy gradient.
+    A policy gradient asks which draws were paid more than others in their place. A simulator's
+    draws change nothing: it is paid for the logits l' that it draws by, as its adversary is for its
+    own, l. So both also follow the gradient of what they are paid themselves, r = cos(l, l') summed
+    over message and decision: the simulator up, with l as it is, the adversary down, with l' as it
+    is. That is the pathwise part of the gradient of their rewards; what an adversary's words make
+    others say later is left to the policy gradient.
 
     Args:
         coef: weight of it.
