@@ -36,7 +36,7 @@ def fitted(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", ["nip.yaml", "spg.yaml", "zero_knowledge.yaml", "adp.yaml", "solo.yaml"]
+    "name", ["nip.yaml", "spg.yaml", "adp.yaml", "solo.yaml"]
 )
 def test_a_run_of_each_file(fitted, name):
     run = fitted(name)

@@ -255,7 +255,7 @@ def beside(protocol, wrapped, logits=None):
     for _ in range(protocol.max_message_rounds):
         both.rand_action(second)
         for name in protocol.agent_names:
-            for action in alone.action_spec[name].keys():
+            for action in ("message", "decision") if name == "verifier" else ("message",):
                 first[name, action] = second[name, action].clone()
         for name, (message, decision) in (logits or {}).items():
             second[name, "message_logits"] = message.expand(16, 1, 16)
