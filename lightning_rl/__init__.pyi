@@ -240,6 +240,10 @@ from lightning_rl.envs.datamodule import EnvDataModule as EnvDataModule
 from lightning_rl.envs.dqn import DQNModule as DQNModule
 from lightning_rl.envs.game_module import GameModule as GameModule
 from lightning_rl.envs.gym import Gym as Gym
+from lightning_rl.envs.joint_loss import (
+    JointLoss as JointLoss,
+    SimulationLoss as SimulationLoss,
+)
 from lightning_rl.envs.maker import (
     EnvMaker as EnvMaker,
     TorchRLEnv as TorchRLEnv,

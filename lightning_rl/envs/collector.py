@@ -3,8 +3,8 @@
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import singledispatch
 from types import FrameType
@@ -71,6 +71,9 @@ class EnvCollector(ABC):
     carried: Sequence[int] = ()
     """Steps that the episode at hand of each environment had when the last batch began; ():
     episodes begin with the batch."""
+
+    syncing: Callable[[int], AbstractContextManager[Any]] = nullcontext
+    """Entered with their version where agents are sent to other processes."""
 
     @property
     @abstractmethod

@@ -1,7 +1,8 @@
 """EnvDataModule: environments behind Lightning's data interface."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -166,6 +167,7 @@ class EnvDataModule(CollectingDataModule):
                 "each steps as many"
             )
         own = self.num_envs // ranks
+        self.collector.syncing = self._syncing
         with dist.every_rank():
             self.collector.start(self.seed, dist.rank() * own, own)
             if self.player is not self.collector:
@@ -227,6 +229,14 @@ class EnvDataModule(CollectingDataModule):
         if self.min_episode_length > 1:
             module.record({"rollout/skipped_share": self._skip_short(batch["steps"]) / frames})
         return batch
+
+    @contextmanager
+    def _syncing(self, version: int) -> Iterator[None]:
+        """Tell callbacks of agents that are sent to other processes, as of a push to an engine."""
+        assert self.trainer is not None
+        call_hook(self.trainer, "on_sync_start")
+        yield
+        call_hook(self.trainer, "on_weights_synced", version)
 
     def _skip_short(self, steps: TensorDict) -> float:
         """Mark the steps that are not learned from; returns how many they are on all ranks."""

@@ -18,7 +18,7 @@ from lightning_rl.algos.losses import ValueLoss
 from lightning_rl.algos.steps import StepAdvantage, StepGAE
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import Measured, add
-from lightning_rl.envs.module import ActorCriticModule, Old, check_loss
+from lightning_rl.envs.module import ActorCriticModule, Made, check_loss
 from lightning_rl.envs.rows import Rows, rows_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import save_primitive_hparams
@@ -180,7 +180,7 @@ class GameModule(ActorCriticModule):
         self,
         rows: Mapping[str, Rows],
         places: Tensor,
-        old: Mapping[str, Old],
+        old: Mapping[str, Made],
         measured: Measured,
     ) -> None:
         """One optimizer step of all players on some environments (M, T)."""

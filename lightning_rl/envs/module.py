@@ -15,17 +15,19 @@ from lightning_rl.algos.step_kl import AdaptiveKL
 from lightning_rl.algos.steps import StepAdvantage, StepGAE
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule, Measured, add, summed_up
+from lightning_rl.envs.joint_loss import JointLoss
 from lightning_rl.envs.rows import Clips, Rows, minibatches, rows_of
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.networks.actor_critic import ActorCritic, joint_entropy, joint_log_prob
 from lightning_rl.networks.distributions import ActionDistribution
 from lightning_rl.networks.memory import RecurrentBody
+from lightning_rl.networks.schedules import EveryIteration
 from lightning_rl.run.dist import all_sum, any_rank
 from lightning_rl.run.seeding import derived_seed, run_seed
 
-Old = Mapping[str, ActionDistribution]
-"""An agent's distributions on all rows, by action."""
+Made = Mapping[str, ActionDistribution]
+"""An agent's distributions, by action."""
 
 
 @configurable
@@ -43,6 +45,7 @@ class ActorCriticModule(EnvModule):
         value_loss: the critic's loss.
         entropy: bonus; None for none.
         kl: penalty for leaving the policy that collected the batch; None for none.
+        joint_loss: what several agents' choices cost together; None: each learns by itself.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per iteration.
         epochs: passes over each batch.
@@ -66,6 +69,7 @@ class ActorCriticModule(EnvModule):
         value_loss: ValueLoss = ValueLoss(),
         entropy: EntropyBonus | None = None,
         kl: AdaptiveKL | None = None,
+        joint_loss: JointLoss | None = None,
         optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=3e-4, eps=1e-5, fused=True),
         lr_scheduler: LRSchedulerCallable | None = None,
         epochs: int = 4,
@@ -87,6 +91,7 @@ class ActorCriticModule(EnvModule):
         self.value_loss = value_loss
         self.entropy = entropy
         self.kl = kl
+        self.joint_loss = joint_loss
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.epochs = epochs
@@ -144,17 +149,23 @@ class ActorCriticModule(EnvModule):
         self,
         rows: Mapping[str, Rows],
         places: Tensor,
-        old: Mapping[str, Old],
+        old: Mapping[str, Made],
         measured: Measured,
     ) -> None:
         """One optimizer step on a minibatch of every agent's."""
-        losses = []
+        losses, made, drawn = [], {}, {}
         for name, all_rows in rows.items():
             some = all_rows.teaching(places)
-            own = self._drawn(name, all_rows, some)
-            loss, metrics = self._loss(name, own, old[name], some)
+            own = drawn[name] = self._drawn(name, all_rows, some)
+            made[name], values = self.agents[name](own.observations, own.state, own.begins)
+            loss, metrics = self._loss(made[name], values, own, old[name], some)
             losses.append(loss)
             add(measured, self.named(name, metrics))
+        if self.joint_loss is not None and made.keys() >= set(self.joint_loss.agents):
+            loss, metrics = self.joint_loss(made)
+            weights = drawn[self.joint_loss.agents[0]].learned["weights"]
+            losses.append((loss * weights).sum() / all_sum(weights.sum()).clamp(min=1))
+            add(measured, {f"policy/{key}": v[weights > 0] for key, v in metrics.items()})
         self.step(torch.stack(losses).sum() if len(losses) > 1 else losses[0], rows, measured)
 
     def _drawn(self, name: str, rows: Rows, places: Tensor) -> Rows:
@@ -163,9 +174,10 @@ class ActorCriticModule(EnvModule):
             return rows.clips(places, self.clips.length)
         return rows.at(places)
 
-    def _loss(self, name: str, rows: Rows, old: Old, places: Tensor) -> tuple[Tensor, Metrics]:
+    def _loss(
+        self, made: Made, values: Tensor, rows: Rows, old: Made, places: Tensor
+    ) -> tuple[Tensor, Metrics]:
         """An agent's loss, summed so that ranks' sum is the mean over steps; and metrics (M,)."""
-        made, values = self.agents[name](rows.observations, rows.state, rows.begins)
         tokens = {key: value.flatten() for key, value in rows.learned.items()}
         weights = tokens["weights"]
         share = weights / all_sum(weights.sum()).clamp(min=1)
@@ -217,6 +229,13 @@ class ActorCriticModule(EnvModule):
         Raises:
             ConfigError: naming agent and setting.
         """
+        for name in () if self.joint_loss is None else self.joint_loss.agents:
+            if name not in self.agents or self.agents[name].schedule != EveryIteration():
+                raise ConfigError(
+                    f"joint_loss={type(self.joint_loss).__name__} is for agents "
+                    f"{', '.join(self.joint_loss.agents)}, and {name!r} is none that learns in "
+                    "every iteration; drop joint_loss, or that agent's schedule"
+                )
         for name, agent in self.agents.items():
             remembers = isinstance(agent.body, RecurrentBody)
             if remembers and self.clips is None:

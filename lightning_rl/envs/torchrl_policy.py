@@ -64,5 +64,7 @@ class TorchRLPolicy(nn.Module):
                 drawn = actions[action].cpu()
                 tensordict.set((*own_key(name), "actions", action), drawn)
                 tensordict.set(key, within(self._spaces[name].actions[action], drawn))
+            for action, key in places.logits.items():
+                tensordict.set(key, made[action].logits.cpu())  # type: ignore[attr-defined]
             tensordict.set((*own_key(name), "logprobs"), joint_log_prob(made, actions).cpu())
         return tensordict

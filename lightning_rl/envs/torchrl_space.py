@@ -35,12 +35,14 @@ class Places:
     Args:
         observations: by name.
         actions: by name.
+        logits: by action, where the environment reads those that it was drawn by.
         reward: of a step, under ``next``.
         shared_reward: the reward is one for all agents of the group.
     """
 
     observations: Mapping[str, Key]
     actions: Mapping[str, Key]
+    logits: Mapping[str, Key]
     reward: Key
     shared_reward: bool
 
@@ -89,10 +91,30 @@ def _agent(env: Any, name: str, prefix: Key) -> tuple[Space, Places]:
     places = Places(
         {_name(key): prefix + key for key in seen},
         {_name(key): prefix + key for key in acts},
+        _logits(env, name, prefix, space),
         ("reward",) if own is None else prefix + own,
         own is None,
     )
     return space, places
+
+
+def _logits(env: Any, name: str, prefix: Key, space: Space) -> dict[str, Key]:
+    """What of its state the environment wants from the policy: ``<action>_logits``, by action.
+
+    Raises:
+        ConfigError: for logits of what is not one choice of several.
+    """
+    named = {f"{action}_logits": action for action in space.actions}
+    state = _below(env.full_state_spec_unbatched, prefix)
+    found = {named[_name(key)]: prefix + key for key in state if _name(key) in named}
+    for action in found:
+        kind = space.actions[action]
+        if not isinstance(kind, Discrete):
+            raise ConfigError(
+                f"data.env: the environment reads logits of agent {name!r}'s action {action!r}, "
+                f"which is {kind}, and only what is one of several has logits for each choice"
+            )
+    return found
 
 
 def _below(spec: Any, prefix: Key) -> dict[Key, Any]:

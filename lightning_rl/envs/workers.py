@@ -120,7 +120,8 @@ class WorkersCollector(ProcessesCollector):
             begin = time.perf_counter()
             self._version = trained
             self._sent = {name: agent.snapshot() for name, agent in agents.items()}
-            self._tell_all("become", self._sent)
+            with self.syncing(trained):
+                self._tell_all("become", self._sent)
             self._told["sync/version"] = float(trained)
             self._told["sync/seconds"] = time.perf_counter() - begin
         kind = agents[AGENT].device.type

@@ -48,8 +48,8 @@ class Protocol(ABC):
     """Pairs of an agent and a channel that it sees."""
     rejecting: Sequence[str] = ()
     """Provers that argue for rejecting, and are paid for it; the others for accepting."""
-    needs_logits = False
-    """Whether rewards hang on the agents' logits, not only on what they say."""
+    logits_read: Sequence[str] = ()
+    """Agents on whose logits rewards hang, not only on what they say."""
 
     def __init__(
         self,
@@ -131,6 +131,19 @@ class Protocol(ABC):
         turn = self.turn_reward * self.has_turn(now, seed)
         paid = torch.where(counts, verdict, torch.where(last, -1.0, turn))
         return counts | last, {VERIFIER: paid} | self.prover_rewards(decided, paid, seed)
+
+    def logit_rewards(
+        self, logits: Mapping[str, Sequence[Tensor]], round: Rounds, seed: Rounds = 0
+    ) -> dict[str, Tensor]:
+        """What a round pays agents besides, (*B,), for logits; here: nothing.
+
+        Args:
+            logits: by agent, of all in ``logits_read``: of its message (*B, M) and its decision
+                (*B, 3).
+            round: that they were made in.
+            seed: of the interaction.
+        """
+        return {}
 
     def prover_rewards(self, decided: Tensor, paid: Tensor, seed: Rounds = 0) -> dict[str, Tensor]:
         """What a round pays each prover, (*B,): 1 if the decision is what it argues for.

@@ -70,7 +70,7 @@ class Conversation:
             ConfigError: if the protocol pays for logits, which words have not, or the scenario has
                 nothing to tell one of its agents.
         """
-        if protocol.needs_logits:
+        if protocol.logits_read:
             raise ConfigError(
                 f"{type(protocol).__name__} pays for agents' logits, which agents in words have "
                 "not; take the protocol that it is made of, or TensorDict agents"

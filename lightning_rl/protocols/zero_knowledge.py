@@ -1,6 +1,6 @@
 """ZeroKnowledge: a protocol in which provers are to give away nothing but what they prove."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ class ZeroKnowledge(Protocol):
     """Another protocol, beside which the provers also talk to an adversarial verifier.
 
     The adversary speaks when the verifier does, on copies of the channels, and decides nothing. A
-    simulator, who sees none of that, guesses what the adversary says: if it can, the provers have
+    simulator, who hears no prover, guesses what the adversary says: if it can, the provers have
     told the adversary nothing that could not be known without them (Hammond and Adam-Day 2025,
-    "Neural Interactive Proofs", zero-knowledge protocols). It is paid for its logits, so all agents
-    must have some: TensorDict agents, and not those that are known by their words.
+    "Neural Interactive Proofs", zero-knowledge protocols). Both are paid for their logits: they are
+    TensorDict agents, taught by a :class:`ZeroKnowledgeModule`, and none that are known by words.
 
     Args:
         protocol: the other one.
@@ -33,7 +33,7 @@ class ZeroKnowledge(Protocol):
         ConfigError: for a coefficient that is not finite.
     """
 
-    needs_logits = True
+    logits_read = (ADVERSARY, SIMULATOR)
 
     def __init__(
         self,
@@ -86,34 +86,30 @@ class ZeroKnowledge(Protocol):
     def step(
         self, decisions: Mapping[str, Rounds], round: Rounds, label: Rounds, seed: Rounds = 0
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The other protocol's; adversary and simulator are paid by :meth:`simulation_rewards`."""
+        """The other protocol's; adversary and simulator are paid by :meth:`logit_rewards`."""
         done, rewards = self.protocol.step(decisions, round, label, seed)
         nothing = torch.zeros_like(rewards[VERIFIER])
         return done, rewards | {ADVERSARY: nothing, SIMULATOR: nothing}
 
-    def simulation_rewards(
-        self,
-        adversary: tuple[Tensor, Tensor],
-        simulator: tuple[Tensor, Tensor],
-        round: Rounds,
-        seed: Rounds = 0,
+    def logit_rewards(
+        self, logits: Mapping[str, Sequence[Tensor]], round: Rounds, seed: Rounds = 0
     ) -> dict[str, Tensor]:
         """What a round pays besides, (*B,), where the adversary speaks: r, -r and c' r.
 
         r = c (cos(m, m') + cos(d, d')) with the logits m (*B, M) of messages and d (*B, 3) of
         decisions of the adversary, and the simulator's m' and d'.
-
-        Args:
-            adversary: m and d.
-            simulator: m' and d'.
-            round: that both spoke in.
-            seed: of the interaction.
         """
-        alike = [cosine_similarity(a, b, dim=-1) for a, b in zip(adversary, simulator, strict=True)]
         spoke = self.speaks(ADVERSARY, round, seed)
-        paid = self.simulator_coefficient * (alike[0] + alike[1]) * spoke
+        alike = likeness(logits[ADVERSARY], logits[SIMULATOR])
+        paid = self.simulator_coefficient * alike * spoke
         provers = dict.fromkeys(self.prover_names, self.prover_coefficient * paid)
         return provers | {ADVERSARY: -paid, SIMULATOR: paid}
+
+
+def likeness(logits: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """The sum of the cosines of logits (*B, n) and others of the same choices, (*B,)."""
+    pairs = zip(logits, others, strict=True)
+    return torch.stack([cosine_similarity(a, b, dim=-1) for a, b in pairs]).sum(0)
 
 
 def _played_by(agent: str) -> str:

@@ -12,6 +12,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.protocols.base import VERIFIER, Protocol
 from lightning_rl.protocols.single_prover import Nip
+from lightning_rl.protocols.zero_knowledge import ADVERSARY, SIMULATOR
 from recipes.graph_isomorphism.data import Kind, twins
 from recipes.graph_isomorphism.views import (
     FACTS,
@@ -33,6 +34,10 @@ class GraphIsomorphism(EnvBase):
     messages. The verifier sees of messages only degrees, and of a question of its own and the
     answer what :func:`.views.claims` says. Label 1: isomorphic.
 
+    Of :class:`ZeroKnowledge` the adversary sees its own channel as the verifier does, and the
+    simulator the same without the answers. Prover's actions and observations of this channel have
+    its name before theirs: ``adversarial_main_message``.
+
     Args:
         protocol: who speaks when, and what it pays.
         num_envs: E, interactions side by side.
@@ -43,8 +48,8 @@ class GraphIsomorphism(EnvBase):
         data_seed: of the graphs.
 
     Raises:
-        ConfigError: for values out of range, and a protocol with several channels, or stances that
-            nobody could see.
+        ConfigError: for values out of range, and a protocol whose verifier reads several channels,
+            or with stances that nobody could see.
     """
 
     batch_locked = True
@@ -71,8 +76,13 @@ class GraphIsomorphism(EnvBase):
         self._questions = self._asked()
         self._make_specs()
         self.round = torch.zeros(num_envs, dtype=torch.long)
-        self.messages = torch.full((num_envs, self.protocol.max_message_rounds), -1)
+        channels = self.protocol.message_channel_names
+        self.messages = {channel: self._silence() for channel in channels}
+        """By channel (E, R)."""
         self._set_seed(0)
+
+    def _silence(self) -> Tensor:
+        return torch.full((self.num_envs, self.protocol.max_message_rounds), -1)
 
     def _take(self, split: str, count: int, nodes: tuple[int, int], kind: Kind, seed: int) -> None:
         found = twins(split, count, (int(nodes[0]), int(nodes[1])), kind, seed)
@@ -95,22 +105,24 @@ class GraphIsomorphism(EnvBase):
     def _make_specs(self) -> None:
         envs, nodes, rounds = self.num_envs, 2 * self.nodes, self.protocol.max_message_rounds
         questions = max(len(self._questions), 1)
+        verifiers = [n for n in self.protocol.agent_names if n not in self.protocol.prover_names]
         shapes = {
-            "adjacency": (nodes, nodes),
-            "nodes": (nodes, NODE_FEATURES),
-            "exists": (nodes,),
-            "marks": (nodes, rounds),
-            "last": (nodes,),
-            "choices": (nodes,),
-            "round": (rounds,),
-        }
-        seen = dict.fromkeys(self.protocol.prover_names, shapes)
-        seen[VERIFIER] = {
             "round": (rounds,),
             "said": (rounds, 2),
             "claimed": (questions,),
             "facts": (questions, questions, FACTS),
         }
+        seen = dict.fromkeys(verifiers, shapes)
+        for name in self.protocol.prover_names:
+            places = self._places(name)
+            seen[name] = {
+                "adjacency": (nodes, nodes),
+                "nodes": (nodes, NODE_FEATURES),
+                "exists": (nodes,),
+                "marks": (nodes, len(places) * rounds),
+                "round": (rounds,),
+                **{prefix + what: (nodes,) for prefix in places for what in ("last", "choices")},
+            }
         observed = {name: self._group(own) for name, own in seen.items()}
         for group in observed.values():
             group["mask"] = Categorical(2, shape=(envs, 1), dtype=torch.bool)
@@ -118,15 +130,24 @@ class GraphIsomorphism(EnvBase):
         self.observation_spec = Composite(
             **observed, label=number, pair=number.clone(), shape=(envs,)
         )
-        message = Categorical(nodes, shape=(envs, 1))
-        acts = {
-            name: Composite(message=message.clone(), shape=(envs, 1))
-            for name in self.protocol.agent_names
-        }
-        acts[VERIFIER]["decision"] = Categorical(3, shape=(envs, 1))
+        acts = {}
+        for name in self.protocol.agent_names:
+            sizes = {f"{prefix}message": nodes for prefix in self._places(name)}
+            if name in verifiers:
+                sizes["decision"] = 3
+            own = {action: Categorical(n, shape=(envs, 1)) for action, n in sizes.items()}
+            acts[name] = Composite(**own, shape=(envs, 1))
         self.action_spec = Composite(**acts, shape=(envs,))
+        logits = {"message_logits": (nodes,), "decision_logits": (3,)}
+        read = {name: self._group(logits) for name in self.protocol.logits_read}
+        self.state_spec = Composite(**read, shape=(envs,))
         paid = {name: self._group({"reward": (1,)}) for name in self.protocol.agent_names}
         self.reward_spec = Composite(**paid, shape=(envs,))
+
+    def _places(self, name: str) -> dict[str, str]:
+        """Channels that an agent speaks on, by what comes before the names of what is of them."""
+        first, *others = self.protocol.visible(ADVERSARY if name == SIMULATOR else name)
+        return {"": first} | {f"{channel}_": channel for channel in others}
 
     def _group(self, shapes: dict[str, tuple[int, ...]]) -> Composite:
         lead = (self.num_envs, 1)
@@ -151,7 +172,8 @@ class GraphIsomorphism(EnvBase):
         if tensordict is not None and "_reset" in tensordict:
             anew = tensordict["_reset"].reshape(self.num_envs)
         self._deal(anew)
-        return self._observed()
+        # What has not been acted on has no logits.
+        return self._observed().update(self.full_state_spec.zero())
 
     def _deal(self, anew: Tensor) -> None:
         """New pairs of graphs, with their nodes in new orders, where an interaction begins."""
@@ -167,7 +189,6 @@ class GraphIsomorphism(EnvBase):
         rows = self._all[twin.unsqueeze(1), which].gather(2, _wide(order, self.nodes))
         graphs = rows.gather(3, order.unsqueeze(2).expand_as(rows))
         features = self._features[twin.unsqueeze(1), which].gather(2, _wide(order, NODE_FEATURES))
-        rounds = self.protocol.max_message_rounds
         fresh = {
             "pair": pair,
             "label": label,
@@ -176,7 +197,6 @@ class GraphIsomorphism(EnvBase):
             "features": features,
             "round": torch.zeros_like(pair),
             "seeds": torch.randint(2**62, (self.num_envs,), generator=self._seeds),
-            "messages": torch.full((self.num_envs, rounds), -1),
         }
         for name, value in fresh.items():
             if bool(anew.all()):
@@ -184,19 +204,21 @@ class GraphIsomorphism(EnvBase):
             else:
                 places = anew.reshape(-1, *[1] * (value.ndim - 1))
                 setattr(self, name, torch.where(places, value, getattr(self, name)))
+        for channel, messages in self.messages.items():
+            self.messages[channel] = messages.masked_fill(anew.unsqueeze(1), -1)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         now = self.round.clamp(max=self.protocol.max_message_rounds - 1)
         for name in self.protocol.agent_names:
-            message = tensordict[name, "message"].reshape(-1)
-            side = torch.where(self._answering(now), 1 - self._side(now - 1), message // self.nodes)
-            node = message % self.nodes % self.size + side * self.nodes
-            heard = torch.where(self.protocol.speaks(name, now, self.seeds), node, -1)
-            old = self.messages.gather(1, now.unsqueeze(1)).squeeze(1)
-            kept = torch.where(heard >= 0, heard, old)
-            self.messages = self.messages.scatter(1, now.unsqueeze(1), kept.unsqueeze(1))
+            for prefix, channel in self._places(name).items():
+                speaks = self.protocol.is_active(name, channel, now, self.seeds)
+                message = tensordict[name, f"{prefix}message"].reshape(-1)
+                self._say(channel, now, message, speaks)
         decision = tensordict[VERIFIER, "decision"].reshape(-1)
         done, rewards = self.protocol.step({VERIFIER: decision}, now, self.label, self.seeds)
+        logits = {name: self.logits_of(tensordict[name]) for name in self.protocol.logits_read}
+        for name, paid in self.protocol.logit_rewards(logits, now, self.seeds).items():
+            rewards[name] = rewards[name] + paid
         self.round = now + 1
         after = self._observed()
         for name, paid in rewards.items():
@@ -204,24 +226,40 @@ class GraphIsomorphism(EnvBase):
         after["done"] = after["terminated"] = done.unsqueeze(-1)
         return after
 
+    def _say(self, channel: str, round: Tensor, message: Tensor, speaks: Tensor) -> None:
+        """Write down the messages (E,) of those who speak."""
+        before = self.messages[channel]
+        answer = 1 - self._side(channel, round - 1)
+        side = torch.where(self._answering(round), answer, message // self.nodes)
+        node = message % self.nodes % self.size + side * self.nodes
+        now = round.unsqueeze(1)
+        kept = torch.where(speaks.unsqueeze(1), node.unsqueeze(1), before.gather(1, now))
+        self.messages[channel] = before.scatter(1, now, kept)
+
     def _answering(self, round: Tensor) -> Tensor:
         """Whether a round's message answers a question, (E,)."""
         return torch.isin(round, self._questions + 1)
 
-    def _side(self, round: Tensor) -> Tensor:
+    def _side(self, channel: str, round: Tensor) -> Tensor:
         """Which graph a round's message is in, (E,); 0 before the first."""
-        said = self.messages.gather(1, round.clamp(min=0).unsqueeze(1)).squeeze(1)
+        said = self.messages[channel].gather(1, round.clamp(min=0).unsqueeze(1)).squeeze(1)
         return said.clamp(min=0) // self.nodes
+
+    @staticmethod
+    def logits_of(acted: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Those (E, 2N) of an agent's message, and (E, 3) of its decision."""
+        return acted["message_logits"].squeeze(1), acted["decision_logits"].squeeze(1)
 
     # ---------------------------------------------------------------- what is seen
 
     def _observed(self) -> TensorDictBase:
         rounds = self.protocol.max_message_rounds
         at_round = (torch.arange(rounds) == self.round.unsqueeze(1)).float()
-        seen: dict[str, Any] = {VERIFIER: self._verifier_sees()}
-        if self.protocol.prover_names:
-            view = self._prover_sees()
-            seen |= {name: dict(view) for name in self.protocol.prover_names}
+        provers = self.protocol.prover_names
+        seen = {
+            name: self._prover_sees(name) if name in provers else self._verifier_sees(name)
+            for name in self.protocol.agent_names
+        }
         lead = [self.num_envs, 1]
         groups = {}
         for name, own in seen.items():
@@ -231,37 +269,47 @@ class GraphIsomorphism(EnvBase):
         told = {"label": self.label.unsqueeze(1), "pair": self.pair.unsqueeze(1)}
         return TensorDict(groups | told, self.batch_size)
 
-    def _prover_sees(self) -> dict[str, Tensor]:
-        marks = pointed_at(self.messages, self.nodes)
-        last = marks.gather(2, (self.round - 1).clamp(min=0).reshape(-1, 1, 1).expand_as(marks))
+    def _prover_sees(self, name: str) -> dict[str, Tensor]:
         exists = (torch.arange(self.nodes) < self.size.unsqueeze(1)).float().repeat(1, 2)
         sides = torch.arange(2 * self.nodes) // self.nodes
-        barred = self._answering(self.round).unsqueeze(1)
-        barred = barred & (sides == self._side(self.round - 1).unsqueeze(1))
-        return {
+        before = (self.round - 1).clamp(min=0).reshape(-1, 1, 1)
+        every, seen = [], {}
+        for prefix, channel in self._places(name).items():
+            marks = pointed_at(self.messages[channel], self.nodes)
+            barred = self._answering(self.round).unsqueeze(1)
+            barred = barred & (sides == self._side(channel, self.round - 1).unsqueeze(1))
+            every.append(marks)
+            seen[f"{prefix}last"] = marks.gather(2, before.expand_as(marks))[..., 0]
+            seen[f"{prefix}choices"] = exists.masked_fill(barred, 0.0)
+        return seen | {
             "adjacency": union(self.graphs),
             "nodes": self.features.flatten(1, 2),
             "exists": exists,
-            "marks": marks,
-            "last": last[..., 0],
-            "choices": exists.masked_fill(barred, 0.0),
+            "marks": torch.cat(every, -1),
         }
 
-    def _verifier_sees(self) -> dict[str, Tensor]:
+    def _verifier_sees(self, name: str) -> dict[str, Tensor]:
+        [channel] = self._places(name).values()
+        messages = self.messages[channel]
+        if name == SIMULATOR:
+            rounds = torch.arange(self.protocol.max_message_rounds)
+            told = self.protocol.speaks(ADVERSARY, rounds, self.seeds.unsqueeze(1))
+            messages = messages.masked_fill(~told, -1)
         asked = self._questions
         if len(asked):
-            questions, answers = self.messages[:, asked], self.messages[:, asked + 1]
+            questions, answers = messages[:, asked], messages[:, asked + 1]
         else:
             questions = answers = torch.full((self.num_envs, 1), -1)
         claimed, facts = claims(questions, answers, self.graphs)
-        return {"said": said(self.messages, self.graphs), "claimed": claimed, "facts": facts}
+        return {"said": said(messages, self.graphs), "claimed": claimed, "facts": facts}
 
 
 def _require_one_channel(protocol: Protocol) -> None:
-    if len(protocol.message_channel_names) > 1 or protocol.random_stances:
+    channels = protocol.visible(VERIFIER)
+    if len(channels) > 1 or protocol.random_stances:
         raise ConfigError(
-            f"GraphIsomorphism has one message a round, and {type(protocol).__name__} has the "
-            f"channels {', '.join(protocol.message_channel_names)}, random_stances="
+            f"GraphIsomorphism has one message a round for a verifier, and that of "
+            f"{type(protocol).__name__} has the channels {', '.join(channels)}, random_stances="
             f"{protocol.random_stances}; take a protocol with one channel and fixed stances"
         )
 

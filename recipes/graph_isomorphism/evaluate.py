@@ -28,6 +28,7 @@ from lightning_rl.networks.actor_critic import ActorCritic, sampled
 from lightning_rl.networks.schedules import Periodic
 from lightning_rl.protocols.base import ACCEPT, GO_ON, VERIFIER
 from lightning_rl.protocols.single_prover import PROVER
+from lightning_rl.protocols.zero_knowledge import ADVERSARY, SIMULATOR, likeness
 from recipes.graph_isomorphism.env import GraphIsomorphism
 
 Agents = Mapping[str, ActorCritic]
@@ -36,15 +37,19 @@ NEVER = Periodic(first=2**31)
 
 @dataclass(frozen=True)
 class Played:
-    """Interactions about P pairs, each played C times: ``decisions`` (C, P), ``labels`` (P,)."""
+    """Interactions about P pairs, each played C times: ``decisions`` (C, P), ``labels`` (P,).
+
+    ``likeness`` (C, P) is that of simulator and adversary, -1 to 1, where there are both.
+    """
 
     decisions: Tensor
     labels: Tensor
+    likeness: Tensor | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Accuracy, by class too, and that on the pair on which it is the lowest."""
+        """Accuracy, by class too, and that on the pair on which it is the lowest; likeness."""
         right = (self.decisions == self.labels).float()
-        return {
+        metrics = {
             "accuracy": float(right.mean()),
             "accuracy_isomorphic": float(right[:, self.labels == 1].mean()),
             "accuracy_different": float(right[:, self.labels == 0].mean()),
@@ -52,6 +57,11 @@ class Played:
             "accepted": float((self.decisions == ACCEPT).float().mean()),
             "undecided": float((self.decisions == GO_ON).float().mean()),
         }
+        if self.likeness is not None:
+            metrics["likeness"] = float(self.likeness.mean())
+            metrics["likeness_isomorphic"] = float(self.likeness[:, self.labels == 1].mean())
+            metrics["likeness_different"] = float(self.likeness[:, self.labels == 0].mean())
+        return metrics
 
 
 @torch.no_grad()
@@ -60,21 +70,33 @@ def play(env: GraphIsomorphism, agents: Agents, times: int, seed: int = 0) -> Pl
     env.pairs = torch.arange(env.num_pairs)
     env.set_seed(seed)
     torch.manual_seed(seed)
-    decisions = []
+    simulated = agents.keys() >= {ADVERSARY, SIMULATOR}
+    decisions, likenesses = [], []
     for _ in range(times):
         data = env.reset()
         decided = torch.full((env.num_pairs,), GO_ON)
+        alike, turns = torch.zeros(2, env.num_pairs).unbind()
         for round in range(env.protocol.max_message_rounds):
             env.rand_action(data)
             for name, agent in agents.items():
-                for action, value in sampled(agent.act(dict(data[name].items()))[0], False).items():
+                made, _ = agent.act(dict(data[name].items()))
+                for action, value in sampled(made, False).items():
                     data[name, action] = value
+                if name in env.protocol.logits_read:
+                    for action, distribution in made.items():
+                        data[name, f"{action}_logits"] = distribution.logits
+            if simulated:
+                spoke = (decided == GO_ON) & env.protocol.speaks(ADVERSARY, round, env.seeds)
+                logits = [env.logits_of(data[name]) for name in (ADVERSARY, SIMULATOR)]
+                alike, turns = alike + spoke * likeness(*logits) / 2, turns + spoke
             said = data[VERIFIER, "decision"].squeeze(1)
             counts = (decided == GO_ON) & env.protocol.can_decide(round)
             decided = torch.where(counts, said, decided)
             data = env.step(data)["next"].exclude("reward")
         decisions.append(decided)
-    return Played(torch.stack(decisions), env.label.clone())
+        likenesses.append(alike / turns)
+    told = torch.stack(likenesses) if simulated else None
+    return Played(torch.stack(decisions), env.label.clone(), told)
 
 
 class _Run:
@@ -150,9 +172,9 @@ def evaluate(directory: Path, times: int, attack: int, twins: int) -> dict[str, 
     trained, fresh = run.agents(), run.agents(trained=False)
     provers: dict[str, Agents] = {"trained": trained}
     if PROVER in trained:
-        verifier = {VERIFIER: trained[VERIFIER]}
-        provers["random"] = verifier
-        provers["untrained"] = verifier | {PROVER: fresh[PROVER]}
+        others = {name: agent for name, agent in trained.items() if name != PROVER}
+        provers["random"] = others
+        provers["untrained"] = others | {PROVER: fresh[PROVER]}
         if attack:
             provers[f"attack_{attack}"] = run.attacked(attack)
     return {name: play(env, agents, times).metrics() for name, agents in provers.items()}

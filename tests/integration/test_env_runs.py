@@ -318,7 +318,7 @@ def test_two_processes_learn_as_one(tmp_path):
     rows, _ = rows_of(
         agent, "agent", TensorDict({"steps": together[0], "ends": together[1]}), module.advantage
     )
-    loss, _ = module._loss("agent", rows, {}, torch.arange(84))
+    loss, _ = module._loss(*agent(rows.observations), rows, {}, torch.arange(84))
     loss.backward()
     for part in agent.separate_parts():
         torch.nn.utils.clip_grad_norm_(part, module.max_grad_norm)

@@ -60,10 +60,18 @@ def test_each_process_plays_what_a_rank_of_as_many_would(started):
 
 
 class Noted(Callback):
-    """What each iteration recorded."""
+    """What each iteration recorded, and when agents were sent."""
 
     def __init__(self):
-        self.rows = []
+        self.rows, self.begun, self.synced = [], 0, []
+
+    def on_sync_start(self, trainer, pl_module):
+        self.begun += 1
+
+    def on_weights_synced(self, trainer, pl_module, version):
+        assert self.begun == len(self.synced) + 1
+        assert version == pl_module.iteration
+        self.synced.append(version)
 
     def on_iteration_end(self, trainer, pl_module, metrics):
         timed = ("rollout/frames_per_s", "sync/seconds")
@@ -76,7 +84,8 @@ def fit(tmp_path, sync, max_staleness, force_sync=True, callbacks=(), **options)
     torch.manual_seed(0)
     noted, module = Noted(), ActorCriticModule(seed=1)
     trainer_of(tmp_path, [noted, *callbacks], logger=False).fit(module, data, **options)
-    return [row for row in noted.rows if "rollout/version" in row], module.state_dict()
+    rows = [row for row in noted.rows if "rollout/version" in row]
+    return rows, module.state_dict(), noted.synced
 
 
 @pytest.mark.parametrize(
@@ -92,12 +101,15 @@ def test_schedules_say_who_plays_and_a_run_goes_on_bit_by_bit(
 ):
     path = tmp_path / "after.ckpt"
     save = SaveAfter(3, path)
-    rows, whole = fit(tmp_path, sync, max_staleness, force_sync, [save])
+    rows, whole, synced = fit(tmp_path, sync, max_staleness, force_sync, [save])
     assert [row["rollout/version"] for row in rows] == versions
     ages = [i - version for i, version in enumerate(versions)]
     assert [row["rollout/staleness_max"] for row in rows] == ages
-    again, found = fit(tmp_path, sync, max_staleness, force_sync, ckpt_path=path)
+    assert synced == [row["sync/version"] for row in rows if "sync/version" in row]
+    assert synced == sorted(set(versions))
+    again, found, later = fit(tmp_path, sync, max_staleness, force_sync, ckpt_path=path)
     assert again == rows[2:]  # the row of the third was not written yet
+    assert later == [version for version in synced if version >= 3]
     assert all(torch.equal(whole[name], found[name]) for name in whole)
 
 

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer, seed_everything
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_rl import (
     GSPO,
@@ -170,6 +172,17 @@ def test_a_player_that_pauses_stays_as_it_is():
 def test_what_does_not_fit_is_refused_by_name(make, words):
     with pytest.raises(ConfigError, match=words):
         trained(make())
+
+
+def test_a_game_is_learned_in_one_process():
+    module = GameModule(agents())
+    # A group of two, of which only this process is there: nothing is sent.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(ConfigError, match=r"and 2 processes each have .* trainer.devices: 1"):
+            module.check_agents()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_episodes_are_not_left_out_of_a_game():

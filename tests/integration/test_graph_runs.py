@@ -1,6 +1,7 @@
 """The recipe graph_isomorphism from its files: two iterations of each, and what is made of them."""
 
 import json
+from math import isfinite
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,14 @@ RECIPE = Path("recipes/graph_isomorphism")
 def fitted(tmp_path_factory):
     """The run of a recipe's file, with few and small environments."""
 
-    def fit(name: str) -> Path:
+    def fit(name: str, iterations: int = 2) -> Path:
         config = yaml.safe_load((RECIPE / name).read_text())
         data, trainer = config["data"]["init_args"], config["trainer"]
         directory = tmp_path_factory.mktemp(name)
         rounds = data["frames_per_iteration"] // data["num_envs"]
         data["env"]["init_args"]["arguments"] |= {"num_envs": 8, "twins": 5, "nodes": [8, 9]}
         data |= {"num_envs": 8, "frames_per_iteration": 8 * rounds, "eval_episodes": 8}
-        data["iterations_per_epoch"] = 2
+        data["iterations_per_epoch"] = iterations
         trainer["logger"]["init_args"]["save_dir"] = str(directory)
         path = directory / name
         path.write_text(yaml.safe_dump(config))
@@ -34,7 +35,9 @@ def fitted(tmp_path_factory):
     return fit
 
 
-@pytest.mark.parametrize("name", ["nip.yaml", "spg.yaml", "adp.yaml", "solo.yaml"])
+@pytest.mark.parametrize(
+    "name", ["nip.yaml", "spg.yaml", "adp.yaml", "solo.yaml"]
+)
 def test_a_run_of_each_file(fitted, name):
     run = fitted(name)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -49,6 +52,23 @@ def test_a_run_of_each_file(fitted, name):
         classes = metrics["accuracy_isomorphic"] + metrics["accuracy_different"]
         assert metrics["accuracy"] == pytest.approx(classes / 2)
         assert metrics["accuracy_worst_pair"] <= metrics["accuracy"]
+
+
+def test_a_simulator_and_its_adversary_learn(fitted):
+    run = fitted("zero_knowledge.yaml", iterations=12)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
+    for name in ("adversarial_verifier", "simulator", "prover", "verifier"):
+        assert all(isfinite(row[f"policy/{name}/loss"]) for row in rows)
+    assert all(-1 <= row["policy/likeness"] <= 1 for row in rows)
+    # A simulator that begins as a stranger comes to know what its adversary says.
+    assert rows[-1]["policy/likeness"] > rows[0]["policy/likeness"] + 0.2
+    for row in rows:
+        r = row["reward/simulator/mean"]
+        assert row["reward/adversarial_verifier/mean"] == pytest.approx(-r)
+        assert 0 <= row["reward/prover/mean"] - r <= 1  # and 1 where it is believed
+    found = evaluate(run, times=2, attack=0, twins=5)["trained"]
+    classes = found["likeness_isomorphic"] + found["likeness_different"]
+    assert found["likeness"] == pytest.approx(classes / 2)
 
 
 def test_metrics_by_hand():

@@ -10,6 +10,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.protocols.base import ACCEPT, GO_ON, REJECT
 from lightning_rl.protocols.single_prover import Adp, Nip, SoloVerifier
 from lightning_rl.protocols.two_provers import Debate
+from lightning_rl.protocols.zero_knowledge import ZeroKnowledge
 from recipes.graph_isomorphism.data import certificate, isomorphic, switched, twins
 from recipes.graph_isomorphism.env import GraphIsomorphism
 from recipes.graph_isomorphism.game import fooled
@@ -210,7 +211,7 @@ def test_an_interaction_by_hand():
     # The question is about the first graph, the answer in the second.
     assert data["prover", "choices"][0, 0].tolist() == [0.0] * 8 + [1.0] * 8
     data = acted(env, data, prover=2, verifier=0, decision=GO_ON)
-    assert env.messages[0].tolist() == [3, 10, -1, -1]
+    assert env.messages["main"][0].tolist() == [3, 10, -1, -1]
     assert data["verifier", "claimed"][0].tolist() == [[1, 0]]
     assert data["verifier", "round"][0, 0].tolist() == [0, 0, 1, 0]
     assert not data["verifier", "reward"].any()
@@ -234,13 +235,80 @@ def test_a_node_that_is_not_there_counts_on_from_the_first():
     env = small(nodes=(8, 12), num_envs=64)
     data = acted(env, env.reset(), prover=11, verifier=0, decision=GO_ON)
     del data
-    assert torch.equal(env.messages[:, 0], 11 % env.size)
+    assert torch.equal(env.messages["main"][:, 0], 11 % env.size)
 
 
 def test_the_verifier_alone_sees_nothing_of_the_graphs():
     data = small(SoloVerifier()).reset()
     for name, seen in data["verifier"].items():
         assert bool((seen == seen[0]).all()), name
+
+
+# ---------------------------------------------------------------- zero knowledge
+
+
+def beside(protocol, wrapped, logits=None):
+    """An environment and its copy with an adversary, played alike by who is in both: each step."""
+    alone, both = small(protocol, nodes=(8, 8)), small(wrapped, nodes=(8, 8))
+    first, second = alone.reset(), both.reset()
+    torch.manual_seed(0)
+    for _ in range(protocol.max_message_rounds):
+        both.rand_action(second)
+        for name in protocol.agent_names:
+            for action in ("message", "decision") if name == "verifier" else ("message",):
+                first[name, action] = second[name, action].clone()
+        for name, (message, decision) in (logits or {}).items():
+            second[name, "message_logits"] = message.expand(16, 1, 16)
+            second[name, "decision_logits"] = decision.expand(16, 1, 3)
+        first, second = alone.step(first)["next"], both.step(second)["next"]
+        yield first, second
+        first, second = (data.exclude("reward") for data in (first, second))
+
+
+def test_an_adversary_changes_nothing_for_the_others_but_what_provers_are_paid():
+    inner = Nip(4, 4, verifier_first=False, turn_reward=0.05)
+    # The cosines of messages and decisions: 24/25 and -1.
+    message, guess = torch.zeros(2, 16)
+    message[:2], guess[:2] = torch.tensor([3.0, 4.0]), torch.tensor([4.0, 3.0])
+    decision = torch.tensor([0.0, 2.0, 0.0])
+    logits = {"adversarial_verifier": (message, decision), "simulator": (guess, -decision / 4)}
+    wrapped = ZeroKnowledge(inner, simulator_coefficient=2.0, prover_coefficient=0.1)
+    for round, (first, second) in enumerate(beside(inner, wrapped, logits)):
+        for name in ("verifier", "prover"):
+            for key in ("said", "claimed", "facts", "last", "choices", "round", "mask"):
+                if key in first[name]:
+                    assert torch.equal(first[name, key], second[name, key]), key
+        assert torch.equal(first["done"], second["done"])
+        assert torch.equal(first["verifier", "reward"], second["verifier", "reward"])
+        paid = 2.0 * (24 / 25 - 1) if round % 2 else 0.0  # where the adversary speaks
+        more = second["prover", "reward"] - first["prover", "reward"]
+        torch.testing.assert_close(more, torch.full_like(more, 0.1 * paid))
+        for name, sign in (("simulator", 1), ("adversarial_verifier", -1)):
+            assert second[name, "reward"].flatten().tolist() == pytest.approx([sign * paid] * 16)
+    assert bool(second["done"].all())
+
+
+def test_a_simulator_sees_what_its_adversary_does_but_no_answer():
+    env = small(ZeroKnowledge(Nip(5, 5, verifier_first=True)), nodes=(8, 8))
+    check_env_specs(env)
+    assert list(env.action_spec["prover"].keys()) == ["message", "adversarial_main_message"]
+    data = env.reset()
+    torch.manual_seed(0)
+    for _ in range(4):
+        data = env.step(env.rand_action(data).update(env.full_state_spec.zero()))["next"]
+    adversary, simulator = data["adversarial_verifier"], data["simulator"]
+    assert torch.equal(adversary["mask"], simulator["mask"])
+    assert torch.equal(adversary["said"][:, :, ::2], simulator["said"][:, :, ::2])
+    assert bool(adversary["said"][:, :, 1:4:2].any(-1).all())
+    assert not simulator["said"][:, :, 1::2].any()
+    assert bool(adversary["claimed"].all())
+    assert not simulator["claimed"].any()
+    assert not simulator["facts"].any()
+    # The verifier's talk is another: neither hears of it, and the prover sees both.
+    assert not torch.equal(env.messages["main"], env.messages["adversarial_main"])
+    marks = data["prover", "marks"][:, 0]
+    expected = [pointed_at(env.messages[c], 8) for c in ("main", "adversarial_main")]
+    assert torch.equal(marks, torch.cat(expected, -1))
 
 
 # ---------------------------------------------------------------- what can be won
@@ -258,7 +326,7 @@ def test_what_the_best_prover_can_do():
     assert fooled(HEXAGON, HEXAGON, 3) == 1
 
 
-@pytest.mark.parametrize("protocol", [Debate(), Nip(random_stances=True)])
+@pytest.mark.parametrize("protocol", [Debate(), Nip(random_stances=True), ZeroKnowledge(Debate())])
 def test_protocols_that_it_cannot_show_are_refused(protocol):
     with pytest.raises(ConfigError, match="take a protocol with one channel and fixed stances"):
         GraphIsomorphism(protocol, num_envs=2, twins=4)

@@ -288,7 +288,8 @@ def test_a_simulator_is_paid_for_likeness():
     decisions = torch.tensor([[1.0, 0.0, 0.0]] * 3)
     said = torch.tensor([[2.0, 0.0, 0.0], [-1.0, 0.0, 0.0], [5.0, 0.0, 0.0]])  # cos 1, -1 and 1
     rounds = torch.tensor([1, 3, 2])  # in round 2 the adversary does not speak
-    paid = protocol.simulation_rewards((messages, decisions), (guessed, said), rounds)
+    logits = {"adversarial_verifier": (messages, decisions), "simulator": (guessed, said)}
+    paid = protocol.logit_rewards(logits, rounds)
     assert paid["simulator"].tolist() == pytest.approx([0.98, -0.5, 0.0])
     assert paid["adversarial_verifier"].tolist() == pytest.approx([-0.98, 0.5, 0.0])
     assert paid["prover"].tolist() == pytest.approx([0.098, -0.05, 0.0])

@@ -1,10 +1,15 @@
 """Several policies in one module: each learns as it would alone; they share a base, and no more."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
+from lightning.pytorch import Callback
 
 from lightning_rl import (
     ConfigError,
+    GuardError,
     LogprobGapGuard,
     LoRA,
     Periodic,
@@ -12,9 +17,11 @@ from lightning_rl import (
     RLCallback,
     RolesModule,
     SkipUpdate,
+    ZeroAdvantageGuard,
     pack_rollouts,
 )
 from lightning_rl.algos.advantages import GAE
+from lightning_rl.config.hints import parse
 from lightning_rl.data.packing import token_rows
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.models.heads import SharedValueHead
@@ -184,6 +191,31 @@ def test_a_guard_acts_on_the_policy_that_broke_its_bound(tiny_model, train_on, t
         after = adapters(module.policies[name].policy)
         same = all(torch.equal(after[key], before[name][key]) for key in after)
         assert same is not changed
+
+
+def test_a_run_ends_when_a_policy_has_no_signal_left(tiny_model, train_on, two_roles):
+    """All that one of two policies writes is paid alike, as by a verifier that accepts it all."""
+    module, config = roles_module(tiny_model), yaml.safe_load(no_signal_left())
+    [guard] = parse(list[Callback], config["trainer"]["callbacks"])
+    assert isinstance(guard, ZeroAdvantageGuard)
+    rows, batches = Rows(), []
+    for rollouts in map(two_roles, range(guard.patience + 1)):
+        for rollout in rollouts:
+            rollout.role_rewards["second"] = 1.0
+        batches.append(pack_rollouts(rollouts, roles=ROLES))
+    words = f"without an advantage of policy second is 1, bound={guard.bound}"
+    with pytest.raises(GuardError, match=words):
+        train_on(module, batches, callbacks=[guard, rows])
+    assert module.iteration == guard.patience
+    told = [row["guard/second/zero_advantage"] for row in rows.rows[-guard.patience :]]
+    assert told == [1.0] * guard.patience
+    assert rows.rows[-1]["guard/first/zero_advantage"] == 0.0
+
+
+def no_signal_left() -> str:
+    """The configuration that the page of guards has for this."""
+    section = Path("docs/guards.md").read_text().split("### A run that has no signal left")[1]
+    return section.split("```yaml\n")[1].split("```")[0]
 
 
 def test_roles_are_numbered_as_the_module_has_them(two_roles):
