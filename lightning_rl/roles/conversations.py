@@ -1,0 +1,98 @@
+"""Losses of policies that wrote rollouts together, as functions of all that they wrote."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.algos.game_steps import game_loss, said_before
+from lightning_rl.algos.game_updates import GameUpdate
+from lightning_rl.data.packing import token_rows
+from lightning_rl.errors import DataError
+
+_READ = ("call", "old_logprobs", "advantages", "loss_weights")
+
+
+def written(minibatch: TensorDict) -> TensorDict:
+    """The tokens, [M], that a policy wrote in a minibatch and learns from.
+
+    Columns: ``advantages``, ``loss_weights``, ``old_logprobs`` where a batch serves several steps,
+    and who wrote what when: ``rollout``, ``episode`` and ``call``.
+
+    Raises:
+        DataError: if rollouts did not record their calls.
+    """
+    if "call" not in minibatch["tokens"]:
+        raise DataError(
+            "rollouts did not record their calls, and GameRolesModule has to know what was written "
+            "before what; have the agent ask through an Episode"
+        )
+    live = minibatch["tokens", "loss_mask"].nonzero().squeeze(1)
+    tokens = minibatch["tokens"].select(*_READ, strict=False)[live]
+    row = token_rows(minibatch)[live]
+    for name in ("rollout", "episode"):
+        tokens[name] = minibatch["rollouts", name][row]
+    return tokens
+
+
+def conversation_losses(
+    update: GameUpdate, players: Sequence[TensorDict], logprobs: Sequence[Tensor]
+) -> list[Tensor]:
+    """Each player's loss, a scalar, as a function of all players' ``logprobs``, (M_i,) each.
+
+    A token is a step of its rollout, in the order of calls. Of player i the loss of its own tokens
+    is :meth:`~lightning_rl.GameUpdate.step_loss` with their advantages, times ``loss_weights``, and
+    that of another's tokens the same with the advantage of i in that rollout, and its mean weight
+    there: what i was paid is the outcome of what all said, each token of which counts alike. In
+    :func:`~lightning_rl.algos.game_steps.game_loss` they know what was said before. All of it is in
+    float64: what is summed here are thousands of log probabilities.
+    """
+    everything = torch.cat(list(players))
+    order = (everything["rollout"] * (everything["call"].max() + 1) + everything["call"]).argsort(
+        stable=True
+    )
+    rollout, said = everything["rollout"][order], torch.cat(list(logprobs)).double()[order]
+    begins = torch.ones_like(rollout, dtype=torch.bool)
+    begins[1:] = rollout[1:] != rollout[:-1]
+    before = said_before(said[None], begins[None])
+    steps: dict[str, Tensor] = {}
+    if "old_logprobs" in everything:
+        steps["old_logprobs"] = everything["old_logprobs"][order].double()
+    losses, end = [], 0
+    for tokens in players:
+        begin, end = end, end + len(tokens)
+        credit, weight = (values[order] for values in _credit(tokens, everything, begin, end))
+        loss = _step_losses(update, said, steps | {"advantages": credit}) * weight
+        losses.append(game_loss(loss[None], before) * len(said))
+    return losses
+
+
+def _step_losses(update: GameUpdate, said: Tensor, steps: Mapping[str, Tensor]) -> Tensor:
+    """Loss (M,) of each token; where one step is made of a batch, its policy is the old one."""
+    return update.step_loss(said, {"old_logprobs": said.detach(), **steps})[0]
+
+
+def _credit(
+    tokens: TensorDict, everything: TensorDict, begin: int, end: int
+) -> tuple[Tensor, Tensor]:
+    """Advantages and weights (M,) in a player's loss of all tokens, of which begin:end are its own.
+
+    A player that has several roles in a rollout has the sum of their advantages there.
+    """
+    count = int(everything["rollout"].max()) + 1
+    paid = _means(tokens["advantages"], tokens["episode"], int(tokens["episode"].max()) + 1)
+    rollout_of = torch.zeros_like(paid, dtype=torch.long)
+    rollout_of[tokens["episode"]] = tokens["rollout"]
+    advantage = paid.new_zeros(count).index_add(0, rollout_of, paid)[everything["rollout"]]
+    weight = _means(tokens["loss_weights"], tokens["rollout"], count)[everything["rollout"]]
+    advantage[begin:end] = tokens["advantages"].double()
+    weight[begin:end] = tokens["loss_weights"].double()
+    return advantage, weight
+
+
+def _means(values: Tensor, place: Tensor, count: int) -> Tensor:
+    """Means (count,) of ``values`` (M,) by their places (M,); 0 where there are none."""
+    zeros = torch.zeros(count, dtype=torch.double, device=values.device)
+    sums = zeros.index_add(0, place, values.double())
+    return sums / zeros.index_add(0, place, torch.ones_like(values).double()).clamp(min=1)
