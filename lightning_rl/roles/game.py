@@ -109,11 +109,11 @@ class GameRolesModule(RolesModule):
                 f"{type(strategy).__name__} processes each have a part of it; set trainer.devices: "
                 "1, or use RolesModule"
             )
-        if precision not in ("32-true", "64-true"):
+        if precision != "32-true":
             raise ConfigError(
-                f"trainer.precision={precision} rounds away what a small change of the weights "
-                "does to log probabilities, which GameRolesModule learns from; set 32-true, or use "
-                "RolesModule"
+                f"trainer.precision={precision}: GameRolesModule learns from what small changes of "
+                "the weights do to log probabilities, as large as float32 tells them best; set "
+                "32-true, or use RolesModule"
             )
         return super().configure_callbacks()
 

@@ -16,6 +16,9 @@ from lightning_rl.algos.objective import Objective
 from lightning_rl.data.packing import token_rows, with_host, without
 from lightning_rl.roles.group import SharedModelGroup
 
+_REACH = 0.03
+"""Log probabilities bend within a fraction of the weights' norm; thrice as far does as well."""
+
 
 @dataclass(frozen=True)
 class _Scores(PolicyLoss):
@@ -32,7 +35,7 @@ class PolicyPlayer(Player):
 
     Slopes along a direction are central differences: the weights are moved both ways, and put back
     as they were to the bit. How far is what makes the least error of rounding and curvature
-    together: eps^(1/3) of the weights' norm, with the precision eps of their numbers.
+    together: in proportion to their norm, and to eps^(1/3) of the precision eps of their numbers.
 
     Args:
         group: the policy.
@@ -104,7 +107,7 @@ class PolicyPlayer(Player):
     def _distance(self, vector: Tensor) -> float:
         """How many times v the weights are moved."""
         size = float(flat(self.parameters).detach().norm()) or 1.0
-        return torch.finfo(vector.dtype).eps ** (1 / 3) * size / float(vector.norm())
+        return _REACH * torch.finfo(vector.dtype).eps ** (1 / 3) * size / float(vector.norm())
 
     @contextmanager
     def _moved(self, vector: Tensor, distance: float) -> Iterator[None]:

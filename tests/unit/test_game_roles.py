@@ -1,26 +1,40 @@
 """Policies as players: derivatives without double backward are those with it; a step and a run."""
 
+import math
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoTokenizer, GPTNeoXConfig
 
 from lightning_rl import (
+    GSPO,
     LOLA,
     POLA,
     PSOS,
     PSPG,
     SOS,
     SPG,
+    ConfigError,
+    DataError,
+    EntropyBonus,
     GameRolesModule,
     GameUpdate,
+    Periodic,
+    RolesModule,
+    Simultaneous,
+    Surrogate,
     pack_rollouts,
 )
+from lightning_rl.algos.advantages import GAE
 from lightning_rl.algos.games import Game, flat
+from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.roles.conversations import conversation_losses, written
 from lightning_rl.rollout import Call, Row
+from tests.small_run import adamw
 from tests.tiny_models import save_random_model
 from tests.two_roles import group
 
@@ -169,3 +183,170 @@ def test_directions_are_those_of_losses_differentiated_twice(
             assert float((a - b).norm()) < 1e-6 * float(b.norm())
         # What the update adds is not lost in that.
         assert float((found[0] - own[0]).norm()) > 1e-3 * float(own[0].norm())
+
+
+ALONE = [["first", "second"]]  # nobody leads anybody
+
+
+@pytest.mark.parametrize(
+    ("update", "steps", "loss"),
+    [
+        (Simultaneous(), {}, {"loss": Surrogate()}),
+        (PSPG(), {"ppo_epochs": 2, "minibatches": 2}, {}),
+    ],
+    ids=["one step", "four steps"],
+)
+def test_policies_that_do_not_look_at_each_other_learn_as_in_roles_module(
+    update, steps, loss, tiny_model, train_on, conversations
+):
+    own = {"entropy": EntropyBonus(0.1), "optimizer": adamw(1e-2), "max_grad_norm": 1.0} | steps
+    ours = made(tiny_model, False, update=update, order=ALONE, first=own, second=own)
+    plain = made(tiny_model, False, first=own | loss, second=own | loss, kind=RolesModule)
+    for module in (ours, plain):
+        train_on(module, [batch_of(conversations(seed)) for seed in range(2)])
+        assert module.role_versions == {"first": 2, "second": 2}
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], weight), name
+
+
+class Noted(Compared):
+    """An update whose directions are kept."""
+
+    def __call__(self, game, draw):
+        self.pairs.append(self.update(game, draw))
+        return self.pairs[-1]
+
+
+def noted(model, train_on, batch, update, double=True, **own):
+    update = Noted(update)
+    train_on(made(model, double, update=update, first=own, second=own), [batch])
+    return torch.cat(update.pairs[0])
+
+
+@pytest.mark.parametrize("update", [SPG(), LOLA(rate=0.3)], ids=["SPG", "LOLA"])
+def test_directions_do_not_depend_on_packs_or_the_order_of_rollouts(
+    update, double_model, train_on, conversations
+):
+    rollouts = conversations()
+    whole = noted(double_model, train_on, in_double(batch_of(rollouts)), update)
+    apart = in_double(batch_of(rollouts[::-1]))
+    packed = noted(double_model, train_on, apart, update, max_tokens_per_pack=1)
+    assert float((packed - whole).norm()) < 1e-6 * float(whole.norm())
+
+
+@pytest.mark.parametrize("update", [SPG(), LOLA(rate=0.3)], ids=["SPG", "LOLA"])
+def test_directions_are_good_in_single_precision(update, double_model, train_on, conversations):
+    own, double, single = (
+        noted(double_model, train_on, batch, u, double)
+        for u, double, batch in (
+            (Simultaneous(), True, in_double(batch_of(conversations()))),
+            (update, True, in_double(batch_of(conversations()))),
+            (update, False, batch_of(conversations())),
+        )
+    )
+    added, error = double - own, single - double
+    assert float(error.norm()) < 1e-3 * float(added.norm())
+
+
+def test_a_paused_policy_is_no_player(tiny_model, train_on, conversations):
+    update, batch = Noted(LOLA(rate=0.3)), batch_of(conversations())
+    module = made(tiny_model, False, update=update, first={"schedule": Periodic(2)})
+    train_on(module, [batch.clone(), batch.clone()])
+    assert [len(directions) for directions in update.pairs] == [2, 1]
+    assert module.role_versions == {"first": 1, "second": 2}
+
+
+# ---------------------------------------------------------------- losses of conversations
+
+
+def tokens(rollout, call, advantage, weight, episode=None, old=None):
+    columns = {
+        "rollout": torch.tensor(rollout),
+        "episode": torch.tensor(rollout if episode is None else episode),
+        "call": torch.tensor(call),
+        "advantages": torch.tensor(advantage),
+        "loss_weights": torch.tensor(weight),
+    }
+    if old is not None:
+        columns["old_logprobs"] = torch.tensor(old)
+    return TensorDict(columns, batch_size=[len(rollout)])
+
+
+def derivatives(update, players, logprobs):
+    """Of each player's loss, by the log probabilities of all: the first ones, and the second."""
+
+    def loss(number, *given):
+        return conversation_losses(update, players, given)[number]
+
+    slopes, bends = [], []
+    for number in range(len(players)):
+        slope = torch.autograd.functional.jacobian(partial(loss, number), tuple(logprobs))
+        bend = torch.autograd.functional.hessian(partial(loss, number), tuple(logprobs))
+        slopes.append(torch.cat(slope))
+        bends.append(torch.cat([torch.cat(row, 1) for row in bend]))
+    return slopes, bends
+
+
+def test_what_one_is_paid_for_all_have_said_by_hand():
+    # Of rollout 1 the first wrote calls 0 and 2, of rollout 0 call 1, and the second all others.
+    first = tokens([1, 1, 0], [0, 2, 1], [2.0, 2.0, -1.0], [0.5, 0.5, 0.25])
+    second = tokens([0, 1], [0, 1], [3.0, 5.0], [1.0, 1.0])
+    slopes, bends = derivatives(LOLA(), [first, second], [torch.full((3,), -1.0), torch.zeros(2)])
+    # minus advantage times weight, in the other's tokens too: 2 * 0.5 and -1 * 0.25; 5 and 3
+    one, other = torch.tensor([-1.0, -1.0, 0.25, 0.25, -1.0]), torch.tensor([-5.0, -5, -3, -3, -5])
+    rollout = torch.tensor([1, 1, 0, 0, 1])
+    same = rollout[:, None] == rollout
+    for slope, bend, expected in zip(slopes, bends, (one, other), strict=True):
+        torch.testing.assert_close(slope, expected)
+        torch.testing.assert_close(bend, expected[:, None] * same)
+
+
+def test_what_is_clipped_counts_no_more_but_what_follows_it_does_by_hand():
+    first = tokens([0, 0], [0, 2], [1.0, 1.0], [1.0, 1.0], old=[-1.0, -1.0])
+    second = tokens([0], [1], [1.0], [1.0], old=[-1.0])
+    logprobs = [torch.tensor([-1.0, -1.0]) + torch.tensor([0.0, 0.1]), torch.tensor([0.0])]
+    slopes, bends = derivatives(POLA(), [first, second], logprobs)
+    # In time the ratios are 1, e, e^0.1: the middle one is above 1.2.
+    last = -math.exp(0.1)
+    torch.testing.assert_close(slopes[0], torch.tensor([-1.0, last, 0.0]))
+    expected = torch.tensor([[-1.0, last, 0.0], [last, last, last], [0.0, last, 0.0]])
+    torch.testing.assert_close(bends[0], expected)
+
+
+def test_a_policy_of_two_roles_is_paid_for_both_by_what_others_say():
+    both = tokens([0, 0], [0, 2], [1.0, 2.0], [0.5, 0.25], episode=[0, 1])
+    other = tokens([0], [1], [1.0], [1.0])
+    slopes, _ = derivatives(LOLA(), [both, other], [torch.zeros(2), torch.zeros(1)])
+    torch.testing.assert_close(slopes[0], torch.tensor([-0.5, -0.5, -3 * 0.375]))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"update": SPG(), "order": None}, r"update=SPG has to know who leads first, second"),
+        ({"order": [["first"]]}, r"must name each policy once: first, second"),
+        ({"update": PSOS(loss=GSPO())}, "update=PSOS looks at 'row'"),
+        ({"first": {"loss": GSPO()}}, "policies.first.loss=GSPO: in a game the update has"),
+        (
+            {"second": {"advantage": GAE(), "value_head": SharedValueHead()}},
+            "policies.second.advantage=GAE: .* one number for it; use GRPO",
+        ),
+        ({"second": {"minibatches": 2}}, "policies.second.minibatches=2, and policies.first"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(options, words, tiny_model):
+    with pytest.raises(ConfigError, match=words):
+        module_of(tiny_model, **options)
+
+
+def test_runs_that_do_not_fit_are_refused_by_name(tiny_model, train_on, conversations):
+    rollouts = conversations()
+    with pytest.raises(ConfigError, match=r"trainer.precision=bf16-mixed: .*set 32-true"):
+        train_on(module_of(tiny_model), [batch_of(rollouts)], precision="bf16-mixed")
+    for rollout in rollouts:
+        rollout.calls = []
+    with pytest.raises(DataError, match="did not record their calls"):
+        train_on(module_of(tiny_model), [batch_of(rollouts)])
