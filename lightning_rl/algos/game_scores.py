@@ -24,8 +24,11 @@ class Player(ABC):
         """J v, (M,): how fast log probabilities change as theta moves along ``vector`` (D,)."""
 
     @abstractmethod
-    def bend(self, weights: Tensor, vector: Tensor) -> Tensor:
-        """sum_t w_t nabla^2 l_t v, (D,): how fast J^T w changes as theta moves along v."""
+    def bend(self, weights: Tensor, change: Tensor, vector: Tensor) -> Tensor:
+        """J^T c + sum_t w_t nabla^2 l_t v, (D,).
+
+        How fast J^T w changes as theta moves along ``vector`` v and w along ``change`` c, (M,).
+        """
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,9 @@ class ScoreGame(GamePoint):
         slope = self._slope(of, first)
         moved = slope @ self.players[first].along(vector).to(slope.dtype)
         through = derived(moved, [self.logprobs[then]], create_graph=False)
-        found = self.players[then].gradient(through)
         if then != first:
-            return found
-        return found + self.players[first].bend(slope.detach(), vector)
+            return self.players[then].gradient(through)
+        return self.players[first].bend(slope.detach(), through, vector)
 
     def _slope(self, of: int, by: int) -> Tensor:
         """dL_of / dl_by, (M_by,), with a graph."""

@@ -93,15 +93,15 @@ class PolicyPlayer(Player):
             behind = self.logprobs()
         return (ahead - behind) / (2 * distance)
 
-    def bend(self, weights: Tensor, vector: Tensor) -> Tensor:
-        """sum_t w_t nabla^2 l_t v, (D,)."""
+    def bend(self, weights: Tensor, change: Tensor, vector: Tensor) -> Tensor:
+        """J^T c + sum_t w_t nabla^2 l_t v, (D,)."""
         if not bool(vector.any()):
-            return torch.zeros_like(vector)
+            return self.gradient(change)
         distance = self._distance(vector)
         with self._moved(vector, distance):
-            ahead = self.gradient(weights)
+            ahead = self.gradient(weights + distance * change)
         with self._moved(vector, -distance):
-            behind = self.gradient(weights)
+            behind = self.gradient(weights - distance * change)
         return (ahead - behind) / (2 * distance)
 
     def _distance(self, vector: Tensor) -> float:
