@@ -1,6 +1,7 @@
 """Losses of policies that wrote rollouts together, as functions of all that they wrote."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -48,7 +49,7 @@ def conversation_losses(
     :func:`~lightning_rl.algos.game_steps.game_loss` they know what was said before. All of it is in
     float64: what is summed here are thousands of log probabilities.
     """
-    everything = torch.cat(list(players))
+    everything: Any = torch.cat(list(players))  # a TensorDict, as they are
     order = (everything["rollout"] * (everything["call"].max() + 1) + everything["call"]).argsort(
         stable=True
     )

@@ -1,4 +1,4 @@
-"""A run of GameRolesModule: both adapters learn, and a run that goes on ends as one that did not."""
+"""A run of GameRolesModule: both learn, and a run that goes on ends as one that did not stop."""
 
 import torch
 
