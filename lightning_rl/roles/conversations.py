@@ -1,6 +1,6 @@
 """Losses of policies that wrote rollouts together, as functions of all that they wrote."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,12 @@ from lightning_rl.algos.game_updates import GameUpdate
 from lightning_rl.data.packing import token_rows
 from lightning_rl.errors import DataError
 
-_READ = ("call", "old_logprobs", "advantages", "loss_weights")
 
-
-def written(minibatch: TensorDict) -> TensorDict:
+def written(minibatch: TensorDict, logprobs: Tensor) -> TensorDict:
     """The tokens, [M], that a policy wrote in a minibatch and learns from.
 
-    Columns: ``advantages``, ``loss_weights``, ``old_logprobs`` where a batch serves several steps,
-    and who wrote what when: ``rollout``, ``episode`` and ``call``.
+    Columns: ``advantages``, ``loss_weights``, ``old_logprobs``, which are the given ones where one
+    step is made of a batch, and who wrote what when: ``rollout``, ``episode`` and ``call``.
 
     Raises:
         DataError: if rollouts did not record their calls.
@@ -30,7 +28,9 @@ def written(minibatch: TensorDict) -> TensorDict:
             "before what; have the agent ask through an Episode"
         )
     live = minibatch["tokens", "loss_mask"].nonzero().squeeze(1)
-    tokens = minibatch["tokens"].select(*_READ, strict=False)[live]
+    tokens = minibatch["tokens"].select("call", "advantages", "loss_weights")[live]
+    known = "old_logprobs" in minibatch["tokens"]
+    tokens["old_logprobs"] = minibatch["tokens", "old_logprobs"][live] if known else logprobs
     row = token_rows(minibatch)[live]
     for name in ("rollout", "episode"):
         tokens[name] = minibatch["rollouts", name][row]
@@ -50,45 +50,37 @@ def conversation_losses(
     float64: what is summed here are thousands of log probabilities.
     """
     everything: Any = torch.cat(list(players))  # a TensorDict, as they are
-    order = (everything["rollout"] * (everything["call"].max() + 1) + everything["call"]).argsort(
-        stable=True
-    )
+    _, everything["rollout"] = everything["rollout"].unique(return_inverse=True)
+    order = everything["call"].argsort(stable=True)
+    order = order[everything["rollout"][order].argsort(stable=True)]
     rollout, said = everything["rollout"][order], torch.cat(list(logprobs)).double()[order]
     begins = torch.ones_like(rollout, dtype=torch.bool)
     begins[1:] = rollout[1:] != rollout[:-1]
     before = said_before(said[None], begins[None])
-    steps: dict[str, Tensor] = {}
-    if "old_logprobs" in everything:
-        steps["old_logprobs"] = everything["old_logprobs"][order].double()
+    old = everything["old_logprobs"].detach().double()
     losses, end = [], 0
     for tokens in players:
         begin, end = end, end + len(tokens)
-        credit, weight = (values[order] for values in _credit(tokens, everything, begin, end))
-        loss = _step_losses(update, said, steps | {"advantages": credit}) * weight
-        losses.append(game_loss(loss[None], before) * len(said))
+        credit, weight = _credit(everything, slice(begin, end))
+        steps = {"advantages": credit[order], "old_logprobs": old[order]}
+        loss, _ = update.step_loss(said, steps)
+        losses.append(game_loss((loss * weight[order])[None], before) * len(said))
     return losses
 
 
-def _step_losses(update: GameUpdate, said: Tensor, steps: Mapping[str, Tensor]) -> Tensor:
-    """Loss (M,) of each token; where one step is made of a batch, its policy is the old one."""
-    return update.step_loss(said, {"old_logprobs": said.detach(), **steps})[0]
-
-
-def _credit(
-    tokens: TensorDict, everything: TensorDict, begin: int, end: int
-) -> tuple[Tensor, Tensor]:
-    """Advantages and weights (M,) in a player's loss of all tokens, of which begin:end are its own.
+def _credit(everything: TensorDict, own: slice) -> tuple[Tensor, Tensor]:
+    """Advantages and weights (M,) of all tokens in the loss of the player whose ``own`` some are.
 
     A player that has several roles in a rollout has the sum of their advantages there.
     """
-    count = int(everything["rollout"].max()) + 1
-    paid = _means(tokens["advantages"], tokens["episode"], int(tokens["episode"].max()) + 1)
-    rollout_of = torch.zeros_like(paid, dtype=torch.long)
-    rollout_of[tokens["episode"]] = tokens["rollout"]
-    advantage = paid.new_zeros(count).index_add(0, rollout_of, paid)[everything["rollout"]]
-    weight = _means(tokens["loss_weights"], tokens["rollout"], count)[everything["rollout"]]
-    advantage[begin:end] = tokens["advantages"].double()
-    weight[begin:end] = tokens["loss_weights"].double()
+    tokens, rollout = everything[own], everything["rollout"]
+    count = int(rollout.max()) + 1 if len(rollout) else 0
+    episodes, episode = tokens["episode"].unique(return_inverse=True)
+    paid = _means(tokens["advantages"], episode, len(episodes))
+    rollout_of = torch.zeros_like(episodes).index_put((episode,), tokens["rollout"])
+    advantage = paid.new_zeros(count).index_add(0, rollout_of, paid)[rollout]
+    weight = _means(tokens["loss_weights"], tokens["rollout"], count)[rollout]
+    advantage[own], weight[own] = tokens["advantages"].double(), tokens["loss_weights"].double()
     return advantage, weight
 
 

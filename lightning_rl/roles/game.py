@@ -175,8 +175,9 @@ class GameRolesModule(RolesModule):
             player = PolicyPlayer(part.group, minibatch)
             own.append(player.taken())
             players.append(player)
-            said.append(written(minibatch))
-            logprobs.append(player.logprobs().requires_grad_())
+            now = player.logprobs()
+            said.append(written(minibatch, now))
+            logprobs.append(now.clone().requires_grad_())
         losses = conversation_losses(self.game_update, said, logprobs)
         levels = levels_of(self.order, list(rows), self._leader, self.game_update)
         rates = [player.rates for player in players]

@@ -1,12 +1,9 @@
 """Policies as players: derivatives without double backward are those with it; a step and a run."""
 
-import math
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoTokenizer, GPTNeoXConfig
 
@@ -23,6 +20,7 @@ from lightning_rl import (
     EntropyBonus,
     GameRolesModule,
     GameUpdate,
+    LoRA,
     Periodic,
     RolesModule,
     Simultaneous,
@@ -150,7 +148,10 @@ class Compared(GameUpdate):
 
     def __call__(self, game, draw):
         logprobs = [plain_logprobs(player) for player in game.players]
-        said = [written(player.minibatch) for player in game.players]
+        said = [
+            written(player.minibatch, logprobs_M.detach())
+            for player, logprobs_M in zip(game.players, logprobs, strict=True)
+        ]
         losses = conversation_losses(self.update, said, logprobs)
         parameters = [player.parameters for player in game.players]
         exact = Game(losses, parameters, game.rates, game.order)
@@ -169,13 +170,18 @@ def in_double(batch):
     return batch
 
 
-@pytest.mark.parametrize("update", UPDATES, ids=lambda u: type(u).__name__)
+@pytest.mark.parametrize(
+    ("update", "lora"),
+    [*((update, LoRA(rank=4)) for update in UPDATES), (LOLA(rate=0.3), None)],
+    ids=[*(type(update).__name__ for update in UPDATES), "whole models"],
+)
 def test_directions_are_those_of_losses_differentiated_twice(
-    update, double_model, train_on, conversations
+    update, lora, double_model, train_on, conversations
 ):
     compared = Compared(update)
     proximal = {"ppo_epochs": 2} if "loss" in vars(update) else {}
-    module = made(double_model, update=compared, first=proximal, second=proximal)
+    own = {"lora": lora} | proximal
+    module = made(double_model, update=compared, first=own, second=own)
     train_on(module, [in_double(batch_of(conversations()))])
     assert len(compared.pairs) == (2 if proximal else 1)
     for found, expected, own in compared.pairs:
@@ -254,70 +260,6 @@ def test_a_paused_policy_is_no_player(tiny_model, train_on, conversations):
     train_on(module, [batch.clone(), batch.clone()])
     assert [len(directions) for directions in update.pairs] == [2, 1]
     assert module.role_versions == {"first": 1, "second": 2}
-
-
-# ---------------------------------------------------------------- losses of conversations
-
-
-def tokens(rollout, call, advantage, weight, episode=None, old=None):
-    columns = {
-        "rollout": torch.tensor(rollout),
-        "episode": torch.tensor(rollout if episode is None else episode),
-        "call": torch.tensor(call),
-        "advantages": torch.tensor(advantage),
-        "loss_weights": torch.tensor(weight),
-    }
-    if old is not None:
-        columns["old_logprobs"] = torch.tensor(old)
-    return TensorDict(columns, batch_size=[len(rollout)])
-
-
-def derivatives(update, players, logprobs):
-    """Of each player's loss, by the log probabilities of all: the first ones, and the second."""
-
-    def loss(number, *given):
-        return conversation_losses(update, players, given)[number]
-
-    slopes, bends = [], []
-    for number in range(len(players)):
-        slope = torch.autograd.functional.jacobian(partial(loss, number), tuple(logprobs))
-        bend = torch.autograd.functional.hessian(partial(loss, number), tuple(logprobs))
-        slopes.append(torch.cat(slope))
-        bends.append(torch.cat([torch.cat(row, 1) for row in bend]))
-    return slopes, bends
-
-
-def test_what_one_is_paid_for_all_have_said_by_hand():
-    # Of rollout 1 the first wrote calls 0 and 2, of rollout 0 call 1, and the second all others.
-    first = tokens([1, 1, 0], [0, 2, 1], [2.0, 2.0, -1.0], [0.5, 0.5, 0.25])
-    second = tokens([0, 1], [0, 1], [3.0, 5.0], [1.0, 1.0])
-    slopes, bends = derivatives(LOLA(), [first, second], [torch.full((3,), -1.0), torch.zeros(2)])
-    # minus advantage times weight, in the other's tokens too: 2 * 0.5 and -1 * 0.25; 5 and 3
-    one, other = torch.tensor([-1.0, -1.0, 0.25, 0.25, -1.0]), torch.tensor([-5.0, -5, -3, -3, -5])
-    rollout = torch.tensor([1, 1, 0, 0, 1])
-    same = rollout[:, None] == rollout
-    for slope, bend, expected in zip(slopes, bends, (one, other), strict=True):
-        torch.testing.assert_close(slope, expected)
-        torch.testing.assert_close(bend, expected[:, None] * same)
-
-
-def test_what_is_clipped_counts_no_more_but_what_follows_it_does_by_hand():
-    first = tokens([0, 0], [0, 2], [1.0, 1.0], [1.0, 1.0], old=[-1.0, -1.0])
-    second = tokens([0], [1], [1.0], [1.0], old=[-1.0])
-    logprobs = [torch.tensor([-1.0, -1.0]) + torch.tensor([0.0, 0.1]), torch.tensor([0.0])]
-    slopes, bends = derivatives(POLA(), [first, second], logprobs)
-    # In time the ratios are 1, e, e^0.1: the middle one is above 1.2.
-    last = -math.exp(0.1)
-    torch.testing.assert_close(slopes[0], torch.tensor([-1.0, last, 0.0]))
-    expected = torch.tensor([[-1.0, last, 0.0], [last, last, last], [0.0, last, 0.0]])
-    torch.testing.assert_close(bends[0], expected)
-
-
-def test_a_policy_of_two_roles_is_paid_for_both_by_what_others_say():
-    both = tokens([0, 0], [0, 2], [1.0, 2.0], [0.5, 0.25], episode=[0, 1])
-    other = tokens([0], [1], [1.0], [1.0])
-    slopes, _ = derivatives(LOLA(), [both, other], [torch.zeros(2), torch.zeros(1)])
-    torch.testing.assert_close(slopes[0], torch.tensor([-0.5, -0.5, -3 * 0.375]))
 
 
 # ---------------------------------------------------------------- what is refused
