@@ -65,7 +65,10 @@ from lightning_rl.algos.game_updates import (
     GameUpdate as GameUpdate,
     Simultaneous as Simultaneous,
 )
-from lightning_rl.algos.games import Game as Game
+from lightning_rl.algos.games import (
+    Game as Game,
+    GamePoint as GamePoint,
+)
 from lightning_rl.algos.kl import (
     AdaptiveCoefficient as AdaptiveCoefficient,
     Coefficient as Coefficient,
@@ -428,6 +431,7 @@ from lightning_rl.rewards.rules import (
     OverlongPenalty as OverlongPenalty,
     PythonTests as PythonTests,
 )
+from lightning_rl.roles.game import GameRolesModule as GameRolesModule
 from lightning_rl.roles.group import SharedModelGroup as SharedModelGroup
 from lightning_rl.roles.module import RolesModule as RolesModule
 from lightning_rl.rollout import (

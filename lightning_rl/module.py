@@ -355,12 +355,12 @@ class PolicyModule(StreamingLoop, RolloutModule):
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One RL iteration on a packed batch: compute, let callbacks decide, update."""
         batch = self.compute_all(batch)
-        objective = self._decided(batch)
+        objective = self.decided(batch)
         metrics = {} if objective is None else self.update(batch, objective)
         self.end_iteration(metrics)
         self.record(metrics)
 
-    def _decided(self, batch: TensorDict) -> Objective | None:
+    def decided(self, batch: TensorDict) -> Objective | None:
         """Apply what callbacks decide, each before the next is asked; None: no update."""
         objective, skip = self.objective, False
         for decision in answers(self.trainer, "on_update_start", batch, module=self):
@@ -391,6 +391,10 @@ class PolicyModule(StreamingLoop, RolloutModule):
                     own = None if done is None else done[rows]
                     self._optimize(select(batch, rows), objective, metrics, own)
                     done = None  # they are all of the first minibatch
+        return self.summed_up(metrics)
+
+    def summed_up(self, metrics: TokenMetrics) -> dict[str, float]:
+        """The metrics of an update that is over."""
         return add_effective_share(metrics.compute()) | {
             "policy/nonfinite_skipped": float(self.nonfinite_steps)
         }
@@ -402,11 +406,21 @@ class PolicyModule(StreamingLoop, RolloutModule):
         metrics: TokenMetrics,
         done: Tensor | None = None,
     ) -> None:
-        """One optimizer step on a minibatch, its gradient accumulated over packs.
+        """One optimizer step on a minibatch, its gradient accumulated over packs."""
+        self.accumulate(minibatch, objective, metrics, done)
+        self.step(metrics)
+
+    def accumulate(
+        self,
+        minibatch: TensorDict,
+        objective: Objective,
+        metrics: TokenMetrics,
+        done: Tensor | None = None,
+    ) -> None:
+        """Leave the gradient of a minibatch in the policy, and ``loss_weights`` (T,) in its tokens.
 
         ``done`` (R,): rollouts whose gradient is in the policy already, as a stream leaves it.
         """
-        optimizer = self.own_optimizer()
         minibatch = self.without_truncated(minibatch)
         factor = None
         if done is None:
@@ -420,11 +434,16 @@ class PolicyModule(StreamingLoop, RolloutModule):
             metrics.add({"policy/skipped_share": left_out})
             done = None if done is None else without_flags(done, left_out)
             minibatch = without(minibatch, left_out)
-        for pack_metrics in self._add_gradients(with_host(minibatch), objective, done):
+        for pack_metrics in self.add_gradients(with_host(minibatch), objective, done):
             metrics.add(pack_metrics)
-        parameters = [p for p in self.loaded_policy.parameters() if p.grad is not None]
         if factor is not None:
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+            gradients = [p.grad for p in self.loaded_policy.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, factor)
+
+    def step(self, metrics: TokenMetrics) -> None:
+        """One optimizer step, of the gradient that is in the policy, clipped."""
+        optimizer = self.own_optimizer()
+        parameters = [p for p in self.loaded_policy.parameters() if p.grad is not None]
         norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or float("inf"))
         norm = full_tensor(norm).reshape(1)
         lr = norm.new_full((1,), optimizer.param_groups[0]["lr"])
@@ -436,7 +455,7 @@ class PolicyModule(StreamingLoop, RolloutModule):
             scheduler: Any = self.lr_schedulers()
             scheduler.step()
 
-    def _add_gradients(
+    def add_gradients(
         self, minibatch: TensorDict, objective: Objective, done: Tensor | None
     ) -> list[Metrics]:
         """Leave the sum of all packs' gradients in the policy; returns the packs' metrics.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rl.algos.games import Game, nystrom_solve
+from lightning_rl.algos.games import GamePoint, nystrom_solve
 from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, Surrogate
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
@@ -19,13 +19,15 @@ class GameUpdate(ABC):
 
     Losses may be exact, or means over steps in an environment; :meth:`step_loss` is of a step.
 
-    ``needs_order``: it is made for players of whom some lead others.
+    ``needs_order``: it is made for players of whom some lead others. ``zero_at_zero_advantage``:
+    the loss of a step without advantage is 0.
     """
 
     needs_order: ClassVar[bool] = False
+    zero_at_zero_advantage: bool = True
 
     @abstractmethod
-    def __call__(self, game: Game, draw: torch.Generator) -> list[Tensor]:
+    def __call__(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
         """A direction (D_i,) for each player; ``draw`` is for what is random in it."""
 
     def step_loss(self, logprobs: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
@@ -45,7 +47,7 @@ def _called(loss: PolicyLoss, logprobs: Tensor, tokens: Any) -> tuple[Tensor, Me
 class Simultaneous(GameUpdate):
     """Each player's own gradient, as if the others stood still: nabla_i L_i."""
 
-    def __call__(self, game: Game, draw: torch.Generator) -> list[Tensor]:
+    def __call__(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
         return [game.gradient(i, i).detach() for i in range(len(game.players))]
 
 
@@ -76,7 +78,7 @@ class SPG(GameUpdate):
         if self.rho <= 0:
             raise ConfigError(f"rho={self.rho} must be > 0: it keeps the inverse finite; try 0.1")
 
-    def __call__(self, game: Game, draw: torch.Generator) -> list[Tensor]:
+    def __call__(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
         def answer(follower: int, vector: Tensor) -> Tensor:
             """-(H_f + rho I)^-1 v."""
             order = torch.randperm(len(vector), generator=draw, device="cpu")
@@ -116,10 +118,10 @@ class LOLA(GameUpdate):
         if self.rate is not None and self.rate <= 0:
             raise ConfigError(f"rate={self.rate} must be > 0; Simultaneous looks at nobody's step")
 
-    def __call__(self, game: Game, draw: torch.Generator) -> list[Tensor]:
+    def __call__(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
         return [a + s for a, s in zip(*self._parts(game), strict=True)]
 
-    def _parts(self, game: Game) -> tuple[list[Tensor], list[Tensor]]:
+    def _parts(self, game: GamePoint) -> tuple[list[Tensor], list[Tensor]]:
         """xi_0 = nabla_g L_g - sum_f eta_f h, and -sum_f eta_f chi, of each player."""
         players = range(len(game.players))
         rates = game.rates if self.rate is None else [self.rate] * len(players)
@@ -151,7 +153,7 @@ class SOS(LOLA):
         if not (0 < self.a < 1 and 0 < self.b < 1):
             raise ConfigError(f"SOS(a={self.a}, b={self.b}): both must be in (0, 1)")
 
-    def __call__(self, game: Game, draw: torch.Generator) -> list[Tensor]:
+    def __call__(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
         ahead, shaping = self._parts(game)
         own = Simultaneous()(game, draw)
         weight = sos_weight(torch.cat(own), torch.cat(ahead), torch.cat(shaping), self.a, self.b)
@@ -186,6 +188,11 @@ class _Proximal(GameUpdate):
     """
 
     loss: PolicyLoss = PPOClip()
+
+    @property
+    def zero_at_zero_advantage(self) -> bool:  # type: ignore[override]
+        """As ``loss`` has it."""
+        return self.loss.zero_at_zero_advantage
 
     def step_loss(self, logprobs: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
         return _called(self.loss, logprobs, tokens)

@@ -4,8 +4,10 @@ A game at a point is n losses L_i, scalars, and the parameters of n players: lis
 D_i numbers together. Gradients, and what is made of them, are flat vectors (D_i,).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,22 +28,39 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-@dataclass(frozen=True)
-class Game:
-    """A game at a point, and derivatives of its losses there.
+def derived(value: Tensor, by: Sequence[Tensor], create_graph: bool) -> Tensor:
+    """Gradient (D,) of a scalar; 0 where it does not depend on a number."""
+    if not value.requires_grad:
+        return torch.zeros_like(flat(by))
+    return flat(
+        torch.autograd.grad(
+            value, by, retain_graph=True, create_graph=create_graph, materialize_grads=True
+        )
+    )
 
-    Args:
-        losses: L_i of each player, twice differentiable in the parameters of all.
-        players: each one's parameters; no tensor is of two.
-        rates: eta_i, of each player's gradient step: a number, or one for each parameter, (D_i,).
-        order: who leads whom; None: everyone all others.
+
+class GamePoint(ABC):
+    """A game at a point, as far as updates look at it: derivatives, and what they make together.
+
+    ``players`` are as many as there are losses; ``rates`` are eta_i, of each one's gradient step: a
+    number, or one for each parameter, (D_i,); ``order`` is who leads whom; None: everyone all
+    others.
     """
 
-    losses: Sequence[Tensor]
-    players: Sequence[Sequence[Tensor]]
+    players: Sequence[Any]
     rates: Sequence[float | Tensor]
-    order: Levels | None = None
-    _gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False)
+    order: Levels | None
+
+    @abstractmethod
+    def gradient(self, of: int, by: int) -> Tensor:
+        """nabla_by L_of, (D_by,)."""
+
+    @abstractmethod
+    def mixed(self, of: int, first: int, then: int, vector: Tensor) -> Tensor:
+        """nabla_then <vector, nabla_first L_of>, (D_then,), for ``vector`` (D_first,).
+
+        It is a block of the Hessian of L_of, times the vector.
+        """
 
     def followers(self, player: int) -> Levels:
         """Those that answer to what a player does, level by level."""
@@ -50,40 +69,13 @@ class Game:
         place = next(n for n, level in enumerate(self.order) if player in level)
         return self.order[place + 1 :]
 
-    def gradient(self, of: int, by: int) -> Tensor:
-        """nabla_by L_of, (D_by,), with a graph."""
-        if (of, by) not in self._gradients:
-            self._gradients[of, by] = self._derived(self.losses[of], by, create_graph=True)
-        return self._gradients[of, by]
-
-    def mixed(self, of: int, first: int, then: int, vector: Tensor) -> Tensor:
-        """nabla_then <vector, nabla_first L_of>, (D_then,), for ``vector`` (D_first,).
-
-        It is a block of the Hessian of L_of, times the vector.
-        """
-        return self._derived(self.gradient(of, first) @ vector, then, create_graph=False)
-
-    def _derived(self, value: Tensor, by: int, create_graph: bool) -> Tensor:
-        """Gradient (D_by,) of a scalar; 0 where it does not depend on a parameter."""
-        if not value.requires_grad:
-            return torch.zeros_like(flat(self.players[by]))
-        return flat(
-            torch.autograd.grad(
-                value,
-                self.players[by],
-                retain_graph=True,
-                create_graph=create_graph,
-                materialize_grads=True,
-            )
-        )
-
     def foresight(self, leader: int, rates: Sequence[float | Tensor]) -> Tensor:
         """What the steps of its followers change in its own gradient, (D_leader,).
 
         -h = -sum over followers f of nabla_leader <eta_f nabla_f L_f, nabla_f L_leader>: its
         followers are looked upon as where they will be (Zhang and Lesser 2010, LookAhead).
         """
-        total = torch.zeros_like(flat(self.players[leader]))
+        total = torch.zeros_like(self.gradient(leader, leader).detach())
         for follower in (f for level in self.followers(leader) for f in level):
             step = rates[follower] * self.gradient(follower, follower).detach()
             total = total - self.mixed(leader, follower, leader, step)
@@ -95,7 +87,7 @@ class Game:
         -chi = sum over followers f of <A_f nabla_f L_leader, d nabla_f L_f / d theta_leader>. With
         :meth:`gradient` it is the total derivative of L_leader by theta_leader.
         """
-        total = torch.zeros_like(flat(self.players[leader]))
+        total = torch.zeros_like(self.gradient(leader, leader).detach())
         for depth, level in enumerate(self.followers(leader)):
             for follower in level:
                 moved = answer(follower, self.gradient(leader, follower).detach())
@@ -112,6 +104,35 @@ class Game:
                 moved = answer(between, self.mixed(follower, follower, between, vector))
                 total = total + self._pulled(leader, above, between, moved, answer)
         return total
+
+
+@dataclass(frozen=True)
+class Game(GamePoint):
+    """A game at a point, and derivatives of its losses there.
+
+    Args:
+        losses: L_i of each player, twice differentiable in the parameters of all.
+        players: each one's parameters; no tensor is of two.
+        rates: eta_i, of each player's gradient step: a number, or one for each parameter, (D_i,).
+        order: who leads whom; None: everyone all others.
+    """
+
+    losses: Sequence[Tensor]
+    players: Sequence[Sequence[Tensor]]
+    rates: Sequence[float | Tensor]
+    order: Levels | None = None
+    _gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def gradient(self, of: int, by: int) -> Tensor:
+        """nabla_by L_of, (D_by,), with a graph."""
+        if (of, by) not in self._gradients:
+            self._gradients[of, by] = derived(self.losses[of], self.players[by], create_graph=True)
+        return self._gradients[of, by]
+
+    def mixed(self, of: int, first: int, then: int, vector: Tensor) -> Tensor:
+        """nabla_then <vector, nabla_first L_of>, (D_then,), for ``vector`` (D_first,)."""
+        slope = self.gradient(of, first) @ vector
+        return derived(slope, self.players[then], create_graph=False)
 
 
 def nystrom_solve(

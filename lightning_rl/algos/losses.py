@@ -7,8 +7,9 @@ A loss sees the M model tokens of a pack: ``logprobs`` (M,) under the current po
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -52,6 +53,23 @@ def check_clip(low: float, high: float, hint: str = "") -> None:
         raise ConfigError(
             f"clip_low={low}, clip_high={high}: need 0 < clip_low < 1 and clip_high > 0{hint}"
         )
+
+
+def check_step_loss(what: str, loss: Callable[..., Any]) -> None:
+    """Try a loss on a step, and refuse it if it looks at more than that.
+
+    Raises:
+        ConfigError: naming what has it, and what it looks at.
+    """
+    one = torch.zeros(1)
+    step = {"old_logprobs": one, "advantages": one, "values": one, "returns": one, "weights": one}
+    try:
+        loss(one, step)  # losses read it by name alone
+    except KeyError as error:
+        raise ConfigError(
+            f"{what} looks at {error} of a rollout, which a step by itself does not have; use "
+            "PPOClip, Surrogate, Reinforce, CISPO or SAPO"
+        ) from error
 
 
 def ppo_clip(

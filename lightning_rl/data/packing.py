@@ -13,12 +13,13 @@ A *batch* is a TensorDict with two parts:
   and -1.
 - ``batch["rollouts"]``, batch size [R], one for each row of a rollout: ``length`` and
   ``prompt_length`` in tokens, ``prefix`` (rows with the same number have the same prompt tokens),
-  ``group``, ``episode`` (rows with the same number are one rollout's, written by one role: they
-  share its reward, and count once), ``role``, ``reward``, ``truncated``, ``expert`` (given, not
-  sampled) and how it was sampled: ``temperature``, ``top_k``, ``top_p``, and where any rollout had
-  them ``min_p`` and ``repetition_``, ``presence_`` and ``frequency_penalty``. Where any branched
-  off from another, ``sample`` (of a group, those with the same number began as one) and ``fork``
-  (how many calls they share, 0 for the one they branched off from; those have no loss).
+  ``group``, ``rollout`` (rows with the same number are one rollout's), ``episode`` (and those are
+  written by one role, too: they share its reward, and count once), ``role``, ``reward``,
+  ``truncated``, ``expert`` (given, not sampled) and how it was sampled: ``temperature``, ``top_k``,
+  ``top_p``, and where any rollout had them ``min_p`` and ``repetition_``, ``presence_`` and
+  ``frequency_penalty``. Where any branched off from another, ``sample`` (of a group, those with the
+  same number began as one) and ``fork`` (how many calls they share, 0 for the one they branched off
+  from; those have no loss).
 - ``batch["host"]``, in an update on a GPU: the columns that decide how packs are laid out, once
   more on the CPU (:func:`with_host`).
 """
@@ -64,6 +65,7 @@ def pack_rollouts(
     groups: dict[str, int] = {}
     for rollout in among:
         groups.setdefault(rollout.group_id, len(groups))
+    numbered: dict[int, int] = {}
     episodes: dict[tuple[int, str], int] = {}
     number_of = {name: number for number, name in enumerate(_roles_of(sources, roles))}
     numbers: list[tuple[int, ...]] = []
@@ -80,11 +82,12 @@ def pack_rollouts(
                 len(prompt),
                 prefixes.setdefault(tuple(prompt), len(prefixes)),
                 groups.setdefault(rollout.group_id, len(groups)),
+                numbered.setdefault(id(rollout), len(numbered)),
                 episodes.setdefault((id(rollout), row.role), len(episodes)),
                 number_of[row.role],
             )
         )
-    names = ("length", "prompt_length", "prefix", "group", "episode", "role")
+    names = ("length", "prompt_length", "prefix", "group", "rollout", "episode", "role")
     columns = zip(*numbers, strict=True)
     counted = {n: _column(c, dtype=torch.long) for n, c in zip(names, columns, strict=True)}
     if any(rollout.fork for rollout in rollouts):

@@ -14,17 +14,18 @@ from lightning_rl.algos.game_steps import game_loss, said_before
 from lightning_rl.algos.game_updates import SOS, GameUpdate
 from lightning_rl.algos.games import Game, flat
 from lightning_rl.algos.kl import EntropyBonus
-from lightning_rl.algos.losses import ValueLoss
+from lightning_rl.algos.losses import ValueLoss, check_step_loss
 from lightning_rl.algos.steps import StepAdvantage, StepGAE
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import Measured, add
-from lightning_rl.envs.module import ActorCriticModule, Made, check_loss
+from lightning_rl.envs.module import ActorCriticModule, Made
 from lightning_rl.envs.rows import Rows, rows_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.networks.actor_critic import ActorCritic, joint_entropy, joint_log_prob
 from lightning_rl.networks.distributions import ActionDistribution
 from lightning_rl.protocols.base import VERIFIER
+from lightning_rl.protocols.leaders import check_order, levels_of
 from lightning_rl.run.dist import world_size
 from lightning_rl.run.seeding import derived_seed
 
@@ -85,7 +86,7 @@ class GameModule(ActorCriticModule):
             max_grad_norm=max_grad_norm,
             seed=seed,
         )
-        check_loss(f"update={type(update).__name__}", update.step_loss)
+        check_step_loss(f"update={type(update).__name__}", update.step_loss)
         save_primitive_hparams(self)
         self.game_update = update
         self.order = order
@@ -110,27 +111,8 @@ class GameModule(ActorCriticModule):
                 f"GameModule multiplies gradients of a whole batch, and {world_size()} processes "
                 "each have a part of it; set trainer.devices: 1"
             )
-        named = sorted(name for level in self.order or [] for name in level)
-        if self.order is not None and named != sorted(self.agents):
-            raise ConfigError(
-                f"order={self.order} must name each agent once: {', '.join(self.agents)}"
-            )
-        if self.game_update.needs_order and self.order is None and VERIFIER not in self.agents:
-            raise ConfigError(
-                f"update={type(self.game_update).__name__} has to know who leads "
-                f"{', '.join(self.agents)}: there is no {VERIFIER!r}; set model.order, e.g. "
-                f"{[[name] for name in self.agents]}"
-            )
-
-    def levels(self, players: list[str]) -> list[list[int]] | None:
-        """Places of players, leaders first; None: everyone has all others in view."""
-        order = self.order
-        if order is None:
-            if not self.game_update.needs_order:
-                return None
-            order = [[VERIFIER], [name for name in players if name != VERIFIER]]
-        learning = [[players.index(name) for name in level if name in players] for level in order]
-        return [level for level in learning if level]
+        leader = VERIFIER if VERIFIER in self.agents else None
+        check_order(self.order, list(self.agents), "agent", leader, self.game_update)
 
     def rows_of(self, name: str, batch: TensorDict) -> tuple[Rows, dict[str, float]]:
         """All that players learn from a batch, with credit for what others did, and metrics.
@@ -201,7 +183,8 @@ class GameModule(ActorCriticModule):
     def _actors_loss(self, names: list[str], losses: list[Tensor], measured: Measured) -> Tensor:
         """A scalar whose gradients are the directions that the update has for all players."""
         players, rates = self._players(names)
-        game = Game(losses, players, rates, self.levels(names))
+        levels = levels_of(self.order, names, VERIFIER, self.game_update)
+        game = Game(losses, players, rates, levels)
         directions = self.game_update(game, self._draw)
         for i, (name, direction) in enumerate(zip(names, directions, strict=True)):
             alone = game.gradient(i, i).detach()

@@ -1,7 +1,7 @@
 """ActorCriticModule: agents of bodies and heads that learn on policy, one batch per iteration."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.algos.kl import EntropyBonus
-from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, ValueLoss
+from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, ValueLoss, check_step_loss
 from lightning_rl.algos.step_kl import AdaptiveKL
 from lightning_rl.algos.steps import StepAdvantage, StepGAE
 from lightning_rl.config.arguments import configurable
@@ -82,7 +82,7 @@ class ActorCriticModule(EnvModule):
         super().__init__()
         require_at_least(1, epochs=epochs, minibatches=minibatches)
         require_finite(max_grad_norm=max_grad_norm)
-        check_loss(f"loss={type(loss).__name__}", loss)
+        check_step_loss(f"loss={type(loss).__name__}", loss)
         save_primitive_hparams(self)
         self.automatic_optimization = False
         self.given_agents = agents or {}
@@ -250,20 +250,3 @@ class ActorCriticModule(EnvModule):
                     f"model.clips are for bodies with a memory, and agent {name!r} has "
                     f"{type(agent.body).__name__}; drop clips, or give all agents such a body"
                 )
-
-
-def check_loss(what: str, loss: Callable[..., Any]) -> None:
-    """Try a loss on a step, and refuse it if it looks at more than that.
-
-    Raises:
-        ConfigError: naming what has it, and what it looks at.
-    """
-    one = torch.zeros(1)
-    step = {"old_logprobs": one, "advantages": one, "values": one, "returns": one, "weights": one}
-    try:
-        loss(one, step)  # losses read it by name alone
-    except KeyError as error:
-        raise ConfigError(
-            f"{what} looks at {error} of a rollout, which steps of an "
-            "environment do not have; use PPOClip, Surrogate, Reinforce, CISPO or SAPO"
-        ) from error
