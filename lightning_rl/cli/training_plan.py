@@ -107,9 +107,8 @@ class _Learning:
         written = group_size * rows
         batch = pack_rollouts(largest_rollouts(self.prompts, groups, written, tokens))
         parts = cut(batch, policy.minibatches, policy.max_tokens_per_pack)
-        if (
-            ranks > 1
-        ):  # each minibatch is dealt of all ranks' groups, and may take most from this one
+        if ranks > 1:
+            # Each minibatch is dealt of all ranks' groups, and may take most from this one.
             share = largest_share(data.groups_per_iteration, ranks, policy.minibatches)
             most = pack_rollouts(largest_rollouts(self.prompts, share, written, tokens))
             parts = cut(most, 1, policy.max_tokens_per_pack)
