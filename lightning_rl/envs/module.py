@@ -229,11 +229,12 @@ class ActorCriticModule(EnvModule):
         Raises:
             ConfigError: naming agent and setting.
         """
-        for name in () if self.joint_loss is None else self.joint_loss.agents:
+        together = () if self.joint_loss is None else self.joint_loss.agents
+        for name in together:
             if name not in self.agents or self.agents[name].schedule != EveryIteration():
                 raise ConfigError(
                     f"joint_loss={type(self.joint_loss).__name__} is for agents "
-                    f"{', '.join(self.joint_loss.agents)}, and {name!r} is none that learns in "
+                    f"{', '.join(together)}, and {name!r} is none that learns in "
                     "every iteration; drop joint_loss, or that agent's schedule"
                 )
         for name, agent in self.agents.items():

@@ -1,5 +1,6 @@
 """GraphIsomorphism: two agents talk about whether two graphs are the same, as torchrl sees it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ class GraphIsomorphism(EnvBase):
         first, *others = self.protocol.visible(ADVERSARY if name == SIMULATOR else name)
         return {"": first} | {f"{channel}_": channel for channel in others}
 
-    def _group(self, shapes: dict[str, tuple[int, ...]]) -> Composite:
+    def _group(self, shapes: Mapping[str, tuple[int, ...]]) -> Composite:
         lead = (self.num_envs, 1)
         return Composite(
             {name: Unbounded(shape=lead + shape) for name, shape in shapes.items()}, shape=lead

@@ -84,7 +84,7 @@ def play(env: GraphIsomorphism, agents: Agents, times: int, seed: int = 0) -> Pl
                     data[name, action] = value
                 if name in env.protocol.logits_read:
                     for action, distribution in made.items():
-                        data[name, f"{action}_logits"] = distribution.logits
+                        data[name, f"{action}_logits"] = distribution.logits  # type: ignore[attr-defined]
             if simulated:
                 spoke = (decided == GO_ON) & env.protocol.speaks(ADVERSARY, round, env.seeds)
                 logits = [env.logits_of(data[name]) for name in (ADVERSARY, SIMULATOR)]

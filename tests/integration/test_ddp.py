@@ -35,7 +35,9 @@ from tests.ranks_run import (
     share_of_even_digits,
     turns,
 )
-from tests.two_ranks import TOLERANCE, Results, comparable, run_two
+from tests.two_ranks import SECONDS, TOLERANCE, Results, comparable, run_two
+
+pytestmark = pytest.mark.timeout(SECONDS + 60)  # the first waits for two processes that do all
 
 
 @pytest.fixture(scope="module")

@@ -35,9 +35,7 @@ def fitted(tmp_path_factory):
     return fit
 
 
-@pytest.mark.parametrize(
-    "name", ["nip.yaml", "spg.yaml", "adp.yaml", "solo.yaml"]
-)
+@pytest.mark.parametrize("name", ["nip.yaml", "spg.yaml", "adp.yaml", "solo.yaml"])
 def test_a_run_of_each_file(fitted, name):
     run = fitted(name)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
