@@ -61,7 +61,7 @@ def check_step_loss(what: str, loss: Callable[..., Any]) -> None:
     Raises:
         ConfigError: naming what has it, and what it looks at.
     """
-    one = torch.zeros(1)
+    one = torch.zeros(1, device="cpu")
     step = {"old_logprobs": one, "advantages": one, "values": one, "returns": one, "weights": one}
     try:
         loss(one, step)  # losses read it by name alone
