@@ -35,11 +35,6 @@ class _StepLoss(PolicyLoss):
 
     update: GameUpdate
 
-    @property
-    def zero_at_zero_advantage(self) -> bool:  # type: ignore[override]
-        """As the update has it."""
-        return self.update.zero_at_zero_advantage
-
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         return self.update.step_loss(logprobs, tokens)
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -23,8 +22,6 @@ _REACH = 0.03
 @dataclass(frozen=True)
 class _Scores(PolicyLoss):
     """log p: with weights w its gradient is J^T w."""
-
-    zero_at_zero_advantage: ClassVar[bool] = True
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         return logprobs, {}
