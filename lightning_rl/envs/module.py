@@ -229,14 +229,8 @@ class ActorCriticModule(EnvModule):
         Raises:
             ConfigError: naming agent and setting.
         """
-        together = () if self.joint_loss is None else self.joint_loss.agents
-        for name in together:
-            if name not in self.agents or self.agents[name].schedule != EveryIteration():
-                raise ConfigError(
-                    f"joint_loss={type(self.joint_loss).__name__} is for agents "
-                    f"{', '.join(together)}, and {name!r} is none that learns in "
-                    "every iteration; drop joint_loss, or that agent's schedule"
-                )
+        if self.joint_loss is not None:
+            self._check_joint(self.joint_loss)
         for name, agent in self.agents.items():
             remembers = isinstance(agent.body, RecurrentBody)
             if remembers and self.clips is None:
@@ -250,4 +244,13 @@ class ActorCriticModule(EnvModule):
                 raise ConfigError(
                     f"model.clips are for bodies with a memory, and agent {name!r} has "
                     f"{type(agent.body).__name__}; drop clips, or give all agents such a body"
+                )
+
+    def _check_joint(self, joint: JointLoss) -> None:
+        for name in joint.agents:
+            if name not in self.agents or self.agents[name].schedule != EveryIteration():
+                raise ConfigError(
+                    f"joint_loss={type(joint).__name__} is for agents {', '.join(joint.agents)}, "
+                    f"and {name!r} is none that learns in every iteration; drop joint_loss, or "
+                    "that agent's schedule"
                 )
