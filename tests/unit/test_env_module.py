@@ -60,6 +60,6 @@ def test_an_agent_becomes_what_was_kept_of_another():
 @pytest.mark.parametrize("agents", [0, 2])
 def test_rewards_of_torchrl_may_be_whole_numbers(agents):
     data = TensorDict({"next": {"reward": torch.tensor([[[3], [-1]]])}}, [1, 2])
-    rewards = Places({}, {}, ("reward",), shared_reward=agents > 0).rewards(data, agents)
+    rewards = Places({}, {}, {}, ("reward",), shared_reward=agents > 0).rewards(data, agents)
     assert rewards.dtype == torch.float32
     assert rewards.tolist() == [[[3, 3], [-1, -1]] if agents else [3, -1]]

@@ -118,7 +118,8 @@ def as_torchrl(agent, own):
 def loss_of(module, agent, own):
     module.agents["agent"] = agent
     everything = torch.arange(len(own.learned["advantages"]))
-    return module._loss("agent", own, module._old("agent", own), everything)[0]
+    made, values = agent(own.observations, own.state, own.begins)
+    return module._loss(made, values, own, module._old("agent", own), everything)[0]
 
 
 def gradients(loss, agent):

@@ -95,7 +95,9 @@ def test_what_is_skipped_teaches_nothing(env, least):
         drawn = rows.teaching(every)
         assert drawn.tolist() == (~skipped).flatten().nonzero().squeeze(1).tolist()
         agent.zero_grad()
-        loss, _ = module._loss(AGENT, rows.at(drawn), {}, drawn)
+        own = rows.at(drawn)
+        made, values = agent(own.observations, own.state, own.begins)
+        loss, _ = module._loss(made, values, own, {}, drawn)
         loss.backward()
         return [p.grad.clone() for p in agent.parameters()]
 
