@@ -389,7 +389,8 @@ class PolicyModule(StreamingLoop, RolloutModule):
                 done = self.claim_stream(batch, objective, parts[0]) if epoch == 0 else None
                 for rows in parts:
                     own = None if done is None else done[rows]
-                    self._optimize(select(batch, rows), objective, metrics, own)
+                    self.accumulate(select(batch, rows), objective, metrics, own)
+                    self.step(metrics)
                     done = None  # they are all of the first minibatch
         return self.summed_up(metrics)
 
@@ -398,17 +399,6 @@ class PolicyModule(StreamingLoop, RolloutModule):
         return add_effective_share(metrics.compute()) | {
             "policy/nonfinite_skipped": float(self.nonfinite_steps)
         }
-
-    def _optimize(
-        self,
-        minibatch: TensorDict,
-        objective: Objective,
-        metrics: TokenMetrics,
-        done: Tensor | None = None,
-    ) -> None:
-        """One optimizer step on a minibatch, its gradient accumulated over packs."""
-        self.accumulate(minibatch, objective, metrics, done)
-        self.step(metrics)
 
     def accumulate(
         self,

@@ -22,7 +22,7 @@ class ZeroKnowledge(Protocol):
     simulator, who hears no prover, guesses what the adversary says: if it can, the provers have
     told the adversary nothing that could not be known without them (Hammond and Adam-Day 2025,
     "Neural Interactive Proofs", zero-knowledge protocols). Both are paid for their logits: they are
-    TensorDict agents, taught by a :class:`ZeroKnowledgeModule`, and none that are known by words.
+    TensorDict agents, taught with a :class:`SimulationLoss`, and none that are known by words.
 
     Args:
         protocol: the other one.

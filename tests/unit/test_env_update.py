@@ -23,6 +23,7 @@ from lightning_rl import (
     PerAgent,
     Periodic,
     Reinforce,
+    SimulationLoss,
     StepGAE,
     StepReturn,
     Surrogate,
@@ -369,6 +370,12 @@ def test_schedules():
     assert [not due for due in turns[0]] == turns[1]
 
 
+def taught_together(**agents):
+    module = ActorCriticModule(joint_loss=SimulationLoss())
+    module.agents.update(agents)
+    module.check_agents()
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -384,6 +391,13 @@ def test_schedules():
         (lambda: built(DISCRETE, body=MLPBody(observations=["x"])), "there is no observation 'x'"),
         (lambda: built(DISCRETE, body=PerAgent()), "PerAgent is for groups of agents"),
         (lambda: Clips(length=9).places(2, 8), "a batch has 8 steps of each environment"),
+        (lambda: taught_together(simulator=ActorCritic()), "'adversarial_verifier' is none that"),
+        (
+            lambda: taught_together(
+                adversarial_verifier=ActorCritic(), simulator=ActorCritic(schedule=Periodic(2))
+            ),
+            "'simulator' is none that learns in every iteration; drop joint_loss",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(make, words):
