@@ -27,7 +27,7 @@ from lightning_rl.networks.distributions import ActionDistribution
 from lightning_rl.protocols.base import VERIFIER
 from lightning_rl.protocols.leaders import check_order, levels_of
 from lightning_rl.run.dist import world_size
-from lightning_rl.run.seeding import derived_seed
+from lightning_rl.run.seeding import derived_generator
 
 
 @configurable
@@ -154,8 +154,7 @@ class GameModule(ActorCriticModule):
     def update(self, rows: Mapping[str, Rows], shape: tuple[int, int]) -> dict[str, float]:
         """Epochs x minibatches of steps of all players; returns metrics."""
         # A place beyond those of the epochs' orders.
-        seed = derived_seed(self.seed, self.iteration, self.epochs)
-        self._draw = torch.Generator().manual_seed(seed)
+        self._draw = derived_generator(self.seed, self.iteration, self.epochs)
         return super().update(rows, shape)
 
     def _optimize(

@@ -24,7 +24,7 @@ from lightning_rl.networks.distributions import ActionDistribution
 from lightning_rl.networks.memory import RecurrentBody
 from lightning_rl.networks.schedules import EveryIteration
 from lightning_rl.run.dist import all_sum, any_rank
-from lightning_rl.run.seeding import derived_seed, run_seed
+from lightning_rl.run.seeding import derived_generator, run_seed
 
 Made = Mapping[str, ActionDistribution]
 """An agent's distributions, by action."""
@@ -131,7 +131,7 @@ class ActorCriticModule(EnvModule):
         self.nonfinite_steps = 0
         old = {name: self._old(name, own) for name, own in rows.items()}
         for epoch in range(self.epochs if rows else 0):
-            order = torch.Generator().manual_seed(derived_seed(self.seed, self.iteration, epoch))
+            order = derived_generator(self.seed, self.iteration, epoch)
             for places in self.places(rows, shape, order):
                 self._optimize(rows, places, old, measured)
         if rows:

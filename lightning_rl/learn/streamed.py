@@ -27,7 +27,7 @@ from lightning_rl.models.memory import is_out_of_memory
 from lightning_rl.models.pretrained import Loading
 from lightning_rl.rollout import Group, Rollout
 from lightning_rl.run.dist import any_rank, rank, world_size
-from lightning_rl.run.seeding import derived_seed
+from lightning_rl.run.seeding import derived_generator
 
 _log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class StreamingLoop(OwnLoop):
 
     def dealing(self, epoch: int) -> torch.Generator:
         """What deals the groups of this iteration to minibatches."""
-        return torch.Generator().manual_seed(derived_seed(self.seed, self.iteration, epoch))
+        return derived_generator(self.seed, self.iteration, epoch)
 
     def stream(self, groups: Sequence[tuple[int, Group]]) -> None:
         """Score complete groups, given with their places, and take gradients where it can be done.

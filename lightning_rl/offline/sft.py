@@ -25,7 +25,7 @@ from lightning_rl.models.sharding import refuse_mesh
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import named_callbacks
-from lightning_rl.run.seeding import derived_seed, run_seed
+from lightning_rl.run.seeding import derived_generator, run_seed
 
 
 class SupervisedModule(LearningModule):
@@ -179,7 +179,7 @@ class SFTDataModule(LightningDataModule):
                 dataset.load(self._tokenizer)
 
     def train_dataloader(self) -> DataLoader[Rollout]:
-        order = torch.Generator().manual_seed(derived_seed(self.seed))
+        order = derived_generator(self.seed)
         return self._loader(self.train, shuffle=True, generator=order)
 
     def val_dataloader(self) -> Any:

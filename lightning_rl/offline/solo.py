@@ -21,7 +21,7 @@ from lightning_rl.offline.label_heads import LabelHead
 from lightning_rl.offline.labelled import LABEL, LabelledData, rows_of, space_of
 from lightning_rl.run.hooks import datamodule_of, named_callbacks
 from lightning_rl.run.metrics import TokenMetrics
-from lightning_rl.run.seeding import derived_seed, run_seed
+from lightning_rl.run.seeding import derived_generator, run_seed
 
 
 class SoloAgent(nn.Module):
@@ -209,7 +209,7 @@ class SoloDataModule(LightningDataModule):
             )
 
     def train_dataloader(self) -> DataLoader[TensorDict]:
-        order = torch.Generator().manual_seed(derived_seed(self.seed))
+        order = derived_generator(self.seed)
         return self._loader("train", shuffle=True, generator=order)
 
     def val_dataloader(self) -> Any:

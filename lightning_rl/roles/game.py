@@ -26,7 +26,7 @@ from lightning_rl.roles.group import SharedModelGroup
 from lightning_rl.roles.module import RolesModule
 from lightning_rl.roles.player import PolicyPlayer
 from lightning_rl.run.metrics import TokenMetrics
-from lightning_rl.run.seeding import derived_seed, run_seed
+from lightning_rl.run.seeding import derived_generator, run_seed
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,10 @@ class GameRolesModule(RolesModule):
     def _update(self, batch: TensorDict, learning: Mapping[str, _Part]) -> None:
         """Epochs x minibatches of steps of all players."""
         first = next(iter(learning.values())).group
-        draw = torch.Generator().manual_seed(
-            derived_seed(self.seed, self.iteration, first.ppo_epochs)
-        )
+        draw = derived_generator(self.seed, self.iteration, first.ppo_epochs)
         with self.clock("train"):
             for epoch in range(first.ppo_epochs):
-                dealing = torch.Generator().manual_seed(
-                    derived_seed(self.seed, self.iteration, epoch)
-                )
+                dealing = derived_generator(self.seed, self.iteration, epoch)
                 for rows in split_minibatches(batch, first.minibatches, dealing):
                     chosen = {
                         name: torch.isin(part.rows, rows).nonzero().squeeze(1)

@@ -53,9 +53,14 @@ def derived_seed(seed: int, *places: int) -> int:
     return seed % 2**64
 
 
+def derived_generator(seed: int, *places: int) -> torch.Generator:
+    """A generator on the CPU that begins with :func:`derived_seed`."""
+    return torch.Generator().manual_seed(derived_seed(seed, *places))
+
+
 def permutation(count: int, seed: int, lap: int) -> list[int]:
     """An order for one pass over ``count`` things, another for each pass."""
-    generator = torch.Generator().manual_seed(derived_seed(seed, lap))
+    generator = derived_generator(seed, lap)
     return torch.randperm(count, generator=generator).tolist()
 
 
