@@ -22,6 +22,8 @@ PREFILL_TOKENS = 16384
 """Most tokens, with padding, of prompts that are read in one pass; it bounds memory."""
 KEPT_DEAD = 0.25
 """Share of rows that may be over and still computed: taking them out copies the others' cache."""
+LEAST_ROOM = 32
+"""Columns that a cache gets beyond those it needs: each time it runs out of them, all is copied."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,49 +58,63 @@ class Request:
 class _Columns(DynamicLayer):
     """One layer's keys and values (N, H, T, D) of N rows whose last token is the last column.
 
-    Rows that are shorter begin in later columns. What is added goes into room that is there
-    already: to concatenate would copy all, every time.
+    Rows that are shorter begin in later columns. They lie in memory column by column, (T, N, H, D),
+    with room behind them that nothing touches yet: a column that is added is written in one piece,
+    where to concatenate would copy all, every time.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.lazy_initialization(keys, values)
-        self._hold([keys, values], keys.shape[-2])
+        self._hold([_by_column(part) for part in (keys, values)], keys.shape[-2])
 
     def _hold(self, parts: list[Tensor], width: int) -> None:
-        """Keep keys and values, of which so many columns are in use."""
+        """Keep keys and values by column, of which so many are in use."""
         self._parts = parts
-        self.keys, self.values = (part[:, :, :width] for part in parts)
+        self.keys, self.values = (part[:width].permute(1, 2, 0, 3) for part in parts)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         width = self.get_seq_length()
         more = width + key_states.shape[-2]
-        if more > self._parts[0].shape[-2]:
-            self._parts = [_wider(part, right=max(width, 32)) for part in (self.keys, self.values)]
-        for part, new in zip(self._parts, (key_states, value_states), strict=True):
-            part[:, :, width:more] = new
-        self._hold(self._parts, more)
+        parts = self._parts
+        if more > len(parts[0]):
+            parts = [_with_room(part[:width], more + max(width, LEAST_ROOM)) for part in parts]
+        for part, new in zip(parts, (key_states, value_states), strict=True):
+            part[width:more] = _by_column(new)
+        self._hold(parts, more)
         return self.keys, self.values
 
     def keep(self, rows: Tensor, first: int) -> None:
         """Only these rows (n,), from this column on."""
-        width = self.get_seq_length() - first
-        self._hold([part[rows, :, first:] for part in self._parts], width)
+        width = self.get_seq_length()
+        self._hold([part[first:width, rows] for part in self._parts], width - first)
 
     def join(self, keys: Tensor, values: Tensor, rows: Tensor) -> None:
         """Add, as rows, of other keys and values those of ``rows`` (n,)."""
         old, new = self.get_seq_length(), keys.shape[-2]
         width = max(old, new)
-        pairs = (self.keys, keys), (self.values, values)
         parts = [
-            torch.cat([_wider(mine, left=width - old), _wider(theirs[rows], left=width - new)])
-            for mine, theirs in pairs
+            torch.cat([_aligned(mine[:old], width), _aligned(_by_column(theirs[rows]), width)], 1)
+            for mine, theirs in zip(self._parts, (keys, values), strict=True)
         ]
         self._hold(parts, width)
 
 
-def _wider(part: Tensor, left: int = 0, right: int = 0) -> Tensor:
-    return F.pad(part, (0, 0, left, right))
+def _by_column(part: Tensor) -> Tensor:
+    """(N, H, T, D) as (T, N, H, D)."""
+    return part.permute(2, 0, 1, 3)
+
+
+def _aligned(part: Tensor, width: int) -> Tensor:
+    """Columns (T, N, H, D) as the last of so many; those before them are empty."""
+    return F.pad(part, (0, 0, 0, 0, 0, 0, width - len(part), 0))
+
+
+def _with_room(part: Tensor, columns: int) -> Tensor:
+    """A copy with so many columns in all; those behind its own hold anything."""
+    wider = part.new_empty(columns, *part.shape[1:])
+    wider[: len(part)] = part
+    return wider
 
 
 def decode_attention(
