@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from lightning_rl.data.packing import host_of, token_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention_batches import AttentionBatches, Segments, batch_segments
+from lightning_rl.models.short_attention import attend_short, is_short
 from lightning_rl.models.varlen import Varlen, attend, build_varlen, fused_kernel, varlen_dtype
 
 ATTENTION = "lightning_rl_packed"
@@ -140,6 +141,9 @@ def packed_attention(
     repeats = query.shape[1] // key.shape[1]
     outputs = []
     for batch in layout.batches.parts:
+        if not dropout and is_short(batch, q, repeats):
+            outputs.append(attend_short(batch, q, k, v, scaling))
+            continue
         out = F.scaled_dot_product_attention(
             _gather(q, batch.query),
             _gather(k, batch.key).repeat_interleave(repeats, 1),

@@ -5,7 +5,8 @@ keys, which for long ones would be larger than all else: those run together with
 instead, under the causal flag, for which no mask is made.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,12 +48,14 @@ class AttentionBatch:
 
     ``query`` (N, Lq) and ``key`` (N, Lk) index the pack's S tokens, -1 where padded. ``mask``
     (N, 1, Lq, Lk) is True where a query may look; None means plain causal attention, in which
-    padding on the right is never looked at.
+    padding on the right is never looked at. ``prepared`` is what a way to compute it has worked out
+    of them once, for all layers.
     """
 
     query: Tensor
     key: Tensor
     mask: Tensor | None
+    prepared: dict[Any, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "AttentionBatch":
         """On another device, with padding pointing at token 0 (its outputs are never read)."""

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.models import attention_batches
+from lightning_rl.models import attention_batches, short_attention
 from lightning_rl.models.attention import build_layout, packed_attention
 from lightning_rl.models.varlen import attend, plain_varlen
 
@@ -61,12 +61,12 @@ def test_what_is_not_used_is_not_built(random_batch, used):
     assert {"varlen", "batches"} & set(vars(layout)) == {used}
 
 
-def attention(layout, fused: bool) -> list[torch.Tensor]:
+def attention(layout, fused: bool, heads: int = 4, kv_heads: int = 2) -> list[torch.Tensor]:
     """Outputs and gradients, in float64."""
     size, generator = len(layout.input_ids), torch.Generator().manual_seed(1)
     q, k, v = (
-        torch.randn(1, heads, size, 8, generator=generator, dtype=torch.double, requires_grad=True)
-        for heads in (4, 2, 2)
+        torch.randn(1, count, size, 8, generator=generator, dtype=torch.double, requires_grad=True)
+        for count in (heads, kv_heads, kv_heads)
     )
     if fused:
         rows = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -91,6 +91,46 @@ def test_whole_rollouts_are_attended_as_masked_ones(monkeypatch, random_batch, s
     assert masked <= sum(bucket.mask is not None for bucket in plain.parts)
     for ours, theirs in zip(attention(layout, False), attention(layout, True), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("most_mask", [20, 10**9])
+@pytest.mark.parametrize("seed", range(3))
+def test_short_segments_are_attended_as_long_ones(monkeypatch, random_batch, seed, most_mask):
+    """With masks and without, where three query heads share a key head and where none does."""
+    monkeypatch.setattr(attention_batches, "MAX_MASK", most_mask)
+    batch = random_batch(seed, groups=5)
+
+    def computed(most: int) -> tuple[list[torch.Tensor], int]:
+        monkeypatch.setattr(short_attention, "MOST_KEYS", most)
+        results, prepared = [], 0
+        for heads in ((4, 2), (3, 3), (6, 2)):
+            layout = build_layout(batch)
+            results += attention(layout, False, *heads)
+            prepared += sum(len(part.prepared) for part in layout.batches.parts)
+        return results, prepared
+
+    short, used = computed(64)
+    fused, unused = computed(0)
+    assert (used > 0, unused) == (True, 0)
+    for ours, theirs in zip(short, fused, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "repeats", "dtype", "short"),
+    [
+        (7, 14, 3, torch.float32, True),
+        (27, 37, 3, torch.float64, True),  # 2,997 scores
+        (28, 37, 3, torch.float32, False),
+        (1, 65, 1, torch.float32, False),
+        (7, 14, 3, torch.bfloat16, False),
+    ],
+)
+def test_which_segments_are_short_by_hand(queries, keys, repeats, dtype, short):
+    batch = attention_batches.AttentionBatch(
+        torch.zeros(2, queries, dtype=torch.long), torch.zeros(2, keys, dtype=torch.long), None
+    )
+    assert short_attention.is_short(batch, torch.zeros(1, dtype=dtype), repeats) == short
 
 
 def test_which_rollouts_run_whole_by_hand(monkeypatch, make_rollout):

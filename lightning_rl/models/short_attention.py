@@ -1,0 +1,80 @@
+"""Attention of short segments on a CPU: two batched products, whose scores are few enough to keep.
+
+A fused kernel computes scores twice, to keep none, and pays for each head of each segment anew.
+Where segments have tens of tokens that is most of its time.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_rl.models.attention_batches import AttentionBatch
+
+MOST_SCORES = 3000
+"""Of a segment's key head, for all query heads that share it; with more, SDPA is as fast."""
+MOST_KEYS = 64
+"""Of a segment. What is kept for the backward pass grows with them, a number per query head."""
+
+
+def is_short(batch: AttentionBatch, query: Tensor, repeats: int) -> bool:
+    """Tell whether this is the faster way; ``repeats`` query heads share a key head.
+
+    In 16 bits it is not taken: scores would be rounded, which a fused kernel has in float32.
+    """
+    queries, keys = batch.query.shape[1], batch.key.shape[1]
+    wide = query.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
+    return (
+        query.device.type == "cpu"
+        and wide
+        and keys <= MOST_KEYS
+        and repeats * queries * keys <= MOST_SCORES
+    )
+
+
+def attend_short(
+    batch: AttentionBatch, q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> Tensor:
+    """Attention of q (S, Hq, D) on k and v (S, H, D), of a batch's N Lq queries: (N Lq, Hq, D)."""
+    heads, width = k.shape[1:]
+    made_for = q.shape[1] // heads, heads, q.dtype
+    if made_for not in batch.prepared:
+        batch.prepared[made_for] = _Rows.of(batch, *made_for)
+    rows: _Rows = batch.prepared[made_for]
+    count, _, queries = rows.query.shape
+    query, key, value = (
+        F.embedding(index, x.reshape(len(x) * heads, -1)).view(count * heads, -1, width)
+        for index, x in ((rows.query, q), (rows.key, k), (rows.key, v))
+    )
+    scale = width**-0.5 if scale is None else scale
+    scores = torch.baddbmm(rows.bias, query, key.transpose(1, 2), alpha=scale)
+    out = scores.softmax(-1) @ value
+    return out.view(count, heads, queries, -1).transpose(1, 2).reshape(-1, q.shape[1], width)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Where N segments of Lq queries and Lk keys find theirs, for G query heads on each of H.
+
+    ``query`` (N, H, Lq) indexes the S x H rows of G queries that share a key, ``key`` (N, H, Lk)
+    the S x H rows of keys: what is gathered lies as the products read it, and is not copied again.
+    ``bias`` (N H, Lq G, Lk) is 0 where a query may look, -inf elsewhere.
+    """
+
+    query: Tensor
+    key: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, repeats: int, heads: int, dtype: torch.dtype) -> "_Rows":
+        head = torch.arange(heads, device="cpu")[:, None]
+        query, key = (index[:, None] * heads + head for index in (batch.query, batch.key))
+        count, queries, keys = len(query), query.shape[2], key.shape[2]
+        seen = batch.mask
+        if seen is None:
+            seen = torch.ones(queries, keys, dtype=torch.bool, device="cpu").tril()
+        bias = torch.zeros(seen.shape, dtype=dtype, device="cpu").masked_fill(~seen, -torch.inf)
+        bias = bias.expand(count, 1, queries, keys)[:, :, :, None]
+        bias = bias.expand(-1, heads, -1, repeats, -1).reshape(count * heads, -1, keys)
+        return cls(query, key, bias)
