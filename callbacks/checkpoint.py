@@ -34,7 +34,8 @@ from lightning_rl.run.checkpoint_io import (
     newest_good,
 )
 from lightning_rl.run.hooks import find_callbacks
-from lightning_rl.run.loop import Interrupts, is_waiting, replace_loop_if_blocked, seconds_of
+from lightning_rl.run.interrupts import Interrupts, seconds_of
+from lightning_rl.run.loop import is_waiting, replace_loop_if_blocked
 from lightning_rl.run.resume import begin_only_if_new, enter_run, going_on_from, run_id_of
 from lightning_rl.run.rundir import continue_in, output_path, own_runs, require_free
 

@@ -1,5 +1,6 @@
 """Watchdog: a run that waits for rollouts that never come says where they hang, and stops."""
 
+import logging
 import threading
 from pathlib import Path
 
@@ -16,12 +17,15 @@ from lightning_rl.run.loop import (
     TURN_S,
     abandon_wait,
     background_loop,
+    is_computing,
     loop_thread,
     replace_loop_if_blocked,
     stalled_seconds,
 )
 from lightning_rl.run.rundir import run_dir
 from lightning_rl.run.threads import describe, where_tasks_wait, where_thread_is
+
+_log = logging.getLogger(__name__)
 
 
 @configurable
@@ -33,6 +37,10 @@ class Watchdog(RLCallback):
     thread: ``IterationCheckpoint`` saves what was collected so far, also if a reward hangs, or the
     engine within a step, where it blocks the event loop. The command line adds this callback to
     every run that generates.
+
+    On a CPU with several threads an engine in this process steps in the main thread while that
+    waits (:func:`lightning_rl.run.cores.compute`). A step that hangs there is logged; the run stops
+    as soon as the step is over.
 
     Args:
         timeout_s: more than the longest that a single rollout may take, all its turns included, or
@@ -84,7 +92,9 @@ class Watchdog(RLCallback):
         what, advice = "generation", "If a rollout may take that long"
         if module.clock.stage == "reward":
             what, advice = "grading", "If a reward may take that long"
-        if hanging is not None and not blocked:
+        if is_computing():
+            where = f"{what} hangs in the main thread at {where_thread_is(threading.main_thread())}"
+        elif hanging is not None and not blocked:
             name, its_thread = hanging
             where = f"reward {name} hangs at {where_thread_is(its_thread)}"
             advice = "Isolated gives a reward a time limit; if it may take that long"
@@ -92,9 +102,10 @@ class Watchdog(RLCallback):
             where = f"{what} hangs and blocks the event loop at {where_thread_is(thread)}"
         else:
             where = f"{what} hangs and waits at {where_tasks_wait(loop)}"
-        abandon_wait(
-            StalledError(
-                f"no rollout came to an end for timeout_s={self.timeout_s:g} seconds: {where}; all "
-                f"stacks are in {file}. {advice}, raise timeout_s of Watchdog"
-            )
+        error = StalledError(
+            f"no rollout came to an end for timeout_s={self.timeout_s:g} seconds: {where}; all "
+            f"stacks are in {file}. {advice}, raise timeout_s of Watchdog"
         )
+        if is_computing():  # where nothing can be raised now
+            _log.error("%s", error)
+        abandon_wait(error)

@@ -4,9 +4,11 @@ import asyncio
 import gc
 import random
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from lightning_rl.engines.decoding import Decoder, Request
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.sampling import end_tokens
+from lightning_rl.run.cores import compute
+
+T = TypeVar("T")
 
 
 @configurable
@@ -136,13 +141,7 @@ class TransformersEngine(Engine):
             else:
                 await self._gather()
             try:
-                with self._exclusive:
-                    if self._lm is None:
-                        raise EngineError("the engine was closed")
-                    for writer in {request.writer for request in (*self._writing, *self._waiting)}:
-                        writer.require_ready()  # a push may have failed
-                    decoder = decoder or self._decoder(self._lm)
-                    over = self._step(decoder)
+                decoder, over = await self._computed(partial(self._advance, decoder))
             except Exception as error:  # must reach those who wait
                 for future in [*self._writing.values(), *self._waiting.values()]:
                     fail(future, f"transformers failed while generating: {error}", error)
@@ -150,6 +149,19 @@ class TransformersEngine(Engine):
                 continue
             for request in over:
                 self._writing.pop(request).set_result(request.completion())
+
+    async def _computed(self, call: Callable[[], T]) -> T:
+        return await compute(call) if self.device.type == "cpu" else call()
+
+    def _advance(self, decoder: Decoder | None) -> tuple[Decoder, list[Request]]:
+        """:meth:`_step`, unless weights are pushed meanwhile; a first one makes the decoder."""
+        with self._exclusive:
+            if self._lm is None:
+                raise EngineError("the engine was closed")
+            for writer in {request.writer for request in (*self._writing, *self._waiting)}:
+                writer.require_ready()  # a push may have failed
+            decoder = decoder or self._decoder(self._lm)
+            return decoder, self._step(decoder)
 
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
         return Decoder(lm, self._ends)

@@ -33,6 +33,7 @@ from lightning_rl.engines.vllm_process import (
 )
 from lightning_rl.engines.vllm_settings import VLLMEngine, require_one_device
 from lightning_rl.errors import ConfigError, EngineError, StaleWeightsError
+from lightning_rl.run.cores import compute
 
 _LONGEST_STEP_S = 10.0
 """Seconds of a step that closing waits for; one that hangs must not keep a run from ending."""
@@ -245,13 +246,9 @@ class VLLMLocal(VLLMEngine):
         try:
             while self._requests:
                 await self._may_step.wait()
-                with self._exclusive, self._on_device():
-                    if self._llm is None:
-                        return
-                    for output in self._llm.step():
-                        if output.finished and output.request_id in self._requests:
-                            # Now, before a push changes the version.
-                            self._requests.pop(output.request_id).finish(output)
+                on_cpu = self._device is None
+                for request, output in await compute(self._step) if on_cpu else self._step():
+                    request.finish(output)
                 await asyncio.sleep(0)  # let finished requests' owners, and new requests, in
         except Exception as error:  # whatever vLLM raises must reach those who wait
             requests, self._requests = self._requests, {}
@@ -260,6 +257,18 @@ class VLLMLocal(VLLMEngine):
                 message += f" (what it was computing is in {self._crash_file})"
             for request in requests.values():
                 fail(request.future, message, error)
+
+    def _step(self) -> list[tuple[Request, Any]]:
+        """Advance all requests; returns those that are over, with their outputs."""
+        over = []
+        with self._exclusive, self._on_device():
+            for output in self._llm.step() if self._llm is not None else ():
+                if output.finished and output.request_id in self._requests:
+                    request = self._requests.pop(output.request_id)
+                    # Now, before a push changes the version.
+                    request.stamp(len(output.outputs[0].token_ids))
+                    over.append((request, output))
+        return over
 
     # ---------------------------------------------------------------- weights
 

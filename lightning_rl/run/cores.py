@@ -1,19 +1,42 @@
 """Threads of each training process, and of an engine in it: shares of the cores that there are."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.run.dist import world_size
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop import in_waiting_thread, run_async
 from lightning_rl.run.machine import usable_cores
 
 _GIVEN = os.environ.get("OMP_NUM_THREADS")
 """As it was before the run: Lightning sets it, too, when it starts processes."""
+
+T = TypeVar("T")
+
+
+async def compute(call: Callable[[], T]) -> T:
+    """The result of what a model computes on a CPU with this process's threads.
+
+    In the thread that trains, if that waits meanwhile, with the thread count of this one. OpenMP
+    has threads of their own for each thread that computes. As soon as a process has more of them
+    than there are cores, all fall asleep behind every single product (libgomp's throttled spin
+    count), and waking them takes longer than small products do: two threads were slower than one.
+    """
+    if torch.get_num_threads() == 1:
+        return call()
+    return await in_waiting_thread(partial(_plainly, call))
+
+
+def _plainly(call: Callable[[], T]) -> T:
+    """Without the autocast that the trainer may have asked for the results under."""
+    with torch.autocast("cpu", enabled=False):
+        return call()
 
 
 def share_cores(trainer: Trainer) -> None:

@@ -37,7 +37,7 @@ from lightning_rl.run.checkpoint_io import (
     newest_good,
     write_checkpoint,
 )
-from lightning_rl.run.loop import seconds_of
+from lightning_rl.run.interrupts import seconds_of
 from tests.small_run import adamw, data_module, trainer_of
 
 ITERATIONS = 4  # two epochs of two

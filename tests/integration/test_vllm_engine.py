@@ -18,6 +18,7 @@ from lightning_rl.engines import Sampling, TransformersEngine, VLLMLocal
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError, WeightSyncError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
+from lightning_rl.run.loop import run_async
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.memory import MemoryTransport
 from tests.engine_checks import (
@@ -50,6 +51,25 @@ def engine(started, weights):
     """The engine with the tiny model's weights, as version 3."""
     started.load_weights(weights.items(), 3)
     return started
+
+
+def test_steps_of_several_threads_are_in_the_thread_that_trains(engine, monkeypatch):
+    """The main thread waits for them; what is written is the same."""
+    sampling, places, step = Sampling(max_tokens=12), [], engine._step
+
+    def noted():
+        places.append(threading.current_thread().name)
+        return step()
+
+    async def run():
+        return await asyncio.gather(*(engine.generate(p, sampling, 7) for p in PROMPTS))
+
+    monkeypatch.setattr(engine, "_step", noted)
+    expected = run_async(run())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    alone, places[:] = set(places), []
+    assert run_async(run()) == expected
+    assert (alone, set(places)) == ({"lightning_rl"}, {"MainThread"})
 
 
 SAMPLINGS = [

@@ -1,6 +1,8 @@
 """Watchdog: engines that never answer, awaiting or blocking; the run stops and can be resumed."""
 
 import asyncio
+import logging
+import re
 import threading
 
 import pytest
@@ -92,7 +94,7 @@ def whole(tiny_model, tmp_path_factory):
          r".*test_watchdog.py:\d+ in NeverAnswers.generate \(called by agents/base.py:\d+ in "
          r"SingleTurn.run\); all stacks are in .*_0.txt. If a"),
         (BlocksTheLoop, StalledError, r"hangs and blocks the event loop at .*test_watchdog.py:"
-         r"\d+ in _step \(called by engines/transformers.py:\d+ in _serve\)"),
+         r"\d+ in _step \(called by engines/transformers.py:\d+ in _advance\)"),
         (Raises, EngineError, "transformers failed while generating: the device fell off the bus"),
     ],
 )  # fmt: skip
@@ -111,6 +113,30 @@ def test_the_run_stops_is_saved_and_ends_as_if_nothing_had_been(
     assert module.iteration == 3
     for name, weight in module.policy.named_weights():
         assert torch.equal(weight, whole[name]), name
+
+
+def test_a_step_that_hangs_in_the_main_thread_is_told_and_stops_the_run(
+    tiny_model, tmp_path, monkeypatch, caplog
+):
+    """Where the engine has several threads, and so computes in the thread that trains."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    engine = BlocksTheLoop(2 * 4 + 3)
+
+    class Helps(logging.Handler):
+        def emit(self, record):
+            engine.release.set()
+
+    logger, helper = logging.getLogger("lightning_rl.callbacks.watchdog"), Helps()
+    logger.addHandler(helper)
+    message = r"hangs in the main thread at .*test_watchdog.py:\d+ in _step"
+    try:
+        with pytest.raises(StalledError, match=message):
+            fit(tiny_model, tmp_path, engine)
+    finally:
+        engine.release.set()
+        logger.removeHandler(helper)
+    assert re.search(message, caplog.text)
+    assert (tmp_path / "csv" / "version_0" / "checkpoints" / "iteration_1.ckpt").exists()
 
 
 def test_the_stacks_are_written_down(tiny_model, tmp_path):

@@ -14,6 +14,7 @@ from lightning_rl.engines import Sampling, TransformersEngine, request_seed
 from lightning_rl.engines.decoding import Decoder
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
 from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.run.loop import run_async
 from tests.tolerances import scores_rounding
 
 PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], [3, 4, 2]]
@@ -52,6 +53,28 @@ def generate(engine, prompts, sampling, seeds=None):
         return await asyncio.gather(*(engine.generate(p, sampling, s) for p, s in pairs))
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("threads", "place"), [(1, "lightning_rl"), (2, "MainThread")])
+def test_steps_of_several_threads_are_in_the_thread_that_trains(
+    engine, monkeypatch, threads, place
+):
+    """The main thread waits for them; what is written is the same."""
+    sampling, places, step = Sampling(max_tokens=12), set(), Decoder.step
+
+    def noted(decoder):
+        places.add(threading.current_thread().name)
+        return step(decoder)
+
+    async def run():
+        return await asyncio.gather(*(engine.generate(p, sampling, 7) for p in PROMPTS))
+
+    expected = generate(engine, PROMPTS, sampling, [7] * len(PROMPTS))
+    monkeypatch.setattr(Decoder, "step", noted)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with torch.autocast("cpu", torch.bfloat16):  # the trainer's, which the engine does not share
+        assert run_async(run()) == expected
+    assert places == {place}
 
 
 def processed_logprobs(plain, prompt, completion, sampling) -> list[float]:

@@ -1,0 +1,103 @@
+"""Signals and a deadline, turned into a stop at a place from which a run can go on."""
+
+import math
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from lightning_rl.errors import ConfigError, RunInterrupted
+from lightning_rl.run.loop import guard_waits
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Interrupts:
+    """Memory of what asked the run to stop; raises ``RunInterrupted`` where that is safe.
+
+    Outside the main thread there are no signals; the deadline is still kept.
+
+    Args:
+        seconds: the deadline, from now.
+    """
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self._end = time.monotonic() + seconds
+        self._reason: tuple[str, int] | None = None
+        self._before: dict[int, Any] = {}
+        self._timer: threading.Timer | None = None
+        self._safe: Callable[[], bool] = lambda: False
+        self._raised = False
+
+    def install(self, safe: Callable[[], bool]) -> None:
+        """Listen from now on; ``safe`` tells whether the main thread may be interrupted at once."""
+        self._safe, self._raised = safe, False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        guard_waits(self._raise_if_safe)
+        for number in SIGNALS:
+            before = signal.getsignal(number)
+            # Lightning has SIGUSR1 itself where it puts SLURM jobs back into the queue.
+            if number != signal.SIGUSR1 or before in (signal.SIG_DFL, signal.SIG_IGN):
+                self._before[number] = before
+                signal.signal(number, self._on_signal)
+        if signal.SIGUSR1 in self._before and self._end < math.inf:
+            # A signal, because nothing else wakes a main thread that waits.
+            main = threading.main_thread().ident
+            assert main is not None
+            wait = max(0.0, self._end - time.monotonic())
+            self._timer = threading.Timer(wait, signal.pthread_kill, (main, signal.SIGUSR1))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def remove(self) -> None:
+        """Put back what handled the signals before."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        guard_waits(None)
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def requested(self) -> RunInterrupted | None:
+        """The error to raise, if the run is to stop."""
+        if self._reason is None and time.monotonic() >= self._end:
+            self._reason = "max_time is over", 124  # as timeout(1) says
+        return None if self._reason is None else RunInterrupted(*self._reason)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._reason is None and time.monotonic() < self._end:
+            self._reason = signal.Signals(number).name, 128 + number
+        if number == signal.SIGINT:  # once more: at once, without saving
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._raise_if_safe()
+        if not self._raised:
+            interruption = self.requested()
+            assert interruption is not None
+            # Not print: it may be what was interrupted.
+            os.write(2, f"\n{interruption.reason}: saving after this update\n".encode())
+
+    def _raise_if_safe(self) -> None:
+        """Raise, but once: what saves and tidies up afterwards waits too."""
+        interruption = None if self._raised else self.requested()
+        if interruption is not None and self._safe():
+            self._raised = True
+            raise interruption
+
+
+def seconds_of(max_time: str) -> float:
+    """Seconds of ``DD:HH:MM:SS``, as Lightning's Trainer writes it.
+
+    Raises:
+        ConfigError: for another format.
+    """
+    found = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", max_time.strip())
+    if found is None:
+        raise ConfigError(f"max_time={max_time!r} must be DD:HH:MM:SS; 00:03:30:00 is 3.5 hours")
+    days, hours, minutes, seconds = (int(part) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,0 +1,170 @@
+"""What the main thread computes for the loop while it waits for it."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from lightning_rl.errors import LightningRLError, RunInterrupted, StalledError
+from lightning_rl.run import cores
+from lightning_rl.run.cores import compute
+from lightning_rl.run.interrupts import Interrupts
+from lightning_rl.run.loop import (
+    abandon_wait,
+    background_loop,
+    in_waiting_thread,
+    is_computing,
+    is_waiting,
+    run_async,
+    stalled_seconds,
+)
+
+
+def here() -> str:
+    return threading.current_thread().name
+
+
+def elsewhere(function):
+    """What a function returns in a thread of its own."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join(10)
+    return results[0]
+
+
+def test_the_main_thread_makes_calls_while_it_waits():
+    async def there() -> list[str]:
+        return [here(), await in_waiting_thread(here), await in_waiting_thread(here)]
+
+    main = threading.main_thread().name
+    for _ in range(20):  # from the first moment on
+        assert run_async(there()) == ["lightning_rl", main, main]
+
+
+def test_another_thread_that_waits_makes_none():
+    assert elsewhere(lambda: run_async(in_waiting_thread(here))) == "lightning_rl"
+
+
+def test_in_a_loop_of_the_main_thread_itself_a_call_is_just_made():
+    assert asyncio.run(in_waiting_thread(lambda: 1)) == 1
+
+
+def test_an_error_reaches_who_handed_the_call_in():
+    async def there() -> str:
+        with pytest.raises(ZeroDivisionError):
+            await in_waiting_thread(lambda: 1 / 0)
+        return "went on"
+
+    assert run_async(there()) == "went on"
+
+
+def test_calls_that_nobody_has_begun_with_are_made_by_the_loop():
+    """Of a task that goes on after the main thread has got what it waited for."""
+    places: list[str] = []
+    over = threading.Event()
+
+    async def goes_on() -> None:
+        for _ in range(200):
+            places.append(await in_waiting_thread(here))
+        over.set()
+
+    tasks: list[asyncio.Task[None]] = []
+
+    async def begins() -> None:
+        tasks.append(asyncio.create_task(goes_on()))
+        await asyncio.sleep(0)
+
+    run_async(begins())
+    assert over.wait(10)
+    assert len(places) == 200
+    assert places[-1] == "lightning_rl"
+
+
+def test_while_it_computes_the_main_thread_does_not_only_wait():
+    seen = run_async(in_waiting_thread(lambda: (is_waiting(), is_computing())))
+    assert seen == (False, True)
+    assert not is_computing()
+
+
+def test_a_call_that_lasts_counts_as_no_progress():
+    def lasts() -> float:
+        time.sleep(0.3)
+        return stalled_seconds()
+
+    assert run_async(in_waiting_thread(lasts)) >= 0.3
+
+
+def test_a_signal_waits_for_the_end_of_the_call():
+    interrupts, done = Interrupts(), []
+
+    def call() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        done.append("the call")
+
+    interrupts.install(is_waiting)
+    try:
+        with pytest.raises(RunInterrupted, match="SIGTERM"):
+            run_async(in_waiting_thread(call))
+    finally:
+        interrupts.remove()
+    assert done == ["the call"]
+
+
+def test_what_is_given_up_is_so_at_the_end_of_the_call():
+    done = []
+
+    def call() -> None:
+        abandon_wait(StalledError("enough"))
+        done.append("the call")
+
+    with pytest.raises(StalledError, match="enough"):
+        run_async(in_waiting_thread(call))
+    assert done == ["the call"]
+
+
+def test_ctrl_c_in_the_middle_of_a_call_ends_the_wait_and_is_told():
+    told: list[BaseException] = []
+
+    def call() -> None:
+        raise KeyboardInterrupt
+
+    async def hears() -> None:
+        try:
+            await in_waiting_thread(call)
+        except LightningRLError as error:
+            told.append(error)
+            raise
+
+    tasks: list[asyncio.Task[None]] = []
+
+    async def there() -> None:
+        tasks.append(asyncio.create_task(hears()))
+        await asyncio.sleep(10)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_async(there())
+    end = time.monotonic() + 10
+    while not told and time.monotonic() < end:
+        time.sleep(0.01)
+    assert "broken off by KeyboardInterrupt" in str(told[0])
+    assert run_async(in_waiting_thread(lambda: 1)) == 1
+    assert background_loop().is_running()
+
+
+@pytest.mark.parametrize(("threads", "place"), [(1, "lightning_rl"), (2, "MainThread")])
+def test_a_model_with_several_threads_computes_where_training_does(monkeypatch, threads, place):
+    monkeypatch.setattr(cores.torch, "get_num_threads", lambda: threads)
+    assert run_async(compute(here)) == place
+
+
+def test_the_trainers_autocast_is_not_the_engines(monkeypatch):
+    monkeypatch.setattr(cores.torch, "get_num_threads", lambda: 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run_async(compute(lambda: torch.is_autocast_enabled("cpu"))) is False
+        assert torch.is_autocast_enabled("cpu")
