@@ -63,14 +63,14 @@ def layouts_of(
 
     Of the numbers of processes that share the groups evenly the smallest and the largest;
     ``streams``: also engine and trainer at the same time, each on half of the cores; ``plain``:
-    also without vLLM, in one thread and in most processes.
+    also without vLLM, in one process and in most.
     """
     alone = () if strategy == "auto" else ("--trainer.strategy", "auto")
     shared = [n for n in range(2, cores + 1) if groups % n == 0]
     streamed = [_streamed(cores, groups, alone)] if streams and cores > 1 else []
     one = [_processes(1, threads, alone) for threads in sorted({1, cores})]
     several = [_processes(n, cores // n) for n in sorted({*shared[:1], *shared[-1:]})]
-    without = [_plain(layout) for layout in (*one[:1], *several[-1:])] if plain else []
+    without = [_plain(layout) for layout in (*one, *several[-1:])] if plain else []
     return [*one, *streamed, *several, *without]
 
 

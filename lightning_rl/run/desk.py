@@ -50,13 +50,15 @@ class _Call:
 class Desk:
     """One thread opens it, serves and closes it; coroutines of any loop hand calls in.
 
-    ``busy`` while it makes a call.
+    ``busy`` while a call is made. Where an exception breaks a service off before, by a signal at
+    any place, the call still lies on the desk, and ``close`` gives it back.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_open = False
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: dict[_Call, None] = {}  # in their order
+        self._bell: SimpleQueue[None] = SimpleQueue()
         self.busy = False
 
     def open(self) -> None:
@@ -68,13 +70,10 @@ class Desk:
         """Take no more; those that nobody has begun with are made by their loops."""
         with self._lock:
             self._is_open = False
-        while True:
-            try:
-                call = self._calls.get_nowait()
-            except Empty:
-                return
-            if call is not None:
-                call.give_back()
+            left, self._calls = self._calls, {}
+            self._bell = SimpleQueue()
+        for call in left:
+            call.give_back()
 
     def hand_in(self, call: Callable[[], T]) -> asyncio.Future[T] | None:
         """Have a call made; None where nobody serves."""
@@ -82,24 +81,27 @@ class Desk:
             if not self._is_open:
                 return None
             handed = _Call(call)
-            self._calls.put(handed)
-            return handed.done
+            self._calls[handed] = None
+        self.ring()
+        return handed.done
 
     def ring(self) -> None:
-        """Let whoever serves look whether there is still something to wait for."""
-        self._calls.put(None)
+        """Let whoever serves look up."""
+        self._bell.put(None)
 
-    def serve(self, timeout: float) -> bool:
-        """Make the next call, if one comes within so many seconds; returns whether one did."""
+    def serve(self, timeout: float) -> None:
+        """Wait so many seconds for a ring, and make a call, if there is one."""
         try:
-            call = self._calls.get(timeout=timeout)
+            self._bell.get(timeout=timeout)
         except Empty:
-            return False
-        if call is None:
-            return False
+            return
         self.busy = True
         try:
+            with self._lock:
+                call = next(iter(self._calls), None)
+                if call is None:
+                    return
+                del self._calls[call]
             call.make()
         finally:
             self.busy = False
-        return True

@@ -141,16 +141,17 @@ def wait(future: Future[T], timeout: float | None = None) -> T:
     future.add_done_callback(lambda _: _desk.ring())
     try:
         with _open_desk():
-            _look_up()  # only now, so that no signal falls in between unheard
-            _serve(future, timeout)
+            try:
+                _look_up()  # only now, so that no signal falls in between unheard
+                _serve(future, timeout)
+            finally:
+                _awaited = None
         return future.result()
     except CancelledError:
         error, _abandoned = _abandoned, None
         if error is None:
             raise
         raise error from None
-    finally:
-        _awaited = None
 
 
 @contextmanager
@@ -174,8 +175,8 @@ def _serve(future: Future[Any], timeout: float | None) -> None:
         if left <= 0:
             raise TimeoutError
         # A signal that comes just before the thread falls asleep does not wake it.
-        if _desk.serve(min(left, _LISTEN_S)):
-            _look_up()
+        _desk.serve(min(left, _LISTEN_S))
+        _look_up()
 
 
 def _look_up() -> None:

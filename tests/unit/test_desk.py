@@ -85,6 +85,36 @@ def test_calls_that_nobody_has_begun_with_are_made_by_the_loop():
     assert places[-1] == "lightning_rl"
 
 
+def test_a_call_whose_service_is_broken_off_is_made_by_the_loop():
+    """By a signal between the ring and the call: the main thread leaves, and the call is made."""
+    places: list[str] = []
+    over = threading.Event()
+
+    async def hands_in() -> None:
+        places.append(await in_waiting_thread(here))
+        over.set()
+
+    tasks: list[asyncio.Task[None]] = []
+
+    async def begins() -> None:
+        tasks.append(asyncio.create_task(hands_in()))
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(10)
+
+    for _ in range(20):  # at whatever place it hits the main thread
+        over.clear()
+        interrupts = Interrupts()
+        interrupts.install(is_waiting)
+        try:
+            with pytest.raises(RunInterrupted, match="SIGTERM"):
+                run_async(begins())
+        finally:
+            interrupts.remove()
+        assert over.wait(10)
+    assert set(places) <= {"lightning_rl", "MainThread"}
+
+
 def test_while_it_computes_the_main_thread_does_not_only_wait():
     seen = run_async(in_waiting_thread(lambda: (is_waiting(), is_computing())))
     assert seen == (False, True)

@@ -61,8 +61,9 @@ def test_a_stream_has_a_thread_for_each_half():
 
 
 def test_without_vllm_the_simplest_and_the_widest_are_tried():
-    *_, one, two = layouts.layouts_of(2, 32, plain=True)
+    *_, one, threads, two = layouts.layouts_of(2, 32, plain=True)
     assert one.name == "1 process, 1 thread, TransformersEngine"
+    assert threads.name == "1 process, 2 threads, TransformersEngine"
     assert two.flags == ("--trainer.devices", "2", "--data.engine", "TransformersEngine")
 
 
