@@ -165,7 +165,7 @@ def measure(task: Task, names: Mapping[str, list[str]], runs: int) -> Runs:
             last = run(task, turn, layouts[name])
             done[side][name].append(last)
             print(
-                f"{task.name:<11}{side:<5}{name:<24}run {turn}: {len(last['wall_s'])} iterations, "
+                f"{task.name:<11}{side:<5}{name:<34}run {turn}: {len(last['wall_s'])} iterations, "
                 f"{sum(last['wall_s']):.1f} wall s, "
                 f"{statistics.median(counted([last], 'wall_s')):.3f} each, "
                 f"last reward {last['rewards'][-1]:.2f}",
