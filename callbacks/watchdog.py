@@ -92,7 +92,8 @@ class Watchdog(RLCallback):
         what, advice = "generation", "If a rollout may take that long"
         if module.clock.stage == "reward":
             what, advice = "grading", "If a reward may take that long"
-        if is_computing():
+        computing = is_computing()
+        if computing:
             where = f"{what} hangs in the main thread at {where_thread_is(threading.main_thread())}"
         elif hanging is not None and not blocked:
             name, its_thread = hanging
@@ -106,6 +107,6 @@ class Watchdog(RLCallback):
             f"no rollout came to an end for timeout_s={self.timeout_s:g} seconds: {where}; all "
             f"stacks are in {file}. {advice}, raise timeout_s of Watchdog"
         )
-        if is_computing():  # where nothing can be raised now
+        if computing:  # where nothing can be raised now
             _log.error("%s", error)
         abandon_wait(error)

@@ -4,11 +4,10 @@ import asyncio
 import gc
 import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +20,6 @@ from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.sampling import end_tokens
 from lightning_rl.run.cores import compute
-
-T = TypeVar("T")
 
 
 @configurable
@@ -141,7 +138,8 @@ class TransformersEngine(Engine):
             else:
                 await self._gather()
             try:
-                decoder, over = await self._computed(partial(self._advance, decoder))
+                advance = partial(self._advance, decoder)
+                decoder, over = await compute(advance, self.device.type == "cpu")
             except Exception as error:  # must reach those who wait
                 for future in [*self._writing.values(), *self._waiting.values()]:
                     fail(future, f"transformers failed while generating: {error}", error)
@@ -149,9 +147,6 @@ class TransformersEngine(Engine):
                 continue
             for request in over:
                 self._writing.pop(request).set_result(request.completion())
-
-    async def _computed(self, call: Callable[[], T]) -> T:
-        return await compute(call) if self.device.type == "cpu" else call()
 
     def _advance(self, decoder: Decoder | None) -> tuple[Decoder, list[Request]]:
         """:meth:`_step`, unless weights are pushed meanwhile; a first one makes the decoder."""

@@ -65,15 +65,13 @@ class Request:
         self.versions += [self.writer.version] * (tokens - len(self.versions))
 
     def finish(self, output: Any) -> None:
-        """Give vLLM's output to whoever waits, unless nobody does any more."""
+        """Give vLLM's output, all stamped, to whoever waits, unless nobody does any more."""
         if self.future.done():
             return
         result = output.outputs[0]
-        tokens = list(result.token_ids)
-        self.stamp(len(tokens))
         self.future.set_result(
             Completion(
-                token_ids=tokens,
+                token_ids=list(result.token_ids),
                 logprobs=result.logprobs,
                 finish_reason=result.finish_reason or "abort",
                 versions=self.versions,

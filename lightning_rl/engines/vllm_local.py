@@ -241,13 +241,10 @@ class VLLMLocal(VLLMEngine):
 
     async def _step_while_busy(self) -> None:
         """Advance all requests token by token; new ones join between steps."""
-        # A thread takes over torch.set_num_threads() when it first asks torch; vLLM asks OpenMP.
-        torch.get_num_threads()
         try:
             while self._requests:
                 await self._may_step.wait()
-                on_cpu = self._device is None
-                for request, output in await compute(self._step) if on_cpu else self._step():
+                for request, output in await compute(self._step, self._device is None):
                     request.finish(output)
                 await asyncio.sleep(0)  # let finished requests' owners, and new requests, in
         except Exception as error:  # whatever vLLM raises must reach those who wait

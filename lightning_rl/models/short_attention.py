@@ -75,6 +75,5 @@ class _Rows:
         if seen is None:
             seen = torch.ones(queries, keys, dtype=torch.bool, device="cpu").tril()
         bias = torch.zeros(seen.shape, dtype=dtype, device="cpu").masked_fill(~seen, -torch.inf)
-        bias = bias.expand(count, 1, queries, keys)[:, :, :, None]
-        bias = bias.expand(-1, heads, -1, repeats, -1).reshape(count * heads, -1, keys)
-        return cls(query, key, bias)
+        bias = bias.unsqueeze(-2).expand(count, heads, queries, repeats, keys)
+        return cls(query, key, bias.reshape(count * heads, -1, keys))

@@ -20,15 +20,17 @@ _GIVEN = os.environ.get("OMP_NUM_THREADS")
 T = TypeVar("T")
 
 
-async def compute(call: Callable[[], T]) -> T:
-    """The result of what a model computes on a CPU with this process's threads.
+async def compute(call: Callable[[], T], on_cpu: bool) -> T:
+    """The result of what a model computes with this process's threads, if it does so on a CPU.
 
-    In the thread that trains, if that waits meanwhile, with the thread count of this one. OpenMP
-    has threads of their own for each thread that computes. As soon as a process has more of them
-    than there are cores, all fall asleep behind every single product (libgomp's throttled spin
+    Then in the thread that trains, if that waits meanwhile, with the thread count of this one.
+    OpenMP has threads of their own for each thread that computes. As soon as a process has more of
+    them than there are cores, all fall asleep behind every single product (libgomp's throttled spin
     count), and waking them takes longer than small products do: two threads were slower than one.
     """
-    if torch.get_num_threads() == 1:
+    # A thread takes over torch.set_num_threads() when it first asks torch; vLLM asks OpenMP.
+    threads = torch.get_num_threads()
+    if threads == 1 or not on_cpu:
         return call()
     return await in_waiting_thread(partial(_plainly, call))
 

@@ -1,50 +1,39 @@
 """A desk at which a thread that waits makes calls for others."""
 
-import asyncio
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_rl.errors import LightningRLError
+from lightning_rl.run.threads import Answer
 
-T = TypeVar("T")
 
-
-class _Call:
-    """A call that a coroutine waits for."""
+class Call(Answer):
+    """A call whose result a coroutine waits for."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__()
         self._call = call
-        self._loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[Any] = self._loop.create_future()
 
     def make(self) -> None:
         """Make it in this thread; what ends a thread, such as Ctrl-C, is raised here, too."""
-        if self.done.done():  # nobody waits any more
+        if self.settled:  # nobody waits any more
             return
-        result, error = None, None
         try:
             result = self._call()
-        except Exception as raised:
-            error = raised
-        except BaseException as raised:
-            error = LightningRLError(f"the call was broken off by {type(raised).__name__}")
+        except Exception as error:
+            self.give(None, error)
+        except BaseException as error:
+            kind = type(error).__name__
+            self.give(None, LightningRLError(f"the call was broken off by {kind}"))
             raise
-        finally:
-            self._loop.call_soon_threadsafe(self._settle, result, error)
+        else:
+            self.give(result, None)
 
     def give_back(self) -> None:
         """Have it made in the loop's own thread."""
-        self._loop.call_soon_threadsafe(self.make)
-
-    def _settle(self, result: Any, error: Exception | None) -> None:
-        if self.done.done():
-            return
-        if error is None:
-            self.done.set_result(result)
-        else:
-            self.done.set_exception(error)
+        self.loop.call_soon_threadsafe(self.make)
 
 
 class Desk:
@@ -57,7 +46,7 @@ class Desk:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_open = False
-        self._calls: dict[_Call, None] = {}  # in their order
+        self._calls: dict[Call, None] = {}  # in their order
         self._bell: SimpleQueue[None] = SimpleQueue()
         self.busy = False
 
@@ -75,15 +64,15 @@ class Desk:
         for call in left:
             call.give_back()
 
-    def hand_in(self, call: Callable[[], T]) -> asyncio.Future[T] | None:
+    def hand_in(self, call: Callable[[], Any]) -> Call | None:
         """Have a call made; None where nobody serves."""
         with self._lock:
             if not self._is_open:
                 return None
-            handed = _Call(call)
+            handed = Call(call)
             self._calls[handed] = None
         self.ring()
-        return handed.done
+        return handed
 
     def ring(self) -> None:
         """Let whoever serves look up."""

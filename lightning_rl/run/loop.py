@@ -120,8 +120,11 @@ async def in_waiting_thread(call: Callable[[], T]) -> T:
 
     The main thread hears of signals when it is over.
     """
-    done = _desk.hand_in(call)
-    return call() if done is None else await done
+    handed = _desk.hand_in(call)
+    if handed is None:
+        return call()
+    result: T = await handed.heard()
+    return result
 
 
 def wait(future: Future[T], timeout: float | None = None) -> T:
@@ -137,11 +140,11 @@ def wait(future: Future[T], timeout: float | None = None) -> T:
     if threading.current_thread() is not threading.main_thread():
         return future.result(timeout)
     note_progress()
-    _awaited = future
     future.add_done_callback(lambda _: _desk.ring())
     try:
         with _open_desk():
             try:
+                _awaited = future
                 _look_up()  # only now, so that no signal falls in between unheard
                 _serve(future, timeout)
             finally:

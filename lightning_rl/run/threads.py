@@ -108,34 +108,53 @@ def _cuda_device() -> int | None:
     return torch.cuda.current_device() if torch and torch.cuda.is_initialized() else None
 
 
+class Answer:
+    """What another thread has to tell a coroutine, in whose loop it is made."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[tuple[Any, Exception | None]] = self.loop.create_future()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it was given, or nobody waits for it any more."""
+        return self._outcome.done()
+
+    def give(self, result: Any, error: Exception | None) -> None:
+        """Tell it, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self._settle, result, error)
+
+    async def heard(self) -> Any:
+        """The result, once it is given; or raises the error."""
+        result, error = await self._outcome
+        if error is not None:
+            raise error
+        return result
+
+    def _settle(self, result: Any, error: Exception | None) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result((result, error))
+
+
 async def in_daemon_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Call in a daemon thread: unlike a pool's, one that hangs delays neither others nor exit.
 
     Raises:
         RuntimeError: instead of what would end the process, such as SystemExit.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        if not done.done():
-            done.set_result((result, error))
+    answer = Answer()
 
     def work() -> None:
-        result, failure = _outcome(lambda: function(**arguments))
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
+        answer.give(*_outcome(lambda: function(**arguments)))
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     try:
-        result, error = await done
+        return await answer.heard()
     except asyncio.CancelledError:
         leave_behind(thread)
         raise
-    if error is not None:
-        raise error
-    return result
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:

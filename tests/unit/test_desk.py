@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -35,6 +36,17 @@ def elsewhere(function):
     thread.start()
     thread.join(10)
     return results[0]
+
+
+@contextmanager
+def listening():
+    """Signals end a wait, as in a run."""
+    interrupts = Interrupts()
+    interrupts.install(is_waiting)
+    try:
+        yield
+    finally:
+        interrupts.remove()
 
 
 def test_the_main_thread_makes_calls_while_it_waits():
@@ -104,13 +116,8 @@ def test_a_call_whose_service_is_broken_off_is_made_by_the_loop():
 
     for _ in range(20):  # at whatever place it hits the main thread
         over.clear()
-        interrupts = Interrupts()
-        interrupts.install(is_waiting)
-        try:
-            with pytest.raises(RunInterrupted, match="SIGTERM"):
-                run_async(begins())
-        finally:
-            interrupts.remove()
+        with listening(), pytest.raises(RunInterrupted, match="SIGTERM"):
+            run_async(begins())
         assert over.wait(10)
     assert set(places) <= {"lightning_rl", "MainThread"}
 
@@ -130,19 +137,15 @@ def test_a_call_that_lasts_counts_as_no_progress():
 
 
 def test_a_signal_waits_for_the_end_of_the_call():
-    interrupts, done = Interrupts(), []
+    done = []
 
     def call() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
         done.append("the call")
 
-    interrupts.install(is_waiting)
-    try:
-        with pytest.raises(RunInterrupted, match="SIGTERM"):
-            run_async(in_waiting_thread(call))
-    finally:
-        interrupts.remove()
+    with listening(), pytest.raises(RunInterrupted, match="SIGTERM"):
+        run_async(in_waiting_thread(call))
     assert done == ["the call"]
 
 
@@ -190,11 +193,11 @@ def test_ctrl_c_in_the_middle_of_a_call_ends_the_wait_and_is_told():
 @pytest.mark.parametrize(("threads", "place"), [(1, "lightning_rl"), (2, "MainThread")])
 def test_a_model_with_several_threads_computes_where_training_does(monkeypatch, threads, place):
     monkeypatch.setattr(cores.torch, "get_num_threads", lambda: threads)
-    assert run_async(compute(here)) == place
+    assert run_async(compute(here, on_cpu=True)) == place
 
 
 def test_the_trainers_autocast_is_not_the_engines(monkeypatch):
     monkeypatch.setattr(cores.torch, "get_num_threads", lambda: 2)
     with torch.autocast("cpu", torch.bfloat16):
-        assert run_async(compute(lambda: torch.is_autocast_enabled("cpu"))) is False
+        assert run_async(compute(lambda: torch.is_autocast_enabled("cpu"), on_cpu=True)) is False
         assert torch.is_autocast_enabled("cpu")
