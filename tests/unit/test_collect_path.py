@@ -25,7 +25,7 @@ class Watched(TransformersEngine):
         if not self.files and any("RolloutLoader" in name for _, name in waiting):
             chains = [awaited(task) for task in asyncio.all_tasks()]
             [outer] = [c for c in chains if any(name.endswith(".take") for _, name in c)]
-            frames = [*waiting, *outer, *frames_of(sys._getframe())]
+            frames = [*up_to_the_wait(waiting), *outer, *frames_of(sys._getframe())]
             paths = (Path(file).resolve() for file, _ in frames)
             ours = [str(p.relative_to(LIBRARY)) for p in paths if p.is_relative_to(LIBRARY)]
             self.files = list(dict.fromkeys([*ours, "engines/transformers.py"]))
@@ -39,6 +39,12 @@ def frames_of(frame) -> list[tuple[str, str]]:
         frames.append((frame.f_code.co_filename, frame.f_code.co_qualname))
         frame = frame.f_back
     return frames[::-1]
+
+
+def up_to_the_wait(frames: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Without what the wait itself is doing just now: it may sleep, or not have begun to."""
+    names = [name for _, name in frames]
+    return frames[: names.index("run_async") + 1]
 
 
 def awaited(task) -> list[tuple[str, str]]:
