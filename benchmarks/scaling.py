@@ -60,6 +60,7 @@ SIZES = {
     "tiny": Size(hidden=64, layers=2, groups=4, group_size=2, tokens=4),
     "small": Size(hidden=192, layers=4, groups=32, group_size=8, tokens=10),
     "large": Size(hidden=512, layers=8, groups=32, group_size=8, tokens=24),
+    "huge": Size(hidden=1024, layers=8, groups=32, group_size=8, tokens=24),
 }
 
 

@@ -16,8 +16,9 @@ two halves, and shorter. `--save` keeps what was saved of tasks that are not nam
 
 Tasks (`benchmarks/peers_tasks.py`): `quickstart`, to a sampled reward of 0.90; `longer`, 10-token
 prompts with completions of about 28 tokens, nearly equal in length; `heavy`, lengths from a Pareto
-distribution; `long`, prompts of 512 tokens; `large`, the quickstart with 27M parameters. On `long`
-no rollout earns a reward, and of a group that is worth the same throughout ours trains on nothing.
+distribution; `long`, prompts of 512 tokens; `large` and `huge`, the quickstart with 27M and with
+109M parameters. On `long` no rollout earns a reward, and of a group that is worth the same
+throughout ours trains on nothing.
 
 The last line is JSON: `ratio_<task>` (TRL / ours, wall seconds per iteration), the smallest as
 `ratio_min`; `goal_ratio`, of wall seconds to 0.90, if both get there; `two_over_one_<task>`, ours
@@ -54,6 +55,7 @@ from benchmarks.peers_tasks import (
     NEVER,
     Task,
     heavy_task,
+    huge_task,
     large_task,
     long_task,
     longer_task,
@@ -71,6 +73,7 @@ TASKS: dict[str, tuple[Callable[[int], Task], int]] = {
     "heavy": (heavy_task, 3),
     "long": (long_task, 3),
     "large": (large_task, 3),
+    "huge": (huge_task, 3),
 }
 """With the iterations of a run, at most."""
 CORES = 2
