@@ -20,6 +20,7 @@ from lightning_rl.run.loop import (
     is_computing,
     loop_thread,
     replace_loop_if_blocked,
+    replace_thread_beside,
     stalled_seconds,
 )
 from lightning_rl.run.rundir import run_dir
@@ -92,7 +93,8 @@ class Watchdog(RLCallback):
         what, advice = "generation", "If a rollout may take that long"
         if module.clock.stage == "reward":
             what, advice = "grading", "If a reward may take that long"
-        computing = is_computing()
+        # It has been at it since before the wait: later steps are not made there.
+        computing, engine = is_computing(), replace_thread_beside()
         if computing:
             where = f"{what} hangs in the main thread at {where_thread_is(threading.main_thread())}"
         elif hanging is not None and not blocked:
@@ -101,6 +103,8 @@ class Watchdog(RLCallback):
             advice = "Isolated gives a reward a time limit; if it may take that long"
         elif blocked:
             where = f"{what} hangs and blocks the event loop at {where_thread_is(thread)}"
+        elif engine is not None:
+            where = f"{what} hangs beside the event loop at {where_thread_is(engine)}"
         else:
             where = f"{what} hangs and waits at {where_tasks_wait(loop)}"
         error = StalledError(

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.run.dist import world_size
-from lightning_rl.run.loop import in_waiting_thread, run_async
+from lightning_rl.run.loop import beside_loop, in_waiting_thread, run_async, takes_calls
 from lightning_rl.run.machine import usable_cores
 
 _GIVEN = os.environ.get("OMP_NUM_THREADS")
@@ -27,16 +27,23 @@ async def compute(call: Callable[[], T], on_cpu: bool) -> T:
     OpenMP has threads of their own for each thread that computes. As soon as a process has more of
     them than there are cores, all fall asleep behind every single product (libgomp's throttled spin
     count), and waking them takes longer than small products do: two threads were slower than one.
+
+    If that trains meanwhile, in a thread beside the loop: else whatever the trainer asks the loop
+    for would wait for a whole step.
     """
-    # A thread takes over torch.set_num_threads() when it first asks torch; vLLM asks OpenMP.
-    threads = torch.get_num_threads()
-    if threads == 1 or not on_cpu:
+    if not on_cpu:
+        return call()
+    if not takes_calls():
+        return await beside_loop(partial(_plainly, call))
+    if torch.get_num_threads() == 1:
         return call()
     return await in_waiting_thread(partial(_plainly, call))
 
 
 def _plainly(call: Callable[[], T]) -> T:
     """Without the autocast that the trainer may have asked for the results under."""
+    # A thread takes over torch.set_num_threads() when it first asks torch; vLLM asks OpenMP.
+    torch.get_num_threads()
     with torch.autocast("cpu", enabled=False):
         return call()
 
@@ -63,7 +70,7 @@ def share_cores(trainer: Trainer) -> None:
 
 @contextmanager
 def beside_engine(engine_threads: int | None) -> Iterator[None]:
-    """Divide this process's threads between an engine that generates in the loop and this thread.
+    """Divide this process's threads between an engine that generates meanwhile and this thread.
 
     ``engine_threads``: the engine's share, at most all but one; None: half. One thread stays one
     for each of them.
@@ -75,7 +82,7 @@ def beside_engine(engine_threads: int | None) -> Iterator[None]:
     engine = min(engine_threads or threads // 2, threads - 1)
 
     async def set_engine(count: int) -> None:
-        torch.set_num_threads(count)  # of the thread that calls, and the loop's is the engine's
+        await beside_loop(partial(torch.set_num_threads, count))  # of the thread that calls
 
     run_async(set_engine(engine))
     torch.set_num_threads(threads - engine)

@@ -39,13 +39,14 @@ class Call(Answer):
 class Desk:
     """One thread opens it, serves and closes it; coroutines of any loop hand calls in.
 
-    ``busy`` while a call is made. Where an exception breaks a service off before, by a signal at
-    any place, the call still lies on the desk, and ``close`` gives it back.
+    ``is_open`` while it takes calls, ``busy`` while one is made. Where an exception breaks a
+    service off before, by a signal at any place, the call still lies on the desk, and ``close``
+    gives it back.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_open = False
+        self.is_open = False
         self._calls: dict[Call, None] = {}  # in their order
         self._bell: SimpleQueue[None] = SimpleQueue()
         self.busy = False
@@ -53,12 +54,12 @@ class Desk:
     def open(self) -> None:
         """Take calls from now on."""
         with self._lock:
-            self._is_open = True
+            self.is_open = True
 
     def close(self) -> None:
         """Take no more; those that nobody has begun with are made by their loops."""
         with self._lock:
-            self._is_open = False
+            self.is_open = False
             left, self._calls = self._calls, {}
             self._bell = SimpleQueue()
         for call in left:
@@ -67,7 +68,7 @@ class Desk:
     def hand_in(self, call: Callable[[], Any]) -> Call | None:
         """Have a call made; None where nobody serves."""
         with self._lock:
-            if not self._is_open:
+            if not self.is_open:
                 return None
             handed = Call(call)
             self._calls[handed] = None

@@ -1,7 +1,7 @@
 """One event loop in the background, the main thread's wait for it, and what it does meanwhile.
 
-In the loop agents wait, rewards are awaited, and engines step, unless they have the main thread
-compute that waits for them.
+In the loop agents wait and rewards are awaited. Engines step in it, in the main thread while that
+waits for them, or beside both.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from lightning_rl.run.desk import Desk
-from lightning_rl.run.threads import leave_behind
+from lightning_rl.run.threads import CallingThread, leave_behind
 
 T = TypeVar("T")
 
@@ -34,6 +34,7 @@ _abandoned: BaseException | None = None  # why it does no longer
 _progress = 0.0
 _guard: Callable[[], None] | None = None
 _desk = Desk()  # of the main thread
+_beside = CallingThread("lightning_rl engine")
 
 
 def is_waiting() -> bool:
@@ -44,6 +45,16 @@ def is_waiting() -> bool:
 def is_computing() -> bool:
     """Tell whether the main thread is in a call of :func:`in_waiting_thread`."""
     return _desk.busy
+
+
+def takes_calls() -> bool:
+    """Tell whether :func:`in_waiting_thread` would have a call made in the main thread."""
+    return _desk.is_open
+
+
+def replace_thread_beside() -> threading.Thread | None:
+    """Give up the thread of :func:`beside_loop`, if it is in the middle of a call; returns it."""
+    return _beside.abandon_current()
 
 
 def note_progress() -> None:
@@ -125,6 +136,21 @@ async def in_waiting_thread(call: Callable[[], T]) -> T:
         return call()
     result: T = await handed.heard()
     return result
+
+
+async def beside_loop(call: Callable[[], T]) -> T:
+    """The result of a call, made in a thread beside the background loop, which turns on meanwhile.
+
+    In any other loop, that of whoever runs one, it is just made.
+    """
+    if threading.current_thread() is not _thread:
+        return call()
+    future = _beside.submit(call)
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        _beside.abandon(future)
+        raise
 
 
 def wait(future: Future[T], timeout: float | None = None) -> T:
@@ -239,8 +265,9 @@ def innermost(error: BaseException) -> BaseException:
 
 def _forget_loop() -> None:
     """A forked child has no threads but its own."""
-    global _loop, _lock, _desk
+    global _loop, _lock, _desk, _beside
     _loop, _lock, _desk = None, threading.Lock(), Desk()
+    _beside = CallingThread("lightning_rl engine")
 
 
 os.register_at_fork(after_in_child=_forget_loop)

@@ -62,6 +62,15 @@ class CallingThread:
                 leave_behind(self._thread)
                 self._start()
 
+    def abandon_current(self) -> threading.Thread | None:
+        """Wait no more for the call that runs, if there is one; returns its thread."""
+        with self._lock:
+            current, thread = self._current, self._thread
+        if current is None:
+            return None
+        self.abandon(current)
+        return thread
+
     @property
     def thread(self) -> threading.Thread | None:
         """The thread, if it is in the middle of a call."""

@@ -1,6 +1,7 @@
 """Threads of several training processes: a share of the cores each, unless the user chose."""
 
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from lightning_rl.run import cores
 from lightning_rl.run.cores import beside_engine, share_cores
-from lightning_rl.run.loop import run_async
+from lightning_rl.run.loop import beside_loop, run_async
 
 
 @pytest.fixture
@@ -71,16 +72,9 @@ def test_processes_that_compute_on_gpus_may_have_more(machine):
     assert said == ["4 processes of 1 thread each, on 2 cores"]
 
 
-async def set_loop(count):
-    torch.set_num_threads(count)
-
-
 def test_an_engine_in_the_process_has_its_share_beside_the_trainer():
     def of_both():
-        async def of_loop():
-            return torch.get_num_threads()
-
-        return run_async(of_loop()), torch.get_num_threads()
+        return run_async(beside_loop(torch.get_num_threads)), torch.get_num_threads()
 
     before = torch.get_num_threads()
     torch.set_num_threads(4)
@@ -94,4 +88,4 @@ def test_an_engine_in_the_process_has_its_share_beside_the_trainer():
             assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
-        run_async(set_loop(before))
+        run_async(beside_loop(partial(torch.set_num_threads, before)))

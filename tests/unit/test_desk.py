@@ -17,12 +17,16 @@ from lightning_rl.run.interrupts import Interrupts
 from lightning_rl.run.loop import (
     abandon_wait,
     background_loop,
+    beside_loop,
     in_waiting_thread,
     is_computing,
     is_waiting,
+    replace_thread_beside,
     run_async,
     stalled_seconds,
+    takes_calls,
 )
+from lightning_rl.run.threads import hanging_threads
 
 
 def here() -> str:
@@ -194,6 +198,82 @@ def test_ctrl_c_in_the_middle_of_a_call_ends_the_wait_and_is_told():
 def test_a_model_with_several_threads_computes_where_training_does(monkeypatch, threads, place):
     monkeypatch.setattr(cores.torch, "get_num_threads", lambda: threads)
     assert run_async(compute(here, on_cpu=True)) == place
+
+
+async def started(coroutine) -> asyncio.Task:
+    """A task of the loop, in which nobody waits for it."""
+    return asyncio.get_running_loop().create_task(coroutine)
+
+
+def outcome_of(task: asyncio.Task, seconds: float = 10.0):
+    end = time.monotonic() + seconds
+    while not task.done() and time.monotonic() < end:
+        time.sleep(0.005)
+    return task.result()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_while_the_main_thread_trains_a_model_computes_beside_the_loop(monkeypatch, threads):
+    monkeypatch.setattr(cores.torch, "get_num_threads", lambda: threads)
+
+    async def later() -> str:
+        while takes_calls():
+            await asyncio.sleep(0)
+        return await compute(here, on_cpu=True)
+
+    assert outcome_of(run_async(started(later()))) == "lightning_rl engine"
+
+
+def test_what_the_trainer_asks_the_loop_for_does_not_wait_for_a_step():
+    begun, release = threading.Event(), threading.Event()
+
+    def lasts() -> str:
+        begun.set()
+        release.wait(30)
+        return here()
+
+    async def later() -> str:
+        while takes_calls():
+            await asyncio.sleep(0)
+        return await compute(lasts, on_cpu=True)
+
+    async def quick() -> int:
+        return 1
+
+    step = run_async(started(later()))
+    try:
+        assert begun.wait(10)
+        for _ in range(5):
+            assert run_async(quick(), timeout=10) == 1
+        assert not step.done()
+    finally:
+        release.set()
+    assert outcome_of(step) == "lightning_rl engine"
+
+
+def test_a_step_beside_the_loop_that_hangs_is_left_behind():
+    release, begun = threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        begun.set()
+        release.wait(30)
+
+    step = run_async(started(beside_loop(hangs)))
+    try:
+        assert begun.wait(10)
+        hanging = replace_thread_beside()
+        assert hanging in hanging_threads()
+        with pytest.raises(asyncio.CancelledError):
+            outcome_of(step)
+        assert run_async(beside_loop(here)) == "lightning_rl engine"
+        assert hanging.is_alive()
+    finally:
+        release.set()
+    assert replace_thread_beside() is None
+
+
+def test_in_a_loop_of_somebody_elses_a_model_just_computes():
+    assert asyncio.run(compute(here, on_cpu=True)) == here()
 
 
 def test_the_trainers_autocast_is_not_the_engines(monkeypatch):
