@@ -2,6 +2,7 @@
 
     python -m benchmarks.schedulers [--save] [--plot docs/images/schedulers.png]
     OMP_NUM_THREADS=1 python -m benchmarks.schedulers --real [--save]
+    OMP_NUM_THREADS=1 python -m benchmarks.schedulers --cores [--save]
 
 The collectors themselves run on a virtual clock (`collect/simulate.py`), so no GPU is needed and
 every run gives the same numbers. The engine decodes a batch of 256 at most, in 10 ms + 0.06 ms x
@@ -10,7 +11,8 @@ engine have devices of their own, but for "Sync, colocated": there both use all 
 training takes half as long, and twice as many requests decode at the same speed.
 
 `--real` trains sort_digits instead, with vLLM, on the real clock; a reward that sleeps stands for a
-slow judge or environment. The last line is JSON.
+slow judge or environment. `--cores` does so with transformers and nothing that sleeps: what is left
+is that engine and trainer compute at once, a core each. The last line is JSON.
 """
 
 from typing import Any
@@ -82,11 +84,15 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=24)
     parser.add_argument("--plot", help="write the figure to this file")
     parser.add_argument("--real", action="store_true", help="train with vLLM on the real clock")
+    parser.add_argument("--cores", action="store_true", help="the same with transformers, at once")
     arguments = parser.parse_args()
-    if arguments.real:
-        from benchmarks.schedulers_real import measured
+    if arguments.real or arguments.cores:
+        from benchmarks.schedulers_real import on_cores, with_latency
 
-        report("schedulers-real", measured(), arguments.save)
+        if arguments.real:
+            report("schedulers-real", with_latency(), arguments.save)
+        if arguments.cores:
+            report("schedulers-cores", on_cores(), arguments.save)
     else:
         result = simulated(arguments.iterations, arguments.plot)
         report("schedulers", result, arguments.save)

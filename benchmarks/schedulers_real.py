@@ -1,4 +1,4 @@
-"""The part of `benchmarks.schedulers` that trains: sort_digits, vLLM, and a synthetic latency."""
+"""The parts of `benchmarks.schedulers` that train sort_digits, with a latency and without one."""
 
 import asyncio
 import statistics
@@ -16,13 +16,15 @@ from lightning_rl import (
     JSONLPrompts,
     OneStepOffCollector,
     SyncCollector,
-    VLLMLocal,
+    TransformersEngine,
     WeightSync,
 )
 from lightning_rl.collect.collector import Collector
+from lightning_rl.engines.base import Engine
 from recipes.sort_digits.reward import exact_match
 
 BOUND = 2
+Reward = Callable[..., Any]
 COLLECTORS: dict[str, Callable[[], Collector]] = {
     "sync": SyncCollector,
     "one_step_off": OneStepOffCollector,
@@ -52,12 +54,12 @@ class Clock(Rows):
         self.rows.append(metrics)
 
 
-def run(engine: VLLMLocal, collector: Collector, seed: int) -> Clock:
+def run(engine: Engine, reward: Reward, collector: Collector, seed: int) -> Clock:
     """One short training run."""
     data = make_data(
         WARMUP + ITERATIONS + 1,
         engine,
-        reward=slow_match,
+        reward=reward,
         seed=seed,
         collector=collector,
         eval_prompts=JSONLPrompts(str(OUT / "heldout.jsonl")),
@@ -68,23 +70,35 @@ def run(engine: VLLMLocal, collector: Collector, seed: int) -> Clock:
     return clock
 
 
-def measured() -> dict[str, Any]:
+def with_latency() -> dict[str, Any]:
+    """With vLLM and a reward that sleeps."""
+    engine = KeptEngine(max_model_len=32)
+    result = measured(engine, slow_match)
+    engine.end()
+    latency = "synthetic: a reward that sleeps, Pareto(1.2) from 0.2 to 4 s per group"
+    return result | {"latency": latency}
+
+
+def on_cores() -> dict[str, Any]:
+    """With transformers and no latency: all that is gained is that both halves compute at once."""
+    return measured(TransformersEngine(), exact_match)
+
+
+def measured(engine: Engine, reward: Reward) -> dict[str, Any]:
     """Wall time per iteration of each collector, taking turns, and the reward reached."""
     prepare()
-    engine = KeptEngine(max_model_len=32)
     seconds: dict[str, list[float]] = {name: [] for name in COLLECTORS}
     accuracy: dict[str, list[float]] = {name: [] for name in COLLECTORS}
     staleness: dict[str, float] = {}
     for seed in range(ROUNDS):
         for name, make in COLLECTORS.items():
-            clock = run(engine, make(), seed)
+            clock = run(engine, reward, make(), seed)
             # The last iteration's time holds the evaluation.
             seconds[name].append((clock.times[-2] - clock.times[WARMUP]) / ITERATIONS)
             accuracy[name].append(clock.rows[-1]["eval/accuracy"])
             worst = max(row.get("rollout/staleness_max", 0.0) for row in clock.rows)
             staleness[name] = max(worst, staleness.get(name, 0.0))
             print(f"{name:>12}: {seconds[name][-1]:.2f} s per iteration", flush=True)
-    engine.end()
     wall = {name: statistics.mean(values) for name, values in seconds.items()}
     return {
         "async_over_sync": wall["sync"] / wall["async"],
@@ -93,7 +107,6 @@ def measured() -> dict[str, Any]:
         "staleness_bound": BOUND,
         "seconds_per_iteration": wall,
         "accuracy_after": {name: statistics.mean(values) for name, values in accuracy.items()},
-        "latency": "synthetic: a reward that sleeps, Pareto(1.2) from 0.2 to 4 s per group",
         "runs": ROUNDS,
         "iterations": ITERATIONS,
     }
