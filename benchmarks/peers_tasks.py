@@ -87,21 +87,21 @@ def long_task(iterations: int) -> Task:
 
 def large_task(iterations: int) -> Task:
     """The quickstart's with 27M parameters, which learned how long an answer is."""
-    return sized_task("large", iterations, steps=300, lr=3e-4)
+    return sized_task("large", iterations, lr=3e-4)
 
 
 def huge_task(iterations: int) -> Task:
     """The same with 109M parameters."""
-    return sized_task("huge", iterations, steps=300, lr=2e-4)
+    return sized_task("huge", iterations, lr=2e-4)
 
 
-def sized_task(size: str, iterations: int, steps: int, lr: float) -> Task:
-    """The quickstart's, with a model of another size after so many steps of imitation."""
+def sized_task(size: str, iterations: int, lr: float) -> Task:
+    """The quickstart's, with a model of another size after 300 steps of imitation."""
     directory = directory_of(BUILD / f"peers-{size}")
     model = directory / "model"
     if not (model / "tokenizer_config.json").exists():
         make_model(SIZES[size], model)
-    trained = warm_start(model, directory, steps, lr, rows=OUT / "sft.jsonl")
+    trained = warm_start(model, directory, steps=300, lr=lr, rows=OUT / "sft.jsonl")
     return Task(size, trained, OUT / "train.jsonl", iterations)
 
 

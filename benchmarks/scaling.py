@@ -1,6 +1,6 @@
 """What does a second process gain at the same batch?
 
-    python -m benchmarks.scaling [--sizes tiny small large] [--save]
+    python -m benchmarks.scaling [--sizes tiny small large huge] [--save]
 
 The same GRPO, once on one process and once on two (DDP over gloo, an engine in each, one thread
 each), in turns. Completions are cut at a fixed length, and both train on the very same rollouts,

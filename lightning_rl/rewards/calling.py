@@ -141,12 +141,7 @@ class Calls:
         """Call from the event loop, in which engines step."""
         if is_async(function):
             return await _call_async(lambda: function(**arguments))
-        call = self._submit(function, arguments)
-        try:
-            outcome = await asyncio.wrap_future(call)
-        except asyncio.CancelledError:
-            self._thread.abandon(call)
-            raise
+        outcome = await self._thread.heard(self._submit(function, arguments))
         return await _call_async(lambda: outcome) if inspect.isawaitable(outcome) else outcome
 
     async def call_and_wait(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:

@@ -145,12 +145,8 @@ async def beside_loop(call: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not _thread:
         return call()
-    future = _beside.submit(call)
-    try:
-        return await asyncio.wrap_future(future)
-    except asyncio.CancelledError:
-        _beside.abandon(future)
-        raise
+    result: T = await _beside.heard(_beside.submit(call))
+    return result
 
 
 def wait(future: Future[T], timeout: float | None = None) -> T:

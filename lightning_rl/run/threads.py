@@ -54,6 +54,14 @@ class CallingThread:
                 self._start()
         return future
 
+    async def heard(self, future: Future[Any]) -> Any:
+        """The result of a call that was submitted; it is abandoned where nobody waits any more."""
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self.abandon(future)
+            raise
+
     def abandon(self, future: Future[Any]) -> None:
         """Wait no more for this call; if it runs, those after it get another thread."""
         future.cancel()
