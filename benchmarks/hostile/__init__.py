@@ -1,0 +1,1 @@
+"""Hostile calls: what is wrong outside of a run, and what a user is told about it."""

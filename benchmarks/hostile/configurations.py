@@ -1,0 +1,5 @@
+"""Hostile calls: configurations."""
+
+from benchmarks.hostile.call import Call
+
+CALLS: list[Call] = []

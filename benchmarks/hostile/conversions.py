@@ -1,0 +1,5 @@
+"""Hostile calls: conversions."""
+
+from benchmarks.hostile.call import Call
+
+CALLS: list[Call] = []

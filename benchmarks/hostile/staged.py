@@ -1,0 +1,5 @@
+"""Hostile calls: staged."""
+
+from benchmarks.hostile.call import Call
+
+CALLS: list[Call] = []

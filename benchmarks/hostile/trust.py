@@ -1,0 +1,5 @@
+"""Hostile calls: trust."""
+
+from benchmarks.hostile.call import Call
+
+CALLS: list[Call] = []
