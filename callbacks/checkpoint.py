@@ -56,7 +56,8 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     directory. Lightning's ``ModelCheckpoint`` counts optimizer steps; this counts iterations.
 
     Args:
-        every_n_iterations: how often to save.
+        every_n_iterations: how often to save; 0: only at the end, when the run fails or is stopped,
+            and the best of ``monitor``.
         keep_last: how many of these to keep.
         monitor: a metric such as ``eval/accuracy``, of which the best are kept too; it is looked at
             in iterations that recorded it; see ``early_stopping.Monitor``.
@@ -86,9 +87,8 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         max_time: str | None = None,
         asynchronous: bool = False,
     ) -> None:
-        require_at_least(
-            1, every_n_iterations=every_n_iterations, keep_last=keep_last, keep_best=keep_best
-        )
+        require_at_least(0, every_n_iterations=every_n_iterations)
+        require_at_least(1, keep_last=keep_last, keep_best=keep_best)
         if mode not in ("max", "min"):
             raise ConfigError(f"mode={mode!r} must be 'max' or 'min'")
         # Never by Lightning's own triggers; it is a ModelCheckpoint so that "last" and "best" work.
@@ -177,7 +177,8 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     ) -> None:
         module = self.module_of(pl_module)
         is_best = self._rank(module)
-        if module.iteration % self.every_n_iterations == 0 or is_best:
+        every = self.every_n_iterations
+        if is_best or (every and module.iteration % every == 0):
             self._save(trainer, module)
 
     def on_iteration_end(

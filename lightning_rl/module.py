@@ -14,7 +14,12 @@ from transformers import PreTrainedModel
 
 from lightning_rl.algos.advantages import GRPO, Advantage
 from lightning_rl.algos.correction import Correction, add_effective_share
-from lightning_rl.algos.kl import EntropyBonus, KLPenalty
+from lightning_rl.algos.kl import (
+    EntropyBonus,
+    KLPenalty,
+    beyond_target,
+    check_target_kl,
+)
 from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, ValueLoss
 from lightning_rl.algos.objective import (
     Aggregation,
@@ -92,6 +97,8 @@ class PolicyModule(StreamingLoop, RolloutModule):
         mask_truncated: give rollouts that hit ``max_tokens`` no loss (DAPO's overlong filtering).
         ppo_epochs: passes over each collected batch.
         minibatches: optimizer steps per pass; whole groups are dealt to them at random.
+        target_kl: no further pass over a batch once a pass's mean ``policy/kl_old`` is above it;
+            None: all passes are made.
         max_tokens_per_pack: forward tokens in one forward/backward (bounds memory).
         max_grad_norm: clip the gradient's global norm; None: leave it.
         gradient_checkpointing: recompute activations in backward.
@@ -130,6 +137,7 @@ class PolicyModule(StreamingLoop, RolloutModule):
         mask_truncated: bool = False,
         ppo_epochs: int = 1,
         minibatches: int = 1,
+        target_kl: float | None = None,
         max_tokens_per_pack: int = 16384,
         max_grad_norm: float | None = 1.0,
         gradient_checkpointing: bool = False,
@@ -149,6 +157,7 @@ class PolicyModule(StreamingLoop, RolloutModule):
         )
         require_at_least(0, value_lr=value_lr)
         require_finite(value_lr=value_lr, max_grad_norm=max_grad_norm)
+        check_target_kl(target_kl, ppo_epochs=ppo_epochs)
         objective = Objective(
             loss,
             correction,
@@ -188,6 +197,7 @@ class PolicyModule(StreamingLoop, RolloutModule):
         self.value_lr = value_lr
         self.ppo_epochs = ppo_epochs
         self.minibatches = minibatches
+        self.target_kl = target_kl
         self.max_tokens_per_pack = max_tokens_per_pack
         self.max_grad_norm = max_grad_norm
         self.gradient_checkpointing = gradient_checkpointing
@@ -385,14 +395,19 @@ class PolicyModule(StreamingLoop, RolloutModule):
         objective = objective or self.objective
         with self.clock("train"):
             for epoch in range(self.ppo_epochs):
+                of_pass = TokenMetrics()
                 parts = split_minibatches(batch, self.minibatches, self.dealing(epoch))
                 done = self.claim_stream(batch, objective, parts[0]) if epoch == 0 else None
                 for rows in parts:
                     own = None if done is None else done[rows]
-                    self.accumulate(select(batch, rows), objective, metrics, own)
-                    self.step(metrics)
+                    self.accumulate(select(batch, rows), objective, of_pass, own)
+                    self.step(of_pass)
                     done = None  # they are all of the first minibatch
-        return self.summed_up(metrics)
+                metrics.include(of_pass)
+                if self.target_kl is not None and beyond_target(self.target_kl, of_pass.compute()):
+                    break
+        passes = {} if self.target_kl is None else {"policy/passes": epoch + 1.0}
+        return self.summed_up(metrics) | passes
 
     def summed_up(self, metrics: TokenMetrics) -> dict[str, float]:
         """The metrics of an update that is over."""

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,41 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     # From above only, where exp grows out of hand: far below 0, d pulls back with slope 1.
     d = (ref_logprobs - logprobs).clamp(max=LARGEST_LOG_RATIO)
     return d.expm1() - d
+
+
+def check_target_kl(target_kl: float | None, **passes: int) -> None:
+    """Refuse a target that is none, or that no pass could be left out for.
+
+    Raises:
+        ConfigError: naming it, and the argument that holds the number of passes.
+    """
+    require_finite(target_kl=target_kl)
+    for name, count in passes.items():
+        if target_kl is not None and (target_kl <= 0 or count < 2):
+            raise ConfigError(
+                f"target_kl={target_kl}, {name}={count}: it ends the passes over a batch early, so "
+                f"it must be > 0 and {name} >= 2; else leave target_kl out"
+            )
+
+
+def beyond_target(target_kl: float, of_pass: Mapping[str, float]) -> bool:
+    """Whether a pass over a batch took a policy further than ``target_kl``, in nats per token.
+
+    Further passes are then left out, as in OpenAI's Spinning Up and CleanRL. What is compared is
+    the mean of ``policy/kl_old`` over the pass; of several policies, the largest.
+
+    Raises:
+        ConfigError: if the loss does not measure it.
+    """
+    if not of_pass:  # nothing was left to train on
+        return False
+    moved = [value for name, value in of_pass.items() if name.endswith("/kl_old")]
+    if not moved:
+        raise ConfigError(
+            f"target_kl={target_kl} is compared with kl_old, which this loss does not measure; add "
+            "algos.losses.divergence to its metrics, or drop target_kl"
+        )
+    return max(moved) > target_kl
 
 
 @configurable

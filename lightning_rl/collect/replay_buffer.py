@@ -63,7 +63,7 @@ class ReplayBuffer:
         self.entries: list[Entry] = []
         """What can be replayed, in the order of arrival."""
         self.metrics: dict[str, float] = {}
-        """``buffer/*`` and ``rollout/archived`` of the last exchange."""
+        """``buffer/*``, ``sample/*`` and ``rollout/archived`` of the last exchange."""
         self._run: int | None = None
         self._exchanges = 0
 
@@ -122,6 +122,7 @@ class ReplayBuffer:
             "buffer/size": float(len(self.entries)),
             "buffer/replayed_share": len(replayed) / (len(fresh) + len(added)),
             **evicted,
+            **{f"sample/{name}": value for name, value in self.sampler.metrics().items()},
         }
         if chosen:
             staleness = [float(version - entry.oldest) for entry in chosen]

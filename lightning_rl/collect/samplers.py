@@ -59,6 +59,13 @@ class Sampler(ABC):
         """Groups from elsewhere, to be imitated."""
         return []
 
+    def metrics(self) -> dict[str, float]:
+        """What is to be known of the last choice; recorded as ``sample/<name>``.
+
+        All of them in every iteration, also in one in which there was nothing to choose from.
+        """
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Primitives only."""
         return {}
@@ -224,6 +231,9 @@ class Mixed(Sampler):
         known = self._load()
         drawn = random.choice(len(known), size=min(count, len(known)), replace=False)
         return [known[i] for i in sorted(drawn)]
+
+    def metrics(self) -> dict[str, float]:
+        return self.pick.metrics()
 
     def state_dict(self) -> dict[str, Any]:
         return self.pick.state_dict()

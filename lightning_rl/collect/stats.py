@@ -6,7 +6,7 @@ from math import comb, fsum
 from numbers import Real
 from typing import Any
 
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rewards.log import mean
 from lightning_rl.rollout import Group, Rollout, RolloutStatus
 from lightning_rl.run.metrics import summarize
@@ -182,20 +182,31 @@ def evaluation_metrics(
     A rollout is right if its reward reaches ``success_reward``; one that could not be graded or
     generated counts as wrong. Accuracy is the mean over all rollouts, which with n samples per
     prompt is pass@1. Of a mapping, each prompt set has its own, and ``eval/<set>/*`` are the same
-    of the rollouts of a set with a name.
+    of the rollouts of a set with a name; a set of which there are none is left out.
+
+    Raises:
+        DataError: without any rollout, or for one of a set that has no ``success_reward``.
     """
+    if not rollouts:
+        raise DataError("there are no rollouts to evaluate; generate some, e.g. with evaluate()")
     names = [name for name in success_reward if name] if isinstance(success_reward, Mapping) else []
     right = [_is_right(rollout, success_reward) for rollout in rollouts]
     metrics = _accuracies("eval", rollouts, right)
     for name in names:
         mine = [i for i, rollout in enumerate(rollouts) if rollout.prompt.set == name]
-        own = [rollouts[i] for i in mine], [right[i] for i in mine]
-        metrics |= _accuracies(f"eval/{name}", *own)
+        if mine:
+            own = [rollouts[i] for i in mine], [right[i] for i in mine]
+            metrics |= _accuracies(f"eval/{name}", *own)
     return metrics
 
 
 def _is_right(rollout: Rollout, success_reward: float | Mapping[str, float]) -> bool:
     if isinstance(success_reward, Mapping):
+        if rollout.prompt.set not in success_reward:
+            raise DataError(
+                f"rollout {rollout.id} is of the prompt set {rollout.prompt.set!r}, which has no "
+                f"success_reward; those that have: {', '.join(map(repr, success_reward))}"
+            )
         success_reward = success_reward[rollout.prompt.set]
     return rollout.completed and rollout.reward is not None and rollout.reward >= success_reward
 

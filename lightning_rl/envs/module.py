@@ -9,7 +9,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.algos.kl import EntropyBonus
+from lightning_rl.algos.kl import EntropyBonus, beyond_target, check_target_kl
 from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, ValueLoss, check_step_loss
 from lightning_rl.algos.step_kl import AdaptiveKL
 from lightning_rl.algos.steps import StepAdvantage, StepGAE
@@ -49,6 +49,8 @@ class ActorCriticModule(EnvModule):
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per iteration.
         epochs: passes over each batch.
+        target_kl: no further pass once a pass's mean ``kl_old``, of any agent, is above it; None:
+            all passes are made.
         minibatches: optimizer steps per pass.
         clips: for bodies with a memory, the pieces of episodes that they learn from.
         max_grad_norm: clip each agent's gradient; None: leave it.
@@ -73,6 +75,7 @@ class ActorCriticModule(EnvModule):
         optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=3e-4, eps=1e-5, fused=True),
         lr_scheduler: LRSchedulerCallable | None = None,
         epochs: int = 4,
+        target_kl: float | None = None,
         minibatches: int = 4,
         clips: Clips | None = None,
         max_grad_norm: float | None = 0.5,
@@ -82,6 +85,7 @@ class ActorCriticModule(EnvModule):
         super().__init__()
         require_at_least(1, epochs=epochs, minibatches=minibatches)
         require_finite(max_grad_norm=max_grad_norm)
+        check_target_kl(target_kl, epochs=epochs)
         check_step_loss(f"loss={type(loss).__name__}", loss)
         save_primitive_hparams(self)
         self.automatic_optimization = False
@@ -95,6 +99,7 @@ class ActorCriticModule(EnvModule):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.epochs = epochs
+        self.target_kl = target_kl
         self.minibatches = minibatches
         self.clips = clips
         self.max_grad_norm = max_grad_norm
@@ -130,13 +135,23 @@ class ActorCriticModule(EnvModule):
         measured: Measured = defaultdict(list)
         self.nonfinite_steps = 0
         old = {name: self._old(name, own) for name, own in rows.items()}
+        passes = 0
         for epoch in range(self.epochs if rows else 0):
             order = derived_generator(self.seed, self.iteration, epoch)
+            of_pass: Measured = defaultdict(list)
             for places in self.places(rows, shape, order):
-                self._optimize(rows, places, old, measured)
+                self._optimize(rows, places, old, of_pass)
+            for name, values in of_pass.items():
+                measured[name] += values
+            passes += 1
+            if self.target_kl is not None and beyond_target(self.target_kl, summed_up(of_pass)):
+                break
         if rows:
             self.step_schedule()
-        return summed_up(measured) | {"policy/nonfinite_skipped": float(self.nonfinite_steps)}
+        made = {"policy/nonfinite_skipped": float(self.nonfinite_steps)}
+        if self.target_kl is not None:
+            made["policy/passes"] = float(passes)
+        return summed_up(measured) | made
 
     def places(
         self, rows: Mapping[str, Rows], shape: tuple[int, int], order: torch.Generator

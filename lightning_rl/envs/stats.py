@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_rl.envs.collector import EnvEpisode
+from lightning_rl.errors import DataError
 from lightning_rl.run.metrics import summarize
 
 
@@ -29,7 +30,13 @@ def episode_metrics(
 def evaluation_metrics(
     episodes: Sequence[EnvEpisode], success_reward: float | None, judged: str | None = None
 ) -> dict[str, float]:
-    """``eval/*`` of episodes apart; ``accuracy`` is the share of at least ``success_reward``."""
+    """``eval/*`` of episodes apart; ``accuracy`` is the share of at least ``success_reward``.
+
+    Raises:
+        DataError: without any episode.
+    """
+    if not episodes:
+        raise DataError("there are no episodes to evaluate; play some first")
     rewards = [_reward(episode, judged) for episode in episodes]
     metrics = _rewards("eval", episodes, "reward_", judged) | {
         "eval/reward_min": min(rewards),

@@ -109,9 +109,17 @@ class OwnLoop(RecordingModule, LearningModule):
             The largest gap in nats; 0 without ``probe``.
 
         Raises:
+            ConfigError: if the module belongs to a Trainer, where ``WeightSync`` pushes.
             StaleWeightsError: if it is above ``max_gap``.
             WeightSyncError: if the engine does not take the weights.
         """
+        if self._trainer is not None:
+            raise ConfigError(
+                f"{type(self).__name__} belongs to a Trainer, in which the callback WeightSync "
+                "pushes weights and stamps their version: tell it when by its schedule, e.g. "
+                "WeightSync(schedule=FixedSchedule(1)), or by should_sync of a SyncSchedule of "
+                "your own"
+            )
         self._prepare_once()
         if transport is not None:
             self._push(engine, transport)

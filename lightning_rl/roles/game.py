@@ -202,6 +202,11 @@ def _check_policies(policies: Mapping[str, SharedModelGroup]) -> None:
                 f"{where}.loss={type(group.objective.loss).__name__}: in a game the update has the "
                 "loss; leave it out, or give it to the update: PSPG(loss=...)"
             )
+        if group.target_kl is not None:
+            raise ConfigError(
+                f"{where}.target_kl={group.target_kl}: players take their steps together, in all "
+                "passes; leave it out"
+            )
         for key in ("ppo_epochs", "minibatches"):
             given, others = getattr(group, key), getattr(policies[first], key)
             if given != others:

@@ -44,6 +44,16 @@ class TokenMetrics:
                 self._sums[name] = values.sum() if known is None else known + values.sum()
                 self._counts[name] = self._counts.get(name, 0) + values.numel()
 
+    def include(self, other: "TokenMetrics") -> None:
+        """Add all that another one has."""
+        for name, total in other._sums.items():
+            known = self._sums.get(name)
+            self._sums[name] = total if known is None else known + total
+            self._counts[name] = self._counts.get(name, 0) + other._counts[name]
+        for name, peak in other._maxima.items():
+            known = self._maxima.get(name)
+            self._maxima[name] = peak if known is None else torch.maximum(known, peak)
+
     def compute(self) -> dict[str, float]:
         """Means and maxima over everything added on every rank."""
         result: dict[str, float] = {}

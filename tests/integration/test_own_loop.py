@@ -97,5 +97,7 @@ def test_a_stale_engine_is_found_and_wrong_calls_are_refused(engine, tiny_model,
     trainer = trainer_of(tmp_path, [WeightSync()], fast_dev_run=1, logger=False)
     other = grpo(tiny_model)
     trainer.fit(other, datamodule=data_module())
+    with pytest.raises(ConfigError, match="callback WeightSync pushes"):
+        other.sync_weights(engine)
     with pytest.raises(ConfigError, match="belongs to a Trainer"):
         other.prepare()

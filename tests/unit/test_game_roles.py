@@ -277,6 +277,10 @@ def test_a_paused_policy_is_no_player(tiny_model, train_on, conversations):
             "policies.second.advantage=GAE: .* one number for it; use GRPO",
         ),
         ({"second": {"minibatches": 2}}, "policies.second.minibatches=2, and policies.first"),
+        (
+            {"first": {"ppo_epochs": 2, "target_kl": 0.1}},
+            "policies.first.target_kl=0.1: players take",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(options, words, tiny_model):

@@ -89,6 +89,28 @@ def test_replayed_groups_follow_the_fresh_ones_and_are_what_was_stored(buffer, m
     assert replay.metrics["buffer/staleness_mean"] == 1.0
 
 
+class Newest(Uniform):
+    """The newest groups, with a metric of its own."""
+
+    offered = 0
+
+    def choose(self, entries, count, random):
+        self.offered = len(entries)
+        return list(entries[-count:])
+
+    def metrics(self):
+        return {"offered": float(self.offered)}
+
+
+@pytest.mark.parametrize("wrap", [lambda own: own, lambda own: Mixed(replayed=0.5, pick=own)])
+def test_a_sampler_records_metrics_of_its_own(buffer, make_group, wrap):
+    replay = buffer(sampler=wrap(Newest(groups=1)))
+    replay.exchange([make_group(0, place) for place in range(3)], version=0)
+    assert replay.metrics["sample/offered"] == 0.0
+    replay.exchange([make_group(1, 0)], version=1)
+    assert replay.metrics["sample/offered"] == 3.0
+
+
 def test_the_oldest_beyond_the_capacity_are_archived(buffer, make_group, tmp_path):
     replay = buffer(capacity=3, sampler=Uniform(groups=9))
     replay.exchange([make_group(0, 0), make_group(0, 1)], version=0)

@@ -123,3 +123,10 @@ def test_a_table_by_hand():
         "a.ckpt               5           0.25          ",
         "longer.ckpt         10         0.3333         2",
     ]
+
+
+def test_a_run_may_be_saved_only_at_its_end(tmp_path):
+    saver = IterationCheckpoint(0)
+    trainer = trainer_of(tmp_path, [saver], enable_checkpointing=True)
+    trainer.fit(Walker(), Walks())
+    assert saver.saved == ["iteration_3.ckpt"]
