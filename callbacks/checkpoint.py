@@ -223,8 +223,8 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             return False
         if self._updating == module.iteration:  # the optimizer may have stepped or not
             rank_zero_warn(
-                f"the run failed within the update of iteration {module.iteration}, so it is not "
-                "saved as it is; go on from the checkpoint before"
+                f"the run failed within the update of iteration {module.present_iteration}, so it "
+                "is not saved as it is; go on from the checkpoint before"
             )
             return False
         # An error is one process's own; the others would wait for it in vain.

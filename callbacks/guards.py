@@ -193,8 +193,9 @@ class Guard(RLCallback, ABC):
         module.record({key: float(broken > 0), f"{key}_acted": float(acts), f"{key}_value": value})
         if not acts:
             return None
+        at = module.iteration if batch is None else module.present_iteration
         reason = (
-            f"{type(self).__name__} at iteration {module.iteration - (batch is None)}: {self.what} "
+            f"{type(self).__name__} at iteration {at}: {self.what} "
             f"{f'of policy {module.name} ' if module.name else ''}is {value:.4g}, "
             f"bound={self.bound:g}; {self.fix}"
         )

@@ -92,7 +92,7 @@ class PreviewTable(RolloutSelection):
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
     ) -> None:
         module = self.rollout_module_of(pl_module)
-        iteration = module.iteration
+        iteration = module.present_iteration
         if not self.is_due(iteration) or not trainer.is_global_zero:
             return
         chosen = self.choose(rollouts)

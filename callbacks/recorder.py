@@ -50,8 +50,8 @@ class RolloutSelection(RLCallback, ABC):
         self._resumed = False
 
     def is_due(self, iteration: int) -> bool:
-        """Tell whether this iteration is recorded."""
-        return iteration % self.every_n_iterations == 0
+        """Tell whether this iteration is recorded; the first is 1."""
+        return (iteration - 1) % self.every_n_iterations == 0
 
     @abstractmethod
     def choose(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -128,7 +128,7 @@ class RolloutRecorder(RolloutSelection):
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
         module = self.policy_module_of(pl_module)
-        if not self.is_due(module.iteration):
+        if not self.is_due(module.present_iteration):
             return
         collected = collected_rollouts(trainer)
         rows: defaultdict[str, list[int]] = defaultdict(list)
@@ -141,7 +141,7 @@ class RolloutRecorder(RolloutSelection):
         if not trainer.is_global_zero:
             return
         told = (self._told(r, [columns[row] for row in rows[r.id]]) for r in chosen)
-        self.write(trainer, module.iteration, chosen, told)
+        self.write(trainer, module.present_iteration, chosen, told)
 
     def choose(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Take the first ``num_groups`` groups, and what cannot be trained on. Override it."""
@@ -193,7 +193,7 @@ class RerunRecorder(RLCallback):
     ) -> None:
         if self.rollouts:
             log, rollouts = RerunLog(run_dir(trainer)), collected_rollouts(trainer)
-            iteration = self.rollout_module_of(pl_module).iteration
+            iteration = self.rollout_module_of(pl_module).present_iteration
             log.write_rollouts(iteration, trainer.global_rank, rollouts)
 
     def on_iteration_end(
@@ -321,9 +321,9 @@ class RolloutWriter(RLCallback):
         dataloader_idx: int = 0,
     ) -> None:
         datamodule = self.rl_data_of(trainer)
-        iteration = datamodule.first_iteration + batch_idx
+        iteration = datamodule.first_iteration + batch_idx + 1
         progress = {
-            "iterations": iteration + 1,
+            "iterations": iteration,
             "origin": _origin(datamodule, self.rollout_module_of(pl_module)),
             "state": datamodule.rollout_state(),
         }

@@ -88,7 +88,7 @@ class RewardAlarms(RLCallback):
             self._add(summary_row(graded, across))
             if len(self.last) == self.window:
                 weights = [component_weights(task) for task in datamodule.train_tasks]
-                self._compare(weights, module.iteration)
+                self._compare(weights, module.present_iteration)
         module.record({f"alarm/{name}": float(on) for name, on in self.on.items()})
 
     def on_iteration_end(

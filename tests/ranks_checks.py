@@ -103,7 +103,7 @@ def rerun(model: str, where: Path, prompts: list[dict[str, str]]) -> dict[str, A
     config.write_text(yaml.safe_dump(_config(model, where, file)))
     run = str(where / "lightning_logs" / "version_0")
     made = {"fit": _command("fit", "--config", str(config))}
-    made["iteration"] = _command("rerun", run, "--iteration", "3", "--since", "0")
+    made["iteration"] = _command("rerun", run, "--iteration", "4", "--since", "0")
     return made
 
 

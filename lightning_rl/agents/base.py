@@ -250,13 +250,15 @@ def new_rollouts(
 ) -> list[Rollout]:
     """Empty rollouts, group by group, each with the seed that lets it be generated again.
 
-    ``first_place`` is the number of groups that were issued for the iteration before.
+    ``iteration`` is the number of those that are over, and negative for what belongs to none
+    (evaluations, probes); ``first_place`` is the number of groups that were issued for it before.
     """
+    named = iteration + 1 if iteration >= 0 else iteration  # told from 1 on, as everywhere
     return [
         Rollout(
             prompt=prompt,
             # A prompt drawn twice in one iteration makes two groups: tell them apart by place.
-            group_id=f"{iteration}/{place}/{prompt.key}",
+            group_id=f"{named}/{place}/{prompt.key}",
             sample_index=index,
             seed=request_seed(seed, f"{place}/{prompt.id}", index, iteration),
             **sampling.of_rollout(),

@@ -169,7 +169,7 @@ class WorkingAhead(Collector):
         if self._yielding:
             return EngineError("a batch was asked for while an evaluation had the engine")
         return ConfigError(
-            f"iteration {self._batch} may train on no token older than version "
+            f"iteration {self._batch + 1} may train on no token older than version "
             f"{self._batch - self.max_staleness}, but the engine holds version {version}; sync "
             f"more often (WeightSync's schedule), or raise max_staleness={self.max_staleness}"
         )

@@ -104,7 +104,7 @@ class ReplayBuffer:
         """Groups to train on beside all ranks' fresh ones."""
         if self._run is None:
             self._run = self.store.next_run()
-        places = self.store.add(fresh, version, self._run)
+        places = self.store.add(fresh, version + 1, self._run)
         for place, group in zip(places, fresh, strict=True):
             completed = [r for r in group if r.completed]
             rewards = [r.reward for r in completed if r.reward is not None]

@@ -247,7 +247,7 @@ def expert_rollouts(
     rollouts = []
     for number, prompt in dist.shard(list(enumerate(prompts.draw(count)))):
         rollout = supervised_rollout(prompt, "completion", tokenizer)
-        rollout.group_id = f"{iteration}/expert/{number}"
+        rollout.group_id = f"{iteration + 1}/expert/{number}"
         rollouts.append(rollout)
     return rollouts
 

@@ -144,6 +144,15 @@ class RecordingModule(FiniteStepsModule):
         """Raised when the iteration is over: its row is written, and all callbacks have seen it."""
 
     @property
+    def present_iteration(self) -> int:
+        """The iteration that is being collected for or trained, from 1 on.
+
+        Rollouts, metrics, files and messages give this number: where an iteration is over, it is
+        ``iteration``. Row 0 of the metrics is of before the first.
+        """
+        return self.iteration + 1
+
+    @property
     def described_as(self) -> str:
         """What is trained, in a word: ``model`` of ``summary.json``."""
         return type(self).__name__

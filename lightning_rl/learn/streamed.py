@@ -253,7 +253,7 @@ class StreamingLoop(OwnLoop):
             _log.warning(
                 "what was streamed of iteration %d is not used: a callback changed rewards, tokens "
                 "or the objective, or memory did not suffice; such updates begin anew",
-                self.iteration,
+                self.present_iteration,
             )
         return None
 

@@ -16,6 +16,8 @@ from lightning_rl.run.rundir import append, write_whole
 
 # Words of one chunk, which 64-bit products are made of: 8 MiB.
 CHUNK = 1 << 20
+FILE = "iteration-{:06d}-{:03d}.parquet"
+"""The file of an iteration, and of a rank."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,9 +38,9 @@ class Outcome:
 class RerunLog:
     """The folder ``rerun`` of a run directory; ``replay`` in those of earlier releases.
 
-    ``000012-000.parquet`` holds the rollouts that iteration 12 was trained on, by rank and in their
-    order (a rollout file, as ``lightning-rl rollouts`` reads it); ``versions.jsonl`` an
-    :class:`Outcome` per line.
+    ``iteration-000012-000.parquet`` holds the rollouts that iteration 12 was trained on, by rank
+    and in their order (a rollout file, as ``lightning-rl rollouts`` reads it); ``versions.jsonl``
+    an :class:`Outcome` per line. Earlier releases counted from 0, and wrote ``000011-000.parquet``.
     """
 
     def __init__(self, run: Path) -> None:
@@ -63,7 +65,7 @@ class RerunLog:
     def forget_after(self, version: int) -> None:
         """Drop what a run, that now goes on from this version, did beyond it."""
         for file in self._files():
-            if int(file.name.split("-")[0]) >= version:
+            if _iteration_of(file) > version:
                 file.unlink()
         kept = [o for o in self.outcomes().values() if 0 < o.version <= version]
         if self._versions.exists():
@@ -86,7 +88,7 @@ class RerunLog:
 
     def iterations(self) -> set[int]:
         """Iterations whose rollouts it holds."""
-        return {int(file.name.split("-")[0]) for file in self._files()}
+        return {_iteration_of(file) for file in self._files()}
 
     def span(self) -> str:
         """Say in words which iterations it holds."""
@@ -122,10 +124,17 @@ class RerunLog:
         return found
 
     def _file(self, iteration: int, rank: int) -> Path:
-        return self.path / f"{iteration:06d}-{rank:03d}.parquet"
+        earlier = self.path / f"{iteration - 1:06d}-{rank:03d}.parquet"
+        return earlier if earlier.exists() else self.path / FILE.format(iteration, rank)
 
     def _files(self) -> list[Path]:
-        return sorted(self.path.glob("[0-9]*-*.parquet"))
+        files = [*self.path.glob("[0-9]*-*.parquet"), *self.path.glob("iteration-*.parquet")]
+        return sorted(files, key=lambda file: (_iteration_of(file), file.name))
+
+
+def _iteration_of(file: Path) -> int:
+    first, second, *_ = file.stem.split("-")
+    return int(second) if first == "iteration" else int(first) + 1
 
 
 def checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

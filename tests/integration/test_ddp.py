@@ -269,7 +269,7 @@ def test_a_guard_that_trips_on_one_rank_acts_on_all(results):
     """No rank skips, masks or stops by itself: the others would wait for it for ever."""
     first, second = results("guards")
     assert first == second  # rows, weights, why it stopped, and what was saved
-    assert first["reason"].startswith("MetricGuard at iteration 2: local/metric is 2, bound=1.5")
+    assert first["reason"].startswith("MetricGuard at iteration 3: local/metric is 2, bound=1.5")
     assert first["saved"] == "iteration_3.ckpt"
     skipped, masked, last = first["rows"][1:]
     assert ["policy/loss" in row for row in (skipped, masked, last)] == [False, True, True]
@@ -297,6 +297,6 @@ def test_one_process_says_what_it_needs_to_rerun_two(results, folder, tmp_path):
     (run / "config.yaml").write_text(text)
     with pytest.raises(DataError, match=r"version 3 was trained by 2 processes, and this rerun "
                        r"has 1; rerun with as many: start it as the run was started"):  # fmt: skip
-        rerun_iteration(RecordedRun(run), 2)
-    with pytest.raises(DataError, match="holds no rollouts of rank 2 of iteration 0, but of iter"):
-        RecordedRun(run).log.rollouts(0, rank=2)
+        rerun_iteration(RecordedRun(run), 3)
+    with pytest.raises(DataError, match="holds no rollouts of rank 2 of iteration 1, but of iter"):
+        RecordedRun(run).log.rollouts(1, rank=2)

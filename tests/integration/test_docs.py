@@ -330,7 +330,7 @@ def test_the_mixture_of_its_page_trains_each_set_as_it_says(stand_in, capsys):
         assert right in ([False], [True, False], [True, True])
         assert rollout.reward == sum(right) / 2
     # Written again, alone, by the agent and with the sampling of its set.
-    chosen = max(of["spell"], key=lambda r: (r.group_id.startswith("0/"), len(r.token_ids)))
+    chosen = max(of["spell"], key=lambda r: (r.group_id.startswith("1/"), len(r.token_ids)))
     assert len(chosen.token_ids) > 1
     assert main(["rerun", str(run), "--rollout", chosen.id]) == 0
 

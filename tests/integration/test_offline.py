@@ -310,7 +310,7 @@ def contents(path) -> list[tuple]:
 def test_recording_goes_on_where_it_stopped(record, capsys):
     record("whole.jsonl", 3)
     whole = contents("whole.jsonl")
-    assert [iteration for iteration, _ in whole] == [i for i in range(3) for _ in range(6)]
+    assert [iteration for iteration, _ in whole] == [i for i in (1, 2, 3) for _ in range(6)]
     assert len({rollout.prompt.id for _, rollout in whole}) == 9  # no prompt was done twice
     for name in ("parts.jsonl", "parts.parquet", "parts.sqlite"):
         record(name, 1)

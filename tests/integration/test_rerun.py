@@ -106,8 +106,8 @@ def test_every_iteration_is_trained_again_bit_by_bit(finished):
     run = RecordedRun(finished)
     assert [kept.version for kept in run.kept] == [0, 2, 4]
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    whole = rerun_iteration(run, 3, since=0)  # all four; every version's checksums are compared
-    nearest = rerun_iteration(run, 2)
+    whole = rerun_iteration(run, 4, since=0)  # all four; every version's checksums are compared
+    nearest = rerun_iteration(run, 3)
     for rerun, version in ((whole, 0), (nearest, 2)):
         assert rerun.kept.version == version
         assert rerun.equal, rerun.lines()
@@ -118,12 +118,12 @@ def test_every_iteration_is_trained_again_bit_by_bit(finished):
 
 
 def test_a_changed_reward_or_weight_is_found(run):
-    file = run.log.path / "000002-000.parquet"
+    file = run.log.path / "iteration-000003-000.parquet"
     rollouts = [recorded.rollout for recorded in ParquetRollouts(file).read()]
     rollouts[0].reward += 1e-3
-    run.log.write_rollouts(2, 0, rollouts)
-    rerun = rerun_iteration(run, 3)
-    assert rerun.diverged_at == 3  # the weights that iteration 2 makes
+    run.log.write_rollouts(3, 0, rollouts)
+    rerun = rerun_iteration(run, 4)
+    assert rerun.diverged_at == 3  # the weights that iteration 3 makes
     assert not rerun.equal
     assert rerun.checkpoint_differs == "policy.lm.model.embed_tokens.weight"
     lines = rerun.lines()
@@ -133,7 +133,7 @@ def test_a_changed_reward_or_weight_is_found(run):
 
 def test_a_rollout_is_generated_again(finished, capsys):
     run = RecordedRun(finished)
-    recorded = run.log.rollouts(3)[5]  # by version 3, made again from version 2
+    recorded = run.log.rollouts(4)[5]  # by version 3, made again from version 2
     [rerun] = rerun_rollout(run, recorded.id)
     assert (rerun.version, rerun.generated) == (3, True)
     assert rerun.again.token_ids == recorded.token_ids
@@ -151,11 +151,11 @@ def test_a_rollout_is_generated_again(finished, capsys):
 
 
 def test_the_first_other_token_is_named(run, capsys):
-    rollouts = run.log.rollouts(0)
+    rollouts = run.log.rollouts(1)
     chosen = next(r for r in rollouts if len(r.token_ids) >= 4)
     was = chosen.token_ids[2]
     chosen.token_ids[2] = 3 if was != 3 else 4  # the digit 0, or 1
-    run.log.write_rollouts(0, 0, rollouts)
+    run.log.write_rollouts(1, 0, rollouts)
     assert main(["rerun", str(run.path), "--rollout", chosen.id]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"different from token 2 on: recorded {chosen.token_ids[2]} ")
@@ -164,12 +164,12 @@ def test_the_first_other_token_is_named(run, capsys):
 
 def test_a_rollout_of_two_versions_is_scored_with_each(run):
     """Its first token by version 1, the others by version 3: each scored by the right weights."""
-    rollouts = run.log.rollouts(3)
+    rollouts = run.log.rollouts(4)
     chosen = next(r for r in rollouts if len(r.token_ids) >= 3)
     earlier = next(rerun_rollout(run, chosen.id, version=1)).again.logprobs
     assert abs(earlier[0] - chosen.logprobs[0]) > 1e-3  # else nothing would be tested
     chosen.versions[0], chosen.logprobs[0] = 1, earlier[0]
-    run.log.write_rollouts(3, 0, rollouts)
+    run.log.write_rollouts(4, 0, rollouts)
     first, second = rerun_rollout(run, chosen.id)
     assert (first.version, second.version) == (1, 3)
     assert not first.generated
@@ -179,18 +179,18 @@ def test_a_rollout_of_two_versions_is_scored_with_each(run):
 
 
 def test_what_was_not_kept_is_said(run, capsys):
-    with pytest.raises(DataError, match=r"no rollout '9/9/9/9', but others, such as '3/2/"):
+    with pytest.raises(DataError, match=r"no rollout '9/9/9/9', but others, such as '4/2/"):
         next(rerun_rollout(run, "9/9/9/9"))
-    with pytest.raises(DataError, match=r"iteration 4 \(recorded: iterations up to 3\)"):
-        rerun_iteration(run, 4)
-    (run.log.path / "000002-000.parquet").unlink()
-    assert main(["rerun", str(run.path), "--iteration", "3"]) == 2
+    with pytest.raises(DataError, match=r"iteration 5 \(recorded: iterations up to 4\)"):
+        rerun_iteration(run, 5)
+    (run.log.path / "iteration-000003-000.parquet").unlink()
+    assert main(["rerun", str(run.path), "--iteration", "4"]) == 2
     said = capsys.readouterr().err
     assert "weights of version 4 cannot be made again: kept are versions 0, 2, 4" in said
-    with pytest.raises(DataError, match="holds no rollouts of iteration 2"):
-        run.log.rollouts(2)
+    with pytest.raises(DataError, match="holds no rollouts of iteration 3"):
+        run.log.rollouts(3)
     (run.path / "config.yaml").unlink()
-    assert main(["rerun", str(run.path), "--iteration", "0"]) == 2
+    assert main(["rerun", str(run.path), "--iteration", "1"]) == 2
     assert "holds no config.yaml" in capsys.readouterr().err
 
 
@@ -199,14 +199,14 @@ def test_exported_models_are_told_from_runs(run, tiny_model, tmp_path, capsys):
     policy = Policy(str(tiny_model))
     next(policy.parameters()).data.add_(0.01)
     policy.save_pretrained(run.path / "hf")
-    assert main(["rerun", str(run.path / "hf"), "--iteration", "0"]) == 2
+    assert main(["rerun", str(run.path / "hf"), "--iteration", "1"]) == 2
     assert "is an exported model: weights alone, without the optimizer" in capsys.readouterr().err
     for file in (run.path / "checkpoints").glob("*.ckpt"):
         file.unlink()
-    (run.log.path / "000000-000.parquet").unlink()
+    (run.log.path / "iteration-000001-000.parquet").unlink()
     again = RecordedRun(run.path)
     with pytest.raises(DataError, match="to the next; what HFExport wrote has no optimizer state"):
-        rerun_iteration(again, 3)
+        rerun_iteration(again, 4)
 
 
 def test_a_model_that_changed_since_is_found(run, tiny_model, tmp_path):
@@ -215,7 +215,7 @@ def test_a_model_that_changed_since_is_found(run, tiny_model, tmp_path):
     policy.save_pretrained(tmp_path / "model")
     text = run.config.read_text()
     run.config.write_text(text.replace(f"model: {tiny_model}", f"model: {tmp_path / 'model'}"))
-    rerun = rerun_iteration(run, 0)
+    rerun = rerun_iteration(run, 1)
     assert rerun.diverged_at == 0
     assert not rerun.equal
     said = "differ at the start already: the initial weights changed since the run"
@@ -226,7 +226,7 @@ def test_options_that_do_not_go_together(capsys):
     for options, words in (
         (["--iteration", "1", "--version", "2"], "--version 2 goes with --rollout"),
         (["--rollout", "x", "--since", "2"], "--since 2 goes with --iteration"),
-        (["--iteration", "-1"], "iteration=-1 must be >= 0"),
+        (["--iteration", "-1"], "iteration=-1 must be >= 1"),
         ([], "one of the arguments --rollout --iteration is required"),
     ):
         assert main(["rerun", "somewhere", *options]) == 2
@@ -264,23 +264,34 @@ def test_a_checksum_sees_every_bit_and_place():
 
 def test_a_run_that_goes_on_forgets_what_lay_ahead(tmp_path, make_rollout):
     log = RerunLog(tmp_path)
-    for iteration in range(3):
+    for iteration in range(1, 4):
         log.write_rollouts(iteration, 0, [make_rollout([3], [4, 1], group_id=f"{iteration}/0/p")])
-        log.write_outcome(Outcome(iteration + 1, {"w": "aa"}, {"policy/loss": 0.5}))
+        log.write_outcome(Outcome(iteration, {"w": "aa"}, {"policy/loss": 0.5}))
     log.forget_after(1)
-    assert log.iterations() == {0}
+    assert log.iterations() == {1}
     assert log.outcomes() == {1: Outcome(1, {"w": "aa"}, {"policy/loss": 0.5})}
     log.write_outcome(Outcome(1, {"w": "aa"}, {"eval/accuracy": 0.25}))  # what its first sync adds
     with (log.path / "versions.jsonl").open("a") as lines:
         lines.write('{"version": 2, "wei')  # killed here
     both = {"policy/loss": 0.5, "eval/accuracy": 0.25}
     assert log.outcomes() == {1: Outcome(1, {"w": "aa"}, both)}
-    [kept] = log.rollouts(0)
-    assert (kept.id, kept.token_ids) == ("0/0/p/0", [4, 1])
+    [kept] = log.rollouts(1)
+    assert (kept.id, kept.token_ids) == ("1/0/p/0", [4, 1])
+
+
+def test_what_an_earlier_release_recorded_counts_from_one_too(tmp_path, make_rollout):
+    log = RerunLog(tmp_path)
+    log.write_rollouts(2, 0, [make_rollout([3], [4, 1])])
+    (log.path / "iteration-000002-000.parquet").rename(log.path / "000001-000.parquet")
+    log.write_rollouts(3, 0, [make_rollout([3], [5, 1])])
+    assert log.iterations() == {2, 3}
+    assert [log.rollouts(i)[0].token_ids for i in (2, 3)] == [[4, 1], [5, 1]]
+    log.forget_after(2)
+    assert log.iterations() == {2}
 
 
 def test_rollouts_come_back_as_they_were(finished):
     log = RerunLog(finished)
-    assert log.iterations() == {0, 1, 2, 3}
-    assert [len(log.rollouts(i)) for i in range(4)] == [12] * 4
+    assert log.iterations() == {1, 2, 3, 4}
+    assert [len(log.rollouts(i)) for i in range(1, 5)] == [12] * 4
     assert sorted(log.outcomes()) == [0, 1, 2, 3, 4]

@@ -110,11 +110,11 @@ def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch, capsys):
 
     run = RecordedRun(tmp_path / "runs" / "version_0")
     # Nothing but the last version was kept, so both begin with the initial weights.
-    iteration = rerun_iteration(run, 2)
+    iteration = rerun_iteration(run, 3)
     assert iteration.kept.version == 0
     assert iteration.checkpoint is not None
     assert iteration.equal, iteration.lines()
-    rollouts = run.log.rollouts(2)
+    rollouts = run.log.rollouts(3)
     recorded = max(rollouts, key=lambda r: (r.fork is not None, r.length))
     assert all(recorded.loss_mask) == (turns == "single")
     assert len(recorded.rows()) == 1 + (turns == "calls")

@@ -95,7 +95,7 @@ class FailInUpdate(RLCallback):
 
 def test_a_half_done_update_is_not_saved(tiny_model, tmp_path, whole):
     with (
-        pytest.warns(UserWarning, match="failed within the update of iteration 2"),
+        pytest.warns(UserWarning, match="failed within the update of iteration 3"),
         pytest.raises(RuntimeError, match="out of memory"),
     ):
         fit(tiny_model, tmp_path, FailInUpdate())

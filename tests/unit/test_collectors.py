@@ -279,7 +279,7 @@ def test_too_seldom_synced_is_an_error_and_no_hang():
             pass
 
     with pytest.raises(
-        ConfigError, match=r"iteration 2 may train on no token older than version 1"
+        ConfigError, match=r"iteration 3 may train on no token older than version 1"
     ):
         simulate(AsyncCollector(1), Never(lengths(5)), 5)
 

@@ -231,7 +231,7 @@ def test_patience_counts_iterations_in_a_row(tiny_model, scored, train_on, caplo
                                                            True]  # fmt: skip
     (message,) = (r.getMessage() for r in caplog.records if "LogprobSpikeGuard" in r.getMessage())
     assert message.startswith(
-        "LogprobSpikeGuard at iteration 3: the largest logprob gap between engine and trainer "
+        "LogprobSpikeGuard at iteration 4: the largest logprob gap between engine and trainer "
         "(nats) is 0.9, bound=0.5; sync more often"
     )
     again = LogprobSpikeGuard(0.5, patience=2)
@@ -327,14 +327,14 @@ def test_a_guard_stops_a_run_after_saving_it(tiny_model, tmp_path):
     with pytest.raises(GuardError) as stopped:
         fit(tiny_model, tmp_path, guard, report, IterationCheckpoint(10))
     message = str(stopped.value)
-    assert message.startswith("MetricFloorGuard at iteration 1: reward/mean is ")
+    assert message.startswith("MetricFloorGuard at iteration 2: reward/mean is ")
     assert message.endswith("version_0/checkpoints/iteration_2.ckpt")
     assert stopped.value.status == 1
     # The row in which it happened was written before.
     assert [row["iteration"] for row in report.history] == [0, 1, 2]
     assert report.history[-1]["guard/reward_mean_acted"] == 1.0
     # The count is in the checkpoint: the run goes on for no more than an iteration.
-    with pytest.raises(GuardError, match="at iteration 2"):
+    with pytest.raises(GuardError, match="at iteration 3"):
         fit(tiny_model, tmp_path, MetricFloorGuard("reward/mean", 2.0, StopRun(), patience=2),
             IterationCheckpoint(10), ckpt_path=stopped.value.checkpoint)  # fmt: skip
 

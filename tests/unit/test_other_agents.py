@@ -78,7 +78,7 @@ def test_half_an_update_is_not_saved(tmp_path):
 
     trainer = trainer_of(tmp_path, [IterationCheckpoint(1)], enable_checkpointing=True)
     with (
-        pytest.warns(UserWarning, match=r"failed within the update of iteration 2, so it is not"),
+        pytest.warns(UserWarning, match=r"failed within the update of iteration 3, so it is not"),
         pytest.raises(ZeroDivisionError),
     ):
         trainer.fit(Stumbles(), Walks())
@@ -97,7 +97,7 @@ def test_frames_are_shown_beside_tokens(tmp_path, capsys):
 def test_metrics_are_guarded_and_stop_early(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         trainer_of(tmp_path, [MetricGuard("reward/mean", 0.4)]).fit(Walker(), Walks())
-    assert "MetricGuard at iteration 1: reward/mean is 0.5, bound=0.4" in caplog.text
+    assert "MetricGuard at iteration 2: reward/mean is 0.5, bound=0.4" in caplog.text
     with pytest.raises(GuardError, match=r"reward/mean is 0, bound=0.1"):
         trainer_of(tmp_path, [MetricFloorGuard("reward/mean", 0.1, StopRun())]).fit(
             Walker(), Walks()

@@ -61,7 +61,7 @@ def test_every_token_is_recorded_as_it_was_used(tiny_model, tmp_path, minibatche
     records = fit(
         tiny_model, tmp_path, used, RolloutRecorder(num_groups=None), minibatches=minibatches
     )
-    assert [r["iteration"] for r in records] == [0] * 12 + [1] * 12
+    assert [r["iteration"] for r in records] == [1] * 12 + [2] * 12
     assert len({r["id"] for r in records}) == 24
     assert [r["advantages"] for r in records] == used.advantages
     # On policy, so the trainer's logprobs before the update are the engine's: after it they would
@@ -108,7 +108,7 @@ def test_engine_logprobs_that_are_trusted_are_still_compared(tiny_model, tmp_pat
 def test_whole_groups_every_so_often(tiny_model, tmp_path):
     recorder = RolloutRecorder(num_groups=2, every_n_iterations=2)
     records = fit(tiny_model, tmp_path, recorder, iterations=3)
-    assert [r["iteration"] for r in records] == [0] * 8 + [2] * 8
+    assert [r["iteration"] for r in records] == [1] * 8 + [3] * 8
     assert len({r["group_id"] for r in records}) == 4
 
 
@@ -174,23 +174,23 @@ def test_every_file_of_a_run_holds_its_rollouts_in_the_same_form(tiny_model, tmp
             self.rollouts = []
 
         def on_collect_end(self, trainer, pl_module, rollouts) -> None:
-            self.rollouts += [(pl_module.iteration, rollout) for rollout in rollouts]
+            self.rollouts += [(pl_module.present_iteration, rollout) for rollout in rollouts]
 
     collected = Collected()
     recorders = [PreviewTable(num_rollouts=3), RolloutRecorder(num_groups=None), RerunRecorder()]
     fit(tiny_model, tmp_path, collected, *recorders)
     run = tmp_path / "csv" / "version_0"
     log, recorded = RerunLog(run), open_rollouts(run / "recorded.jsonl")
-    assert [(i, rollout) for i in (0, 1) for rollout in log.rollouts(i)] == collected.rollouts
+    assert [(i, rollout) for i in (1, 2) for rollout in log.rollouts(i)] == collected.rollouts
     assert [(r.iteration, r.rollout) for r in recorded.read()] == collected.rollouts
     shown = [(r.iteration, r.rollout) for r in open_rollouts(run / "rollouts.jsonl").read()]
-    assert [iteration for iteration, _ in shown] == [0] * 3 + [1] * 3
+    assert [iteration for iteration, _ in shown] == [1] * 3 + [2] * 3
     assert all(entry in collected.rollouts for entry in shown)
     # As the viewer reads them: the record, and what else the recorder tells.
     [last], count = recorded.tail(1)
     assert count == 24
     assert as_record(collected.rollouts[-1][1]).items() <= last.items()
-    files = (run / "rollouts.jsonl", log.path / "000001-000.parquet")
+    files = (run / "rollouts.jsonl", log.path / "iteration-000002-000.parquet")
     for [record], _ in (open_rollouts(file).tail(1) for file in files):
         assert set(record) == {"iteration", *as_record(collected.rollouts[0][1])}
 

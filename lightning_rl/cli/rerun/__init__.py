@@ -63,8 +63,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("--calls goes with --rollout, without --version; leave it out")
     if parsed.branch is not None and (parsed.calls or parsed.version is not None):
         raise ConfigError("--branch goes with neither --calls nor --version; leave these out")
-    require_at_least(1, branch=parsed.branch, count=parsed.count)
-    require_at_least(0, iteration=parsed.iteration, version=parsed.version, since=parsed.since)
+    require_at_least(1, iteration=parsed.iteration, branch=parsed.branch, count=parsed.count)
+    require_at_least(0, version=parsed.version, since=parsed.since)
     return parsed
 
 

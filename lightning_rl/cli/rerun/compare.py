@@ -15,7 +15,7 @@ SHOWN = ("policy/loss", "policy/grad_norm", "policy/entropy", "value/loss")
 
 @dataclass(frozen=True)
 class IterationRerun:
-    """Outcomes of iteration ``again.version - 1``, as ``recorded`` and ``again``.
+    """Outcomes of iteration ``again.version``, as ``recorded`` and ``again``.
 
     It was trained again from ``kept``. ``diverged_at`` is the first version whose weights have
     other checksums than recorded, and ``checkpoint_differs`` the first entry that differs from the
@@ -37,8 +37,8 @@ class IterationRerun:
 
     def lines(self) -> list[str]:
         """Tell a person."""
-        iteration = self.recorded.version - 1
-        lines = [f"iteration {iteration}, from {self.kept.lead_to(iteration)}"]
+        iteration = self.recorded.version
+        lines = [f"iteration {iteration}, from {self.kept.lead_to(iteration - 1)}"]
         metrics = self.again.metrics
         for name in (n for n in SHOWN if n in metrics):
             was, now = self.recorded.metrics.get(name, float("nan")), metrics[name]
@@ -71,7 +71,7 @@ def rerun_iteration(run: RecordedRun, iteration: int, since: int | None = None) 
 
     Args:
         run: what to do again.
-        iteration: as recorded with its rollouts: 0 is the first.
+        iteration: as recorded with its rollouts and metrics: 1 is the first.
         since: start from the kept weights of this version; None: the nearest.
 
     Raises:
@@ -79,20 +79,20 @@ def rerun_iteration(run: RecordedRun, iteration: int, since: int | None = None) 
         DataError: if not enough was kept.
     """
     recorded = run.log.outcomes()
-    if iteration + 1 not in recorded:
-        last = max(recorded, default=0) - 1
-        held = f"iterations up to {last}" if last >= 0 else "none"
+    if iteration not in recorded:
+        last = max(recorded, default=0)
+        held = f"iterations up to {last}" if last > 0 else "none"
         raise DataError(
             f"{run.path} did not record what came of iteration {iteration} (recorded: {held})"
         )
-    with remade(run, iteration + 1, iteration, since) as made:
-        checkpoint = next((k for k in run.kept if k.version == iteration + 1), None)
+    with remade(run, iteration, iteration - 1, since) as made:
+        checkpoint = next((k for k in run.kept if k.version == iteration), None)
         if not made.trainer.is_global_zero:  # which gathers what is sharded
             checkpoint = None
         return IterationRerun(
             made.kept,
-            recorded[iteration + 1],
-            made.outcomes[iteration + 1],
+            recorded[iteration],
+            made.outcomes[iteration],
             made.diverged_at(recorded),
             checkpoint,
             None if checkpoint is None else _compared(checkpoint.load(), made),

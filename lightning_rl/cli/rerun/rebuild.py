@@ -43,11 +43,11 @@ _TRAINER = {
 
 
 class _Rebuilt(RLCLI):
-    """Builds what a run's configuration at an iteration names, and runs nothing."""
+    """Builds what a run's configuration names after ``version`` iterations, and runs nothing."""
 
-    def __init__(self, run: RecordedRun, iteration: int, scratch: str) -> None:
+    def __init__(self, run: RecordedRun, version: int, scratch: str) -> None:
         self._scratch = scratch
-        config = _readable(run.config_of(iteration)[1], Path(scratch))
+        config = _readable(run.config_of(version)[1], Path(scratch))
         super().__init__(["fit", "--config", str(config), "--ckpt_path=null", *run.options])
 
     def before_instantiate_classes(self) -> None:
@@ -123,7 +123,7 @@ class Remade:
 
 @contextmanager
 def remade(
-    run: RecordedRun, version: int, iteration: int, since: int | None = None
+    run: RecordedRun, version: int, latest: int, since: int | None = None
 ) -> Iterator[Remade]:
     """Make a version of the weights again: from the nearest kept ones, on the recorded rollouts.
 
@@ -133,7 +133,8 @@ def remade(
     Args:
         run: what to do again.
         version: of the weights.
-        iteration: whose configuration to build the parts from; also the last to begin with.
+        latest: version to begin with; the parts are built from the configuration that was trained
+            with after it.
         since: begin with the kept weights of this version; None: the nearest.
 
     Raises:
@@ -141,9 +142,9 @@ def remade(
         DataError: if the run trained no policy on rollouts, if not enough was kept, or if there
             are more or fewer processes now.
     """
-    kept = run.nearest(version, iteration, since)
+    kept = run.nearest(version, latest, since)
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch:
-        cli = _Rebuilt(run, iteration, scratch)
+        cli = _Rebuilt(run, latest, scratch)
         if not isinstance(cli.model, RolloutModule):
             raise DataError(
                 f"{run.config} trains {type(cli.model).__name__}; only what a PolicyModule or "
@@ -220,7 +221,7 @@ class _Retraining(RLCallback):
 
 
 class _RecordedBatches(LightningDataModule):
-    """The recorded iterations from ``first`` on, in place of collecting."""
+    """The recorded iterations after ``first``, in place of collecting."""
 
     def __init__(self, run: RecordedRun, first: int, count: int) -> None:
         super().__init__()
@@ -240,4 +241,4 @@ class _RecordedBatches(LightningDataModule):
         return []
 
     def _read(self, place: int) -> list[Rollout]:
-        return self.run.log.rollouts(self.first + place, dist.rank())
+        return self.run.log.rollouts(self.first + place + 1, dist.rank())

@@ -13,7 +13,7 @@ from lightning_rl.config.layers import config_files
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.files import recorded_files
-from lightning_rl.rollouts.log import RerunLog
+from lightning_rl.rollouts.log import FILE, RerunLog
 from lightning_rl.run.checkpoint_io import about, require_good
 
 
@@ -73,10 +73,10 @@ class RecordedRun:
                 f"a run that has a logger (working directory: {Path.cwd()}); name that directory"
             )
 
-    def config_of(self, iteration: int) -> tuple[int, Path]:
-        """The configuration that an iteration was trained with, and since which iteration."""
+    def config_of(self, version: int) -> tuple[int, Path]:
+        """The configuration that weights of a version are trained with, and since which version."""
         files = config_files(self.path)
-        since = max(first for first in files if first <= iteration)
+        since = max(first for first in files if first <= version)
         return since, files[since]
 
     @cached_property
@@ -107,7 +107,7 @@ class RecordedRun:
         for kept in reversed(self.kept):
             wanted = kept.version == since if since is not None else kept.version <= latest
             wanted = wanted and kept.version >= earliest
-            if wanted and held.issuperset(range(kept.version, version)):
+            if wanted and held.issuperset(range(kept.version + 1, version + 1)):
                 return kept
         versions = ", ".join(str(kept.version) for kept in self.kept) or "none"
         begin = "" if since is None else f" from version {since} on"
@@ -132,7 +132,7 @@ class RecordedRun:
         example = "no rollouts" if last is None else f"others, such as {last.id!r}"
         raise DataError(
             f"{self.path} holds no rollout {rollout_id!r}, but {example}; "
-            f"`lightning-rl rollouts {self.log.path}/000000-000.parquet` lists an iteration's"
+            f"`lightning-rl rollouts {self.log.path / FILE.format(1, 0)}` lists an iteration's"
         )
 
     def _rollouts(self) -> Iterator[Rollout]:
