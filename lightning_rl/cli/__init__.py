@@ -89,7 +89,9 @@ def _main(arguments: list[str]) -> int:
             raise
         # ConfigError is a "config error", WeightSyncError a "weight sync error".
         kind = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
-        print(f"lightning-rl: {kind}: {error}", file=sys.stderr)
+        from lightning_rl.cli.process import printable
+
+        print(printable(f"lightning-rl: {kind}: {error}"), file=sys.stderr)
         if isinstance(error, RunInterrupted):
             return error.status
         return 2 if isinstance(error, ConfigError | DataError) else 1

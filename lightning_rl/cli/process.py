@@ -27,6 +27,20 @@ IGNORED_WARNINGS = (
 )
 
 
+_UNPRINTABLE = {
+    **{code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"},
+    127: "\u2421",
+    **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
+    **dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd"),  # turn text round
+    **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),  # halves of a pair have no UTF-8
+}
+
+
+def printable(text: str) -> str:
+    """Text with marks in place of what a terminal would obey, such as ESC: a model may write it."""
+    return text.translate(_UNPRINTABLE)
+
+
 class CommandParser(argparse.ArgumentParser):
     """Options of ``lightning-rl <command>``; what they cannot mean is a ConfigError."""
 

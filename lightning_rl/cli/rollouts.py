@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_rl.cli.process import CommandParser
+from lightning_rl.cli.process import CommandParser, printable
 from lightning_rl.errors import ConfigError, DataError, require_at_least
 from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.rollouts.form import shortened
+from lightning_rl.rollouts.jsonl import parsed
 from lightning_rl.rollouts.store import RolloutStore
 
 COLUMNS = (
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.limit and rows:
         console.print(table(rows[: options.limit]))
     for line in summary(rows):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -77,7 +79,7 @@ def find_rows(options: argparse.Namespace) -> list[sqlite3.Row]:
         f"ORDER BY {order}{direction}, row"
     )
     try:
-        return database.execute(query, values).fetchall()
+        rows = database.execute(query, values).fetchall()
     except sqlite3.Error as error:
         if options.where is None:  # not the user's words
             raise DataError(f"{options.file}: cannot be read ({error})") from error
@@ -85,6 +87,28 @@ def find_rows(options: argparse.Namespace) -> list[sqlite3.Row]:
             f"--where {options.where!r}: {error}; write an SQL condition over the columns "
             f"{', '.join(COLUMNS)}"
         ) from error
+    for row in rows:
+        _require_sound(options.file, row)
+    return rows
+
+
+def _require_sound(file: str, row: sqlite3.Row) -> None:
+    """SQLite takes anything for a number."""
+    where = f"{file}: rollout {row['id']}"
+    for name, kind in (("iteration", int), ("tokens", int), ("reward", float), ("status", str)):
+        if type(row[name]) is not kind and (row[name] is not None or name != "reward"):
+            raise DataError(f"{where}: {name} is {shortened(row[name])}; restore the file")
+    rest = parsed(where, str(row["rest"]).encode())
+    prompt = rest.get("prompt")
+    if not isinstance(prompt, dict):
+        raise DataError(f"{where}: its prompt is {shortened(prompt)}; restore the file")
+    for name, content in (("prompt", prompt.get("prompt")), ("completion", rest.get("completion"))):
+        if not isinstance(content, str) and not _is_chat(content):
+            raise DataError(f"{where}: its {name} is {shortened(content)}; restore the file")
+
+
+def _is_chat(content: Any) -> bool:
+    return isinstance(content, list) and all(isinstance(message, dict) for message in content)
 
 
 def _searchable(path: str) -> RolloutStore:
@@ -118,9 +142,9 @@ def table(rows: Sequence[sqlite3.Row]) -> Table:
             row["tokens"],
             "-".join(str(v) for v in sorted(versions)),
             as_line(rest["prompt"]["prompt"]),
-            rest["error"] or as_line(rest["completion"]),
+            rest.get("error") or as_line(rest["completion"]),
         )
-        made.add_row(*(Text(str(cell)) for cell in cells))
+        made.add_row(*(Text(printable(str(cell))) for cell in cells))
     return made
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_rl.cli.process import CommandParser
-from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.errors import ConfigError, DiskError, require_at_least
 from lightning_rl.view.page import build_page
 from lightning_rl.view.runs import find_runs, is_rollout_file, read_run
 
@@ -42,16 +42,26 @@ def main(arguments: Sequence[str]) -> int:
     out: Path = options.out or (first.parent if is_rollout_file(first) else first) / "view.html"
     if out.is_dir():
         raise ConfigError(f"out={str(out)!r} is a directory; name a file")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f"{out.name}.partial")
-    for path in (partial, out):  # a link in a stranger's run must not be written through
-        if path.is_symlink():
-            path.unlink()
-    partial.write_text(build_page(runs), encoding="utf-8")
-    partial.replace(out)
+    page = build_page(runs)
+    try:
+        _write(out, page)
+    except OSError as error:
+        raise DiskError(
+            f"{out} cannot be written ({error.strerror}); name another file with --out"
+        ) from error
     shown = sum(len(run.rollouts) for run in runs)
     total = sum(run.rollouts_total for run in runs)
     more = "" if shown == total else f" of {total} (more: --rollouts N)"
     size = f"{out.stat().st_size / 2**20:.1f} MiB"
     print(f"runs: {len(runs)}, rollouts: {shown}{more}, {size}: {out}")
     return 0
+
+
+def _write(out: Path, page: str) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f"{out.name}.partial")
+    for path in (partial, out):  # a link in a stranger's run must not be written through
+        if path.is_symlink():
+            path.unlink()
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(out)

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import Call, Group, Rollout, Row
+from lightning_rl.rollouts.form import checked
 
 Record = dict[str, Any]
 
@@ -108,12 +109,26 @@ class RolloutFile(ABC):
         return progress
 
     def require_existing(self) -> None:
-        """Raise a DataError if there is no such file."""
+        """Raise a DataError if there is no such file, or something that cannot be read as one."""
+        require_plain_file(self.path, folder=True)
         if not self.path.exists():
             raise DataError(
                 f"rollout file {str(self.path)!r} does not exist (working directory: "
                 f"{Path.cwd()}); write one with `lightning-rl rollout`"
             )
+
+
+def require_plain_file(path: Path, folder: bool = False) -> None:
+    """Refuse what is no file: to read a named pipe would wait for ever.
+
+    Raises:
+        DataError: saying what it is.
+    """
+    if not path.exists() or path.is_file() or (folder and path.is_dir()):
+        return
+    kinds = {"a named pipe": path.is_fifo, "a socket": path.is_socket, "a folder": path.is_dir}
+    kind = next((name for name, holds in kinds.items() if holds()), "a device")
+    raise DataError(f"{path} is {kind}, not a file; name a file, or remove it")
 
 
 def as_record(rollout: Rollout) -> Record:
@@ -141,15 +156,10 @@ def as_rollout(where: str, record: Any) -> Rollout:
     Raises:
         DataError: naming the place, if the record is no rollout.
     """
-    try:
-        rollout = Rollout.from_dict(record)
-        rows = rollout.rows()
-        lengths = [{len(getattr(row, name)) for name in ARRAYS} for row in rows]
-        calls = [call for call in rollout.calls if not _is_within(call, rows)]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"{where}: expected a rollout as `lightning-rl rollout` writes it ({error!r})"
-        ) from error
+    rollout = Rollout.from_dict(checked(where, record))
+    rows = rollout.rows()
+    lengths = [{len(getattr(row, name)) for name in ARRAYS} for row in rows]
+    calls = [call for call in rollout.calls if not _is_within(call, rows)]
     for found in lengths:
         if len(found) != 1:
             raise DataError(
@@ -236,7 +246,7 @@ def from_row(where: str, row: Record) -> Rollout:
             begin = len(record["token_ids"]) - further["tokens"]
             for name in ARRAYS:
                 record[name], further[name] = record[name][:begin], record[name][begin:]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{where}: damaged row ({error!r}); restore the file") from error
     return as_rollout(where, record)
 

@@ -17,7 +17,9 @@ from lightning_rl.rollouts.files import (
     as_json,
     as_record,
     as_rollout,
+    require_plain_file,
 )
+from lightning_rl.rollouts.form import checked
 
 _START, _LAST = b'{"left": ', b'{"left": 0,'
 
@@ -82,7 +84,7 @@ class JSONLRollouts(RolloutFile):
                         "cannot go on after it; name another file"
                     )
                 if line.startswith(_LAST) and line.endswith(b"\n"):
-                    progress, kept = self._parse(number, line).get("progress"), position
+                    progress, kept = parsed(f"{self.path}:{number}", line).get("progress"), position
         self.truncate(kept)
         self._end = kept
         return self._continuable(progress, kept > 0)
@@ -101,36 +103,21 @@ class JSONLRollouts(RolloutFile):
                         stacklevel=2,
                     )
                     return
-                record = self._parse(number, line)
-                yield Recorded(where, record.get("iteration", 0), as_rollout(where, record))
+                record = parsed(where, line)
+                rollout = as_rollout(where, record)
+                yield Recorded(where, record.get("iteration", 0), rollout)
 
     def tail(self, count: int) -> tuple[list[Record], int]:
-        last: deque[tuple[int, str]] = deque(maxlen=count)
+        last: deque[tuple[int, bytes]] = deque(maxlen=count)
         total = 0
-        for total, line in enumerate(whole_lines(self.path), 1):  # noqa: B007
-            last.append(line)
+        for total, numbered in enumerate(whole_lines(self.path), 1):  # noqa: B007
+            last.append(numbered)
         records = []
-        for number, text in last:
-            record = json.loads(text)
-            if not isinstance(record.get("token_ids"), list):
-                raise DataError(f"{self.path}:{number}: not a rollout: token_ids is missing")
-            records.append({"iteration": 0, "id": str(number)} | record)
+        for number, line in last:
+            where = f"{self.path}:{number}"
+            record = checked(where, parsed(where, line))
+            records.append({"id": str(number)} | record)
         return records, total
-
-    def _parse(self, number: int, line: bytes) -> Record:
-        where = f"{self.path}:{number}"
-        try:
-            record = json.loads(line.rstrip())
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where}: damaged, not UTF-8 text ({error.reason})") from error
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{where}: damaged, not JSON from column {error.colno} on: {_beginning(line)}; "
-                "remove the line, or restore the file"
-            ) from error
-        if not isinstance(record, dict):
-            raise DataError(f"{where}: expected a rollout, an object, got {_beginning(line)}")
-        return record
 
 
 def as_lines(records: Iterable[Record]) -> str:
@@ -138,20 +125,45 @@ def as_lines(records: Iterable[Record]) -> str:
     return "".join(_one_line(as_json(record)) + "\n" for record in records)
 
 
-def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
+def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Numbered lines that hold an object; without reading, by their braces.
 
     Raises:
         DataError: naming a line that holds none, but for a last one that a kill cut off.
     """
+    require_plain_file(path)
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.startswith("{") and line.rstrip().endswith("}"):
+            if line.startswith(b"{") and line.rstrip().endswith(b"}"):
                 yield number, line
-            elif line.endswith("\n"):
-                raise DataError(f"{path}:{number}: not a JSON object: {line[:60]!r}")
+            elif line.endswith(b"\n"):
+                raise DataError(f"{path}:{number}: not a JSON object: {_beginning(line)}")
+
+
+def parsed(where: str, line: bytes) -> Record:
+    """The object of a line.
+
+    Raises:
+        DataError: naming the place, if it holds none.
+    """
+    try:
+        record = json.loads(line.rstrip())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: damaged, not UTF-8 text ({error.reason})") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: damaged, too many lists within lists") from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where}: damaged, not JSON from column {error.colno} on: {_beginning(line)}; "
+            "remove the line, or restore the file"
+        ) from error
+    except ValueError as error:  # a number of thousands of digits
+        raise DataError(f"{where}: damaged ({error})") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected a rollout, an object, got {_beginning(line)}")
+    return record
 
 
 def _one_line(text: str) -> str:

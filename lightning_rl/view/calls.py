@@ -20,7 +20,8 @@ def rows_of(record: Record) -> list[Record]:
     rows = [first, *(expert | row for row in record.get("further") or ())]
     shared = [0] * len(rows)
     for call in (record.get("calls") or ())[: (record.get("fork") or {}).get("calls", 0)]:
-        shared[call["row"]] = max(shared[call["row"]], call["stop"])
+        if 0 <= call["row"] < len(shared):  # a damaged record is to be seen, too
+            shared[call["row"]] = max(shared[call["row"]], call["stop"])
     return [
         row | {"loss_mask": [False] * count + row["loss_mask"][count:]} if count else row
         for row, count in zip(rows, shared, strict=True)

@@ -4,6 +4,7 @@ import gzip
 import html
 import json
 import math
+import re
 import sys
 from array import array
 from base64 import b64encode
@@ -71,10 +72,8 @@ def build_page(runs: Sequence[Run]) -> str:
         "{{script}}": f"<script>\n{scripts}</script>",
         "{{data}}": "\n".join(_data_element(name, content) for name, content in packed.items()),
     }
-    page = _asset("page.html")
-    for placeholder, content in parts.items():
-        page = page.replace(placeholder, content, 1)
-    return page
+    # In one pass: a run may have the name of a placeholder.
+    return re.sub(r"\{\{\w+\}\}", lambda found: parts[found[0]], _asset("page.html"))
 
 
 def _run_entry(run: Run) -> Record:

@@ -1,6 +1,7 @@
 """Run directories, as the viewer reads them."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from lightning_rl.rollouts.files import (
     RolloutFile,
     open_rollouts,
     recorded_files,
+    require_plain_file,
 )
-from lightning_rl.rollouts.jsonl import whole_lines
+from lightning_rl.rollouts.form import shortened
+from lightning_rl.rollouts.jsonl import parsed, whole_lines
 from lightning_rl.view.flags import TokenPieces
 
 
@@ -78,7 +81,11 @@ def read_run(path: Path, max_rollouts: int) -> Run:
 
 def _require_inside(run: Path, file: Path) -> None:
     """A run of a stranger's must not show other files of this machine."""
-    if not file.resolve().is_relative_to(run.resolve()):
+    try:
+        inside = file.resolve().is_relative_to(run.resolve())
+    except RuntimeError as error:
+        raise DataError(f"{file} is a link that leads back to itself; remove it") from error
+    if not inside:
         raise DataError(
             f"{file} is a link that leads out of its run, to {file.resolve()}; replace it by the "
             "file if that is what you want to see"
@@ -87,11 +94,12 @@ def _require_inside(run: Path, file: Path) -> None:
 
 def _read_summary(path: Path) -> Record:
     """Empty if the run is not over; a damaged one (a full disk, an old release) says so itself."""
+    require_plain_file(path)
     if not path.exists():
         return {}
     try:
         summary = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {"error": f"{path.name} is damaged ({path.stat().st_size} bytes: {error})"}
     return summary if isinstance(summary, dict) else {"error": f"{path.name} holds no object"}
 
@@ -99,9 +107,16 @@ def _read_summary(path: Path) -> Record:
 def _merge_rows(path: Path) -> list[Record]:
     """A row per iteration; a resumed run writes some again, and the later one wins."""
     rows: dict[int, Record] = {}
-    for _, line in whole_lines(path):
-        row = json.loads(line)
-        rows[row["iteration"]] = rows.get(row["iteration"], {}) | row
+    for number, line in whole_lines(path):
+        where = f"{path}:{number}"
+        row = parsed(where, line)
+        iteration = row.get("iteration")
+        if type(iteration) not in (int, float) or not math.isfinite(iteration):
+            raise DataError(
+                f"{where}: iteration is {shortened(iteration)}, and must be a number; restore the "
+                "file, or remove the line"
+            )
+        rows[iteration] = rows.get(iteration, {}) | row
     return [rows[iteration] for iteration in sorted(rows)]
 
 
@@ -120,13 +135,21 @@ def _add_pieces(rollouts: list[Record], run: Path, summary: Record) -> None:
     """Decode tokens that were recorded without their text, if a tokenizer is at hand."""
     if all("pieces" in rollout for rollout in rollouts):
         return
-    folders = [run / "hf", *([Path(summary["model"])] if "model" in summary else [])]
+    model = summary.get("model")
+    folders = [run / "hf", *([Path(model)] if isinstance(model, str) else [])]
     file = next((f for folder in folders if (f := folder / "tokenizer.json").exists()), None)
     if file is None:
         return
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(file))
+    require_plain_file(file)
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # it raises nothing more special
+        raise DataError(
+            f"{file}: no tokenizer, or damaged ({error}); restore it, or remove it to see tokens "
+            "by their numbers"
+        ) from error
     pieces = TokenPieces(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
     for rollout in rollouts:
         rollout.setdefault("prompt_pieces", pieces(rollout["prompt"]["token_ids"]))

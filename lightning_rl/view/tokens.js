@@ -73,6 +73,13 @@ function rowsOf(row) {
   });
 }
 
+// The row whose prompt a model read first. An agent with tools or other roles writes prompts of its
+// own; then nothing was generated from the tokens of the data's row.
+function promptRead(row) {
+  const rows = rowsOf(row);
+  return rows.find((part) => part.tokens) ?? rows[0];
+}
+
 // A row: its prompt, of which the end is seen at once, and its tokens with a mark before each call.
 const TAIL = 40;
 function rowBlock(row, part, tokens, spans, several) {
@@ -144,9 +151,10 @@ async function drawDetail(place) {
     ...Object.entries(choices).filter(([name]) => !(name in QUANTITIES) || name in found)
       .map(([name, label]) => el("option", { value: name, selected: name === colourBy }, label)));
   if (!(colourBy in found) && colourBy in QUANTITIES) colourBy = select.value = "logprobs" in found ? "logprobs" : "mask";
-  const own = row.rows[0].prompt_tokens;
-  $(".detail").replaceChildren(...details(row, place), ...transcript(row), el("h3", {}, `Prompt, ${own} tokens`),
-    el("div", { class: "text-block mono prompt" }, tokens.prompt.slice(0, own).join("")),
+  const read = promptRead(row);
+  $(".detail").replaceChildren(...details(row, place), ...transcript(row), el("h3", {}, `Prompt, ${read.prompt_tokens} tokens`),
+    el("div", { class: "text-block mono prompt", id: "prompt" }, tokens.prompt.slice(read.promptAt, read.promptAt + read.prompt_tokens).join("")),
+    ...(read.number ? [el("h3", {}, "Its row of the data"), el("div", { class: "text-block mono prompt" }, row.prompt)] : []),
     el("h3", {}, `Completion, ${row.tokens} tokens`),
     el("div", { class: "colour" }, el("label", {}, "Colour by ", select), el("span", { id: "legend" })),
     tokenBlock(row, tokens, found), ...given(row));

@@ -12,7 +12,7 @@ def turns_of(completion: str | Sequence[Turn]) -> list[Turn]:
 
     [] of any other rollout, whose messages tell of no channels.
     """
-    if isinstance(completion, str) or not all("channels" in message for message in completion):
+    if isinstance(completion, str) or not all(map(_is_turn, completion)):
         return []
     return [
         {
@@ -24,6 +24,16 @@ def turns_of(completion: str | Sequence[Turn]) -> list[Turn]:
         }
         for message in completion
     ]
+
+
+def _is_turn(message: Turn) -> bool:
+    """Whether a message is one of an interaction; a damaged one is shown as any other."""
+    return (
+        {"role", "content", "round", "channels", "decision"} <= message.keys()
+        and isinstance(message["channels"], list | tuple)
+        and isinstance(message["round"], int)
+        and message["decision"] in (None, *range(len(DECISIONS)))
+    )
 
 
 def turns_as_text(turns: Sequence[Turn]) -> str:

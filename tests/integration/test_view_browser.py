@@ -459,3 +459,20 @@ def test_agents_of_an_interaction_have_colours(show, tmp_path):
     assert verifier == again  # in every rollout
     assert len({prover, verifier, alone}) == 3
     assert opened(2) == []
+
+
+def test_the_prompt_that_is_shown_is_the_one_that_was_read(show, tmp_path):
+    """An agent with tools, or another role, writes prompts of its own: the data's row stays apart."""
+    row = {
+        "prompt_ids": [2, 3, 4], "token_ids": [7, 8], "loss_mask": [True, True],
+        "logprobs": [-0.5, -0.25], "versions": [3, 3], "pieces": ["hel", "lo"],
+        "prompt_pieces": ["You have tools.", " ", "Greet!"],
+    }  # fmt: skip
+    nothing = {name: [] for name in ("token_ids", "loss_mask", "logprobs", "versions", "pieces")}
+    nothing |= {"trainer_logprobs": [], "advantages": []}
+    record = good_rollout(further=[row], **nothing)
+    page = show(Run("a", rollouts=[record], rollouts_total=1), fragment="#rollouts")
+    page.click("[data-rollout='0']")
+    page.wait_for_selector("#prompt")
+    assert page.inner_text("#prompt") == "You have tools. Greet!"
+    assert page.inner_text("h3:has-text('Its row of the data') + .prompt") == "Say hello."

@@ -264,7 +264,7 @@ def test_a_damaged_line_is_named(tmp_path, batch):
     for line, message in (
         (lines[1][:50], r"bad\.jsonl:2: damaged, not JSON from column"),
         ("[1]", r"bad\.jsonl:2: expected a rollout, an object"),
-        ('{"prompt": "1="}', r"bad\.jsonl:2: expected a rollout as"),
+        ('{"prompt": "1="}', r"bad\.jsonl:2: not a rollout as .* prompt is '1='"),
         (lines[1].replace("[6, 7, 1]", "[6, 7]"), r"bad\.jsonl:2: .* differ in length \(\[2, 3\]"),
     ):
         path.write_text("\n".join([lines[0], line, *lines[2:]]) + "\n")
