@@ -47,7 +47,7 @@ def checked(where: str, record: Any) -> Record:
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected a rollout, an object, got {shortened(record)}")
     try:
-        made = {"iteration": 0} | _filled("", record, Rollout)
+        made: Record = {"iteration": 0} | _filled("", record, Rollout)
         for name, hint in (("iteration", int), ("id", str)):
             _check(name, made.get(name, hint()), hint)
         for place, row in enumerate([record, *made["further"]]):

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lightning_rl.errors import DataError
 from lightning_rl.rollouts.files import (
@@ -110,7 +111,7 @@ def _merge_rows(path: Path) -> list[Record]:
     for number, line in whole_lines(path):
         where = f"{path}:{number}"
         row = parsed(where, line)
-        iteration = row.get("iteration")
+        iteration: Any = row.get("iteration")
         if type(iteration) not in (int, float) or not math.isfinite(iteration):
             raise DataError(
                 f"{where}: iteration is {shortened(iteration)}, and must be a number; restore the "
