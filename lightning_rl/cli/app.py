@@ -23,7 +23,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.cli.parser import RLArgumentParser, checked_sources, trainer_help
 from lightning_rl.cli.trainer import RLTrainer
-from lightning_rl.cli.trust import require_trusted, require_trusted_classes, split_options
+from lightning_rl.cli.trust import require_trusted, require_trusted_parts, split_options
 from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.checks import check_sync
 from lightning_rl.config import names
@@ -92,9 +92,13 @@ class RLCLI(LightningCLI):
             _require_checkpoint(sources.tree.get("ckpt_path"))
         # super() would warn that args is not sys.argv
         self.config = parser.parse_args([command, *rest])
-        if self.trusted is not None:
-            require_trusted_classes(self.config.as_dict(), self.trusted)
+        self._require_trusted_parts()
         self._push_weights()
+
+    def _require_trusted_parts(self) -> None:
+        if self.trusted is not None:
+            own = self.config[self.config.subcommand].as_dict()
+            require_trusted_parts(own, self.trusted, {"trainer": RLTrainer})
 
     def _push_weights(self) -> None:
         """Have a ``WeightSync`` where there is an engine, unless one is configured.
@@ -138,6 +142,7 @@ class RLCLI(LightningCLI):
         try:
             self._require_trusted_checkpoint()
             super()._parse_ckpt_path()
+            self._require_trusted_parts()
         except Exception as error:  # not a checkpoint, or one of another model class
             path = self.config[self.config.subcommand].ckpt_path
             raise ConfigError(f"ckpt_path: {path!r} cannot be used: {innermost(error)}") from error

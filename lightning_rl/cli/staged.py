@@ -10,7 +10,7 @@ from jsonargparse import ActionConfigFile
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rl.cli.parser import RLArgumentParser, checked_sources
-from lightning_rl.cli.trust import require_trusted_classes, split_options
+from lightning_rl.cli.trust import require_trusted_parts, split_options
 from lightning_rl.config import names
 from lightning_rl.config.layers import Change, differences, flatten
 from lightning_rl.config.mistakes import innermost
@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str], parser: LightningArgumentParser) -> Any:
     checked_sources(rest, parser, trusted)
     config = parser.parse_args(rest)
     if trusted is not None:
-        require_trusted_classes(config.as_dict(), trusted)
+        require_trusted_parts({"": config.as_dict()}, trusted, {"": StagedTrainer})
     return config
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_rl.cli.trusted_texts import require_safe_texts
 from lightning_rl.config import names
 from lightning_rl.config.hints import import_object
 from lightning_rl.config.layers import Key, name_of
@@ -76,8 +77,6 @@ def _reason(name: Any, value: Any, owner: str) -> str | None:
         return "false runs what a model wrote, or the data's tests, unprotected"
     if name == "address" and value and not {str(value), str(value).rpartition(":")[0]} & _HERE:
         return f"{value!r}: a Ray cluster may run what it likes in its drivers"
-    if name == "python" and owner.startswith("Verifiers"):
-        return f"{value!r} is a program that would be run"
     return None
 
 
@@ -169,15 +168,33 @@ def require_trusted(tree: Any, trusted: Sequence[str], place: str = "") -> None:
     require_harmless(tree, place)
 
 
-def require_trusted_classes(config: Any, trusted: Sequence[str]) -> None:
-    """Refuse classes that short names turned out to mean: of any module imported so far.
+def require_trusted_parts(
+    config: Any, trusted: Sequence[str], owners: Mapping[str, type] | None = None
+) -> None:
+    """Refuse classes that short names turned out to mean, and texts that such a class may run.
+
+    Args:
+        config: as parsed.
+        trusted: modules, :data:`TRUSTED` first. What is of one that ``--trust`` added may be given
+            any text.
+        owners: classes whose arguments a key of the configuration holds.
 
     Raises:
-        ConfigError: naming the key, the class, and how to trust it.
+        ConfigError: naming the key, the value, and how to trust it.
     """
     for key, value in _texts(config, ()):
         if key and key[-1] == "class_path" and "." in value and not _is_trusted(value, trusted):
             raise _refusal(name_of(key), value, trusted)
+
+    def is_trusted(path: str) -> bool:
+        return _is_trusted(path, trusted)
+
+    def is_added(kind: type) -> bool:
+        return any(_within(kind.__module__, module) for module in trusted[len(TRUSTED) :])
+
+    require_safe_texts(config, None, (), is_trusted, is_added)
+    for name, owner in (owners or {}).items():
+        require_safe_texts(config[name], owner, (name,), is_trusted, is_added)
 
 
 def _refusal(where: str, value: str, trusted: Sequence[str]) -> ConfigError:
@@ -189,7 +206,7 @@ def _refusal(where: str, value: str, trusted: Sequence[str]) -> ConfigError:
         )
     return ConfigError(
         f"{where}: {value!r} is not among the trusted modules ({', '.join(trusted)}); read "
-        f"its code, then add --trust {value.split('.')[0]}. A path is none with ./ before it"
+        f"its code, then add --trust {value.split('.')[0]}"
     )
 
 

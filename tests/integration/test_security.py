@@ -19,6 +19,8 @@ from lightning_rl.cli.trust import TRUSTED, require_trusted, split_options
 from lightning_rl.errors import ConfigError
 from tests.bad_configs import CONFIG, complaint
 
+OWN = {"class_path": "lightning_rl.OverlongPenalty", "init_args": {"max_tokens": 4, "buffer": 2}}
+"""A reward that is no stranger's."""
 SECRET = "sk-never-to-be-seen-4711"
 
 
@@ -119,8 +121,6 @@ ENGINE = "data.init_args.engine.init_args"
         ({"model_kwargs": {"trust_remote_code": True}}, "True runs code"),
         ({"ckpt_path": "https://evil.example/x.ckpt"}, "ckpt_path: .* would be unpickled"),
         ({"r": {"class_path": "PythonTests", "init_args": {"sandbox": False}}}, "unprotected"),
-        ({"p": {"class_path": "VerifiersPrompts", "init_args": {"python": "./evil"}}},
-         r"python: '\./evil' is a program that would be run"),
     ],
 )  # fmt: skip
 def test_arguments_that_hand_code_on_are_refused(tree, words):
@@ -143,6 +143,71 @@ def test_harmless_arguments_are_not():
     )
 
 
+def agent(name: str, **arguments) -> dict:
+    return {"agent": {"class_path": name, "init_args": arguments}}
+
+
+def env(kind: str, **arguments) -> dict:
+    return {"env": {"class_path": kind, "init_args": arguments}}
+
+
+COMMANDS = [
+    (agent("ProgramAgent", command="touch ran"), "command: 'touch ran' may be run"),
+    (agent("ProgramAgent", command=["touch", "ran"]), "command[0]: 'touch' may be run"),
+    (agent("ProgramAgent", command="a", env={"PATH": "."}), "may be run"),
+    (agent("ScriptAgent", script="./evil.py"), "script: './evil.py' may be run"),
+    (agent("ScriptAgent", script="a", python="./evil.sh"), "may be run"),
+    (agent("ScriptAgent", script="a", preload=["evil"]), "may be run"),
+    (agent("ScriptAgent", script="a", env={"PYTHONPATH": "."}), "may be run"),
+    (agent("VerifiersAgent", environment="evil", python="./evil"), "'evil' may be run"),
+    (env("Gym", name="evil:Env"), "name: 'evil:Env' names a module to import before the colon"),
+    (env("PooledGym", name="evil:Env"), "name: 'evil:Env' names a module to import"),
+    (env("GymWorkers", name="evil:Env"), "name: 'evil:Env' names a module to import"),
+    (env("Gym", name="A-v0", arguments={"file": "x"}), "arguments.file: 'x' may be run"),
+    (env("TorchRLEnv", make="./evil"), "make: './evil' would be imported"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), COMMANDS)
+def test_no_command_and_no_script_is_run(given, words, workplace, capsys):
+    arguments = CONFIG["data"]["init_args"] | {"rewards": [OWN], **given}
+    data = {"class_path": "RLDataModule", "init_args": arguments}
+    model = CONFIG["model"]
+    if "env" in given:
+        data = {"class_path": "EnvDataModule", "init_args": given}
+        model = {"class_path": "ActorCriticModule"}
+    (workplace / "bad.yaml").write_text(yaml.safe_dump({"model": model, "data": data}))
+    assert main(["check", "--config", "bad.yaml", "--trusted_only"]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") <= 2
+    assert not (workplace / "ran").exists()
+
+
+def test_lightnings_own_classes_say_what_they_take_too(workplace, capsys):
+    trainer = CONFIG["trainer"] | {
+        "profiler": {"class_path": "PyTorchProfiler", "init_args": {"filename": "x"}}
+    }
+    data = CONFIG["data"] | {"init_args": CONFIG["data"]["init_args"] | {"rewards": [OWN]}}
+    config = CONFIG | {"trainer": trainer, "data": data}
+    (workplace / "bad.yaml").write_text(yaml.safe_dump(config))
+    assert main(["check", "--config", "bad.yaml", "--trusted_only"]) == 2
+    assert "nothing says that PyTorchProfiler.filename runs none" in capsys.readouterr().err
+
+
+def test_a_module_that_is_trusted_may_be_given_any_text(workplace, capsys):
+    (workplace / "mine.py").write_text(
+        "from lightning_rl import SingleTurn\n"
+        "class Own(SingleTurn):\n"
+        "    def __init__(self, motto: str):\n"
+        "        self.motto = motto\n"
+    )
+    arguments = CONFIG["data"]["init_args"] | {"rewards": [OWN], **agent("mine.Own", motto="x")}
+    config = CONFIG | {"data": {"class_path": "RLDataModule", "init_args": arguments}}
+    (workplace / "good.yaml").write_text(yaml.safe_dump(config))
+    assert main(["check", "--config", "good.yaml", "--trust", "mine"]) == 0, capsys.readouterr()
+
+
 EVIL = "open('ran', 'w').close()\n"
 ATTACKS = {
     "--data.rewards+=lightning_rl.rewards.pool.os.system": "os.system' is not among the trusted",
@@ -153,6 +218,7 @@ ATTACKS = {
     "--trainer.callbacks+=part.txt": "'part.txt' is a configuration of its own",
     "--data.engine part.txt": "there is no module 'part'",
     "--ckpt_path named.ckpt": "'evil_module.Model' is not among",
+    "--data.agent ProgramAgent --data.agent.command 'touch ran'": "may be run",
 }
 STRANGER = """
 import json, shlex, sys
@@ -188,11 +254,7 @@ def installed(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_a_strangers_folder_runs_nothing_however_we_are_installed(installed, workplace, kind):
-    own = {
-        "class_path": "lightning_rl.OverlongPenalty",
-        "init_args": {"max_tokens": 4, "buffer": 2},
-    }
-    data = CONFIG["data"] | {"init_args": CONFIG["data"]["init_args"] | {"rewards": [own]}}
+    data = CONFIG["data"] | {"init_args": CONFIG["data"]["init_args"] | {"rewards": [OWN]}}
     (workplace / "good.yaml").write_text(yaml.safe_dump(CONFIG | {"data": data}))
     for name in ("evil_module", "yaml", "sitecustomize"):  # the last two shadow what is imported
         (workplace / f"{name}.py").write_text(EVIL)
