@@ -186,3 +186,31 @@ def test_weights_that_are_nan_are_neither_saved_nor_pushed(tiny_model, tmp_path,
     assert newest_good(tmp_path / "kept").name == "iteration_1.ckpt"
     assert os.readlink(tmp_path / "kept" / "last.ckpt") == "iteration_1.ckpt"
     assert not (tmp_path / "hf").exists()
+
+
+class Diverge(Callback):
+    """The second update leaves weights that are numbers, but of no use."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if pl_module.iteration == 2:
+            with torch.no_grad():
+                for parameter in pl_module.policy.parameters():
+                    parameter.mul_(self.factor)
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [(1e30, "what is computed with them will be"), (1e15, "the trainer's own logprobs are NaN")],
+)
+def test_the_last_checkpoint_of_a_run_that_diverged_is_good(tiny_model, tmp_path, factor, said):
+    saver = IterationCheckpoint(1, keep_last=1, dirpath=str(tmp_path / "kept"))
+    trainer = trainer_of(
+        tmp_path, [Diverge(factor), WeightSync(), saver], enable_checkpointing=True
+    )
+    data = data_module(groups_per_iteration=2, group_size=2, iterations_per_epoch=3)
+    with pytest.raises(NonFiniteWeightsError, match=said):
+        trainer.fit(grpo(tiny_model), data)
+    assert newest_good(tmp_path / "kept").name == "iteration_1.ckpt"
