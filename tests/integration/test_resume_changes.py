@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
 
 from lightning_rl.callbacks import HFExport, IterationCheckpoint, RLCallback, WeightSync
 from lightning_rl.cli import main

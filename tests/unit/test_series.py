@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_rl import RLTrainer
 from lightning_rl.callbacks import IterationCheckpoint
@@ -130,3 +132,23 @@ def test_a_run_may_be_saved_only_at_its_end(tmp_path):
     trainer = trainer_of(tmp_path, [saver], enable_checkpointing=True)
     trainer.fit(Walker(), Walks())
     assert saver.saved == ["iteration_3.ckpt"]
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("logger", [CSVLogger, TensorBoardLogger])
+def test_a_run_goes_on_beside_lightnings_own_checkpoints(tmp_path, logger, ours_first):
+    """Which asks the logger for its folder, so that a new number is drawn, before we say which."""
+
+    def fit(epochs: int, **options) -> tuple[str, float]:
+        savers = [IterationCheckpoint(1), ModelCheckpoint()][:: 1 if ours_first else -1]
+        trainer = trainer_of(
+            tmp_path, savers, enable_checkpointing=True, max_epochs=epochs, logger=logger(tmp_path)
+        )
+        module = Walker()
+        trainer.fit(module, Walks(), **options)
+        return trainer.log_dir, module.iteration
+
+    directory, iterations = fit(1)
+    assert iterations == 3
+    assert fit(2, ckpt_path="last") == (directory, 6)
+    assert len(list(Path(directory).parent.iterdir())) == 1
