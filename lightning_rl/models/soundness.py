@@ -117,8 +117,8 @@ def require_finite(model: str, weights: Iterable[tuple[str, Tensor]]) -> None:
             broken = int((~(weight.abs() < LARGEST_WEIGHT)).sum())
             raise ConfigError(
                 f"{_file_of(model, name)}: {name} holds {broken} of {weight.numel()} numbers that "
-                f"are NaN or infinite, or beyond {LARGEST_WEIGHT:g}; the training that wrote it had "
-                "failed: use an earlier one"
+                f"are NaN or infinite, or beyond {LARGEST_WEIGHT:g}; the training that wrote it "
+                "had failed: use an earlier one"
             )
 
 
