@@ -337,7 +337,7 @@ def _continue_newest_run(trainer: Trainer) -> None:
     loggers = [
         logger
         for logger in trainer.loggers
-        if isinstance(logger, TensorBoardLogger | CSVLogger) and logger._version is None
+        if isinstance(logger, TensorBoardLogger | CSVLogger) and _is_open(logger)
     ]
     if not loggers or loggers[0] is not trainer.logger:
         return  # the run directory is fixed
@@ -350,6 +350,17 @@ def _continue_newest_run(trainer: Trainer) -> None:
         logger._version = version
         if isinstance(logger, CSVLogger) and trainer.is_global_zero:
             _set_aside(Path(logger.log_dir) / "metrics.csv")
+
+
+def _is_open(logger: TensorBoardLogger | CSVLogger) -> bool:
+    """Whether nobody has said which version it is.
+
+    Who asked for its folder before, as ``ModelCheckpoint`` does, has only drawn the next number.
+    """
+    version = logger._version
+    return version is None or (
+        not Path(logger.log_dir).exists() and version == logger._get_next_version()
+    )
 
 
 def _newest_run(runs: Path) -> Path | None:

@@ -10,7 +10,7 @@ from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.run.hooks import datamodule_of, find_callbacks
+from lightning_rl.run.hooks import datamodule_of, find_callbacks, last_iteration
 
 
 @configurable
@@ -92,10 +92,9 @@ class Evaluate(RLCallback):
 
 def is_last(trainer: Trainer, version: int) -> bool:
     """Tell whether the run ends with this iteration, as far as its number of steps tells."""
-    epochs, batches = trainer.max_epochs, trainer.num_training_batches
     if 0 < trainer.max_steps <= trainer.global_step:
         return True
-    return epochs is not None and epochs > 0 and version == epochs * batches
+    return version == last_iteration(trainer, version)
 
 
 def check_evaluations(trainer: Trainer) -> None:

@@ -13,6 +13,7 @@ from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.report import headline
 from lightning_rl.config.arguments import configurable
 from lightning_rl.learn.base import RecordingModule
+from lightning_rl.run.hooks import last_iteration
 
 LABELS = {
     "reward/mean": "reward",
@@ -61,7 +62,8 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
-        iteration, last = self.module_of(pl_module).iteration, _total(trainer)
+        iteration = self.module_of(pl_module).iteration
+        last = last_iteration(trainer, iteration)
         figures = _figures(metrics)
         if figures and (iteration % max(self.refresh_rate, 1) == 0 or iteration == last):
             self._write_line(f"iteration {iteration}", last, figures)
@@ -107,12 +109,6 @@ def _figures(metrics: Mapping[str, Any]) -> dict[str, str]:
     names = dict.fromkeys(["reward/mean", *headline([metrics]), *speeds])
     known = {name: float(metrics[name]) for name in names if name in metrics}
     return {LABELS[n]: f"{v:.3g}" if abs(v) < 1000 else f"{v:,.0f}" for n, v in known.items()}
-
-
-def _total(trainer: Trainer) -> float:
-    """Iterations of the run; infinite where its number of epochs does not tell."""
-    epochs, batches = trainer.max_epochs, trainer.num_training_batches
-    return epochs * batches if epochs is not None and epochs > 0 else math.inf
 
 
 class StepTimer(RLCallback):

@@ -9,6 +9,7 @@ import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -40,7 +41,7 @@ from lightning_rl.offline.dpo import DPOModule
 from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.offline.sft import SFTModule
 from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO, require_good
-from lightning_rl.run.hooks import find_callbacks
+from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.resume import KeepConfigs, configured_as, going_on_from
 from lightning_rl.run.rundir import require_writable_dirs
 from lightning_rl.run.seeding import LARGEST_SEED, drawn_seed
@@ -202,10 +203,33 @@ class RLCLI(LightningCLI):
             going_on_from[self.trainer] = Path(config.ckpt_path)
 
     def _run_subcommand(self, subcommand: str) -> None:
+        _start_loggers(self.trainer)
         try:
             super()._run_subcommand(subcommand)
         except MisconfigurationException as error:  # Lightning's own: what it cannot do
             raise innermost(error) from error
+
+
+def _start_loggers(trainer: Trainer) -> None:
+    """Connect loggers of other services, as Lightning is about to.
+
+    Raises:
+        ConfigError: naming the logger, and why it does not start, such as a missing key.
+    """
+    if is_fast_dev_run(trainer):
+        return
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger | CSVLogger):
+            continue  # which only make a folder, and not before it is known in which run
+        try:
+            getattr(logger, "experiment", None)
+        except Exception as error:  # whatever a service's client raises
+            first = str(error).strip().splitlines()[:1]
+            raise ConfigError(
+                f"trainer.logger: {type(logger).__name__} does not start "
+                f"({type(error).__name__}: {''.join(first)}); log in, set it offline, or use "
+                "CSVLogger"
+            ) from error
 
 
 def _check_steps(module: Any, key: str) -> None:
@@ -231,7 +255,12 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _require_checkpoint(path: Any) -> None:
-    special = ("best", "last", "hpc", "registry")  # registry:name:version
+    if path in ("best", "hpc"):
+        raise ConfigError(
+            f"ckpt_path: {path!r} is one that this very process has saved, and it has only begun; "
+            "use last, or the path of a file, such as RUN/checkpoints/best.ckpt"
+        )
+    special = ("last", "registry")  # registry:name:version
     if path is None or str(path).split(":")[0] in special or "://" in str(path):
         return
     if not Path(path).exists():

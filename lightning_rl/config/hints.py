@@ -94,7 +94,8 @@ def accepts(hint: Any, value: Any) -> bool:
         return True  # a hint that jsonargparse does not check
     try:
         parser.parse_object({"value": value})
-    except Exception:  # an ArgumentError, or whatever the import of a user's module raises
+    # An ArgumentError, or whatever the import of a user's module raises; it may end the program.
+    except (Exception, SystemExit):
         return False
     return True
 
@@ -230,4 +231,9 @@ def _import(module: str) -> types.ModuleType | None:
     except Exception as error:  # the user's module, which may do anything when imported
         raise ConfigError(
             f"module {module!r} fails when imported: {type(error).__name__}: {error}"
+        ) from error
+    except SystemExit as error:
+        raise ConfigError(
+            f"module {module!r} ends the program when imported (sys.exit({error.code!r})); put "
+            'what it does as a script under `if __name__ == "__main__":`'
         ) from error

@@ -70,9 +70,16 @@ def _validation_interval(trainer: Trainer) -> Any:
     return None if isinstance(value, float) and value == 1.0 else value
 
 
+def _spawning(trainer: Trainer) -> Any:
+    launcher = trainer.strategy.launcher
+    spawns = getattr(launcher, "_start_method", None) == "spawn"
+    return type(trainer.strategy).__name__ if spawns else None
+
+
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 _USED: dict[str, Callable[[Any], Any]] = {
+    "strategy": _spawning,
     "precision": _unless("precision", *_PRECISIONS),
     "limit_train_batches": lambda trainer: 0 if trainer.limit_train_batches == 0 else None,
     "limit_val_batches": _limit("limit_val_batches"),

@@ -107,17 +107,18 @@ def compare(lm: PreTrainedModel, held: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def require_finite(model: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that no weight is NaN or infinite.
+    """Check that no weight is NaN, infinite or of no use.
 
     Raises:
         ConfigError: naming the first tensor that holds one, and its file.
     """
     for name, weight in weights:
-        if not is_finite(weight):
-            broken = int((~torch.isfinite(weight)).sum())
+        if not is_usable(weight):
+            broken = int((~(weight.abs() < LARGEST_WEIGHT)).sum())
             raise ConfigError(
                 f"{_file_of(model, name)}: {name} holds {broken} of {weight.numel()} numbers that "
-                "are NaN or infinite; the training that wrote it had failed: use an earlier one"
+                f"are NaN or infinite, or beyond {LARGEST_WEIGHT:g}; the training that wrote it "
+                "had failed: use an earlier one"
             )
 
 
@@ -142,12 +143,16 @@ def require_embedded(model: str, tokenizer: PreTrainedTokenizerBase, rows: int) 
         )
 
 
-def is_finite(weight: Tensor) -> bool:
-    """True if all of a tensor's numbers are; in one pass, without a copy."""
+LARGEST_WEIGHT = 1e19
+"""Of a model that computes in float32 or bfloat16: the product of two of these is infinite."""
+
+
+def is_usable(weight: Tensor) -> bool:
+    """True if all numbers are finite, and products of them too; in one pass, without a copy."""
     if weight.numel() == 0 or weight.is_meta or not weight.is_floating_point():
         return True
     low, high = torch.aminmax(weight.detach())  # NaN comes through
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return bool((low > -LARGEST_WEIGHT) & (high < LARGEST_WEIGHT))
 
 
 def _require_config(directory: Path) -> None:
@@ -197,10 +202,10 @@ ADVICE = (
 
 
 def non_finite(module: nn.Module) -> str | None:
-    """The first parameter that is not finite, on this rank: of sharded ones, its own part."""
+    """The first parameter that is of no use, on this rank: of sharded ones, its own part."""
     for name, parameter in module.named_parameters():
         part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if not is_finite(part):
+        if not is_usable(part):
             return name
     return None
 
@@ -213,13 +218,14 @@ def require_finite_weights(module: nn.Module, doing: str) -> None:
         doing: what would be done with them, for the message: "saved as ...".
 
     Raises:
-        NonFiniteWeightsError: on all ranks, if any weight of any rank is NaN or infinite.
+        NonFiniteWeightsError: on all ranks, if any weight of any rank is NaN or infinite, or so
+            large that it is in the first product.
     """
     found = non_finite(module)
     if any_rank(found is not None):
         raise NonFiniteWeightsError(
-            f"the trainer's weights are NaN or infinite ({found or 'on another rank'}), so they "
-            f"are not {doing}; {ADVICE}"
+            "the trainer's weights are NaN or infinite, or what is computed with them will be "
+            f"({found or 'on another rank'}), so they are not {doing}; {ADVICE}"
         )
 
 

@@ -1,5 +1,6 @@
 """Hooks beside Lightning's, and a clock that says how long each stage took."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -152,3 +153,16 @@ class StageClock:
     def _notify(self) -> None:
         for listener in self.listeners:
             listener(self.stage)
+
+
+def last_iteration(trainer: Trainer, iteration: int) -> float:
+    """The iteration that this run ends with; infinite where its number of epochs does not tell.
+
+    ``iteration``: how many the module has trained. It may have begun with another Trainer, whose
+    iterations are not of this run.
+    """
+    epochs, batches = trainer.max_epochs, trainer.num_training_batches
+    if epochs is None or epochs <= 0:
+        return math.inf
+    before = iteration - trainer.fit_loop.epoch_loop.batch_progress.total.ready
+    return before + epochs * batches

@@ -277,11 +277,20 @@ def require_writable(directory: Path, key: str) -> None:
         there = there.parent
     if not there.is_dir():
         raise ConfigError(f"{key}: {there} is a file, where a directory should be; name another")
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not _takes_files(there):
         raise ConfigError(
             f"{key}: {there} cannot be written (read-only, or of another user); name another "
             "directory, or change its rights"
         )
+
+
+def _takes_files(directory: Path) -> bool:
+    """Try it: by its rights root may write anywhere, and yet not in /proc or on some disks."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError:
+        return False
 
 
 def refused(path: Path, error: OSError) -> DiskError:

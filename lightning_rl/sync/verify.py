@@ -8,6 +8,7 @@ there only asks for a second probe, of more tokens, that is judged by its means.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,9 @@ from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.data.packing import pack_rollouts, token_rows
 from lightning_rl.engines.base import Engine, drives_engine, logprob_tolerance
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.errors import StaleWeightsError
+from lightning_rl.errors import NonFiniteWeightsError, StaleWeightsError
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.soundness import ADVICE
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.dist import any_rank, every_rank, from_rank_zero
 from lightning_rl.run.loop import run_async
@@ -139,8 +141,14 @@ def require_agreement(
     allow.
 
     Raises:
+        NonFiniteWeightsError: if the trainer's own logprobs are NaN or infinite.
         StaleWeightsError: naming what was compared, the gap, its bound and the token.
     """
+    if any_rank(not math.isfinite(gap.trainer)):
+        raise NonFiniteWeightsError(
+            f"with the weights of version {version} the trainer's own logprobs are NaN or infinite "
+            f"({gap.trainer} on token {gap.token!r}): the run has diverged; {ADVICE}"
+        )
     bound = max_gap or logprob_tolerance(engine_dtype, trainer_dtype)
     if not any_rank(gap.value > bound):
         return

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
 
 from lightning_rl.callbacks import HFExport, IterationCheckpoint, RLCallback, WeightSync
 from lightning_rl.cli import main
@@ -181,8 +182,36 @@ def test_weights_that_are_nan_are_neither_saved_nor_pushed(tiny_model, tmp_path,
     sync, export = WeightSync(schedule=FixedSchedule(every)), HFExport(str(tmp_path / "hf"))
     trainer = trainer_of(tmp_path, [Spoil(), sync, saver, export], enable_checkpointing=True)
     data = data_module(groups_per_iteration=2, group_size=2, iterations_per_epoch=3)
-    with pytest.raises(NonFiniteWeightsError, match=rf"weights are NaN or infinite .*{doing}"):
+    with pytest.raises(NonFiniteWeightsError, match=rf"weights are NaN or infinite, .*{doing}"):
         trainer.fit(grpo(tiny_model), data)
     assert newest_good(tmp_path / "kept").name == "iteration_1.ckpt"
     assert os.readlink(tmp_path / "kept" / "last.ckpt") == "iteration_1.ckpt"
     assert not (tmp_path / "hf").exists()
+
+
+class Diverge(Callback):
+    """The second update leaves weights that are numbers, but of no use."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if pl_module.iteration == 2:
+            with torch.no_grad():
+                for parameter in pl_module.policy.parameters():
+                    parameter.mul_(self.factor)
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [(1e30, "what is computed with them will be"), (1e15, "the trainer's own logprobs are NaN")],
+)
+def test_the_last_checkpoint_of_a_run_that_diverged_is_good(tiny_model, tmp_path, factor, said):
+    saver = IterationCheckpoint(1, keep_last=1, dirpath=str(tmp_path / "kept"))
+    trainer = trainer_of(
+        tmp_path, [Diverge(factor), WeightSync(), saver], enable_checkpointing=True
+    )
+    data = data_module(groups_per_iteration=2, group_size=2, iterations_per_epoch=3)
+    with pytest.raises(NonFiniteWeightsError, match=said):
+        trainer.fit(grpo(tiny_model), data)
+    assert newest_good(tmp_path / "kept").name == "iteration_1.ckpt"

@@ -462,7 +462,7 @@ def test_agents_of_an_interaction_have_colours(show, tmp_path):
 
 
 def test_the_prompt_that_is_shown_is_the_one_that_was_read(show, tmp_path):
-    """An agent with tools, or another role, writes prompts of its own; the data's row stays apart."""
+    """An agent with tools, or another role, writes its own prompts; the data is shown apart."""
     row = {
         "prompt_ids": [2, 3, 4], "token_ids": [7, 8], "loss_mask": [True, True],
         "logprobs": [-0.5, -0.25], "versions": [3, 3], "pieces": ["hel", "lo"],

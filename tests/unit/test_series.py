@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_rl import RLTrainer
-from lightning_rl.callbacks import IterationCheckpoint
+from lightning_rl.callbacks import Evaluate, IterationCheckpoint
 from lightning_rl.cli.series import as_table, checkpoints_named
 from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.offline.sft import SFTDataModule
@@ -130,3 +132,47 @@ def test_a_run_may_be_saved_only_at_its_end(tmp_path):
     trainer = trainer_of(tmp_path, [saver], enable_checkpointing=True)
     trainer.fit(Walker(), Walks())
     assert saver.saved == ["iteration_3.ckpt"]
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("logger", [CSVLogger, TensorBoardLogger])
+def test_a_run_goes_on_beside_lightnings_own_checkpoints(tmp_path, logger, ours_first):
+    """Which asks the logger for its folder, so that a new number is drawn, before we say which."""
+
+    def fit(epochs: int, **options) -> tuple[str, float]:
+        savers = [IterationCheckpoint(1), ModelCheckpoint()][:: 1 if ours_first else -1]
+        trainer = trainer_of(
+            tmp_path, savers, enable_checkpointing=True, max_epochs=epochs, logger=logger(tmp_path)
+        )
+        module = Walker()
+        trainer.fit(module, Walks(), **options)
+        return trainer.log_dir, module.iteration
+
+    directory, iterations = fit(1)
+    assert iterations == 3
+    assert fit(2, ckpt_path="last") == (directory, 6)
+    assert len(list(Path(directory).parent.iterdir())) == 1
+
+
+@pytest.mark.parametrize("steps", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 6}])
+def test_who_validates_first_trains_all_iterations(tmp_path, steps):
+    trainer, module, data = trainer_of(tmp_path, **steps), Walker(), Walks()
+    trainer.validate(module, data, verbose=False)
+    trainer.fit(module, data)
+    assert module.iteration == 6
+
+
+def test_a_second_run_counts_on_and_ends_where_it_does(tmp_path, capsys):
+    module, data = Walker(), Walks()
+    for name in ("first", "second"):
+        trainer = trainer_of(tmp_path / name, [Evaluate(99)], enable_progress_bar=True)
+        trainer.fit(module, data)
+    said = capsys.readouterr().out
+    assert "iteration 3/3" in said
+    assert "iteration 6/6" in said
+    evaluated = [
+        json.loads(line)["iteration"]
+        for line in (Path(trainer.log_dir) / "metrics.jsonl").read_text().splitlines()
+        if "eval/" in line
+    ]
+    assert evaluated == [3, 6]  # before it, and at its end
