@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
@@ -19,6 +20,7 @@ from lightning_rl.cli.plan import CardPlan, MemoryPlan
 from lightning_rl.cli.scratch import Built
 from lightning_rl.cli.stopwatch import TIMED, time_iterations
 from lightning_rl.cli.training_plan import largest_model, training_plan
+from lightning_rl.collect.checks import check_groups
 from lightning_rl.config.lightning_flags import compute_dtype, warn_of_flags
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.envs.base import EnvModule
@@ -128,10 +130,12 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
         return True
     _connect(cli)
     try:
+        minibatches = max(policy.minibatches for policy in module.policies.values())
+        check_groups(data.groups_per_iteration, minibatches, trainer.world_size)
         data.load_prompts("fit")
         prompts = data.train_prompts.first()
         print(_prompts(prompts, data))
-        _require_monitored(callbacks_of(trainer), data)
+        print("".join(_require_monitored(callbacks_of(trainer), data)), end="")
         module.configure_model()
         lines, memory = training_plan(module, data, prompts, planned_device(trainer, card_gb))
         print("\n".join(lines))
@@ -172,16 +176,25 @@ def _prompts(prompts: Sequence[Prompt], data: RLDataModule) -> str:
     return "\n".join(lines)
 
 
-def _require_monitored(callbacks: Sequence[Callback], data: RLDataModule) -> None:
-    """Look for monitors in what evaluations record; the rest is known after an iteration."""
+def _require_monitored(callbacks: Sequence[Callback], data: RLDataModule) -> list[str]:
+    """Look for monitors in what evaluations record; tell of those that only an iteration shows."""
+    evaluates = any(isinstance(callback, Evaluate) for callback in callbacks)
+    row: dict[str, float] = {}
     # Metrics of one's own say their names when they have seen rollouts.
-    if data.eval_metrics or not any(isinstance(callback, Evaluate) for callback in callbacks):
-        return
-    samples = [rollout for group in data.held_out_groups(limit=1) for rollout in group]
-    row = data.evaluation_metrics(samples)
+    if evaluates and not data.eval_metrics:
+        samples = [rollout for group in data.held_out_groups(limit=1) for rollout in group]
+        row = data.evaluation_metrics(samples)
+    unknown = []
     for callback in callbacks:
-        if isinstance(callback, IterationCheckpoint) and callback.monitor is not None:
-            Monitor(callback.monitor, type(callback).__name__).look(row, evaluates=True)
+        if not isinstance(callback, IterationCheckpoint | EarlyStopping) or not callback.monitor:
+            continue
+        Monitor(callback.monitor, type(callback).__name__).look(row, evaluates)
+        if callback.monitor not in row:
+            unknown.append(
+                f"not checked: whether anything records {callback.monitor}, which "
+                f"{type(callback).__name__} monitors; `check --run` trains one, and tells\n"
+            )
+    return unknown
 
 
 def _try(cli: RLCLI, data: RLDataModule, module: RolloutModule) -> list[str]:

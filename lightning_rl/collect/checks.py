@@ -52,9 +52,13 @@ def check_branching(advantage: Advantage, agent: Agent) -> None:
         )
 
 
-def check_groups(groups_per_iteration: int, minibatches: int) -> None:
-    """Check that an iteration's groups can be shared by ranks and minibatches."""
-    ranks = world_size()
+def check_groups(groups_per_iteration: int, minibatches: int, ranks: int | None = None) -> None:
+    """Check that an iteration's groups can be shared by minibatches and ranks; None: all there are.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    ranks = ranks or world_size()
     if groups_per_iteration % ranks:
         raise ConfigError(
             f"groups_per_iteration={groups_per_iteration} cannot be shared by {ranks} processes; "

@@ -319,3 +319,21 @@ def test_layouts_are_measured_and_the_fastest_named(workplace, capsys, monkeypat
 def test_what_cannot_be_laid_out_is_refused(workplace, capsys, options, message):
     assert main(["check", "--config", "good.yaml", "--layout", *options.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_monitor_that_nothing_records_is_refused_or_said_to_be_unknown(workplace, capsys):
+    stopper = "{class_path: EarlyStopping, init_args: {monitor: %s}}"
+    callbacks = f"[WeightSync, Evaluate, {stopper}]"
+    good = ["check", "--config", "good.yaml", "--trainer.callbacks"]
+    assert main([*good, callbacks % "eval/acuracy"]) == 2
+    assert "did you mean eval/accuracy?" in capsys.readouterr().err
+    assert main([*good, callbacks % "reward/meann"]) == 0
+    assert "not checked: whether anything records reward/meann" in capsys.readouterr().out
+    assert main([*good, callbacks % "eval/accuracy"]) == 0
+    assert "not checked" not in capsys.readouterr().out
+
+
+def test_groups_that_processes_cannot_share_are_refused(workplace, capsys):
+    options = ["--trainer.devices", "4", "--data.groups_per_iteration", "3"]
+    assert main(["check", "--config", "good.yaml", *options]) == 2
+    assert "groups_per_iteration=3 cannot be shared by 4 processes" in capsys.readouterr().err
