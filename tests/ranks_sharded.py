@@ -11,12 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_rl.algos.advantages import GAE
 from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.callbacks import HFExport, RLCallback
-from lightning_rl.engines import TransformersEngine
 from lightning_rl.models.heads import SeparateValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.reference import FrozenReference
 from lightning_rl.models.sharding import ShardedStrategy
 from lightning_rl.module import PolicyModule
+from tests.lots import LotEngine
 from tests.ranks_run import fit, run_all
 from tests.small_run import trainer_of
 
@@ -63,8 +63,8 @@ def separate(model: str) -> dict[str, Any]:
 
 
 def exact_engine() -> dict[str, Any]:
-    """Settings of the data: rounding must not decide which tokens are drawn."""
-    return {"engine": TransformersEngine("float32")}
+    """Settings of the data: an engine that computes in float32, whatever is trained."""
+    return {"engine": LotEngine("float32")}
 
 
 def loaded(model: str, where: Path) -> dict[str, int]:
