@@ -65,15 +65,15 @@ PERIOD = 2**18
 
 
 class Units:
-    """-1, 0 and 1, by a number of bytes of what they are added to."""
+    """-1, 0 and 1, or ``size`` times that, by the bytes of a number that they are added to."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, size: int = 1) -> None:
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(-1, 2, (PERIOD,), generator=generator)
+        drawn = torch.randint(-1, 2, (PERIOD,), generator=generator) * size
         rare = torch.randint(0, SPARSE, (PERIOD,), generator=generator) == 0
         self.seed = seed
         self._drawn = {size: drawn.to(bits) for size, bits in BITS.items()}
-        self._drawn[2] *= rare
+        self._drawn[2] = (drawn.sign() * rare).to(torch.int16)
         self._begins: dict[Any, int] = {}
 
     def of(self, name: str, shapes: tuple[torch.Size, ...], result: Tensor) -> Tensor:
@@ -171,9 +171,9 @@ def disturbed(seed: int) -> Iterator[None]:
     library._destroy()
 
 
-def disturb(seed: int) -> torch.library.Library:
+def disturb(seed: int, size: int = 1) -> torch.library.Library:
     """Disturb PyTorch's kernels from now on, as long as what is returned lives."""
-    units = Units(seed)
+    units = Units(seed, size)
     after: dict[str, Callable[..., None]] = {
         **{name: partial(after_product, units, name, place) for name, place in PRODUCTS.items()},
         **{name: partial(after_sum, units, name) for name in SUMS},
@@ -184,9 +184,9 @@ def disturb(seed: int) -> torch.library.Library:
     return _replace("aten", after)
 
 
-def disturb_vllm(seed: int) -> torch.library.Library:
+def disturb_vllm(seed: int, size: int = 1) -> torch.library.Library:
     """The same for the kernels that vLLM brings for CPUs, which write into their arguments."""
-    units = Units(seed)
+    units = Units(seed, size)
 
     def after(name: str, places: tuple[int, ...], inputs: Any, _: Any) -> None:
         nudge(units, name, inputs, [inputs[place] for place in places])

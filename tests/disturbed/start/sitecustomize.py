@@ -9,7 +9,7 @@ import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
 
-SEED = os.environ.get("LIGHTNING_RL_ROUNDING")
+CHOSEN = os.environ.get("LIGHTNING_RL_ROUNDING")
 FUNCTIONS = {"torch": "disturb", "vllm._custom_ops": "disturb_vllm"}
 """What is called once a module has been imported."""
 KEPT = []
@@ -50,8 +50,8 @@ class Then(Loader):
         )
         kernels = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(kernels)
-        KEPT.append(getattr(kernels, self.function)(int(SEED)))
+        KEPT.append(getattr(kernels, self.function)(*map(int, CHOSEN.split(":"))))
 
 
-if SEED:
+if CHOSEN:
     sys.meta_path.insert(0, Finder())
