@@ -107,7 +107,7 @@ def nudge(units: Units, name: str, inputs: Any, result: Any, where: Tensor | Non
 def _has_many_digits(x: Tensor) -> Tensor:
     # Numbers of 16 bits have few digits all of them; those that are integers may well be exact.
     scaled = x * FEW_DIGITS if x.element_size() > 2 else x
-    return scaled != scaled.trunc()
+    return scaled.frac().abs() > 0  # which is false of nan
 
 
 def _exact(terms: Tensor, count: int) -> bool:
