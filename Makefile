@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow lint docs verifiers browser doctor bench-floor gpu-check lock
+.PHONY: help setup quickstart test test-slow test-rounding lint docs verifiers browser doctor bench-floor gpu-check lock
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -14,11 +14,11 @@ setup:  ## make or update .venv (the others do it by themselves)
 
 # One OpenMP thread: two on a busy machine are many times slower than one. No vLLM plugins:
 # an installed torchrl would load its own and change how processes start.
-quickstart test test-slow bench-floor: export OMP_NUM_THREADS ?= 1
-quickstart test test-slow bench-floor: export VLLM_PLUGINS ?=
-quickstart test test-slow bench-floor: export VLLM_NO_USAGE_STATS ?= 1
+quickstart test test-slow test-rounding bench-floor: export OMP_NUM_THREADS ?= 1
+quickstart test test-slow test-rounding bench-floor: export VLLM_PLUGINS ?=
+quickstart test test-slow test-rounding bench-floor: export VLLM_NO_USAGE_STATS ?= 1
 # Tests make their own models and data; a hub look-up is a mistake, and fails at once.
-test test-slow: export HF_HUB_OFFLINE ?= 1
+test test-slow test-rounding: export HF_HUB_OFFLINE ?= 1
 
 quickstart: setup  ## train the small model of recipes/sort_digits and show its accuracy rise
 	@$(PY) -m recipes.sort_digits.quickstart
@@ -32,6 +32,9 @@ test: setup  ## unit tests, then integration tests with a real vLLM engine, then
 
 test-slow: setup verifiers  ## those tests in which servers and Ray nodes die and start anew
 	$(PY) -m pytest tests/integration -m slow
+
+test-rounding: setup verifiers  ## both tiers as other CPUs round: three times, an hour (TESTS=path)
+	$(PY) -m tests.disturbed $(TESTS)
 
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check

@@ -34,7 +34,8 @@ def started(
     with chdir(ROOT):  # where it finds the modules of this checkout
         forkserver.ensure_running()
     words = [str(argument) for argument in arguments]
-    variables = {**environment, "PYTHONPATH": str(ROOT)}  # for those that it starts itself
+    path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    variables = {**environment, "PYTHONPATH": path}  # for those that it starts itself
     told = (module, words, output.absolute(), variables, folder.absolute())
     process = context.Process(target=_run, args=told)
     process.start()

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,24 @@ def plain_model(model: Path, weights: Mapping[str, Tensor]) -> Any:
     plain = AutoModelForCausalLM.from_pretrained(model)
     plain.load_state_dict(weights)
     return plain.eval()
+
+
+def same_draws(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Whether these are of the same weights, prompts and seeds, if in other batches.
+
+    ``token_ids`` and ``logprobs`` are compared. Where a drawn number lies between two roundings it
+    is another token, and so are those after it, which befalls one token in 100,000 or so: here one
+    completion at most may part from the other's, and is compared up to there. Under other seeds or
+    weights nearly all do.
+    """
+    parted = 0
+    for one, other in zip(ours, theirs, strict=True):
+        pairs = zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False)
+        alike = [abs(a - b) for _, _, a, b in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        if max(alike, default=0.0) > ROUNDING:
+            return False
+        parted += list(one.token_ids) != list(other.token_ids)
+    return parted <= 1 < len(ours)
 
 
 def true_logprobs(

@@ -14,10 +14,10 @@ from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.models.policy import save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
+from tests.lots import LotEngine
 
 
 def bare_loop(
@@ -42,7 +42,7 @@ def bare_loop(
     fabric.setup(module, module.configure_optimizers())
     prompts = IterablePrompts(rows, seed=3)
     prompts.load(policy.tokenizer)
-    engine, sampling = TransformersEngine(device="cpu"), Sampling(max_tokens=6)
+    engine, sampling = LotEngine(device="cpu"), Sampling(max_tokens=6)
     with tempfile.TemporaryDirectory() as directory:
         save_skeleton(model, directory)
         engine.start(Path(directory))

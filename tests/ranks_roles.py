@@ -26,12 +26,12 @@ from lightning_rl import (
     SharedModelGroup,
     SharedValueHead,
     StalenessGuard,
-    TransformersAdapters,
     WarmupCosine,
     WeightSync,
     ZeroAdvantageGuard,
 )
 from lightning_rl.rollouts.log import checksums
+from tests.lots import LotAdapters
 from tests.small_run import data_module, numbers, trainer_of
 
 NAMES = ("first", "second", "rare")
@@ -125,7 +125,7 @@ def fit_roles(
         logger=CSVLogger(where), enable_checkpointing=True,
     )  # fmt: skip
     data = data_module(
-        engine=TransformersAdapters(device="cpu"), agent=Trio(), rewards=[mean_share],
+        engine=LotAdapters(device="cpu"), agent=Trio(), rewards=[mean_share],
         train_prompts=numbers(100, 124, seed=4), eval_prompts=numbers(90, 93), group_size=3,
         groups_per_iteration=4, iterations_per_epoch=4,
     )  # fmt: skip

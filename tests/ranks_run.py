@@ -58,6 +58,7 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.rules import EnvironmentReward
 from lightning_rl.rollout import Prompt
 from lightning_rl.run import dist
+from tests.lots import LotEngine
 from tests.ranks_bare import bare_loop
 from tests.ranks_checks import guarded, rerun
 from tests.ranks_roles import fit_roles, roles_and_rest
@@ -97,7 +98,7 @@ class Seen(RLCallback):
         self.monitored.append({n: float(v) for n, v in known.items() if not n.startswith(timed)})
 
 
-class SharedEngine(TransformersEngine):
+class SharedEngine(LotEngine):
     """One for all ranks, as servers are."""
 
     serves_all_ranks = True
@@ -136,7 +137,7 @@ def fit(
     """A short run in this process, together with the others of its group."""
     prompts = IterablePrompts(rows, seed=3)
     settings: dict[str, Any] = {
-        "engine": TransformersEngine(),
+        "engine": LotEngine(),
         "train_prompts": PassRateCurriculum(prompts, 0.5) if curriculum else prompts,
         "eval_prompts": IterablePrompts(lambda: rows(5)),
         "rewards": [share_of_even_digits],
@@ -151,7 +152,7 @@ def fit(
         model,
         **{
             # Not Adam, to which a gradient that is twice too large is the same.
-            "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
+            "optimizer": lambda p: torch.optim.SGD(p, lr=0.01),
             "max_grad_norm": None,
             "max_tokens_per_pack": 24,
             "ppo_epochs": 2,
@@ -265,7 +266,7 @@ def replaying(where: Path) -> dict[str, Any]:
 
 def streaming() -> dict[str, Any]:
     """Groups are complete one after another."""
-    engine = TransformersEngine(max_batch_size=GROUP_SIZE)
+    engine = LotEngine(max_batch_size=GROUP_SIZE)
     return {"collector": StreamedCollector(max_groups_in_flight=1), "engine": engine}
 
 

@@ -11,12 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_rl.algos.advantages import GAE
 from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.callbacks import HFExport, RLCallback
-from lightning_rl.engines import TransformersEngine
 from lightning_rl.models.heads import SeparateValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.reference import FrozenReference
 from lightning_rl.models.sharding import ShardedStrategy
 from lightning_rl.module import PolicyModule
+from tests.lots import LotEngine
 from tests.ranks_run import fit, run_all
 from tests.small_run import trainer_of
 
@@ -62,9 +62,12 @@ def separate(model: str) -> dict[str, Any]:
     }
 
 
-def exact_engine() -> dict[str, Any]:
-    """Settings of the data: rounding must not decide which tokens are drawn."""
-    return {"engine": TransformersEngine("float32")}
+def one_update() -> dict[str, Any]:
+    """A single gradient step on logprobs of float32, whatever is trained.
+
+    In a second epoch rounding would decide which ratios are clipped.
+    """
+    return {"iterations": 1, "ppo_epochs": 1, "data": {"engine": LotEngine("float32")}}
 
 
 def loaded(model: str, where: Path) -> dict[str, int]:
@@ -98,9 +101,7 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
             "recomputed_lora", gradient_checkpointing=True, lora=LoRA(rank=4)
         ),
         "separate": lambda: sharded("separate", **separate(model)),
-        "bf16": lambda: sharded(
-            "bf16", HFExport(), precision="bf16-mixed", iterations=1, data=exact_engine()
-        ),
+        "bf16": lambda: sharded("bf16", HFExport(), precision="bf16-mixed", **one_update()),
         "bf16_true": lambda: sharded("bf16_true", precision="bf16-true"),
     }
 

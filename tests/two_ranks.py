@@ -12,7 +12,7 @@ from tests.tolerances import rounding
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 590
-# Sampled tokens are equal, so what is left is the order in which float32 numbers are added: by the
+# Tokens are drawn by lot, so what is left is the order in which float32 numbers are added: by the
 # tiny model, to logprobs of four nats or so.
 TOLERANCE = rounding(additions=1_500, magnitude=4.0)
 

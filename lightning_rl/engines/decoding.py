@@ -204,7 +204,7 @@ class Decoder:
         places = [place for place, row in enumerate(self.rows) if row.reason is None]
         live = [self.rows[place] for place in places]
         logits = self._logits if len(live) == len(self.rows) else self._logits[places]
-        drawn, logprobs = draw(logits.float(), live, self.ends)
+        drawn, logprobs = self.draw(logits.float(), live)
         over = []
         for row, token, logprob in zip(live, drawn, logprobs, strict=True):
             row.tokens.append(token)
@@ -222,6 +222,10 @@ class Decoder:
         else:
             self._drop_dead(at_most=0.0)
         return over
+
+    def draw(self, logits: Tensor, rows: Sequence[Request]) -> tuple[list[int], list[float]]:
+        """A token for each of N rows by logits (N, V), and its logprob."""
+        return draw(logits, rows, self.ends)
 
     # ---------------------------------------------------------------- the model
 

@@ -34,6 +34,12 @@ _log = logging.getLogger(__name__)
 _COMPARED = ("input_ids", "loss_mask", "rollout_logprobs")
 """Columns of tokens that must be the batch's own."""
 
+_COMPUTED = ("advantages", "returns")
+"""Columns that are computed of it, where sums over a group may be taken in another order."""
+
+ROUNDING = 1e-5
+"""Above what the order of hundreds of float32 numbers makes of a sum, relative to the result."""
+
 
 class StreamedUpdate:
     """Scores and gradients of rollouts that were complete before their batch was.
@@ -120,15 +126,23 @@ class StreamedUpdate:
         flags = torch.tensor([name in trained for name in self._order], device="cpu")
         if trained and not (self._known[flags].all() and torch.isin(flags.nonzero(), first).all()):
             return None
-        compared = (*_COMPARED, "advantages", "returns")
-        return flags if not trained or self._same(batch, *compared) else None
+        same = self._same(batch, *_COMPARED) and self._same(batch, *_COMPUTED, rounding=ROUNDING)
+        return flags if not trained or same else None
 
-    def _same(self, batch: TensorDict, *names: str) -> bool:
-        return all(
-            torch.equal(batch["tokens", name][self._targets], self._tokens[name][self._sources])
-            for name in names
-            if name in self._tokens and name in batch["tokens"]
-        )
+    def _same(self, batch: TensorDict, *names: str, rounding: float = 0.0) -> bool:
+        """Whether columns are equal, but for ``rounding`` relative to the largest number."""
+        for name in names:
+            if name in self._tokens and name in batch["tokens"]:
+                ours = self._tokens[name][self._sources]
+                theirs = batch["tokens", name][self._targets]
+                if rounding and len(ours):
+                    apart, largest = (ours - theirs).abs().max(), ours.abs().max()
+                    same = bool(apart <= rounding * largest)
+                else:
+                    same = torch.equal(ours, theirs)
+                if not same:
+                    return False
+        return True
 
 
 _RowName = tuple[str, int]

@@ -111,9 +111,10 @@ class GraphBody(Body):
         adjacency = observations[self.names["adjacency"]]
         batch = adjacency.shape[:-2]
         rows = batch.numel()
-        adjacency = adjacency.reshape(rows, self.count, self.count).float()
+        dtype = self.into.weight.dtype
+        adjacency = adjacency.reshape(rows, self.count, self.count).to(dtype)
         exists = self._of_nodes(self.names["exists"], observations, rows)
-        told = [observations[n].reshape(rows, self.sizes[n]).float() for n in self.context]
+        told = [observations[n].reshape(rows, self.sizes[n]).to(dtype) for n in self.context]
         features = self.into(self._of_nodes(self.names["nodes"], observations, rows)) * exists
         for layer in self.layers:
             features = layer(features, adjacency, exists)
@@ -132,7 +133,7 @@ class GraphBody(Body):
     def _of_nodes(self, name: str, observations: Mapping[str, Tensor], rows: int) -> Tensor:
         """An observation of all nodes, (B, K, F)."""
         width = self.sizes[name] // self.count
-        return observations[name].reshape(rows, self.count, width).float()
+        return observations[name].reshape(rows, self.count, width).to(self.into.weight.dtype)
 
     def _pooled(self, features: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
         """Graphs' mean features, their mean (B, D), and how far they are from it (B, D)."""

@@ -38,6 +38,7 @@ from lightning_rl.run.checkpoint_io import (
     write_checkpoint,
 )
 from lightning_rl.run.interrupts import seconds_of
+from tests.lots import LotEngine
 from tests.small_run import adamw, data_module, trainer_of
 
 ITERATIONS = 4  # two epochs of two
@@ -81,6 +82,8 @@ def fit(tiny_model, tmp_path, *extra, ckpt_path="last", saver=None, **data) -> P
     options = {
         "groups_per_iteration": GROUPS, "group_size": GROUP_SIZE, "iterations_per_epoch": 2,
         "eval_limit": 2, "eval_samples": 1,
+        # What is left of a batch is written in another one.
+        "engine": LotEngine(device="cpu"),
     }  # fmt: skip
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002

@@ -13,13 +13,14 @@ from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling
 from lightning_rl.engines.base import logprob_tolerance
-from lightning_rl.engines.sampling import StructuredOutputs
+from lightning_rl.engines.sampling import Completion, StructuredOutputs
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import SAMPLED_BY
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.memory import MemoryTransport
+from tests.engine_checks import same_draws
 from tests.small_run import data_module, grpo, numbers, trainer_of
 from tests.three_calls import ThreeCalls
 
@@ -102,16 +103,17 @@ def test_staleness_is_of_all_rows_and_rows_are_counted(trained):
     assert max(row["rollout/staleness_max"] for row in watch.rows[1:]) == 2
 
 
-def answered_again(engine, rollout, sampling) -> list[tuple[list[int], list[int]]]:
+def answered_again(engine, rollout, sampling) -> list[tuple[Completion, Completion]]:
     """What each call had written, and what it writes alone: from its prompt and its seed."""
     rows, found = rollout.rows(), []
     for call in rollout.calls:
         row = rows[call.row]
         own = {name: row.sampling.get(name, getattr(rollout, name)) for name in SAMPLED_BY}
-        was = row.token_ids[call.start : call.stop]
-        alone = replace(sampling, max_tokens=len(was), **own)
-        now = run_async(engine.generate(rollout.prompt_of(call), alone, call.seed))
-        found.append((was, now.token_ids))
+        columns = (row.token_ids, row.logprobs, row.versions)
+        tokens, logprobs, versions = (column[call.start : call.stop] for column in columns)
+        was = Completion(tokens, logprobs, call.finish_reason, versions)
+        alone = replace(sampling, max_tokens=len(tokens), **own)
+        found.append((was, run_async(engine.generate(rollout.prompt_of(call), alone, call.seed))))
     return found
 
 
@@ -135,9 +137,8 @@ def test_every_call_is_generated_again_alone_from_its_seed(pipeline, temperature
     prompts.load(pipeline.tokenizer)
     rollouts = pipeline.run(prompts.first(), 2, sampling, seed=3)
     assert len(rollouts) == 64
-    for rollout in rollouts:
-        for was, now in answered_again(pipeline.engine, rollout, sampling):
-            assert was == now
+    pairs = [p for rollout in rollouts for p in answered_again(pipeline.engine, rollout, sampling)]
+    assert same_draws(*zip(*pairs, strict=True))
 
 
 class Formed(ThreeCalls):

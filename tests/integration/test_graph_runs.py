@@ -69,7 +69,8 @@ def test_a_simulator_comes_to_be_like_its_adversary_who_avoids_it(fitted, still,
     for row in rows:
         r = row["reward/simulator/mean"]
         assert row["reward/adversarial_verifier/mean"] == pytest.approx(-r)
-        assert 0 <= row["reward/prover/mean"] - r <= 1  # and 1 where it is believed
+        believed = row["reward/prover/mean"] - r  # pays 1
+        assert -1e-5 <= believed <= 1 + 1e-5  # a difference of means of float32 numbers
     found = evaluate(run, times=2, attack=0, twins=5)["trained"]
     classes = found["likeness_isomorphic"] + found["likeness_different"]
     assert found["likeness"] == pytest.approx(classes / 2)

@@ -58,7 +58,7 @@ def finished(place, tiny_model) -> Path:
                     "init_args": {"path": "train.jsonl"},
                 },
                 "rewards": ["rerun_rewards.sevens"],
-                "engine": {"class_path": "TransformersEngine", "init_args": {"device": "cpu"}},
+                "engine": {"class_path": "tests.lots.LotEngine", "init_args": {"device": "cpu"}},
                 "sampling": {"max_tokens": 5},
                 "group_size": 4,
                 "groups_per_iteration": 3,

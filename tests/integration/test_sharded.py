@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.ranks_run import ITERATIONS, HFExport, LoRA, fit
-from tests.ranks_sharded import exact_engine, separate
+from tests.ranks_sharded import one_update, separate
 from tests.two_ranks import TOLERANCE, Results, comparable, run_two
 
 
@@ -80,8 +80,7 @@ def test_gathering_bfloat16_rounds_no_more_than_computing_in_it(tiny_model, resu
     exported = Path("lightning_logs", "version_0", "hf")
     for precision in ("bf16-mixed", "32-true"):
         where = folder / "alone" / precision
-        options = {"precision": precision, "iterations": 1, "data": exact_engine()}
-        fit(str(tiny_model), where, "auto", HFExport(), **options)
+        fit(str(tiny_model), where, "auto", HFExport(), precision=precision, **one_update())
     start, exact = weights_of(tiny_model), weights_of(folder / "alone" / "32-true" / exported)
     one = weights_of(folder / "alone" / "bf16-mixed" / exported)
     two = weights_of(folder / "bf16" / exported)

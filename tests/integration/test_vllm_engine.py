@@ -27,6 +27,7 @@ from tests.engine_checks import (
     ROUNDING,
     generate,
     plain_model,
+    same_draws,
     scaled,
     true_logprobs,
 )
@@ -68,7 +69,7 @@ def test_steps_of_several_threads_are_in_the_thread_that_trains(engine, monkeypa
     expected = run_async(run())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     alone, places[:] = set(places), []
-    assert run_async(run()) == expected
+    assert same_draws(run_async(run()), expected)
     assert (alone, set(places)) == ({"lightning_rl"}, {"MainThread"})
 
 
@@ -129,13 +130,13 @@ def test_stop_strings_end_a_completion_and_stay_in_it(engine):
 
 def test_a_seed_gives_the_same_tokens_in_any_batch(engine):
     sampling = Sampling(max_tokens=12)
-    alone = [generate(engine, [p], sampling, [s])[0].token_ids for s, p in enumerate(PROMPTS)]
-    together = [c.token_ids for c in generate(engine, PROMPTS, sampling)]
-    assert together == alone
+    alone = [generate(engine, [p], sampling, [s])[0] for s, p in enumerate(PROMPTS)]
+    assert same_draws(generate(engine, PROMPTS, sampling), alone)
     order = [4, 2, 0, 3, 1]
     crowd = generate(engine, [PROMPTS[i] for i in order] + PROMPTS * 5, sampling, order + [99] * 25)
-    assert [c.token_ids for c in crowd[:5]] == [alone[i] for i in order]
-    assert alone[0] != alone[4]  # one prompt, two seeds
+    assert same_draws(crowd[:5], [alone[i] for i in order])
+    assert alone[0].token_ids != alone[4].token_ids  # one prompt, two seeds
+    assert not same_draws([alone[0]] * 2, [alone[4]] * 2)
 
 
 def test_more_prompt_tokens_than_one_step_takes(engine):
@@ -145,7 +146,7 @@ def test_more_prompt_tokens_than_one_step_takes(engine):
     sampling = Sampling(max_tokens=3)
     together = generate(engine, prompts, sampling)
     alone = [generate(engine, [prompts[i]], sampling, [i])[0] for i in (0, 20, 21, 63)]
-    assert [together[i].token_ids for i in (0, 20, 21, 63)] == [c.token_ids for c in alone]
+    assert same_draws([together[i] for i in (0, 20, 21, 63)], alone)
 
 
 def test_greedy_equals_the_transformers_engine(skeleton, weights, engine):
@@ -154,12 +155,10 @@ def test_greedy_equals_the_transformers_engine(skeleton, weights, engine):
     reference.load_weights(weights.items(), 0)
     greedy = Sampling(max_tokens=20, temperature=0)
     ours, theirs = (generate(e, PROMPTS, greedy) for e in (engine, reference))
-    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.logprobs == pytest.approx(b.logprobs, abs=ROUNDING)
+    assert same_draws(ours, theirs)
 
 
-def test_requests_join_and_leave_while_others_run(engine):
+def test_requests_join_and_leave_while_others_run(tiny_model, weights, engine):
     """A request that comes later ends earlier than one that was there before."""
     finished = []
 
@@ -179,12 +178,15 @@ def test_requests_join_and_leave_while_others_run(engine):
     long, short = asyncio.run(run())
     assert finished == ["short", "long"]
     # Neither noticed the other.
-    alone = generate(engine, [[3]], Sampling(max_tokens=50, min_tokens=50), [1])[0]
-    assert long.token_ids == alone.token_ids
-    assert len(short.token_ids) == 3
+    plain = plain_model(tiny_model, weights)
+    for prompt, completion, tokens in (([3], long, 50), ([4], short, 3)):
+        sampling = Sampling(max_tokens=tokens, min_tokens=tokens)
+        expected = true_logprobs(plain, prompt, completion.token_ids, sampling)
+        assert len(expected) == tokens
+        assert completion.logprobs == pytest.approx(expected, abs=ROUNDING)
 
 
-def test_a_cancelled_request_leaves_and_the_others_stay(engine):
+def test_a_cancelled_request_leaves_and_the_others_stay(tiny_model, weights, engine):
     sampling = Sampling(max_tokens=40, min_tokens=40)
 
     async def run():
@@ -198,24 +200,26 @@ def test_a_cancelled_request_leaves_and_the_others_stay(engine):
         return await other
 
     completion = asyncio.run(run())
-    assert completion.token_ids == generate(engine, [[4]], sampling, [2])[0].token_ids
+    expected = true_logprobs(plain_model(tiny_model, weights), [4], completion.token_ids, sampling)
+    assert len(expected) == 40
+    assert completion.logprobs == pytest.approx(expected, abs=ROUNDING)
     assert not engine._llm.has_unfinished_requests()
 
 
 def test_other_threads_draw_as_if_it_were_not_there(engine):
     """What is sampled, too, comes from seeds alone."""
     sampling = Sampling(max_tokens=100, min_tokens=100)
-    expected = [c.token_ids for c in generate(engine, PROMPTS[:3], sampling)]
+    expected = generate(engine, PROMPTS[:3], sampling)
     torch.manual_seed(5)
     alone = torch.stack([torch.rand(()) for _ in range(3000)])
     torch.manual_seed(5)
     drawn = []
     thread = threading.Thread(target=lambda: drawn.extend(torch.rand(()) for _ in range(3000)))
     thread.start()
-    ours = [c.token_ids for c in generate(engine, PROMPTS[:3], sampling)]
+    ours = generate(engine, PROMPTS[:3], sampling)
     thread.join()
     assert torch.equal(torch.stack(drawn), alone)
-    assert ours == expected
+    assert same_draws(ours, expected)
 
 
 IN_A_PROCESS = """
@@ -445,7 +449,7 @@ def test_an_engine_can_be_closed_and_started_again_beside_another(
     torch.set_float32_matmul_precision("high")
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     hook, threads = sys.excepthook, {t.name for t in threading.enumerate()}
-    expected = [c.token_ids for c in generate(engine, PROMPTS, Sampling(max_tokens=8))]
+    expected = generate(engine, PROMPTS, Sampling(max_tokens=8))
     for _ in range(2):
         other = VLLMLocal(max_model_len=128, kv_cache_gb=0.05)
         with pytest.raises(EngineError, match="not running"):
@@ -454,8 +458,7 @@ def test_an_engine_can_be_closed_and_started_again_beside_another(
         with pytest.raises(EngineError, match="no trained weights yet"):
             generate(other, [[3]], Sampling(max_tokens=1))
         other.load_weights(weights.items(), 0)
-        again = [c.token_ids for c in generate(other, PROMPTS, Sampling(max_tokens=8))]
-        assert again == expected
+        assert same_draws(generate(other, PROMPTS, Sampling(max_tokens=8)), expected)
         with pytest.raises(EngineError, match="closed while it generated"):
             close_in_the_middle(other)
         other.close()
@@ -470,7 +473,7 @@ def test_an_engine_can_be_closed_and_started_again_beside_another(
     assert torch.get_num_threads() == 1  # it still does something
     assert sys.excepthook is hook
     assert {t.name for t in threading.enumerate()} <= threads
-    assert generate(engine, PROMPTS, Sampling(max_tokens=8))[0].token_ids == expected[0]
+    assert same_draws(generate(engine, PROMPTS, Sampling(max_tokens=8)), expected)
 
 
 def test_what_is_closed_is_gone(skeleton, weights, thawed):

@@ -12,7 +12,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_rl.callbacks import IterationCheckpoint, Watchdog, WeightSync
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import ConfigError, EngineError, StalledError
 from lightning_rl.run.loop import (
     abandon_wait,
@@ -22,12 +21,13 @@ from lightning_rl.run.loop import (
     stalled_seconds,
 )
 from lightning_rl.run.threads import where_tasks_wait
+from tests.lots import LotEngine
 from tests.small_run import data_module, grpo, trainer_of
 
 HEALTHY = 10**9
 
 
-class Stalling(TransformersEngine):
+class Stalling(LotEngine):
     """Answers ``healthy`` requests, then never again."""
 
     watchdog: Watchdog

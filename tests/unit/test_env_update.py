@@ -252,7 +252,7 @@ def test_a_central_critic_sees_all_and_actors_see_their_own():
     changed, others = agent(other)
     assert torch.equal(made["action"].logits[:, 0], changed["action"].logits[:, 0])
     assert not torch.equal(values[:, 0], others[:, 0])
-    assert torch.equal(values[:, 0], values[:, 1])
+    torch.testing.assert_close(values[:, 0], values[:, 1])  # as two rows of a product are
     swapped, _ = agent({"observation": seen["observation"].flip(1)})
     torch.testing.assert_close(swapped["action"].logits.flip(1), made["action"].logits)
 

@@ -22,6 +22,7 @@ from lightning_rl.view.calls import rows_of
 from lightning_rl.view.flags import find_flags
 from lightning_rl.view.page import build_page
 from lightning_rl.view.runs import read_run
+from tests.lots import LotEngine
 from tests.planted_run import blocks_of
 from tests.small_run import data_module, grpo, trainer_of
 from tests.three_calls import ThreeCalls
@@ -192,7 +193,7 @@ class Watching(RLCallback):
         self.rows.append(metrics)
 
 
-class Counting(TransformersEngine):
+class Counting(LotEngine):
     """One request at a time, whose rounding no other changes; fails after ``last`` answers."""
 
     def __init__(self, last: int = 10**9) -> None:

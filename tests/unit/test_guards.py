@@ -37,6 +37,7 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError, GuardError
 from lightning_rl.module import PolicyModule
 from tests.small_run import adamw, data_module, grpo, trainer_of
+from tests.tolerances import rounding
 
 PROMPT = [3, 2]
 
@@ -71,6 +72,12 @@ def scored(tiny_model, make_rollout):
     return module, module.compute_advantages(batch)
 
 
+def rounding_of(batch):
+    """Of logprobs that are computed twice, in the shapes of other packs."""
+    largest = float(batch["tokens", "rollout_logprobs"].abs().max())
+    return rounding(additions=1_500, magnitude=largest)
+
+
 def shift(batch, gaps: dict[int, float]):
     """Move engine logprobs of single tokens, by place in the batch, away from the trainer's."""
     for place, gap in gaps.items():
@@ -79,7 +86,7 @@ def shift(batch, gaps: dict[int, float]):
 
 def test_the_logprob_gap_by_hand(scored):
     module, batch = scored
-    assert LogprobGapGuard().measure(module, batch) == pytest.approx(0.0, abs=1e-6)
+    assert LogprobGapGuard().measure(module, batch) < rounding_of(batch)
     shift(batch, {2: 0.9, 7: -0.4, 8: 0.2, 3: 0.3})
     # |gaps| of the 9 tokens: 0.9 + 0.3 in the first rollout, 0.4 + 0.2 in the second.
     assert LogprobGapGuard().measure(module, batch) == pytest.approx(1.8 / 9, rel=1e-4)
@@ -123,7 +130,7 @@ def test_what_is_left_out_of_the_update_is_not_measured(scored):
     module, batch = scored
     shift(batch, {2: 5.0})
     batch["tokens", "advantages"][:5] = 0.0  # the first rollout is idle now
-    assert LogprobGapGuard().measure(module, batch) == pytest.approx(0.0, abs=1e-6)
+    assert LogprobGapGuard().measure(module, batch) < rounding_of(batch)
     assert ZeroAdvantageGuard().measure(module, batch) == pytest.approx(1 / 3)
     batch["tokens", "advantages"].zero_()
     assert LogprobGapGuard().measure(module, batch) is None

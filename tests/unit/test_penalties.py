@@ -86,8 +86,8 @@ def test_logprobs_entropy_and_gradients_match_float64(monkeypatch, setting, chun
     upstream = torch.linspace(-1, 2, 2 * len(end)).reshape(2, -1)
     mine = torch.autograd.grad(scores, inputs, tuple(upstream))
     theirs = torch.autograd.grad(expected, doubles, tuple(upstream.double()))
-    for a, b in zip(mine, theirs, strict=True):
-        assert distance(a, b) <= norm_rounding(additions + len(end))
+    for a, b in zip(mine, theirs, strict=True):  # there, back twice as far, and summed over tokens
+        assert distance(a, b) <= norm_rounding(3 * additions + len(end))
 
 
 def test_penalties_by_hand():

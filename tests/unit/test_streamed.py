@@ -31,11 +31,11 @@ from lightning_rl.collect.collector import RewardSpread, SyncCollector
 from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.calling import batch_reward
+from tests.lots import LotEngine
 from tests.small_run import data_module, grpo, trainer_of
 from tests.three_calls import cut_in_two
 from tests.tolerances import rounding
@@ -339,7 +339,7 @@ class Watching(RLCallback):
 
 def run(tiny_model, tmp_path, collector, callbacks=(), **options):
     module = grpo(tiny_model, optimizer=sgd, **options)
-    engine = TransformersEngine(device="cpu", max_batch_size=8)
+    engine = LotEngine(device="cpu", max_batch_size=8)
     data = data_module(collector=collector, engine=engine, filters=[])
     watching = Watching()
     trainer = trainer_of(tmp_path, [watching, *callbacks], limit_train_batches=3)
@@ -377,7 +377,7 @@ class Stops(Exception):
     """On purpose."""
 
 
-class Breaks(TransformersEngine):
+class Breaks(LotEngine):
     """Fails at its ``last`` request."""
 
     def __init__(self, last: int) -> None:
@@ -404,7 +404,7 @@ def test_a_run_that_broke_in_the_middle_of_a_stream_goes_on(tiny_model, tmp_path
     assert module.iteration == 1
     resumed, watching = grpo(tiny_model, optimizer=sgd), Watching()
     data = data_module(
-        collector=StreamedCollector(2), engine=TransformersEngine(device="cpu", max_batch_size=8)
+        collector=StreamedCollector(2), engine=LotEngine(device="cpu", max_batch_size=8)
     )
     [checkpoint] = tmp_path.glob("checkpoints/**/last.ckpt")
     trainer_of(tmp_path, [watching], limit_train_batches=3).fit(resumed, data, ckpt_path=checkpoint)

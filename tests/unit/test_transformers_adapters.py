@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rl import WeightSync
+from lightning_rl import PolicyEngines, WeightSync
 from lightning_rl.engines import Sampling, TransformersAdapters, TransformersEngine, VLLMAdapters
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError, WeightSyncError
 from lightning_rl.models.lora import LoRA
@@ -22,6 +22,7 @@ from tests.engine_checks import (
     train_adapters,
     true_logprobs,
 )
+from tests.lots import LotAdapters, LotEngine
 from tests.small_run import trainer_of
 from tests.two_roles import roles_data, roles_module
 
@@ -227,10 +228,11 @@ def test_views_follow_the_engine(skeleton):
 
 def test_a_run_is_the_same_as_with_an_engine_for_each(tiny_model, tmp_path):
     found = []
-    for options in ({}, {"engine": TransformersAdapters(device="cpu")}):
+    each = PolicyEngines({name: LotEngine(device="cpu") for name in ("first", "second")})
+    for engine in (each, LotAdapters(device="cpu")):
         torch.manual_seed(0)  # of the adapters' first weights
         trainer = trainer_of(tmp_path, [WeightSync()])
-        trainer.fit(roles_module(tiny_model), roles_data(iterations_per_epoch=2, **options))
+        trainer.fit(roles_module(tiny_model), roles_data(iterations_per_epoch=2, engine=engine))
         metrics = trainer.callback_metrics
         names = ("reward/mean", "policy/first/loss", "policy/second/entropy")
         found.append([float(metrics[name]) for name in names])
