@@ -83,7 +83,7 @@ class ExpertIteration(StagedAlgorithm):
         self,
         selection: Selection = RewardThreshold(),
         samples: int = 1,
-        truth_share: Annealing = ConstantShare(0.0),
+        truth_share: Annealing = ConstantShare(start=0.0),
     ) -> None:
         require_at_least(1, samples=samples)
         self.selection = selection
