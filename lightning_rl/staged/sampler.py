@@ -147,7 +147,8 @@ class Sampler:
         """A recorded leaf, and what it is a leaf of."""
         told, prompt = recorded.rollout.extra, recorded.rollout.prompt
         try:
-            unit = Unit(told["draw"], told["sample"], int(prompt.id), prompt.columns)
+            place = (int(told["draw"]), int(told["sample"]), int(prompt.id))
+            unit = Unit(*place, prompt.columns)
             steps = [
                 {agent: ChatAnswer(*answer) for agent, answer in step.items()}
                 for step in told["answers"]

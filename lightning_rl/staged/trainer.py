@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl.callbacks.report import LABELS
 from lightning_rl.config.arguments import configurable
+from lightning_rl.config.schema import require_pydantic
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.sources import prompts_of
 from lightning_rl.engines.sampling import seed_of
@@ -108,6 +109,7 @@ class StagedTrainer:
             job_attempts=job_attempts,
             max_concurrency=max_concurrency,
         )
+        require_pydantic("StagedTrainer")
         require_groups(groups, protocol.agent_names)
         self.run_dir = Path(run_dir)
         self.train = train
@@ -143,7 +145,7 @@ class StagedTrainer:
                 a server is out of reach. The state is kept: ``fit`` goes on from there.
         """
         models = {name: group.model for name, group in self.groups.items()}
-        with self._entered(self.run_dir), self._told():
+        with self._entered(self.run_dir), self._told(), self._outages_told():
             self.state = StagedState.at(self.run_dir / STATE, models, self.iterations)
             for group in self.groups.values():
                 if group.jobs is not None:
@@ -171,7 +173,7 @@ class StagedTrainer:
             raise ConfigError("test=null: there is nothing to test on; name rows of data")
         where = retest_directory(self.run_dir, directory)
         self.state = StagedState.load(self.run_dir / STATE, list(self.groups))
-        with self._entered(where):
+        with self._entered(where), self._outages_told():
             remove_rollouts(self._file(RETESTS, where))
             tested = range(min(len(group.models) for group in self.state.groups.values()))
             rows = [{"iteration": i} | self._tested(i, RETESTS, where) for i in tested]
@@ -253,15 +255,20 @@ class StagedTrainer:
         with holding(directory):
             try:
                 yield
-            except (ServerError, APIRefusal) as outage:
-                raise FineTuneError(
-                    f"{outage}; it stopped in stage {self.state.stage} of iteration "
-                    f"{self.state.iteration}, nothing is lost, and the same command goes on from "
-                    "there"
-                ) from outage
             finally:
                 for group in self.groups.values():
                     group.chat.close()
+
+    @contextmanager
+    def _outages_told(self) -> Iterator[None]:
+        """A server that is out of reach is one error, that says where it goes on."""
+        try:
+            yield
+        except (ServerError, APIRefusal) as outage:
+            raise FineTuneError(
+                f"{outage}; it stopped in stage {self.state.stage} of iteration "
+                f"{self.state.iteration}, nothing is lost, and the same command goes on from there"
+            ) from outage
 
     @contextmanager
     def _told(self) -> Iterator[None]:
