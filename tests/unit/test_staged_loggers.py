@@ -67,7 +67,7 @@ def test_any_logger_gets_the_metrics_and_keeps_the_state(server, tmp_path):
     assert [{"iteration": step} | row for step, row in memory.rows.items()] == rows
     assert memory.status == "success"
     lines = (tmp_path / "csv/version_0/metrics.csv").read_text().splitlines()
-    assert len(lines) == 1 + 3
+    assert len(lines) == 1 + 5  # of two stages in each iteration, and the last test
     assert "eval/accuracy" in lines[0]
     # After each iteration what one goes on with, in the end all.
     *during, last = memory.kept
