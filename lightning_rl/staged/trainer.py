@@ -178,6 +178,7 @@ class StagedTrainer:
             tested = range(min(len(group.models) for group in self.state.groups.values()))
             rows = [{"iteration": i} | self._tested(i, RETESTS, where) for i in tested]
             write_whole(where / "retests.json", json.dumps(rows, indent=1) + "\n")
+        rank_zero_info(f"rows and interactions of the test are in {where}")
         return rows
 
     # ---------------------------------------------------------------- stages
