@@ -75,6 +75,8 @@ class WeightSync(RLCallback):
         self._prompts: dict[str, list[Prompt]] = {}  # of each policy's probe
         self._transports: dict[str, WeightTransport] = {}
         self._pushed: dict[str, int] = {}  # the version of each that the engine was given last
+        self._asked = -1  # the iteration after which the schedule was asked last
+        self._records = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # The engine may be another, and so may weights of the same version.
@@ -99,9 +101,21 @@ class WeightSync(RLCallback):
         for transport in self._transports.values():
             transport.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self._asked}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._asked = state_dict["asked"]
+
     # Not on_fit_start: sharded strategies restore checkpoints after it.
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.catch_up(trainer, pl_module)
+        # What a run that goes on pushes to its new engine, one that was not stopped did not push.
+        iteration = self.rollout_module_of(pl_module).iteration
+        self._records = not trainer.ckpt_path or self._asked != iteration
+        try:
+            self.catch_up(trainer, pl_module)
+        finally:
+            self._records = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":
@@ -129,6 +143,7 @@ class WeightSync(RLCallback):
             # All ranks push together: as soon as one engine needs new weights.
             if any_rank(wanted and drives_engine(datamodule.engine)):
                 due.append(name)
+        self._asked = module.iteration
         if due:
             self.sync(trainer, module, due)
         else:
@@ -169,9 +184,13 @@ class WeightSync(RLCallback):
             transport = self._transports[name]
             push(transport, engine.of_policy(name), module.loaded_policy, version)
         self._pushed[name] = version
-        module.record({"sync/seconds": time.perf_counter() - begin, "sync/version": version})
+        self._record(module, {"sync/seconds": time.perf_counter() - begin, "sync/version": version})
         if self._prompts[name]:
             self._verify(trainer, name, module)
+
+    def _record(self, module: StreamingLoop, metrics: dict[str, float]) -> None:
+        if self._records:
+            module.record(metrics)
 
     def _behind(self, module: RolloutModule) -> list[str]:
         """Policies that have changed since the engine got them."""
@@ -190,11 +209,12 @@ class WeightSync(RLCallback):
         tokens = min(2, datamodule.sampling.max_tokens)
         with trainer.precision_plugin.forward_context():
             gap = probe_gap(engine, policy, prompts, temperature, tokens)
-            module.record(
+            self._record(
+                module,
                 {
                     "sync/probe_gap": all_reduce_max(gap.value),
                     "sync/probe_gap_mean": all_reduce_max(gap.mean),
-                }
+                },
             )
             require_agreement(
                 gap,

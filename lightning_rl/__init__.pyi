@@ -469,6 +469,10 @@ from lightning_rl.staged.annealing import (
     ExponentialShare as ExponentialShare,
     LinearShare as LinearShare,
 )
+from lightning_rl.staged.callbacks import (
+    StagedCallback as StagedCallback,
+    StagedLoggers as StagedLoggers,
+)
 from lightning_rl.staged.chat import (
     ChatAnswer as ChatAnswer,
     ChatModel as ChatModel,

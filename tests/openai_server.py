@@ -3,7 +3,8 @@
 import json
 import re
 import threading
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Iterator
 from email.parser import BytesParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -22,13 +23,24 @@ def answer_of(model: str, messages: list[Record], seed: int) -> str:
     return "accept" if ("is even" in asked) == knows else "reject"
 
 
+class raw(bytes):
+    """A fault: these bytes instead of an answer, and the end of the connection."""
+
+
+def said(body: str) -> raw:
+    """A fault: an answer with this body."""
+    data = body.encode("utf-8", "surrogatepass")
+    return raw(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data))
+
+
 class OpenAIServer(ThreadingHTTPServer):
     """Jobs go one status on with each look at them.
 
     ``faults`` maps a method and a path's beginning (``POST /v1/fine_tuning/jobs``) to what befalls
     the next requests, one each: a status, a status with the headers, ``drop`` (the connection
-    breaks before anything is done), or ``lose`` (the same, after it was done). ``fates`` maps what
-    a job's suffix ends with to the statuses that it goes through.
+    breaks before anything is done), ``lose`` (the same, after it was done), ``hang`` (no answer
+    until the server is closed), or what :func:`raw` and :func:`said` make. ``fates`` maps what a
+    job's suffix ends with to the statuses that it goes through.
     """
 
     daemon_threads = True
@@ -39,7 +51,8 @@ class OpenAIServer(ThreadingHTTPServer):
         self.files: dict[str, list[Record]] = {}
         self.jobs: dict[str, Record] = {}
         self.chats: list[Record] = []
-        self.faults: dict[str, deque[Any]] = {}
+        self.faults: dict[str, Iterator[Any]] = {}
+        self.closing = threading.Event()
         self.fates: dict[str, list[str]] = {}
         self.requests: Counter[str] = Counter()
         self.lock = threading.Lock()
@@ -52,7 +65,11 @@ class OpenAIServer(ThreadingHTTPServer):
 
     def fail(self, request: str, *faults: Any) -> None:
         """Let the next requests of this kind fail."""
-        self.faults[request] = deque(faults)
+        self.faults[request] = iter(faults)
+
+    def server_close(self) -> None:
+        self.closing.set()
+        super().server_close()
 
     def bought(self) -> list[str]:
         """The suffixes of all jobs, in the order of their creation."""
@@ -170,22 +187,22 @@ class _Handler(BaseHTTPRequestHandler):
         place = urlsplit(self.path)
         with self.server.lock:
             self.server.requests[f"{method} {place.path}"] += 1
-            found = [
-                faults
-                for begin, faults in self.server.faults.items()
-                if f"{method} {place.path}".startswith(begin) and faults
-            ]
-            fault = found[0].popleft() if found else None
-            if fault == "drop":
+            asked = f"{method} {place.path}"
+            found = [f for begin, f in self.server.faults.items() if asked.startswith(begin)]
+            fault = next((one for faults in found for one in faults), None)
+            if fault == "drop" or isinstance(fault, raw):
                 self.close_connection = True
+                self.wfile.write(fault if isinstance(fault, raw) else b"")
                 return
-            answer = self._fault(fault) if fault not in (None, "lose") else None
-            if answer is None:
+            answer = self._fault(fault) if fault not in (None, "lose", "hang") else None
+            if answer is None and fault != "hang":
                 query = {name: values[0] for name, values in parse_qs(place.query).items()}
                 kind = self.headers["Content-Type"] or ""
                 done = self.server.done(method, place.path, query, body, kind)
                 answer = (done, {}, {}) if isinstance(done, int) else (200, done, {})
-        if fault == "lose":
+        if fault == "hang":
+            self.server.closing.wait()
+        if fault in ("lose", "hang"):
             self.close_connection = True
             return
         self._send(*answer)

@@ -108,7 +108,8 @@ def total_rewards(batch: TensorDict, episodes: Episodes) -> Tensor:
     if "token_rewards" not in batch["tokens"]:
         return episodes.reward
     of_token = episodes.of_row[token_rows(batch)]
-    return episodes.reward.index_add(0, of_token, batch["tokens", "token_rewards"])
+    paid = batch["tokens", "token_rewards"].to(episodes.reward.dtype)
+    return episodes.reward.index_add(0, of_token, paid)
 
 
 class Advantage(ABC):

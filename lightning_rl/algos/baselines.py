@@ -178,7 +178,7 @@ class ReinforcePlusPlus(Advantage):
             # With no critic and gamma = lambda = 1, the recursion of GAE is the reward-to-go.
             advantages = advantages + gae(own, torch.zeros_like(own), episode, 1.0, 1.0)[0]
         empty = torch.zeros_like(tokens["rollout_logprobs"])
-        tokens["advantages"] = empty.index_put((live,), whiten(advantages))
+        tokens["advantages"] = empty.index_put((live,), whiten(advantages).to(empty.dtype))
         return batch
 
 

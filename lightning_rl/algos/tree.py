@@ -91,7 +91,9 @@ class TreeRLOO(WithinGroups):
 
     All ways to go on at a fork share, equally, the weight that one of them would have, so that no
     call counts for more because more was tried there: advantages are divided by the number of ways
-    at each fork on the way. Aggregations count branches as rollouts.
+    at each fork on the way. Aggregations count branches as rollouts: with ``TokenSum`` the gradient
+    is that of the expected reward times rollouts / (rollouts + branches), which is a constant only
+    where the number of branches does not depend on what was written.
     """
 
     takes_kl_reward: ClassVar[bool] = False

@@ -88,4 +88,4 @@ def received(batch: TensorDict, calls: Calls) -> Tensor:
     rounding = torch.finfo(reward.dtype).eps * (total.abs() + none.index_add(0, inverse, own.abs()))
     rest = torch.where(rest.abs() <= rounding, 0.0, rest)
     paid = paid.index_add(0, ends, rest.to(paid.dtype))
-    return paid + tokens["token_rewards"] if "token_rewards" in tokens else paid
+    return paid + tokens["token_rewards"].to(paid.dtype) if "token_rewards" in tokens else paid

@@ -221,6 +221,7 @@ class RecordingModule(FiniteStepsModule):
             "recorded": self._recorded,
             "written": self._written,
             "parts": self.state_of_parts(),
+            "stages": list(self.clock.seconds),
             "random": gather_random_states(),
             "run": {"id": self.run_id, "configuration": configuration_of(self)},
         }
@@ -231,6 +232,8 @@ class RecordingModule(FiniteStepsModule):
         self.iteration, self._recorded = state["iteration"], dict(state["recorded"])
         self.load_parts(state["parts"])
         self._written = state.get("written", -1)
+        for stage in state.get("stages", ()):  # one of a user's own, whose column has no gaps
+            self.clock.seconds.setdefault(stage, 0.0)
         self._restored = state
 
     # Lightning runs these after the callbacks' own, so one row holds what all of them recorded.

@@ -200,7 +200,8 @@ def _load_body(model: str) -> PreTrainedModel:
 
 def _zero_linear(body: PreTrainedModel) -> nn.Linear:
     """A linear map to one value that predicts 0 at first: no bias before any evidence."""
-    linear = nn.Linear(body.config.get_text_config().hidden_size, 1)
+    # Of the body's dtype, whatever torch's default is where the head is made.
+    linear = nn.Linear(body.config.get_text_config().hidden_size, 1, dtype=body.dtype)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return linear

@@ -59,7 +59,7 @@ class Penalties:
         seen = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device)
         seen.scatter_(1, ids.where(before, vocabulary), True)
         written = (before & (places >= self.turn[:, None])).float()
-        counts = torch.zeros(len(ids), vocabulary + 1, device=ids.device)
+        counts = written.new_zeros(len(ids), vocabulary + 1)
         counts.scatter_add_(1, ids, written)
         return seen[:, :-1], counts[:, :-1]
 

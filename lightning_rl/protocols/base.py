@@ -1,9 +1,9 @@
-"""Protocol: the schedule of an interaction with a verifier, its decisions and its rewards."""
+"""Protocol: the schedule of an interaction about which agents decide, and its rewards."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from operator import or_
+from operator import and_, or_
 
 import torch
 from torch import Tensor
@@ -18,10 +18,12 @@ ACCEPT = 1
 GO_ON = 2
 """What the verifier says that has not decided yet."""
 VERIFIER = "verifier"
-"""The name of the agent that decides, in every protocol."""
+"""The name of the agent that decides, in protocols that do not say otherwise."""
 
 Rounds = Tensor | int
 """A round, counted from 0, or one for each place of a batch."""
+Decisions = Mapping[str, Rounds]
+"""By agent: 0 to reject, 1 to accept, 2 to go on."""
 
 
 class Protocol(ABC):
@@ -34,15 +36,18 @@ class Protocol(ABC):
     Args:
         max_message_rounds: rounds after which it is over, with or without a decision.
         min_message_rounds: rounds, with that of the decision, before which none counts.
-        turn_reward: what a turn without a decision pays the verifier.
-        shared_reward: provers are paid what the verifier is.
+        turn_reward: what a turn without a decision pays who is to decide.
+        shared_reward: provers are paid what those are who decide: the mean, if there are several.
         random_stances: one seed in two turns around what all provers argue for.
 
     Raises:
-        ConfigError: for less than one round, or more at least than at most.
+        ConfigError: for less than one round, or more at least than at most; or if an agent that is
+            to decide is none of the protocol's.
     """
 
     agent_names: Sequence[str]
+    deciders: Sequence[str] = (VERIFIER,)
+    """Agents that decide, each once. It is over when all have; () for a protocol without."""
     message_channel_names: Sequence[str] = ("main",)
     agent_channel_visibility: Sequence[tuple[str, str]]
     """Pairs of an agent and a channel that it sees."""
@@ -72,13 +77,19 @@ class Protocol(ABC):
         self.turn_reward = turn_reward
         self.shared_reward = shared_reward
         self.random_stances = random_stances
-        rounds = torch.arange(max_message_rounds)
-        if not bool(self.can_decide(rounds).any()):
+        if strangers := sorted({*self.deciders} - {*self.agent_names}):
             raise ConfigError(
-                f"{type(self).__name__}(max_message_rounds={max_message_rounds}, "
-                f"min_message_rounds={min_message_rounds}) leaves the verifier no round to decide "
-                "in; raise the one, or lower the other"
+                f"{type(self).__name__}.deciders names {strangers[0]!r}, and its agents are "
+                f"{', '.join(self.agent_names)}; say who decides: deciders = (...), () for nobody"
             )
+        rounds = torch.arange(max_message_rounds)
+        for agent in self.deciders:
+            if not bool(self.can_decide(rounds, agent=agent).any()):
+                raise ConfigError(
+                    f"{type(self).__name__}(max_message_rounds={max_message_rounds}, "
+                    f"min_message_rounds={min_message_rounds}) leaves the {agent} no round to "
+                    "decide in; raise the one, or lower the other"
+                )
 
     # ---------------------------------------------------------------- the schedule
 
@@ -97,43 +108,95 @@ class Protocol(ABC):
 
     @property
     def prover_names(self) -> list[str]:
-        """All agents but the verifier."""
-        return [name for name in self.agent_names if name != VERIFIER]
+        """All agents but those that decide."""
+        return [name for name in self.agent_names if name not in self.deciders]
 
     # ---------------------------------------------------------------- decisions
 
-    def can_decide(self, round: Rounds, seed: Rounds = 0) -> Tensor:
-        """Tell whether a decision of the verifier would count, (*B,)."""
-        return self.has_turn(round, seed) & (torch.as_tensor(round) >= self.min_message_rounds - 1)
+    def can_decide(self, round: Rounds, seed: Rounds = 0, agent: str | None = None) -> Tensor:
+        """Tell whether a decision of an agent (None: the first of ``deciders``) counts, (*B,)."""
+        own = self.has_turn(round, seed, agent)
+        return own & (torch.as_tensor(round) >= self.min_message_rounds - 1)
 
-    def has_turn(self, round: Rounds, seed: Rounds = 0) -> Tensor:
-        """Tell whether it is the verifier's turn, (*B,)."""
-        return self.speaks(VERIFIER, round, seed)
+    def has_turn(self, round: Rounds, seed: Rounds = 0, agent: str | None = None) -> Tensor:
+        """Tell whether it is the turn of one that decides (None: of the first), (*B,)."""
+        return self.speaks(self.deciders[0] if agent is None else agent, round, seed)
+
+    def decided(
+        self,
+        decisions: Decisions,
+        round: Rounds,
+        seed: Rounds = 0,
+        earlier: Decisions | None = None,
+    ) -> dict[str, Tensor]:
+        """What each of ``deciders`` has decided by the end of a round, (*B,); 2 where nothing.
+
+        Args:
+            decisions: that were made in the round; an agent decides once, what follows is nothing,
+                as is one that is left out.
+            round: that they were made in.
+            seed: of the interaction.
+            earlier: what this method said of the round before; None: nothing was decided.
+        """
+        found = {}
+        for agent in self.deciders:
+            now = torch.as_tensor(decisions.get(agent, GO_ON))
+            counted = torch.where(self.can_decide(round, seed, agent), now, GO_ON)
+            before = _of(agent, earlier)
+            found[agent] = torch.where(before == GO_ON, counted, before)
+        return found
+
+    def verdict(self, decided: Decisions) -> Tensor:
+        """What all decisions together come to, (*B,): that of more agents; 2 if there is none."""
+        told = [torch.as_tensor(decided[agent]) for agent in self.deciders]
+        votes = sum(
+            ((one == ACCEPT).long() - (one == REJECT).long() for one in told), torch.tensor(0)
+        )
+        return torch.where(votes > 0, ACCEPT, torch.where(votes < 0, REJECT, GO_ON))
 
     def step(
-        self, decisions: Mapping[str, Rounds], round: Rounds, label: Rounds, seed: Rounds = 0
+        self,
+        decisions: Decisions,
+        round: Rounds,
+        label: Rounds,
+        seed: Rounds = 0,
+        earlier: Decisions | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Whether a round was the last, (*B,), and what it pays each agent, (*B,).
 
-        Verifier: 1 if its decision is right, -1 if it is wrong or has not come by the last round.
+        It is the last when all of ``deciders`` have decided. Each is paid 1 for a right decision
+        when it makes it, -1 for a wrong one, or for none by the last round; provers are paid in the
+        last round, for the verdict.
 
         Args:
-            decisions: by agent, 0 to reject, 1 to accept, 2 to go on; the verifier's is read.
+            decisions: by agent, 0 to reject, 1 to accept, 2 to go on; those of ``deciders`` count.
             round: that they were made in.
             label: 1 if accepting is right, else 0.
             seed: of the interaction.
+            earlier: what :meth:`decided` said of the round before; None: nothing was decided.
         """
-        decision, now, right = map(torch.as_tensor, (decisions[VERIFIER], round, label))
-        counts = self.can_decide(now, seed) & (decision != GO_ON)
-        decided = torch.where(counts, decision, GO_ON)
+        now, right = torch.as_tensor(round), torch.as_tensor(label)
+        before = {agent: _of(agent, earlier) for agent in self.deciders}
+        after = self.decided(decisions, round, seed, earlier)
         last = now >= self.max_message_rounds - 1
-        verdict = torch.where(decision == right, 1.0, -1.0)
-        turn = self.turn_reward * self.has_turn(now, seed)
-        paid = torch.where(counts, verdict, torch.where(last, -1.0, turn))
-        return counts | last, {VERIFIER: paid} | self.prover_rewards(decided, paid, seed)
+        paid = {}
+        for agent, decision in after.items():
+            verdict = torch.where(decision == right, 1.0, -1.0)
+            turn = self.turn_reward * self.has_turn(now, seed, agent)
+            earned = torch.where(decision != GO_ON, verdict, torch.where(last, -1.0, turn))
+            paid[agent] = torch.where(before[agent] == GO_ON, earned, 0.0)
+        done = last | _all_decided(after)
+        ends = done & ~_all_decided(before)
+        verdict = torch.where(ends, self.verdict(after), GO_ON)
+        shared = sum(paid.values(), torch.where(last, 0.0, 0.0)) / max(1, len(paid))
+        return done, paid | self.prover_rewards(verdict, shared, seed)
 
     def logit_rewards(
-        self, logits: Mapping[str, Sequence[Tensor]], round: Rounds, seed: Rounds = 0
+        self,
+        logits: Mapping[str, Sequence[Tensor]],
+        round: Rounds,
+        seed: Rounds = 0,
+        earlier: Decisions | None = None,
     ) -> dict[str, Tensor]:
         """What a round pays agents besides, (*B,), for logits; here: nothing.
 
@@ -142,15 +205,16 @@ class Protocol(ABC):
                 (*B, 3).
             round: that they were made in.
             seed: of the interaction.
+            earlier: what :meth:`decided` said of the round before; None: nothing was decided.
         """
         return {}
 
     def prover_rewards(self, decided: Tensor, paid: Tensor, seed: Rounds = 0) -> dict[str, Tensor]:
-        """What a round pays each prover, (*B,): 1 if the decision is what it argues for.
+        """What a round pays each prover, (*B,): 1 if the verdict is what it argues for.
 
         Args:
-            decided: the verifier's decision, 2 where none counts.
-            paid: what it pays the verifier.
+            decided: the verdict, in the round that ends it, else 2.
+            paid: what the round pays those who decide, on average.
             seed: of the interaction.
         """
         if self.shared_reward:
@@ -161,3 +225,14 @@ class Protocol(ABC):
         """The decision that a prover argues for, (*B,): 0 to reject, 1 to accept."""
         turned = drawn(seed, 2) if self.random_stances else torch.zeros_like(torch.as_tensor(seed))
         return (REJECT if prover in self.rejecting else ACCEPT) ^ turned
+
+
+def _of(agent: str, earlier: Decisions | None) -> Tensor:
+    """What an agent had decided before, (*B,)."""
+    return torch.as_tensor((earlier or {}).get(agent, GO_ON))
+
+
+def _all_decided(decided: Mapping[str, Tensor]) -> Tensor:
+    """Whether nobody has yet to decide, (*B,); where nobody decides, no."""
+    told = [decision != GO_ON for decision in decided.values()]
+    return reduce(and_, told) if told else torch.tensor(False)

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from lightning_rl.errors import ConfigError
-from lightning_rl.protocols.base import GO_ON, VERIFIER, Protocol
+from lightning_rl.protocols.base import GO_ON, Protocol
 from lightning_rl.protocols.scenario import Reading, Scenario, Seat
 from lightning_rl.protocols.schedule import Schedule
 from lightning_rl.rollout import Message
@@ -18,9 +18,9 @@ from lightning_rl.rollout import Message
 class Turn:
     """What an agent was asked in a round, what it answered, and what that says.
 
-    ``said`` is empty if the answer could not be read. ``decision`` is the verifier's, None of
-    others; ``retries`` counts the answers before it that could not be read. ``guess``: it was asked
-    for nothing but a decision.
+    ``said`` is empty if the answer could not be read. ``decision`` is that of an agent that
+    decides, None of others; ``retries`` counts the answers before it that could not be read.
+    ``guess``: it was asked for nothing but a decision.
     """
 
     agent: str
@@ -38,8 +38,9 @@ class Conversation:
     """Where an interaction stands. Nothing changes it: :meth:`after` makes the next.
 
     Make the first with :meth:`begin`. ``rewards`` are the sums over the rounds so far, by agent,
-    ``decision`` is the one that counted, and ``unread`` counts the answers of agents that are asked
-    again in this round.
+    ``decided`` are the decisions that counted so far (2: none), by agent, and ``decision`` is what
+    all came to in the end. ``unread`` counts the answers of agents that are asked again in this
+    round.
     """
 
     protocol: Protocol
@@ -51,6 +52,7 @@ class Conversation:
     turns: tuple[Turn, ...] = ()
     round: int = 0
     decision: int | None = None
+    decided: Mapping[str, int] = field(default_factory=dict)
     done: bool = False
     unread: Mapping[str, int] = field(default_factory=dict)
 
@@ -131,6 +133,8 @@ class Conversation:
             return []
         asked = []
         for agent in self.schedule.speakers(self.round):
+            if self.decided.get(agent, GO_ON) != GO_ON:
+                continue
             own = self._turns_of(agent)
             if not own or self._must_guess(own[-1]):
                 asked.append(agent)
@@ -141,7 +145,7 @@ class Conversation:
         return [t for t in self.turns if t.round == self.round and t.agent == agent]
 
     def _must_guess(self, turn: Turn) -> bool:
-        late = self.schedule.is_last(turn.round) and not turn.guess
+        late = self.schedule.is_last(turn.agent, turn.round) and not turn.guess
         return self.scenario.forced_guess and late and turn.decision == GO_ON
 
     def _read(self, agent: str, answer: str, tries: int) -> Turn | None:
@@ -151,7 +155,7 @@ class Conversation:
         if said is None and tries < self.scenario.retries:
             return None
         said = said or Reading({})
-        decision = said.decision if agent == VERIFIER else None
+        decision = said.decision if agent in self.protocol.deciders else None
         chat = self._questions[agent]
         return Turn(agent, self.round, chat, answer, said.texts, decision, tries, guess)
 
@@ -163,17 +167,24 @@ class Conversation:
         return now
 
     def _next_round(self) -> "Conversation":
-        decision = next((t.decision for t in reversed(self._turns_of(VERIFIER))), None)
-        decisions = {VERIFIER: GO_ON if decision is None else decision}
-        done, paid = self.protocol.step(decisions, self.round, self.label, self.seed)
-        counts = self.round in self.schedule.deciding and decision != GO_ON
+        protocol, now = self.protocol, (self.round, self.label, self.seed)
+        decisions = {agent: self._decision_of(agent) for agent in protocol.deciders}
+        done, paid = protocol.step(decisions, *now, self.decided)
+        decided = protocol.decided(decisions, self.round, self.seed, self.decided)
+        verdict = int(protocol.verdict(decided)) if bool(done) else GO_ON
         return replace(
             self,
             round=self.round + 1,
             rewards={name: earlier + float(paid[name]) for name, earlier in self.rewards.items()},
-            decision=decision if counts else None,
+            decision=None if verdict == GO_ON else verdict,
+            decided={agent: int(decision) for agent, decision in decided.items()},
             done=bool(done),
         )
+
+    def _decision_of(self, agent: str) -> int:
+        """What an agent has said in this round, if it decides at all."""
+        said = [turn.decision for turn in self._turns_of(agent) if turn.decision is not None]
+        return said[-1] if said else GO_ON
 
     def _seat(self, agent: str, round: int, guess: bool = False) -> Seat:
         return Seat(
@@ -183,7 +194,7 @@ class Conversation:
             round,
             self.protocol.max_message_rounds,
             self.schedule.channels[agent][round],
-            agent == VERIFIER and self.schedule.is_last(round),
+            self.schedule.is_last(agent, round),
             guess,
         )
 
@@ -206,7 +217,7 @@ class Conversation:
         return self._told(chat, heard, self._seat(agent, self.round))
 
     def _guess_chat(self, turn: Turn) -> list[Message]:
-        """What the verifier reads that has not decided in its last turn."""
+        """What an agent reads that has not decided in its last turn."""
         cue = self.scenario.cue(self._seat(turn.agent, turn.round, guess=True))
         answered = {"role": "assistant", "content": turn.answer}
         return [*turn.messages, answered, {"role": "user", "content": cue}]

@@ -15,8 +15,8 @@ from lightning_rl.rollout import Message
 class Seat:
     """An agent's place in a round of an interaction.
 
-    ``columns`` is the row of data that it is about, ``stance`` what the agent argues for (the
-    verifier: 2), ``channels`` are those that it speaks on. ``last``: a decision counts, and none
+    ``columns`` is the row of data that it is about, ``stance`` what the agent argues for (one that
+    decides: 2), ``channels`` are those that it speaks on. ``last``: a decision counts, and none
     will in a later round. ``guess``: it is asked for nothing but a decision.
     """
 
@@ -29,10 +29,15 @@ class Seat:
     last: bool = False
     guess: bool = False
 
+    @property
+    def decides(self) -> bool:
+        """Whether the agent is one of those that decide."""
+        return self.stance == GO_ON
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What an answer says: by channel what others may read, and the verifier's decision."""
+    """What an answer says: by channel what others may read; and a decision, of one that decides."""
 
     texts: Mapping[str, str]
     decision: int = GO_ON
@@ -46,7 +51,7 @@ class Scenario(ABC):
 
     Args:
         retries: how often an agent is asked again whose answer cannot be read.
-        forced_guess: a verifier that has not decided in its last turn is asked for nothing else.
+        forced_guess: who has not decided in its last turn is asked for nothing else.
         shuffle_channels: the channels of a round are read in an order drawn by the seed.
 
     Raises:
@@ -92,7 +97,7 @@ class Scenario(ABC):
         """What an answer says; None if that cannot be read."""
 
     def deciding(self, answer: str, decision: int) -> str:
-        """The verifier's answer with this decision (0 or 1) in place of its own.
+        """An answer of one that decides with this decision (0 or 1) in place of its own.
 
         Raises:
             ConfigError: if the scenario does not say how that is written.

@@ -4,20 +4,20 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_rl.protocols.base import GO_ON, VERIFIER, Protocol
+from lightning_rl.protocols.base import GO_ON, Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Who speaks where in each round of one interaction, and what each agent argues for.
 
-    ``channels[agent][round]`` are those that an agent speaks on, ``stances`` are 2 for the
-    verifier, ``deciding`` are the rounds in which a decision counts.
+    ``channels[agent][round]`` are those that an agent speaks on, ``stances`` are 2 for agents that
+    decide, ``deciding[agent]`` are the rounds in which a decision of such an agent counts.
     """
 
     channels: dict[str, list[list[str]]]
     stances: dict[str, int]
-    deciding: list[int]
+    deciding: dict[str, list[int]]
 
     @classmethod
     def of(cls, protocol: Protocol, seed: int) -> "Schedule":
@@ -33,12 +33,15 @@ class Schedule:
             for name in protocol.agent_names
         }
         stances = {name: int(protocol.stance(name, seed)) for name in protocol.prover_names}
-        deciding = protocol.can_decide(rounds, seed).nonzero().flatten().tolist()
-        return cls(channels, stances | {VERIFIER: GO_ON}, deciding)
+        deciding = {
+            name: protocol.can_decide(rounds, seed, name).nonzero().flatten().tolist()
+            for name in protocol.deciders
+        }
+        return cls(channels, stances | dict.fromkeys(protocol.deciders, GO_ON), deciding)
 
-    def is_last(self, round: int) -> bool:
-        """Tell whether a decision counts, and none will in a later round."""
-        return self.deciding[-1:] == [round]
+    def is_last(self, agent: str, round: int) -> bool:
+        """Tell whether an agent's decision counts, and none of it will in a later round."""
+        return self.deciding.get(agent, [])[-1:] == [round]
 
     def speakers(self, round: int) -> list[str]:
         """Agents whose turn it is, in the protocol's order."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.protocols.base import ACCEPT, GO_ON, REJECT, VERIFIER
+from lightning_rl.protocols.base import ACCEPT, GO_ON, REJECT
 from lightning_rl.protocols.scenario import Reading, Scenario, Seat
 from lightning_rl.rollout import Message
 
@@ -43,20 +43,20 @@ class Instructions:
 class TextScenario(Scenario):
     """A scenario made of templates: a new task needs no code.
 
-    The verifier decides by the last line of its answer: one of the two words and nothing else,
+    Who decides does so by the last line of its answer: one of the two words and nothing else,
     perhaps after ``Decision:``. What stands before it, and any other answer, is its message. In its
     last turn an answer without a decision cannot be read.
 
     Args:
         prompts: what each agent is told.
         label: the column that says what is right: 0 or 1, a truth value, or one of the words.
-        accept: the verifier's word to accept.
-        reject: its word to reject.
-        guess: what the verifier is asked for that must decide.
+        accept: the word to accept.
+        reject: the word to reject.
+        guess: what one is asked for that must decide.
         message: how others read a message; ``{speaker}``, ``{channel}`` and ``{text}`` stand for
             what they say.
         retries: how often an agent is asked again whose answer cannot be read.
-        forced_guess: a verifier that has not decided in its last turn is asked for nothing else.
+        forced_guess: who has not decided in its last turn is asked for nothing else.
         shuffle_channels: the channels of a round are read in an order drawn by the seed.
 
     Raises:
@@ -124,7 +124,7 @@ class TextScenario(Scenario):
         """What prompts may name; override it to add what is worked out from the row."""
         words = {"accept": self.words[ACCEPT], "reject": self.words[REJECT]}
         fields = {**seat.columns, **words, "agent": seat.agent}
-        return fields | ({} if seat.stance == GO_ON else {"stance": self.words[seat.stance]})
+        return fields | ({} if seat.decides else {"stance": self.words[seat.stance]})
 
     def heard(self, seat: Seat, speaker: str, channel: str, text: str) -> str:
         return _formatted(self.message, {"speaker": speaker, "channel": channel, "text": text})
@@ -134,7 +134,7 @@ class TextScenario(Scenario):
         if form and not seat.guess and not re.fullmatch(form, text, re.DOTALL):
             return None
         decision = GO_ON
-        if seat.agent == VERIFIER:
+        if seat.decides:
             text, decision = self._decided(text)
             if decision == GO_ON and (seat.last or seat.guess):
                 return None

@@ -178,7 +178,8 @@ class LLMJudge(Remote):
         try:
             self.pattern = re.compile(pattern)
             self.fields = {name for _, name, _, _ in Formatter().parse(question) if name}
-        except (re.error, ValueError) as error:
+            question.format(**dict.fromkeys(self.fields, ""))
+        except (re.error, ValueError, LookupError, AttributeError) as error:
             raise ConfigError(f"the judge's pattern or question is malformed: {error}") from error
         if self.pattern.groups != 1:
             raise ConfigError(f"pattern={pattern!r} must have exactly one group, the score")

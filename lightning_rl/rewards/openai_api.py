@@ -1,20 +1,26 @@
 """OpenAIAPI: requests to a server that speaks OpenAI's API, and what its refusals mean."""
 
-import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
+from urllib.parse import urlsplit
 
+from lightning_rl.config.schema import SchemaError, one_line, parsed, require_pydantic
 from lightning_rl.errors import ConfigError, LightningRLError, require_at_least
-from lightning_rl.rewards.remote import ServerError, retry
+from lightning_rl.rewards.remote import LONGEST_ASKED_S, ServerError, retry
 
 T = TypeVar("T")
 
 OPENAI_URL = "https://api.openai.com/v1"
 RETRY_STATUSES = {408, 409, 425, 429}
 """Client errors (4xx) that another attempt may get over: too early, too many, in conflict."""
+LARGEST_ANSWER = 64 * 2**20
+"""Bytes; nobody has that much to say, and a server that does not stop would fill the memory."""
+WITHOUT_TEXT = ("length", "content_filter")
+"""Endings of an answer of which there may be no text: all was thought, or withheld."""
 
 
 class APIRefusal(LightningRLError):
@@ -23,6 +29,33 @@ class APIRefusal(LightningRLError):
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
+
+
+class Answer(Protocol):
+    """A dataclass with the fields that are read of an answer; ``called`` is its name for users."""
+
+    called: ClassVar[str]
+
+
+A = TypeVar("A", bound=Answer)
+
+
+@dataclass(frozen=True)
+class _Said:
+    content: str | None = None
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    message: _Said
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class _ChatCompletion:
+    choices: list[_Choice]
+    called: ClassVar[str] = "chat completion"
 
 
 class OpenAIAPI:
@@ -34,66 +67,71 @@ class OpenAIAPI:
             and stored nowhere; None: no key.
 
     Raises:
-        ConfigError: for an address that is not http(s).
+        ConfigError: for an address that is not http(s), or without pydantic.
     """
 
     def __init__(self, base_url: str, api_key_env: str | None = None) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url={base_url!r} must begin with http:// or https://")
+        require_pydantic("a client of OpenAI's API")
+        _require_address(base_url)
         self.base_url = base_url.rstrip("/")
         self.api_key_env = api_key_env
 
     async def chat(self, body: Mapping[str, Any]) -> tuple[str, str]:
         """The text of a chat completion's first choice, and its ``finish_reason``.
 
+        A refusal is a text, too. An answer that was cut, or withheld, may have none: "".
+
         Raises:
-            ServerError: if it is no chat completion; and as :meth:`call`.
+            ServerError: if it is no chat completion, or one without a text; and as :meth:`call`.
         """
-        answer = await self.post("/chat/completions", body)
-        try:
-            choice = answer["choices"][0]
-            return str(choice["message"]["content"] or ""), str(choice.get("finish_reason"))
-        except (LookupError, TypeError, AttributeError) as error:
-            text = json.dumps(answer)
-            raise ServerError(f"{self.base_url} sent no chat completion: {text:.200}") from error
+        told = await self.post("/chat/completions", _ChatCompletion, body)
+        where = f"{self.base_url}/chat/completions sent no chat completion"
+        if not told.choices:
+            raise ServerError(f"{where}: choices is empty")
+        said, ending = told.choices[0].message, told.choices[0].finish_reason
+        text = said.refusal if said.content is None else said.content
+        if text is None and ending not in WITHOUT_TEXT:
+            raise ServerError(f"{where}: choices.0.message.content is null (ended by {ending})")
+        return _of_whole_characters(text or ""), str(ending)
 
-    async def post(self, path: str, body: Any = None, **options: Any) -> Any:
+    async def post(self, path: str, kind: type[A], body: Any = None, **options: Any) -> A:
         """Post ``body`` as JSON; see :meth:`call`."""
-        return await self.call("POST", path, json=body, **options)
+        return await self.call("POST", path, kind, json=body, **options)
 
-    async def get(self, path: str, **params: str) -> Any:
+    async def get(self, path: str, kind: type[A], **params: str) -> A:
         """Get what stands under a path; see :meth:`call`."""
-        return await self.call("GET", path, params=params)
+        return await self.call("GET", path, kind, params=params)
 
     async def call(
-        self, method: str, path: str, headers: Mapping[str, str] | None = None, **options: Any
-    ) -> Any:
-        """The JSON that the server answers; ``options`` are aiohttp's.
+        self,
+        method: str,
+        path: str,
+        kind: type[A],
+        headers: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> A:
+        """What the server answers, held against ``kind``; ``options`` are aiohttp's.
 
         Raises:
             APIRefusal: if another attempt would not help.
-            ServerError: if it may, as after too many requests, or what is no answer of an API.
+            ServerError: if it may, as after too many requests, a connection that broke, or what is
+                no answer of an API.
         """
-        import aiohttp
-
         key, url = self._key(), self.base_url + path
         headers = {**(headers or {}), **({} if key is None else {"Authorization": f"Bearer {key}"})}
-        # One session per call: sessions belong to an event loop, and who asks may outlive loops.
-        async with (
-            aiohttp.ClientSession(trust_env=True) as session,
-            session.request(method, url, headers=headers, **options) as response,
-        ):
-            text = await response.text(errors="replace")
-            text = text if key is None else text.replace(key, "***")  # it may be shown
-            if response.status >= 400:
-                problem = f"{url} answered {response.status}: {text:.200}"
-                if response.status < 500 and response.status not in RETRY_STATUSES:
-                    raise APIRefusal(problem, response.status)
-                raise ServerError(problem, asked_wait(response.headers.get("Retry-After")))
-            try:
-                return await response.json(content_type=None)
-            except ValueError as error:
-                raise ServerError(f"{url} sent no JSON: {text:.200}") from error
+        status, retry_after, text = await _asked(method, url, headers=headers, **options)
+        text = text if key is None else text.replace(key, "***")  # it may be shown
+        shown = one_line(text, 200)
+        if status >= 400:
+            problem = f"{url} answered {status}: {shown}"
+            if status < 500 and status not in RETRY_STATUSES:
+                raise APIRefusal(problem, status)
+            raise _asking_to_wait(problem, asked_wait(retry_after))
+        try:
+            return parsed(kind, text)
+        except SchemaError as error:
+            what = "JSON" if str(error).startswith("no JSON") else f"{kind.called}: {error}"
+            raise ServerError(f"{url} sent no {what}: {shown}") from error
 
     def _key(self) -> str | None:
         if self.api_key_env is None:
@@ -103,6 +141,11 @@ class OpenAIAPI:
             raise APIRefusal(
                 f"api_key_env={self.api_key_env!r} names an environment variable that is not set; "
                 f"set it to the key of {self.base_url}"
+            )
+        if not (key.isascii() and key.isprintable() and " " not in key):
+            raise APIRefusal(
+                f"api_key_env={self.api_key_env!r} holds characters that no header can carry (a "
+                "line break or a space at its end, perhaps); set it to the key alone"
             )
         return key
 
@@ -140,14 +183,58 @@ class PatientAPI(OpenAIAPI):
         """Await ``call()``, of one request or several, and again after what may pass.
 
         Raises:
-            TimeoutError: if the last attempt took longer than ``timeout_s``.
+            ServerError: if the last attempt failed, too, or took longer than ``timeout_s``.
             APIRefusal: at once.
-            Exception: whatever else the last attempt raised.
         """
-        import aiohttp
+        try:
+            return await retry(
+                call, self.retries, self.timeout_s, self.first_wait_s, on=(ServerError,)
+            )
+        except TimeoutError as error:
+            raise ServerError(f"{self.base_url}: {error}{self._tries}") from error
+        except ServerError as error:
+            if error.wait_s > LONGEST_ASKED_S:
+                raise
+            raise ServerError(f"{error}{self._tries}") from error
 
-        passing = (ServerError, aiohttp.ClientError)
-        return await retry(call, self.retries, self.timeout_s, self.first_wait_s, on=passing)
+    @property
+    def _tries(self) -> str:
+        return f" (after {self.retries + 1} attempts)" if self.retries else ""
+
+
+async def _asked(method: str, url: str, **options: Any) -> tuple[int, str | None, str]:
+    """An answer's status, ``Retry-After`` and text; all that can befall it is a ServerError."""
+    import aiohttp
+
+    # Who asks has a time limit. One session per call: sessions belong to an event loop, and who
+    # asks may outlive loops.
+    forever = aiohttp.ClientTimeout(total=None)
+    try:
+        async with (
+            aiohttp.ClientSession(trust_env=True, timeout=forever) as session,
+            session.request(method, url, **options) as response,
+        ):
+            body = bytearray()
+            async for chunk in response.content.iter_chunked(2**16):
+                body += chunk
+                if len(body) > LARGEST_ANSWER:
+                    raise ServerError(f"{url} sent more than {LARGEST_ANSWER >> 20} MiB")
+            text = body.decode("utf-8", "replace")
+            return response.status, response.headers.get("Retry-After"), text
+    except aiohttp.ClientSSLError as error:  # no attempt would find another certificate
+        raise APIRefusal(f"{url} cannot be reached: {one_line(error)}") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        why = one_line(error) or type(error).__name__
+        raise ServerError(f"{url} gave no answer: {why}") from error
+
+
+def _asking_to_wait(problem: str, wait_s: float) -> ServerError:
+    if wait_s > LONGEST_ASKED_S:
+        problem += (
+            f"; it asks to be left alone for {wait_s:.3g} s, longer than the {LONGEST_ASKED_S:g} s "
+            "that are waited: run again then"
+        )
+    return ServerError(problem, wait_s)
 
 
 def asked_wait(retry_after: str | None) -> float:
@@ -160,5 +247,23 @@ def asked_wait(retry_after: str | None) -> float:
         pass
     try:
         return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):  # no date, or one beyond all clocks
         return 0.0
+
+
+def _require_address(base_url: str) -> None:
+    try:
+        parts = urlsplit(base_url)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number, or too large
+        known = False
+    if not known or any(c.isspace() or not c.isprintable() for c in base_url):
+        raise ConfigError(
+            f"base_url={base_url!r} must begin with http:// or https://, and name a host, such as "
+            f"{OPENAI_URL}"
+        )
+
+
+def _of_whole_characters(text: str) -> str:
+    """Without halves of characters (lone surrogates), which no file and no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

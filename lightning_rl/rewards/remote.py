@@ -6,7 +6,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lightning_rl.config.arguments import configurable
+from lightning_rl.config.schema import one_line
 from lightning_rl.errors import ConfigError, LightningRLError, require_at_least
 from lightning_rl.rewards.calling import (
     PerSample,
@@ -21,7 +24,9 @@ from lightning_rl.rewards.log import RewardLog
 T = TypeVar("T")
 
 LONGEST_ASKED_S = 600.0
-"""How long a server may have us wait, at most, before it is asked again."""
+"""How long a server may have us wait, at most; one that asks for more is not asked again."""
+_WORTH_A_WORD_S = 30.0
+"""A longer wait is said: a run that does nothing looks as if it hung."""
 
 
 class ServerError(LightningRLError):
@@ -48,7 +53,8 @@ async def retry(
 
     The i-th wait (from 0) is between half and all of ``min(first_wait_s * 2**i, longest_wait_s)``,
     so that many clients that failed together do not come back together. A :class:`ServerError`
-    that asks for a longer wait gets it.
+    that asks for a longer wait gets it, up to ``LONGEST_ASKED_S``; one that asks for more is
+    raised at once.
 
     Args:
         call: makes a new attempt.
@@ -67,9 +73,13 @@ async def retry(
         try:
             return await _within(timeout_s, call)
         except expected as error:
-            wait = min(first_wait_s * 2**attempt, longest_wait_s) * _jitter.uniform(0.5, 1.0)
             asked = error.wait_s if isinstance(error, ServerError) else 0.0
-            await asyncio.sleep(max(wait, min(asked, LONGEST_ASKED_S)))
+            if asked > LONGEST_ASKED_S:
+                raise
+            if asked > _WORTH_A_WORD_S:
+                rank_zero_warn(f"waiting for {asked:g} s, as it is asked for: {error}")
+            wait = min(first_wait_s * 2**attempt, longest_wait_s) * _jitter.uniform(0.5, 1.0)
+            await asyncio.sleep(max(wait, asked))
     return await _within(timeout_s, call)
 
 
@@ -125,9 +135,11 @@ class Remote(PerSample):
         self._gates: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def grade_one(self, sample: dict[str, Any]) -> Score:
-        log = RewardLog.of(sample)
+        log, attempts = RewardLog.of(sample), 0
 
         async def attempt() -> Any:
+            nonlocal attempts
+            attempts += 1
             if log is not None:
                 log.clear()  # of what an attempt left that failed
             score = only_score(await self.function(**sample))  # type: ignore[misc]
@@ -141,6 +153,5 @@ class Remote(PerSample):
             try:
                 return await retry(attempt, self.retries, self.timeout_s, self.first_wait_s)
             except Exception as error:  # anything may come from afar; it is kept, not hidden
-                return RewardFailure(
-                    f"{type(error).__name__}: {error} (after {self.retries + 1} attempts)"
-                )
+                why = f"{type(error).__name__}: {one_line(error)}"
+                return RewardFailure(f"{why} (after {attempts} attempts)")

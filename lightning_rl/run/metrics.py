@@ -198,7 +198,8 @@ def read_rows(text: str) -> list[Row]:
     for line in text.splitlines():
         try:
             row = json.loads(line)
-            rows[row["iteration"]] = rows.get(row["iteration"], {}) | row
+            iteration = row["iteration"] + 0  # a number, or a TypeError
+            rows[iteration] = rows.get(iteration, {}) | row
         except (ValueError, TypeError, KeyError):
             continue  # the end of a line that a kill cut off, or a damaged one
     return [rows[iteration] for iteration in sorted(rows)]

@@ -9,6 +9,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -158,6 +159,20 @@ def hold(directory: Path) -> None:
     with contextlib.suppress(OSError):  # a full disk: the lock itself holds
         os.pwrite(descriptor, text.encode(), 0)
     _held[path] = descriptor
+
+
+@contextlib.contextmanager
+def holding(directory: Path) -> Iterator[None]:
+    """While it lasts a directory, made if need be, is ours; see :func:`hold`."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused(directory, error) from error
+    hold(directory)
+    try:
+        yield
+    finally:
+        release(directory)
 
 
 def require_free(directory: Path) -> None:

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 from lightning_rl.agents.base import within
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.sampling import seed_of
 from lightning_rl.errors import ConfigError
-from lightning_rl.protocols.base import VERIFIER, Protocol
+from lightning_rl.protocols.base import Protocol
 from lightning_rl.protocols.conversation import Conversation
 from lightning_rl.protocols.scenario import Scenario
 from lightning_rl.rollout import Message, Rollout
@@ -22,7 +23,8 @@ class ProtocolAgent(SessionAgent):
     """Plays a protocol about each row of data: its agents are roles of the rollout.
 
     Each role is paid what the protocol pays it (``role_rewards``), and the ``environment_reward``
-    is the verifier's: name :class:`EnvironmentReward`. ``rollout.completion`` tells who said what,
+    is the verifier's (the mean of several that decide; of all, if nobody does): name
+    :class:`EnvironmentReward`. ``rollout.completion`` tells who said what,
     ``rollout.extra`` the ``label`` and the ``class`` that it stands for, the ``decision`` (None:
     none counted), and the numbers of ``rounds``, ``turns``, ``retries`` and ``guesses``. What
     chance decides is the same for all rollouts of a group, so that they can be compared.
@@ -101,8 +103,9 @@ def result(conversation: Conversation) -> Mapping[str, Any]:
     turns = conversation.turns
     paid = {turn.agent: conversation.rewards[turn.agent] for turn in turns}
     decision, label = conversation.decision, conversation.label
+    paying = conversation.protocol.deciders or conversation.protocol.agent_names
     return {
-        "reward": conversation.rewards[VERIFIER],
+        "reward": fmean(conversation.rewards[agent] for agent in paying),
         "role_rewards": paid,
         "metrics": {
             "right": float(decision == label),

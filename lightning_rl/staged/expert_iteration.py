@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.sampling import seed_of
 from lightning_rl.errors import require_at_least, require_finite
-from lightning_rl.protocols.base import ACCEPT, REJECT, VERIFIER
+from lightning_rl.protocols.base import ACCEPT, REJECT
 from lightning_rl.staged.algorithm import StagedAlgorithm
 from lightning_rl.staged.annealing import Annealing, ConstantShare
 from lightning_rl.staged.interaction import Interaction
@@ -72,8 +72,8 @@ class ExpertIteration(StagedAlgorithm):
     Args:
         selection: which interactions an agent imitates.
         samples: interactions per row of data.
-        truth_share: in so large a share of the interactions the verifier learns the right decision
-            in place of what it answered in the end.
+        truth_share: in so large a share of the interactions the verifier (or whoever decides)
+            learns the right decision in place of what it answered in the end.
 
     Raises:
         ConfigError: for values out of range.
@@ -83,7 +83,7 @@ class ExpertIteration(StagedAlgorithm):
         self,
         selection: Selection = RewardThreshold(),
         samples: int = 1,
-        truth_share: Annealing = ConstantShare(0.0),
+        truth_share: Annealing = ConstantShare(start=0.0),
     ) -> None:
         require_at_least(1, samples=samples)
         self.selection = selection
@@ -102,13 +102,13 @@ class ExpertIteration(StagedAlgorithm):
         for agent in agents:
             rng = random.Random(seed_of(f"{seed}/{agent}".encode()))
             own = interactions
-            if agent == VERIFIER:
+            if agent in _deciders(interactions):
                 share = self.truth_share.share(iteration)
                 drawn = [rng.random() < share for _ in interactions]
                 pairs = list(zip(interactions, drawn, strict=True))
                 own = [interaction for interaction, told in pairs if not told]
                 for interaction, told in pairs:
-                    examples += true_decision(interaction) if told else ()
+                    examples += true_decision(interaction, agent) if told else ()
             rewards = [interaction.conversation.rewards[agent] for interaction in own]
             for place in self.selection.choose(rewards, rng):
                 examples += turns_of(own[place], agent)
@@ -123,10 +123,14 @@ def turns_of(interaction: Interaction, agent: str) -> Iterator[Example]:
             yield Example(turn.messages, turn.answer)
 
 
-def true_decision(interaction: Interaction) -> Iterator[Example]:
-    """The verifier's last turn, with the right decision."""
+def _deciders(interactions: Sequence[Interaction]) -> Sequence[str]:
+    return interactions[0].conversation.protocol.deciders if interactions else ()
+
+
+def true_decision(interaction: Interaction, agent: str) -> Iterator[Example]:
+    """The last turn of an agent that decides, with the right decision."""
     conversation = interaction.conversation
-    turns = [turn for turn in conversation.turns if turn.agent == VERIFIER]
+    turns = [turn for turn in conversation.turns if turn.agent == agent]
     for turn in turns[-1:]:
         answer = conversation.scenario.deciding(turn.answer, conversation.label)
         yield Example(turn.messages, answer)

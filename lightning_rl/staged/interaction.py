@@ -16,7 +16,8 @@ class Interaction:
 
     ``path[i]`` numbers step i among those that were sampled in its place, ``answers[i]`` is what
     was answered, and ``taken[i]`` are the turns that came of it: none of an answer that could not
-    be read, and whose agent is asked again. From ``seed`` those of its questions are derived.
+    be read, and whose agent is asked again. ``paid[i]`` is what agents had been paid before it.
+    From ``seed`` those of its questions are derived.
     """
 
     conversation: Conversation
@@ -24,6 +25,7 @@ class Interaction:
     path: tuple[int, ...] = ()
     answers: tuple[Answers, ...] = ()
     taken: tuple[Mapping[str, Turn], ...] = ()
+    paid: tuple[Mapping[str, float], ...] = ()
 
     def after(self, answers: Answers, number: int) -> "Interaction":
         """The interaction one step on, the ``number``-th of those sampled here."""
@@ -31,7 +33,8 @@ class Interaction:
         now = before.after({agent: answer.text for agent, answer in answers.items()})
         new = {turn.agent: turn for turn in now.turns if turn not in before.turns}
         path, told = (*self.path, number), (*self.answers, answers)
-        return Interaction(now, self.seed, path, told, (*self.taken, new))
+        taken, paid = (*self.taken, new), (*self.paid, before.rewards)
+        return Interaction(now, self.seed, path, told, taken, paid)
 
     def replayed(self, path: Sequence[int], answers: Sequence[Answers]) -> "Interaction":
         """The interaction that such answers lead to."""
@@ -61,3 +64,14 @@ def expected_reward(leaves: Sequence[Interaction], agent: str, depth: int) -> fl
     if not children:
         return leaves[0].conversation.rewards[agent]
     return sum(expected_reward(child, agent, depth + 1) for child in children) / len(children)
+
+
+def value_from(leaves: Sequence[Interaction], agent: str, depth: int) -> float:
+    """What an answer leads to for an agent on average, without what was paid before it was given.
+
+    Args:
+        leaves: that descend from the answer.
+        agent: who is paid.
+        depth: of the answer, in steps from the root; that of the first is 0.
+    """
+    return expected_reward(leaves, agent, depth + 1) - leaves[0].paid[depth][agent]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_rl.errors import FineTuneError
 from lightning_rl.staged.jobs import FineTuneJobs, JobReport, JobRequest, JobStatus
 from lightning_rl.staged.state import BoughtJob, GroupState
 from lightning_rl.staged.training_sets import TrainingSet
@@ -58,7 +59,11 @@ class JobKeeper:
             self.save()
 
     async def end_of(self, job: BoughtJob, jobs: FineTuneJobs) -> str | None:
-        """The model that a job has made; None once it failed or was cancelled."""
+        """The model that a job has made; None once it failed or was cancelled.
+
+        Raises:
+            FineTuneError: if it succeeded without a model.
+        """
         assert job.id is not None, "it was created in the stage before"
         while not (told := await jobs.report(job.id)).status.over:
             self._note(job, told)
@@ -66,8 +71,12 @@ class JobKeeper:
                 told = await self._cancelled(job.id, jobs)
                 break
             await asyncio.sleep(self.poll_s)
+        if told.status is JobStatus.SUCCEEDED and not told.model:  # else it would be for ever over
+            raise FineTuneError(
+                f"job {job.id} succeeded, but {type(jobs).__name__} names no model that it made"
+            )
         self._note(job, told)
-        return told.model
+        return told.model if told.status is JobStatus.SUCCEEDED else None
 
     async def _cancelled(self, job: str, jobs: FineTuneJobs) -> JobReport:
         """How a job is doing that took too long: cancelled, or over at the last moment."""
@@ -85,3 +94,12 @@ class JobKeeper:
         self.save()
         error = f": {told.error}" if told.error else ""
         rank_zero_info(f"iteration {job.iteration}: job {job.id} {told.status}{error}")
+
+
+def ended_by(group: str, job: BoughtJob) -> FineTuneError:
+    """What ends a run whose job made no model."""
+    return FineTuneError(
+        f"job {job.id} of group {group!r} in iteration {job.iteration} {job.status}: "
+        f"{job.error or 'no reason was given'}; run again with a larger job_attempts to create "
+        "another, or with keep_model_after_failure to go on without"
+    )

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError
+from lightning_rl.config.schema import one_line, parsed
+from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollouts.jsonl import as_lines
 from lightning_rl.run.rundir import sync_directory, write_whole
 from lightning_rl.staged import job_process
@@ -80,22 +82,25 @@ class LocalJobs(FineTuneJobs):
 
     async def report(self, job: str) -> JobReport:
         directory = self._jobs / job
+        if not (directory / _CONFIG).is_file():
+            return JobReport(JobStatus.FAILED, error=f"{directory} is gone, or was emptied")
         if (directory / RESULT).exists():
-            result = json.loads((directory / RESULT).read_text())
-            status = JobStatus(result["status"])
-            made = str(directory / MODEL) if status is JobStatus.SUCCEEDED else None
-            return JobReport(status, made, result["error"])
+            result = _result(directory / RESULT)
+            made = directory / MODEL if result.status is JobStatus.SUCCEEDED else None
+            if made is not None and not made.is_dir():
+                return JobReport(JobStatus.FAILED, error=f"{made} is gone")
+            return JobReport(result.status, made and str(made), result.error)
         self._start_unless_running(directory)
         begun = (directory / STARTS).exists()
         return JobReport(JobStatus.RUNNING if begun else JobStatus.PENDING)
 
     async def cancel(self, job: str) -> None:
         directory = self._jobs / job
-        if (directory / RESULT).exists():
+        if (directory / RESULT).exists() or not (directory / _CONFIG).is_file():
             return
         lock = _lock(directory)
         if lock is None:  # something holds it, so the process is still the job's own
-            with suppress(ProcessLookupError, FileNotFoundError):
+            with suppress(ProcessLookupError, FileNotFoundError, ValueError):  # not written yet
                 os.killpg(int((directory / PID).read_text()), signal.SIGKILL)
         else:
             os.close(lock)
@@ -163,6 +168,22 @@ class LocalJobs(FineTuneJobs):
             start_new_session=True,  # out of reach of what ends its parent
         )
         self._started = [p for p in self._started if p.poll() is None] + [process]
+
+
+@dataclass(frozen=True)
+class _Result:
+    status: JobStatus
+    error: str = ""
+
+
+def _result(path: Path) -> _Result:
+    try:
+        return parsed(_Result, path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(
+            f"{path} is not what a job came to ({one_line(error)}); remove it, and the job is done "
+            "again if its model is not there"
+        ) from error
 
 
 def _lock(job: Path) -> int | None:

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.sampling import seed_of
 from lightning_rl.errors import require_at_least, require_finite
-from lightning_rl.protocols.base import VERIFIER
 from lightning_rl.protocols.conversation import Turn
 from lightning_rl.staged.algorithm import StagedAlgorithm
-from lightning_rl.staged.interaction import Interaction, expected_reward, subtrees
+from lightning_rl.staged.interaction import Interaction, subtrees, value_from
 from lightning_rl.staged.training_sets import Pair, Preferences
 
 
@@ -18,13 +17,13 @@ class MALT(StagedAlgorithm):
     """Trees of answers, and pairs of siblings in them for DPO (Motwani et al. 2024, MALT).
 
     Each step of an interaction is answered ``width`` times, and each answer gone on with. An
-    answer is worth what its descendants pay its agent on average, E[r]: it is good above a
-    threshold, else bad. Of the answers in one place, a good and a bad one make a pair; with several
-    of each, chance takes one.
+    answer is worth what its agent is paid on average from there on, E[r] over its descendants: it
+    is good from a threshold on, else bad. Of the answers in one place, a good and a bad one make a
+    pair; with several of each, chance takes one.
 
     Args:
         width: answers in each place; an interaction of n steps costs width + ... + width^n.
-        thresholds: by agent; those that are not named: the verifier 0, provers 0.5, the middle of
+        thresholds: by agent; those that are not named: who decides 0, provers 0.5, the middle of
             what a protocol can pay them. With ``shared_reward``, name provers with 0.
 
     Raises:
@@ -35,7 +34,7 @@ class MALT(StagedAlgorithm):
         require_at_least(2, width=width)
         require_finite(**(thresholds or {}))
         self.width = width
-        self.thresholds = {VERIFIER: 0.0} | (thresholds or {})
+        self.thresholds = dict(thresholds or {})
 
     def training_set(
         self,
@@ -47,8 +46,9 @@ class MALT(StagedAlgorithm):
         pairs: list[Pair] = []
         for agent in agents:
             rng = random.Random(seed_of(f"{seed}/{agent}".encode()))
-            threshold = self.thresholds.get(agent, 0.5)
             for tree in trees:
+                decides = agent in tree[0].conversation.protocol.deciders
+                threshold = self.thresholds.get(agent, 0.0 if decides else 0.5)
                 pairs += sibling_pairs(tree, agent, threshold, rng)
         return Preferences(pairs)
 
@@ -65,7 +65,7 @@ def sibling_pairs(
     Args:
         leaves: all that descend from a node.
         agent: whose answers.
-        threshold: an answer is good if its E[r] is above, else bad.
+        threshold: an answer is good if its E[r] is at least that, else bad.
         rng: takes one of several.
         depth: steps to the node.
     """
@@ -75,8 +75,8 @@ def sibling_pairs(
     for child in children:
         turn = child[0].taken[depth].get(agent)
         if turn is not None:
-            worth = expected_reward(child, agent, depth + 1)
-            (good if worth > threshold else bad).append(turn)
+            worth = value_from(child, agent, depth)
+            (good if worth >= threshold else bad).append(turn)
     couples = [(g, b) for g in good for b in bad if g.answer != b.answer]
     if couples:
         chosen, rejected = rng.choice(couples)

@@ -1,9 +1,11 @@
 """OpenAIFineTuning: jobs of OpenAI's fine-tuning API, or of a server that speaks it."""
 
 import json
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.config.schema import one_line
 from lightning_rl.rewards.openai_api import OPENAI_URL, APIRefusal, PatientAPI
 from lightning_rl.rewards.remote import ServerError
 from lightning_rl.staged.jobs import FineTuneJobs, JobReport, JobRequest, JobStatus
@@ -19,6 +21,43 @@ _STATUSES = {
     "failed": JobStatus.FAILED,
     "cancelled": JobStatus.CANCELLED,
 }
+_MOST_PAGES = 200
+"""Of a list of jobs; a server that has more of them to show does not come to an end."""
+
+
+@dataclass(frozen=True)
+class _File:
+    id: str
+    called: ClassVar[str] = "file"
+
+
+@dataclass(frozen=True)
+class _Fault:
+    message: str | None = None
+
+
+@dataclass(frozen=True)
+class _Job:
+    id: str
+    status: str = ""
+    fine_tuned_model: str | None = None
+    error: _Fault | None = None
+    user_provided_suffix: str | None = None
+    metadata: dict[str, Any] | None = None
+    called: ClassVar[str] = "fine-tune job"
+
+
+@dataclass(frozen=True)
+class _Jobs:
+    data: list[_Job]
+    has_more: bool = False
+    called: ClassVar[str] = "list of fine-tune jobs"
+
+
+@dataclass(frozen=True)
+class _Events:
+    data: list[_Fault] = field(default_factory=list)
+    called: ClassVar[str] = "list of events"
 
 
 @configurable
@@ -64,34 +103,48 @@ class OpenAIFineTuning(FineTuneJobs):
                 uploaded.append(await self._upload(request))
             created = await self.api.post(
                 "/fine_tuning/jobs",
+                _Job,
                 self._body(request, uploaded[0]),
                 headers={"Idempotency-Key": request.key},
             )
-            return str(_field(created, "id"))
+            return created.id
 
         return await self.api.retried(attempt)
 
     async def report(self, job: str) -> JobReport:
-        told = await self.api.retried(lambda: self.api.get(f"/fine_tuning/jobs/{job}"))
-        status = _STATUSES.get(_field(told, "status"))
+        told = await self.api.retried(lambda: self._look(job))
+        status = _STATUSES.get(told.status)
         if status is None:
             raise APIRefusal(
-                f"fine-tune job {job} is {told['status']!r}, none of {', '.join(_STATUSES)}; look "
-                "at it where it was made"
+                f"fine-tune job {job} is {one_line(told.status, 60)!r}, none of "
+                f"{', '.join(_STATUSES)}; look at it where it was made"
             )
         error = ""
         if status is JobStatus.FAILED:
-            error = str((told.get("error") or {}).get("message") or await self._last_event(job))
-        return JobReport(status, told.get("fine_tuned_model"), error)
+            why = told.error.message if told.error else None
+            error = one_line(why or await self._last_event(job))
+        # A job that did not succeed may name a model of a step on its way.
+        return JobReport(
+            status, told.fine_tuned_model if told.status == "succeeded" else None, error
+        )
 
     async def cancel(self, job: str) -> None:
         try:
-            await self.api.retried(lambda: self.api.post(f"/fine_tuning/jobs/{job}/cancel"))
+            await self.api.retried(lambda: self.api.post(f"/fine_tuning/jobs/{job}/cancel", _Job))
         except APIRefusal:  # it has come to an end meanwhile, or there is something else the matter
             if not (await self.report(job)).status.over:
                 raise
 
     # ---------------------------------------------------------------- requests
+
+    async def _look(self, job: str) -> _Job:
+        told = await self.api.get(f"/fine_tuning/jobs/{job}", _Job)
+        if told.status == "succeeded" and not told.fine_tuned_model:
+            raise ServerError(
+                f"{self.api.base_url}: fine-tune job {job} succeeded, but names no model "
+                "(fine_tuned_model)"
+            )
+        return told
 
     def _body(self, request: JobRequest, file: str) -> dict[str, Any]:
         method = request.training.method
@@ -112,33 +165,33 @@ class OpenAIFineTuning(FineTuneJobs):
         form = aiohttp.FormData()
         form.add_field("purpose", "fine-tune")
         text = "".join(f"{line}\n" for line in lines)
-        form.add_field("file", text.encode(), filename=f"{request.key}.jsonl")
-        return str(_field(await self.api.call("POST", "/files", data=form), "id"))
+        # JSON's own escape for half a character, which UTF-8 cannot hold.
+        content = text.encode("utf-8", "backslashreplace")
+        form.add_field("file", content, filename=f"{request.key}.jsonl")
+        return (await self.api.call("POST", "/files", _File, data=form)).id
 
     async def _find(self, key: str) -> str | None:
         """The id of the job that was created with this key."""
         query = {"limit": "100", f"metadata[{_TAG}]": key}
-        while True:
-            page = await self.api.get("/fine_tuning/jobs", **query)
-            jobs = _field(page, "data")
-            for job in jobs:  # a server may not know how to filter
-                named = (job.get("metadata") or {}).get(_TAG), job.get("user_provided_suffix")
-                if key in named:
-                    return str(job["id"])
-            if not jobs or not page.get("has_more"):
+        for _ in range(_MOST_PAGES):
+            page = await self.api.get("/fine_tuning/jobs", _Jobs, **query)
+            for job in page.data:  # a server may not know how to filter
+                if key in ((job.metadata or {}).get(_TAG), job.user_provided_suffix):
+                    return job.id
+            if not page.data or not page.has_more:
                 return None
-            query["after"] = jobs[-1]["id"]
+            last = page.data[-1].id
+            if query.get("after") == last:
+                break
+            query["after"] = last
+        raise APIRefusal(
+            f"{self.api.base_url} lists fine-tune jobs without end (has_more, page after page), so "
+            f"nobody can tell whether {key} was created already; no job was created"
+        )
 
     async def _last_event(self, job: str) -> str:
         """The newest of what a job had to say of itself."""
-        events = await self.api.retried(
-            lambda: self.api.get(f"/fine_tuning/jobs/{job}/events", limit="1")
+        told = await self.api.retried(
+            lambda: self.api.get(f"/fine_tuning/jobs/{job}/events", _Events, limit="1")
         )
-        told = events.get("data") or [{}]
-        return str(told[0].get("message") or "it does not say why")
-
-
-def _field(answer: Any, name: str) -> Any:
-    if not isinstance(answer, dict) or name not in answer:
-        raise ServerError(f"a fine-tuning server's answer has no {name!r}: {answer!r:.200}")
-    return answer[name]
+        return (told.data[0].message if told.data else None) or "it does not say why"

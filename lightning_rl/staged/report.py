@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.callbacks.report import installed_versions, plot_curves
+from lightning_rl.errors import ConfigError
 from lightning_rl.protocols.metrics import protocol_metrics
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.jsonl import as_lines, whole_lines
-from lightning_rl.run.metrics import summarize
+from lightning_rl.rollouts.jsonl import as_lines
+from lightning_rl.run.metrics import read_rows, summarize
 from lightning_rl.run.rundir import write_whole
 from lightning_rl.staged.state import StagedState
 
@@ -44,7 +45,8 @@ class StagedReport:
 
     def rows(self) -> list[Row]:
         """The rows so far."""
-        return [json.loads(line) for _, line in whole_lines(self.run_dir / "metrics.jsonl")]
+        path = self.run_dir / "metrics.jsonl"
+        return read_rows(path.read_text("utf-8", "replace")) if path.exists() else []
 
     def note(self, iteration: int, metrics: dict[str, float]) -> None:
         """Add to an iteration's row; what is noted again takes the place of what was."""
@@ -76,9 +78,18 @@ class StagedReport:
             if Path(model).is_dir():
                 _link(self.run_dir / "models" / name, Path(model))
 
-    def write_retests(self, rows: list[Row]) -> None:
-        """Keep the metrics of a test of all models, with a row for each iteration's."""
-        write_whole(self.run_dir / "retests.json", json.dumps(rows, indent=1) + "\n")
+
+def retest_directory(run_dir: Path, given: str | Path | None) -> Path:
+    """Where a test of a run's models goes: beside the run, or where one says.
+
+    Raises:
+        ConfigError: if that is in the run's own directory.
+    """
+    own = run_dir.resolve()
+    where = own.with_name(f"{own.name}_retest") if given is None else Path(given)
+    if own in (where.resolve(), *where.resolve().parents):
+        raise ConfigError(f"retest_dir={str(given)!r} lies in the run that is tested; name another")
+    return where
 
 
 def _link(path: Path, target: Path) -> None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_rl.config.schema import one_line
 from lightning_rl.engines.sampling import request_seed, seed_of
+from lightning_rl.errors import DataError
 from lightning_rl.protocols.base import Protocol
 from lightning_rl.protocols.conversation import Conversation
 from lightning_rl.protocols.scenario import Scenario
 from lightning_rl.rollout import Call, Message, Prompt, Rollout, RolloutStatus
-from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.rollouts.files import Recorded, open_rollouts
 from lightning_rl.serving.protocol_agent import result, transcript
 from lightning_rl.staged.chat import ChatAnswer, ChatModel
 from lightning_rl.staged.interaction import Interaction
@@ -72,7 +74,7 @@ class Sampler:
         trees: dict[str, Tree] = {}
         for recorded in file.read() if path.exists() else ():
             if recorded.iteration == iteration:
-                unit, leaf = self._replayed(recorded.rollout, iteration)
+                unit, leaf = self._replayed(recorded, iteration)
                 trees.setdefault(unit.name, Tree(unit, [])).leaves.append(leaf)
         file.close()
         return trees
@@ -141,15 +143,23 @@ class Sampler:
         told = dict(zip(asked, answers, strict=True))
         return await self._grow(node.after(told, number), width, questions)
 
-    def _replayed(self, rollout: Rollout, iteration: int) -> tuple[Unit, Interaction]:
+    def _replayed(self, recorded: Recorded, iteration: int) -> tuple[Unit, Interaction]:
         """A recorded leaf, and what it is a leaf of."""
-        told, prompt = rollout.extra, rollout.prompt
-        unit = Unit(told["draw"], told["sample"], int(prompt.id), prompt.columns)
-        steps = [
-            {agent: ChatAnswer(*answer) for agent, answer in step.items()}
-            for step in told["answers"]
-        ]
-        return unit, self._start(unit, iteration).replayed(told["path"], steps)
+        told, prompt = recorded.rollout.extra, recorded.rollout.prompt
+        try:
+            place = (int(told["draw"]), int(told["sample"]), int(prompt.id))
+            unit = Unit(*place, prompt.columns)
+            steps = [
+                {agent: ChatAnswer(*answer) for agent, answer in step.items()}
+                for step in told["answers"]
+            ]
+            return unit, self._start(unit, iteration).replayed(told["path"], steps)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise DataError(
+                f"{recorded.where}: no interaction of this protocol and scenario "
+                f"({type(error).__name__}: {one_line(error)}); restore the file, or name another "
+                "run_dir"
+            ) from error
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,11 +1,13 @@
 """StagedState: where a staged run stands, as one JSON file that is whole or as it was."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import ClassVar
 from uuid import uuid4
 
+from lightning_rl.config.schema import one_line, parsed
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.run.rundir import write_whole
 from lightning_rl.staged.jobs import JobStatus
@@ -20,6 +22,9 @@ class BoughtJob:
     ``id`` is None until its creation was noted: the job may be there nevertheless, and is then
     found by its ``key``. ``created`` is in seconds since 1970.
     """
+
+    # What another release has noted besides cannot be gone on with in this one.
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     iteration: int
     key: str
@@ -39,6 +44,8 @@ class BoughtJob:
 class GroupState:
     """The models of a group, ``models[i]`` that after i iterations, and all its jobs."""
 
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
     models: list[str]
     jobs: list[BoughtJob] = field(default_factory=list)
 
@@ -53,6 +60,8 @@ class StagedState:
 
     The ``iteration`` is the one that ``stage`` belongs to, counted from 0.
     """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     run: str
     groups: dict[str, GroupState]
@@ -82,12 +91,7 @@ class StagedState:
             state = cls(uuid4().hex[:12], groups)
             state.save(path)
             return state
-        state = cls.load(path)
-        if state.groups.keys() != models.keys():
-            raise ConfigError(
-                f"{path} is of a run with groups {', '.join(state.groups)}, not "
-                f"{', '.join(models)}; set them back, or name another run_dir"
-            )
+        state = cls.load(path, list(models))
         if state.done and state.iteration < iterations:
             state.stage = FIRST_STAGE
         return state
@@ -101,25 +105,48 @@ class StagedState:
         write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> "StagedState":
+    def load(cls, path: Path, groups: Sequence[str]) -> "StagedState":
         """Read what :meth:`save` wrote.
 
+        Args:
+            path: the file.
+            groups: that the run has to have.
+
         Raises:
+            ConfigError: if the run has other groups.
             DataError: if the file holds something else.
         """
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path} is no file; name another run_dir")
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            groups = {
-                name: GroupState(
-                    group["models"],
-                    [BoughtJob(**job | {"status": JobStatus(job["status"])}) for job in jobs],
-                )
-                for name, group in record.pop("groups").items()
-                for jobs in [group["jobs"]]
-            }
-            return cls(groups=groups, **record)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            state = parsed(cls, path.read_text(encoding="utf-8"))
+            state.check()
+        except (OSError, ValueError) as error:
             raise DataError(
-                f"{path} does not hold the state of a staged run ({error!r}); restore it, or name "
-                "another run_dir"
+                f"{path} does not hold the state of a staged run ({one_line(error)}); restore it, "
+                "or name another run_dir"
             ) from error
+        if state.groups.keys() != set(groups):
+            raise ConfigError(
+                f"{path} is of a run with groups {', '.join(state.groups)}, not "
+                f"{', '.join(groups)}; set them back, or name another run_dir"
+            )
+        return state
+
+    def check(self) -> None:
+        """Hold the numbers against each other.
+
+        Raises:
+            ValueError: if they are of no run.
+        """
+        if not self.run or self.iteration < 0:
+            raise ValueError(f"run={self.run!r}, iteration={self.iteration}")
+        for name, group in self.groups.items():
+            if len(group.models) != self.iteration + 1:
+                raise ValueError(
+                    f"groups.{name}.models has {len(group.models)} of them after "
+                    f"{self.iteration} iterations, not {self.iteration + 1}"
+                )
+            for job in group.jobs:
+                if not 0 <= job.iteration <= self.iteration:
+                    raise ValueError(f"job {job.key} is of iteration {job.iteration}")

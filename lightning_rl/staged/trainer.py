@@ -1,29 +1,35 @@
 """StagedTrainer: iterations of stages, each of which is done once, wherever the process ends."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl.callbacks.report import LABELS
 from lightning_rl.config.arguments import configurable
+from lightning_rl.config.schema import require_pydantic
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.sources import prompts_of
 from lightning_rl.engines.sampling import seed_of
-from lightning_rl.errors import ConfigError, FineTuneError, require_at_least
+from lightning_rl.errors import ConfigError, DataError, FineTuneError, require_at_least
 from lightning_rl.protocols.base import Protocol
 from lightning_rl.protocols.scenario import Scenario
+from lightning_rl.rewards.openai_api import APIRefusal
+from lightning_rl.rewards.remote import ServerError
 from lightning_rl.run.loop import run_async
-from lightning_rl.run.rundir import hold, release
+from lightning_rl.run.rundir import holding, write_whole
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.staged.algorithm import StagedAlgorithm
+from lightning_rl.staged.callbacks import StagedCallback, StagedLoggers
 from lightning_rl.staged.group import ChatGroup, require_groups
-from lightning_rl.staged.keeper import JobKeeper
-from lightning_rl.staged.report import StagedReport, verdict_metrics
+from lightning_rl.staged.keeper import JobKeeper, ended_by
+from lightning_rl.staged.report import StagedReport, retest_directory, verdict_metrics
 from lightning_rl.staged.sampler import Sampler, Tree, remove_rollouts
-from lightning_rl.staged.state import FIRST_STAGE, LAST_STAGE, BoughtJob, StagedState
+from lightning_rl.staged.state import FIRST_STAGE, LAST_STAGE, StagedState
 from lightning_rl.staged.units import Unit, all_units, rows_of, train_units
 
 STATE = "state.json"
@@ -61,6 +67,9 @@ class StagedTrainer:
         max_concurrency: interactions (and questions) at the same time.
         rollout_format: of the files that keep interactions: ``jsonl``, ``parquet`` or ``sqlite``.
         seed: of all; None: ``seed_everything``'s.
+        logger: any of Lightning's loggers, or several, that get the metrics; W&B and MLflow keep
+            the state, too.
+        callbacks: what else happens, such as statistics of your own.
 
     Raises:
         ConfigError: for values out of range, or agents that are not each in one group.
@@ -87,6 +96,8 @@ class StagedTrainer:
         max_concurrency: int = 16,
         rollout_format: Literal["jsonl", "parquet", "sqlite"] = "jsonl",
         seed: int | None = None,
+        logger: list[Logger] | Logger | None = None,
+        callbacks: list[StagedCallback] | None = None,
     ) -> None:
         require_at_least(0, iterations=iterations, poll_s=poll_s, job_timeout_s=job_timeout_s)
         require_at_least(
@@ -98,6 +109,7 @@ class StagedTrainer:
             job_attempts=job_attempts,
             max_concurrency=max_concurrency,
         )
+        require_pydantic("StagedTrainer")
         require_groups(groups, protocol.agent_names)
         self.run_dir = Path(run_dir)
         self.train = train
@@ -117,6 +129,8 @@ class StagedTrainer:
         self.sampler = Sampler(protocol, scenario, chats, max_concurrency, self.seed)
         self.keeper = JobKeeper(self._save, job_timeout_s, poll_s)
         self.report = StagedReport(self.run_dir)
+        loggers = logger if isinstance(logger, list) else [] if logger is None else [logger]
+        self.callbacks = [*(callbacks or ()), *([StagedLoggers(loggers)] if loggers else ())]
         self.state = StagedState("", {})
 
     # ---------------------------------------------------------------- from outside
@@ -126,29 +140,45 @@ class StagedTrainer:
 
         Raises:
             ConfigError: if another process runs in the directory.
-            FineTuneError: if a job fails, and neither another try nor the old model is to do.
+            DataError: if the directory's files are damaged.
+            FineTuneError: if a job fails, and neither another try nor the old model is to do; or if
+                a server is out of reach. The state is kept: ``fit`` goes on from there.
         """
-        with self._entered():
+        models = {name: group.model for name, group in self.groups.items()}
+        with self._entered(self.run_dir), self._told(), self._outages_told():
+            self.state = StagedState.at(self.run_dir / STATE, models, self.iterations)
+            for group in self.groups.values():
+                if group.jobs is not None:
+                    group.jobs.open(self.run_dir)
             while not self.state.done:
-                self.state.stage = getattr(self, self.state.stage)()
-                self._save()
+                self._do(self.state.stage)
         return self.state
 
-    def retest(self) -> list[dict[str, Any]]:
+    def retest(self, directory: str | Path | None = None) -> list[dict[str, Any]]:
         """Test the models of each iteration again; a row of metrics for each.
 
+        Nothing is written into the run's own directory, and a run that goes on is left alone.
+
+        Args:
+            directory: where ``retests.json`` and the interactions go; None: beside the run's, with
+                ``_retest`` at its name's end.
+
         Raises:
-            ConfigError: if there is no run, or nothing to test on.
+            ConfigError: if there is no run, nothing to test on, or the directory is the run's.
+            FineTuneError: if a server is out of reach.
         """
         if not (self.run_dir / STATE).exists():
             raise ConfigError(f"run_dir={str(self.run_dir)!r} holds no staged run to test")
         if self.test_rows is None:
             raise ConfigError("test=null: there is nothing to test on; name rows of data")
-        with self._entered():
-            remove_rollouts(self._file(RETESTS))
+        where = retest_directory(self.run_dir, directory)
+        self.state = StagedState.load(self.run_dir / STATE, list(self.groups))
+        with self._entered(where), self._outages_told():
+            remove_rollouts(self._file(RETESTS, where))
             tested = range(min(len(group.models) for group in self.state.groups.values()))
-            rows = [{"iteration": i} | self._tested(i, RETESTS) for i in tested]
-            self.report.write_retests(rows)
+            rows = [{"iteration": i} | self._tested(i, RETESTS, where) for i in tested]
+            write_whole(where / "retests.json", json.dumps(rows, indent=1) + "\n")
+        rank_zero_info(f"rows and interactions of the test are in {where}")
         return rows
 
     # ---------------------------------------------------------------- stages
@@ -204,7 +234,7 @@ class StagedTrainer:
                 if model is None and len(tried) < self.job_attempts:
                     return "create_fine_tune_jobs"
                 if model is None and not self.keep_model_after_failure:
-                    raise _ended_by(name, tried[-1])
+                    raise ended_by(name, tried[-1])
             made[name] = model or held.models[iteration]
         for name, model in made.items():
             self.state.groups[name].models.append(model)
@@ -221,21 +251,52 @@ class StagedTrainer:
     # ---------------------------------------------------------------- inside
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
-        """While it lasts the directory is ours, and the state what was saved there."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        hold(self.run_dir)
+    def _entered(self, directory: Path) -> Iterator[None]:
+        """While it lasts a directory is ours, and models may answer."""
+        with holding(directory):
+            try:
+                yield
+            finally:
+                for group in self.groups.values():
+                    group.chat.close()
+
+    @contextmanager
+    def _outages_told(self) -> Iterator[None]:
+        """A server that is out of reach is one error, that says where it goes on."""
         try:
-            models = {name: group.model for name, group in self.groups.items()}
-            self.state = StagedState.at(self.run_dir / STATE, models, self.iterations)
-            for group in self.groups.values():
-                if group.jobs is not None:
-                    group.jobs.open(self.run_dir)
             yield
+        except (ServerError, APIRefusal) as outage:
+            raise FineTuneError(
+                f"{outage}; it stopped in stage {self.state.stage} of iteration "
+                f"{self.state.iteration}, nothing is lost, and the same command goes on from there"
+            ) from outage
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """After it callbacks hear how the run ended."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as fault:
+            error = fault
+            raise
         finally:
-            for group in self.groups.values():
-                group.chat.close()
-            release(self.run_dir)
+            for callback in self.callbacks:
+                callback.on_run_end(self, error)
+
+    def _do(self, stage: str) -> None:
+        """Go through a stage, and note which is next."""
+        public = not stage.startswith("_") and stage not in ("fit", "retest")
+        method = getattr(type(self), stage, None) if public else None
+        if not callable(method):
+            raise DataError(
+                f"{self.run_dir / STATE}: stage {stage!r} is none of {type(self).__name__}'s; "
+                "restore the file, or name another run_dir"
+            )
+        self.state.stage = method(self)
+        self._save()
+        for callback in self.callbacks:
+            callback.on_stage_end(self, stage)
 
     def _save(self) -> None:
         self.state.save(self.run_dir / STATE)
@@ -246,27 +307,31 @@ class StagedTrainer:
         shown = {n: v for n, v in metrics.items() if n in LABELS}
         told = ", ".join(f"{LABELS[name]} {value:.4g}" for name, value in shown.items())
         rank_zero_info(f"iteration {self.state.iteration}: {told}")
+        for callback in self.callbacks:
+            callback.on_metrics(self, self.state.iteration, metrics)
 
     def _sampled(self) -> list[Tree]:
         """The iteration's interactions."""
         iteration, algorithm = self.state.iteration, self.algorithm
         rows, count = rows_of(self.train), self.rows_per_iteration
         units = train_units(rows, iteration, count, algorithm.samples, self.seed)
-        return self._sample(ROLLOUTS, units, algorithm.width, iteration)
+        return self._sample(self._file(ROLLOUTS), units, algorithm.width, iteration)
 
-    def _tested(self, iteration: int, file: str) -> dict[str, float]:
+    def _tested(self, iteration: int, name: str, directory: Path | None = None) -> dict[str, float]:
         """Metrics of the models after so many iterations, on held-out rows."""
         assert self.test_rows is not None
         units = all_units(rows_of(self.test_rows)[: self.test_limit])
-        return self._metrics("eval", self._sample(file, units, 1, iteration), iteration)
+        trees = self._sample(self._file(name, directory), units, 1, iteration)
+        return self._metrics("eval", trees, iteration)
 
     def _metrics(self, of: str, trees: Sequence[Tree], iteration: int) -> dict[str, float]:
         metrics = verdict_metrics([r for tree in trees for r in tree.rollouts(iteration)])
+        for callback in self.callbacks:
+            metrics |= callback.statistics(self, of, iteration, trees)
         return {f"{of}/{name}": value for name, value in metrics.items()}
 
-    def _sample(self, file: str, units: Sequence[Unit], width: int, iteration: int) -> list[Tree]:
+    def _sample(self, path: Path, units: Sequence[Unit], width: int, iteration: int) -> list[Tree]:
         """Interactions with the models after so many iterations; none twice that the file holds."""
-        path = self._file(file)
         trees = self.sampler.held(path, iteration)
         missing = [unit for unit in units if unit.name not in trees]
         if missing:
@@ -275,13 +340,5 @@ class StagedTrainer:
             trees |= run_async(self.sampler.sample(path, missing, width, iteration))
         return [trees[unit.name] for unit in units]
 
-    def _file(self, name: str) -> Path:
-        return self.run_dir / f"{name}.{self.rollout_format}"
-
-
-def _ended_by(name: str, job: BoughtJob) -> FineTuneError:
-    return FineTuneError(
-        f"job {job.id} of group {name!r} in iteration {job.iteration} {job.status}: "
-        f"{job.error or 'no reason was given'}; run again with a larger job_attempts to create "
-        "another, or with keep_model_after_failure to go on without"
-    )
+    def _file(self, name: str, directory: Path | None = None) -> Path:
+        return (directory or self.run_dir) / f"{name}.{self.rollout_format}"

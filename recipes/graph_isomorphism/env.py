@@ -11,7 +11,7 @@ from torchrl.envs import EnvBase
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.protocols.base import VERIFIER, Protocol
+from lightning_rl.protocols.base import GO_ON, Protocol
 from lightning_rl.protocols.single_prover import Nip
 from lightning_rl.protocols.zero_knowledge import ADVERSARY, SIMULATOR
 from recipes.graph_isomorphism.data import Kind, twins
@@ -80,6 +80,9 @@ class GraphIsomorphism(EnvBase):
         channels = self.protocol.message_channel_names
         self.messages = {channel: self._silence() for channel in channels}
         """By channel (E, R)."""
+        undecided = torch.full((num_envs,), GO_ON)
+        self.decided = {name: undecided.clone() for name in self.protocol.deciders}
+        """By agent that decides (E,), the decision that counted; 2: none yet."""
         self._set_seed(0)
 
     def _silence(self) -> Tensor:
@@ -207,6 +210,8 @@ class GraphIsomorphism(EnvBase):
                 setattr(self, name, torch.where(places, value, getattr(self, name)))
         for channel, messages in self.messages.items():
             self.messages[channel] = messages.masked_fill(anew.unsqueeze(1), -1)
+        for name, decided in self.decided.items():
+            self.decided[name] = decided.masked_fill(anew, GO_ON)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         now = self.round.clamp(max=self.protocol.max_message_rounds - 1)
@@ -215,17 +220,21 @@ class GraphIsomorphism(EnvBase):
                 speaks = self.protocol.is_active(name, channel, now, self.seeds)
                 message = tensordict[name, f"{prefix}message"].reshape(-1)
                 self._say(channel, now, message, speaks)
-        decision = tensordict[VERIFIER, "decision"].reshape(-1)
-        done, rewards = self.protocol.step({VERIFIER: decision}, now, self.label, self.seeds)
+        said = {name: tensordict[name, "decision"].reshape(-1) for name in self.protocol.deciders}
+        done, rewards = self.protocol.step(said, now, self.label, self.seeds, self.decided)
         logits = {name: self.logits_of(tensordict[name]) for name in self.protocol.logits_read}
-        for name, paid in self.protocol.logit_rewards(logits, now, self.seeds).items():
+        for name, paid in self._paid_for(logits, now).items():
             rewards[name] = rewards[name] + paid
+        self.decided = self.protocol.decided(said, now, self.seeds, self.decided)
         self.round = now + 1
         after = self._observed()
         for name, paid in rewards.items():
             after[name, "reward"] = paid.reshape(-1, 1, 1)
         after["done"] = after["terminated"] = done.unsqueeze(-1)
         return after
+
+    def _paid_for(self, logits: Mapping[str, Any], now: Tensor) -> dict[str, Tensor]:
+        return self.protocol.logit_rewards(logits, now, self.seeds, self.decided)
 
     def _say(self, channel: str, round: Tensor, message: Tensor, speaks: Tensor) -> None:
         """Write down the messages (E,) of those who speak."""
@@ -265,10 +274,15 @@ class GraphIsomorphism(EnvBase):
         groups = {}
         for name, own in seen.items():
             own["round"] = at_round
-            own["mask"] = self.protocol.speaks(name, self.round, self.seeds)
+            own["mask"] = self.protocol.speaks(name, self.round, self.seeds) & self._goes_on(name)
             groups[name] = TensorDict({n: value.unsqueeze(1) for n, value in own.items()}, lead)
         told = {"label": self.label.unsqueeze(1), "pair": self.pair.unsqueeze(1)}
         return TensorDict(groups | told, self.batch_size)
+
+    def _goes_on(self, name: str) -> Tensor:
+        """Whether an agent has not decided, (E,); the simulator guesses as long as there is one."""
+        waits = self.decided.get(ADVERSARY if name == SIMULATOR else name)
+        return torch.ones_like(self.round) > 0 if waits is None else waits == GO_ON
 
     def _prover_sees(self, name: str) -> dict[str, Tensor]:
         exists = (torch.arange(self.nodes) < self.size.unsqueeze(1)).float().repeat(1, 2)
@@ -306,8 +320,8 @@ class GraphIsomorphism(EnvBase):
 
 
 def _require_one_channel(protocol: Protocol) -> None:
-    channels = protocol.visible(VERIFIER)
-    if len(channels) > 1 or protocol.random_stances:
+    channels = max((protocol.visible(name) for name in protocol.deciders), key=len, default=[])
+    if len(channels) != 1 or protocol.random_stances:
         raise ConfigError(
             f"GraphIsomorphism has one message a round for a verifier, and that of "
             f"{type(protocol).__name__} has the channels {', '.join(channels)}, random_stances="

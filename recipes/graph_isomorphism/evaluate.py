@@ -86,7 +86,8 @@ def play(env: GraphIsomorphism, agents: Agents, times: int, seed: int = 0) -> Pl
                     for action, distribution in made.items():
                         data[name, f"{action}_logits"] = distribution.logits  # type: ignore[attr-defined]
             if simulated:
-                spoke = (decided == GO_ON) & env.protocol.speaks(ADVERSARY, round, env.seeds)
+                undecided = env.decided[ADVERSARY] == GO_ON
+                spoke = undecided & env.protocol.speaks(ADVERSARY, round, env.seeds)
                 logits = [env.logits_of(data[name]) for name in (ADVERSARY, SIMULATOR)]
                 alike, turns = alike + spoke * likeness(*logits) / 2, turns + spoke
             said = data[VERIFIER, "decision"].squeeze(1)

@@ -102,6 +102,11 @@ def cli_arguments(words: list[str]) -> list[str] | None:
 
 
 def parse_staged_run(arguments: list[str]) -> None:
+    if "--name" in arguments:  # of a run that there is not
+        place = arguments.index("--name")
+        assert arguments[place + 1 : place + 2]
+        options = [*arguments[:place], *arguments[place + 2 :]]
+        arguments = ["--config", "recipes/pointing/malt.yaml", *options]
     parser = make_staged_parser()
     build_staged(parse_staged([a for a in arguments if a not in STAGED_OPTIONS], parser), parser)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from dataclasses import replace
+from itertools import product
 from statistics import fmean
 
 import pytest
@@ -24,6 +25,7 @@ from lightning_rl import (
     forked,
 )
 from lightning_rl.agents.rows import captured
+from lightning_rl.algos.tree import Branched, tree_credits
 from lightning_rl.callbacks import RLCallback, WeightSync
 from lightning_rl.callbacks.preview import preview_table
 from lightning_rl.collect.pipeline import RolloutPipeline
@@ -414,3 +416,47 @@ def test_a_run_that_is_resumed_in_the_middle_is_bit_for_bit_the_same(tiny_model,
 def test_other_advantages_are_refused(tiny_model, tmp_path):
     with pytest.raises(ConfigError, match=r"agent=Branching.*advantage=GRPO.*TreeRLOO"):
         trained(tiny_model, tmp_path, module=grpo(tiny_model, advantage=GRPO()))
+
+
+# ---------------------------------------------------------------- the factor of TokenSum
+
+
+def gradient(stops: float, wins: float, by_all: bool, games: int = 3) -> float:
+    """d/d(the first turn's logit) of what a batch of trees gives, over all batches there are.
+
+    A game stops (and pays 0.8) or goes on; then it wins 1 or nothing. One that goes on has a branch
+    before its second turn. A batch's sum is divided by its games, or by its branches, too.
+    """
+    ways = [(stops, [0.8], 0)] + [
+        ((1 - stops) * p * q, [a, b], 1)
+        for a, p in ((1.0, wins), (0.0, 1 - wins))
+        for b, q in ((1.0, wins), (0.0, 1 - wins))
+    ]
+    total = 0.0
+    for batch in product(ways, repeat=games):
+        chance, rewards, group, trunks = 1.0, [], [], []
+        for probability, paid, goes_on in batch:
+            chance *= probability
+            one = Branched(len(rewards))
+            if goes_on:
+                one.forks[1].append(len(rewards) + 1)
+            trunks.append((len(rewards), goes_on))
+            rewards += paid
+            group.append(one)
+        found = tree_credits(group, rewards)
+        # d log p / d logit of the first turn: 1 - p where it stops, -p where it goes on.
+        score = sum(found[t][0][1] * (-stops if on else 1 - stops) for t, on in trunks)
+        total += chance * score / (len(rewards) if by_all else games)
+    return total
+
+
+def test_the_factor_of_token_sum_is_a_constant_only_where_branches_do_not_hang_on_what_is_written():
+    # J = 0.8 p + (1 - p) w, so dJ/dlogit = p (1 - p) (0.8 - w).
+    for stops, wins in ((0.2, 0.5), (0.8, 0.9)):
+        exact = stops * (1 - stops) * (0.8 - wins)
+        assert gradient(stops, wins, by_all=False) == pytest.approx(exact)
+    ratios = [
+        gradient(p, w, by_all=True) / (p * (1 - p) * (0.8 - w)) for p, w in ((0.2, 0.5), (0.8, 0.9))
+    ]
+    # 3/4 where one of three games goes on, 3/5 where two do: which, is for the policy to say.
+    assert ratios == pytest.approx([0.2 * 3 / 4 + 0.8 * 3 / 5, 0.8 * 3 / 4 + 0.2 * 3 / 5])

@@ -3,13 +3,15 @@
 from dataclasses import FrozenInstanceError
 
 import pytest
+import torch
 
 from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.protocols.base import ACCEPT, GO_ON, REJECT
+from lightning_rl.protocols.base import ACCEPT, GO_ON, REJECT, Protocol
 from lightning_rl.protocols.conversation import Conversation
 from lightning_rl.protocols.single_prover import Adp, Nip, SoloVerifier
 from lightning_rl.protocols.text_scenario import Instructions, TextScenario
 from lightning_rl.protocols.two_provers import Debate, Mnip
+from lightning_rl.serving.protocol_agent import result
 
 ROW = {"n": 3, "label": 0}
 
@@ -261,3 +263,64 @@ def test_what_cannot_be_is_refused():
     told = Conversation.begin(Adp(), scenario(message="{who}: {text}"), ROW).after({"prover": "p"})
     with pytest.raises(ConfigError, match="cannot be filled: 'who'; it may name 'speaker', 'chan"):
         told.asks()
+
+
+# ---------------------------------------------------------------- others that decide
+
+
+class Panel(Protocol):
+    """An advocate speaks in rounds 0 and 2, one judge in 1 and 3, the other in 3."""
+
+    agent_names = ("advocate", "first", "second")
+    deciders = ("first", "second")
+    agent_channel_visibility = tuple((name, "main") for name in agent_names)
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+
+    def is_active(self, agent, channel, round, seed=0):
+        now = torch.as_tensor(round)
+        return {"advocate": now % 2 == 0, "first": now % 2 == 1, "second": now == 3}[agent]
+
+
+def test_a_judge_that_has_decided_is_asked_no_more():
+    names = Panel.agent_names
+    words = TextScenario({name: Instructions(user=f"You are {name}.") for name in names})
+    begun = Conversation.begin(Panel(), words, {"label": 1})
+    early = played(begun, "It is so.", "accept", "Really.")
+    assert list(early.asks()) == ["second"]
+    assert (early.done, early.decision, early.decided["first"]) == (False, None, ACCEPT)
+    ended = early.after({"second": "reject"})
+    assert (ended.done, ended.decision) == (True, None)  # they do not agree
+    assert ended.rewards == {"advocate": 0, "first": 1, "second": -1}
+
+    late = played(begun, "It is so.", "Hm.", "Really.")
+    assert list(late.asks()) == ["first", "second"]
+    ended = late.after({"first": "accept", "second": "accept"})
+    assert (ended.done, ended.decision) == (True, ACCEPT)
+    assert ended.rewards == {"advocate": 1, "first": 1, "second": 1}
+    assert [turn.decision for turn in ended.turns] == [None, GO_ON, None, ACCEPT, ACCEPT]
+    # Each that has not decided in its last turn must guess, and they are asked together.
+    guessing = late.after({"first": "Hm.", "second": "Hm."})
+    assert list(guessing.asks()) == ["first", "second"]
+    told = result(ended)
+    assert (told["reward"], told["role_rewards"]) == (1, {"advocate": 1, "first": 1, "second": 1})
+
+
+def test_where_nobody_decides_it_ends_with_the_rounds():
+    class Chat(Protocol):
+        agent_names = ("ann", "bob")
+        deciders = ()
+        agent_channel_visibility = (("ann", "main"), ("bob", "main"))
+
+        def is_active(self, agent, channel, round, seed=0):
+            return torch.as_tensor(round) == self.agent_names.index(agent)
+
+        def prover_rewards(self, decided, paid, seed=0):
+            return {"ann": torch.tensor(1.0), "bob": torch.tensor(0.5)}
+
+    words = TextScenario({name: Instructions(user=f"You are {name}.") for name in ("ann", "bob")})
+    ended = played(Conversation.begin(Chat(2, 0), words, {"label": 1}), "Hi.", "accept")
+    assert (ended.done, ended.decision) == (True, None)
+    assert ended.turns[-1].said == {"main": "accept"}  # whoever does not decide just says it
+    assert result(ended)["reward"] == 1.5  # the mean of (1 + 1, 0.5 + 0.5)

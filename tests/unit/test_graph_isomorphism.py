@@ -313,6 +313,33 @@ def test_a_simulator_sees_what_its_adversary_does_but_no_answer():
     assert torch.equal(marks, torch.cat(expected, -1))
 
 
+def test_it_goes_on_until_verifier_and_adversary_have_decided():
+    env = small(ZeroKnowledge(Nip(6)))
+    data, half = env.reset(), torch.arange(env.num_envs) % 2 == 0
+    both = ("verifier", "adversarial_verifier")
+    masks = {name: [] for name in (*both, "simulator")}
+    done = []
+    for round in range(4):
+        for name, told in masks.items():
+            told.append(data[name, "mask"].flatten())
+        data = env.rand_action(data).update(env.full_state_spec.zero())
+        # In half of the places one of them decides in its first turn, in the others the other.
+        for name, early in zip(both, (half, ~half), strict=True):
+            said = torch.where(early == (round == 1), ACCEPT, GO_ON)
+            data[name, "decision"] = said.reshape(-1, 1, 1)
+        data = env.step(data)["next"]
+        done.append(data["done"].flatten())
+        data = data.exclude("reward")
+    assert [bool(told.any()) for told in done] == [False, False, False, True]
+    assert bool(done[3].all())
+    assert bool(masks["verifier"][1].all())
+    assert torch.equal(masks["verifier"][3], ~half)
+    assert torch.equal(masks["adversarial_verifier"][3], half)
+    assert torch.equal(masks["simulator"][3], half)  # it guesses what there is to guess
+    env.reset()
+    assert all(bool((decided == GO_ON).all()) for decided in env.decided.values())
+
+
 # ---------------------------------------------------------------- what can be won
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.staged.jobs import JobReport, JobRequest, JobStatus
 from lightning_rl.staged.local_jobs import LocalJobs
 from lightning_rl.staged.training_sets import Demonstrations, Example, Pair, Preferences
@@ -192,3 +192,19 @@ def test_a_job_is_cancelled_unless_it_is_over(tmp_path):
 def test_settings_are_keys_of_a_fit():
     with pytest.raises(ConfigError, match=r"\['optimizer'\] are no keys of a fit"):
         LocalJobs(supervised={"optimizer": {}})
+
+
+def test_what_a_job_left_may_be_damaged(tmp_path):
+    jobs = Quick(MAKE_MODEL, tmp_path)
+    create(jobs)
+    end_of(jobs)
+    result = tmp_path / "jobs/k/result.json"
+    for text in ("", "{", "[]", '{"status": "odd"}', '{"error": ""}'):
+        result.write_text(text)
+        with pytest.raises(DataError, match=r"result\.json is not what a job came to"):
+            report(jobs)
+    (tmp_path / "jobs/k/model").rmdir()
+    result.write_text('{"status": "succeeded", "error": ""}')
+    assert report(jobs).error == f"{tmp_path}/jobs/k/model is gone"
+    assert report(jobs, "never").error == f"{tmp_path}/jobs/never is gone, or was emptied"
+    asyncio.run(jobs.cancel("never"))

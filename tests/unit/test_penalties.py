@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_rl.algos.baselines import RLOO, ReinforcePlusPlus
+from lightning_rl.algos.turns import RewardToGo
 from lightning_rl.data.packing import pack_rollouts, select
 from lightning_rl.engines import Sampling, StructuredOutputs
 from lightning_rl.errors import ConfigError
 from lightning_rl.models import heads
-from lightning_rl.models.heads import token_logprobs
+from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, token_logprobs
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.sampling import Penalties
 from tests.tolerances import distance, norm_rounding, rounding, scores_rounding
@@ -178,3 +180,41 @@ def test_what_was_held_to_a_form_cannot_be_scored(make_rollout):
 def test_a_form_is_exactly_one(given, words):
     with pytest.raises(ConfigError, match=words):
         StructuredOutputs(**given)
+
+
+# ---------------------------------------------------------------- another default of torch's
+
+
+@pytest.fixture
+def float64_by_default():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_penalties_are_of_the_dtype_of_the_logits(float64_by_default, dtype):
+    # Token 3 was in the prompt, 1 was written twice: (4 / 2 - 2 x 0.5 - 0.25), 2 / 2, 2 x -1.
+    logits = torch.tensor([[1.0, 4.0, 1.0, 2.0], [1.0, 1.0, 1.0, -1.0]], dtype=dtype)
+    columns = [torch.full((2,), value, dtype=torch.float32) for value in (2.0, 0.25, 0.5)]
+    places = [torch.tensor(values) for values in ([0, 0], [1, 1], [3, 1])]
+    Penalties(torch.tensor([3, 1, 1]), *places, *columns).apply(logits)
+    assert logits.dtype == dtype
+    assert logits.tolist() == [[1.0, 0.75, 1.0, 1.0], [1.0, 1.0, 1.0, -2.0]]
+
+
+@pytest.mark.parametrize("advantage", [RLOO(), ReinforcePlusPlus(), RewardToGo()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_penalties_in_the_reward_may_have_any_dtype(
+    float64_by_default, make_rollout, advantage, dtype
+):
+    batch = pack_rollouts([make_rollout([3], [4, 5], reward=r) for r in (1.0, 0.0)])
+    batch["tokens", "token_rewards"] = torch.tensor([0, -1.0, -2.0, 0, 0, -1.0], dtype=dtype)
+    kept = batch["tokens", "rollout_logprobs"].dtype
+    assert advantage(batch)["tokens", "advantages"].dtype == kept
+
+
+@pytest.mark.parametrize("head", [SharedValueHead, SeparateValueHead])
+def test_a_value_head_has_the_dtype_of_the_body(float64_by_default, tiny_model, head):
+    policy = Policy(str(tiny_model), value_head=head())  # which tries whether packing is exact
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}

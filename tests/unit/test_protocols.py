@@ -273,6 +273,7 @@ def test_beside_zero_knowledge_all_is_as_it_was():
         assert wrapped.speaks(name, rounds).tolist() == [False, True, False, True]
     assert not bool(wrapped.is_active("simulator", "prover0_channel", 1))
     decisions = {"verifier": torch.tensor([ACCEPT, ACCEPT, GO_ON, REJECT])}
+    decisions["adversarial_verifier"] = torch.tensor([ACCEPT, REJECT, GO_ON, ACCEPT])
     done, paid = wrapped.step(decisions, rounds, seeds % 2, seeds)
     expected_done, expected = inner.step(decisions, rounds, seeds % 2, seeds)
     assert torch.equal(done, expected_done)
@@ -304,6 +305,164 @@ def test_words_have_no_logits():
         ConfigError, match=r"ZeroKnowledge pays for agents' logits, which .* have not"
     ):
         Conversation.begin(ZeroKnowledge(SoloVerifier()), words, {"label": 1})
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    ("verifier", "adversarial_verifier"), ("adversarial_verifier", "verifier")
+])  # fmt: skip
+def test_zero_knowledge_is_over_when_both_have_decided(first, second):
+    protocol = ZeroKnowledge(Nip(6, turn_reward=0.25))
+    decided, paid, ends = {}, [], []
+    for round in range(6):
+        said = {first: ACCEPT if round == 1 else GO_ON, second: REJECT if round == 3 else GO_ON}
+        done, rewards = protocol.step(said, round, 1, earlier=decided)
+        decided = protocol.decided(said, round, earlier=decided)
+        paid.append([float(rewards[name]) for name in ("verifier", "prover")])
+        ends.append(bool(done))
+    assert ends[:4] == [False, False, False, True]
+    # The verifier is paid once, when it decides; the prover with it; of the adversary nothing.
+    accepts = [[0, 0], [1, 1], [0, 0], [0, 0]]
+    rejects = [[0, 0], [0.25, 0], [0, 0], [-1, 0]]
+    assert paid[:4] == (accepts if first == "verifier" else rejects)
+
+
+def test_an_adversary_that_has_decided_is_paid_no_more():
+    protocol = ZeroKnowledge(Nip(4))
+    ones = (torch.ones(1, 2), torch.ones(1, 3))
+    logits = {"adversarial_verifier": ones, "simulator": ones}
+    for decision, expected in ((GO_ON, 2.0), (ACCEPT, 0.0)):
+        earlier = {"adversarial_verifier": torch.tensor([decision])}
+        paid = protocol.logit_rewards(logits, torch.tensor([3]), earlier=earlier)
+        assert paid["simulator"].tolist() == pytest.approx([expected])
+
+
+def test_zero_knowledge_is_over_after_the_last_round():
+    protocol = ZeroKnowledge(Nip(2))
+    assert bool(protocol.step({"verifier": ACCEPT}, 1, 1)[0])
+    assert bool(protocol.step({}, 1, 1)[0])
+
+
+def test_an_adversary_plays_one_that_decides_alone():
+    with pytest.raises(ConfigError, match="who decides there is first, second, and an adversary"):
+        ZeroKnowledge(Panel())
+
+
+# ---------------------------------------------------------------- others that decide
+
+
+class Panel(Protocol):
+    """An advocate speaks in even rounds; of two judges the first is asked in 1, 3; both in 3."""
+
+    agent_names = ("advocate", "first", "second")
+    deciders = ("first", "second")
+    agent_channel_visibility = tuple((name, "main") for name in agent_names)
+
+    def __init__(self, **options) -> None:
+        super().__init__(4, 1, **options)
+
+    def is_active(self, agent, channel, round, seed=0):
+        now = torch.as_tensor(round)
+        return {"advocate": now % 2 == 0, "first": now % 2 == 1, "second": now == 3}[agent]
+
+
+def test_it_is_over_when_all_have_decided():
+    protocol, earlier = Panel(), {}
+    told = [({}, 0), ({"first": ACCEPT}, 1), ({}, 2), ({"first": REJECT, "second": ACCEPT}, 3)]
+    ends, paid = [], []
+    for said, round in told:
+        done, rewards = protocol.step(said, round, 1, earlier=earlier)
+        earlier = protocol.decided(said, round, earlier=earlier)
+        ends.append(bool(done))
+        paid.append([float(rewards[name]) for name in protocol.agent_names])
+    assert ends == [False, False, False, True]
+    # Each judge is paid for its own, once; the advocate for the verdict, in the end.
+    assert paid == [[0, 0, 0], [0, 1, 0], [0, 0, 0], [1, 0, 1]]
+    assert {name: int(d) for name, d in earlier.items()} == {"first": ACCEPT, "second": ACCEPT}
+    assert protocol.prover_names == ["advocate"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verdict"),
+    [
+        (ACCEPT, ACCEPT, ACCEPT),
+        (REJECT, REJECT, REJECT),
+        (ACCEPT, REJECT, GO_ON),
+        (ACCEPT, GO_ON, ACCEPT),
+        (GO_ON, REJECT, REJECT),
+        (GO_ON, GO_ON, GO_ON),
+    ],
+)
+def test_a_verdict_is_that_of_more_judges(first, second, verdict):
+    protocol = Panel()
+    assert int(protocol.verdict({"first": first, "second": second})) == verdict
+    both = {"first": torch.tensor([first] * 2), "second": torch.tensor([second, second])}
+    assert protocol.verdict(both).tolist() == [verdict] * 2
+    # Both decide in the last round, or have not decided by then; accepting is right.
+    done, paid = protocol.step({"first": first, "second": second}, 3, 1)
+    assert bool(done)
+    assert float(paid["advocate"]) == (verdict == ACCEPT)
+    worth = {ACCEPT: 1, REJECT: -1, GO_ON: -1}
+    assert [float(paid[n]) for n in ("first", "second")] == [worth[first], worth[second]]
+    _, shared = Panel(shared_reward=True).step({"first": first, "second": second}, 3, 1)
+    assert float(shared["advocate"]) == (worth[first] + worth[second]) / 2
+
+
+def test_a_batch_of_panels_is_each_of_them():
+    protocol = Panel(turn_reward=0.25)
+    said = {"first": torch.tensor([0, 1, 2]), "second": torch.tensor([1, 2, 1])}
+    earlier = {"first": torch.tensor([1, 2, 2]), "second": torch.tensor([2, 2, 2])}
+    rounds, labels = torch.tensor([3, 1, 3]), torch.tensor([0, 0, 1])
+    done, paid = protocol.step(said, rounds, labels, earlier=earlier)
+    for place in range(3):
+        one = {name: int(d[place]) for name, d in said.items()}
+        before = {name: int(d[place]) for name, d in earlier.items()}
+        over, alone = protocol.step(one, int(rounds[place]), int(labels[place]), earlier=before)
+        assert bool(over) == bool(done[place])
+        assert {n: float(r) for n, r in alone.items()} == {
+            n: float(r[place]) for n, r in paid.items()
+        }
+
+
+class Chat(Protocol):
+    """Two talk, and nobody decides."""
+
+    agent_names = ("ann", "bob")
+    deciders = ()
+    agent_channel_visibility = (("ann", "main"), ("bob", "main"))
+
+    def __init__(self) -> None:
+        super().__init__(2, 0)
+
+    def is_active(self, agent, channel, round, seed=0):
+        return torch.as_tensor(round) == self.agent_names.index(agent)
+
+
+def test_a_protocol_may_be_without_a_decision():
+    protocol = Chat()
+    for round, over in ((0, False), (1, True)):
+        done, paid = protocol.step({}, round, 1)
+        assert bool(done) == over
+        assert {name: float(r) for name, r in paid.items()} == {"ann": 0, "bob": 0}
+    done, paid = protocol.step({}, torch.tensor([0, 1]), torch.tensor([1, 1]))
+    assert done.tolist() == [False, True]
+    assert paid["ann"].tolist() == [0, 0]
+
+
+def test_who_decides_is_one_of_the_agents():
+    class Nobody(Chat):
+        deciders = ("verifier",)
+
+    with pytest.raises(
+        ConfigError, match=r"Nobody\.deciders names 'verifier', and its agents are ann"
+    ):
+        Nobody()
+
+    class Late(Panel):
+        def is_active(self, agent, channel, round, seed=0):
+            return super().is_active(agent, channel, round, seed) & (agent != "second")
+
+    with pytest.raises(ConfigError, match="leaves the second no round to decide in"):
+        Late()
 
 
 # ---------------------------------------------------------------- chance

@@ -139,7 +139,8 @@ def test_each_iterations_models_are_tested_again(server, tmp_path):
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert rows[0]["eval/accuracy"] < 1
     assert [row["eval/accuracy"] for row in rows[1:]] == [1, 1]
-    assert json.loads((tmp_path / "retests.json").read_text()) == rows
+    retests = tmp_path.with_name(f"{tmp_path.name}_retest")
+    assert json.loads((retests / "retests.json").read_text()) == rows
 
 
 def test_there_must_be_something_to_test(server, tmp_path):

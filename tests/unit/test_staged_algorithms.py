@@ -12,7 +12,7 @@ from lightning_rl.protocols.text_scenario import Instructions, TextScenario
 from lightning_rl.staged.annealing import ConstantShare, ExponentialShare, LinearShare
 from lightning_rl.staged.chat import ChatAnswer
 from lightning_rl.staged.expert_iteration import ExpertIteration, RewardThreshold, RewardWeighted
-from lightning_rl.staged.interaction import Interaction, expected_reward
+from lightning_rl.staged.interaction import Interaction, expected_reward, value_from
 from lightning_rl.staged.malt import MALT
 from lightning_rl.staged.training_sets import Example, Pair
 
@@ -157,13 +157,29 @@ def test_of_two_verdicts_the_right_one_is_chosen():
 
 
 def test_of_two_proofs_the_more_convincing_one_is_chosen():
-    # E[r] of the prover: 1 after a, 1/2 after b, of which 1/2 is not above the threshold.
+    # E[r] of the prover: 1 after a, 1/2 after b, which is as good as the threshold is by itself.
     leaves = tree(a=("accept", "accept"), b=("accept", "reject"))
-    assert pairs(leaves, "prover") == [Pair(ASKED, "a", "b")]
-    assert pairs(leaves, "prover", thresholds={"prover": 0.4}) == []
+    assert pairs(leaves, "prover", thresholds={"prover": 0.6}) == [Pair(ASKED, "a", "b")]
+    assert pairs(leaves, "prover") == []
+    # After c it is 0.
+    leaves = tree(b=("accept", "reject"), c=("reject", "reject"))
+    assert pairs(leaves, "prover") == [Pair(ASKED, "b", "c")]
     # Both are convincing, or neither is.
     for verdict in ("accept", "reject"):
         assert pairs(tree(a=(verdict,) * 2, b=(verdict,) * 2), "prover") == []
+
+
+def test_what_was_paid_before_an_answer_is_no_part_of_its_worth():
+    # The verifier's first turn pays 0.5; of its last ones, +1 and -1, a run pays 1.5 and -0.5.
+    start = begin(Nip(4, turn_reward=0.5))
+    asked = say(say(say(start, prover="p"), verifier="why?"), prover="so")
+    leaves = [say(asked, i, verifier=word) for i, word in enumerate(("accept", "reject"))]
+    assert [leaf.conversation.rewards["verifier"] for leaf in leaves] == [1.5, -0.5]
+    assert [value_from([leaf], "verifier", 3) for leaf in leaves] == [1, -1]
+    assert value_from(leaves, "verifier", 1) == 0.5  # its own 0.5, and (1 - 1) / 2
+    [pair] = pairs(leaves, "verifier", thresholds={"verifier": -0.7})
+    assert (pair.chosen, pair.rejected) == ("accept", "reject")
+    assert pairs(leaves, "verifier", thresholds={"verifier": 1.2}) == []
 
 
 def test_equal_answers_are_no_pair():
