@@ -83,15 +83,16 @@ def make_environment() -> None:
 
 
 def run(
-    side: str, task: str, seed: int, most: int | None = None, kept: Path | None = None
+    side: str, task: str, seed: int, most: int | None = None, runs: Path | None = None
 ) -> dict[str, Any]:
     """One run of one side, in a process of its own; returns what it measured.
 
-    ``most``: iterations, if not the task's; ``kept``: where a run lies that was made before.
+    ``most``: iterations, if not the task's; ``runs``: where runs lie that were made before.
 
     Raises:
         RuntimeError: if it fails.
     """
+    kept = None if runs is None else runs / f"{task}-{side}-{seed}.json"
     if kept is not None and kept.exists():
         made: dict[str, Any] = json.loads(kept.read_text())
         return made
@@ -122,8 +123,7 @@ def measure(task: str, sides: Sequence[str], seeds: int, runs: Path | None) -> R
     for seed in range(seeds):
         turn = seed % len(sides)
         for side in [*sides, *sides][turn : turn + len(sides)]:
-            kept = None if runs is None else runs / f"{task}-{side}-{seed}.json"
-            done[side].append(run(side, task, seed, kept=kept))
+            done[side].append(run(side, task, seed, runs=runs))
             last = summary(TASKS[task], done[side][-1:])
             print(
                 f"{task:<9} {side:<8} seed {seed}: {last['frames_per_cpu_s']:,.0f} frames per CPU "
@@ -161,7 +161,10 @@ def main() -> None:
         tasks[task] = of_task(TASKS[task], done)
     result: dict[str, Any] = {}
     if "cartpole" in tasks:
-        bare = [run("bare", "cartpole", seed, BARE_ITERATIONS) for seed in range(BARE_SEEDS)]
+        bare = [
+            run("bare", "cartpole", seed, BARE_ITERATIONS, arguments.runs)
+            for seed in range(BARE_SEEDS)
+        ]
         result |= headline(tasks["cartpole"]) | beside_bare(bare)
     result |= {"tasks": tasks, "load_before": load}
     lines = table(result)
