@@ -1,38 +1,48 @@
-"""How many frames of an environment does a CPU second train on, here and with others?
+"""What do PPO's frames cost and teach, here and with others?
 
-    OMP_NUM_THREADS=1 python -m benchmarks.envs [--seeds 5] [--frames 100000] [--save]
+    OMP_NUM_THREADS=1 python -m benchmarks.envs [--tasks cartpole] [--seeds 5] [--save]
 
-PPO on CartPole-v1, eight environments, batches of 1,024 frames, four epochs of four minibatches,
-two layers of 64 for each of actor and critic (benchmarks/envs_task.py); `Trainer.fit` of ours
-beside torchrl's PPO example, Stable-Baselines3's PPO and CleanRL's ppo.py, each at its best on one
-thread (benchmarks/envs_torchrl.py, envs_sb3.py and envs_cleanrl.py say how). The peers live in an
-environment of their own, `build/envs-venv`, which the first run makes (set PIP_FIND_LINKS to where
-a CPU wheel of torch lies). Runs take turns, each in a process of its own. CPU seconds are of
-iterations after the first; returns are of 20 episodes apart with the trained policy, actions drawn.
+PPO with the same settings on CartPole-v1 (20 seeds), Acrobot-v1 and Pendulum-v1 (10 each): eight
+environments, batches of 1,024 frames, two layers of 64 for each of actor and critic; the rest is in
+benchmarks/envs_task.py. `Trainer.fit` of ours, with its defaults and (`same`) with one norm for
+the gradients of actor and critic and advantages normalised per minibatch, as the others have it.
+Beside it torchrl's PPO example, Stable-Baselines3's PPO and CleanRL's scripts, each at its best on
+one thread (benchmarks/envs_torchrl.py, envs_sb3.py and envs_cleanrl.py say how). The peers live in
+an environment of their own, `build/envs-venv`, which the first run makes (set PIP_FIND_LINKS to
+where a CPU wheel of torch lies). Runs take turns, each in a process of its own. All takes an hour;
+with `--runs DIR` each run is kept there as a file and not made again, so that a benchmark that was
+stopped goes on, and tasks may be measured apart.
 
-Another process per seed (benchmarks/envs_bare.py) has, beside each iteration of `Trainer.fit`, one
-of a bare loop of the same parts, and the same actions in the environments alone.
+Frames per CPU second are of iterations after the first. A run has reached the task's goal (475 on
+CartPole) when the mean return of the last 20 episodes of training has; what never does counts as
+the most frames that it had, so these means are lower bounds, and how many runs came there is told.
+Returns are of 20 episodes apart after a fixed number of frames, actions drawn.
 
-The last line is JSON: `frames_ratio`, ours / the fastest peer; `return_ours` and `return_best`, the
-mean of the peer with the highest, after the same frames, and `return_spread`, the standard
-deviation over seeds of these two; `floor_ratio`, CPU seconds of ours / of the environment alone, at
-best 1; `fit_overhead`, `Trainer.fit` / the bare loop, medians over iterations; goal: <= 1.05.
+Another process per seed (benchmarks/envs_bare.py), five for CartPole, has, beside each iteration of
+`Trainer.fit`, one of a bare loop of the same parts, and the same actions in the environments alone.
+
+The last line is JSON; of CartPole: `frames_to_475` of ours, `frames_to_475_peers`, the mean of all
+peers' runs, and `frames_to_475_best`, of the peer that is the first there; `return_ratio`, our
+return / that of all peers' runs; `frames_ratio`, frames per CPU second of ours / of the fastest
+peer; `cpu_ratio`, CPU seconds to 475 of the peer that needs the least / ours; `floor_ratio`, CPU
+seconds of ours / of the environment alone; `fit_overhead`, `Trainer.fit` / the bare loop, medians
+over iterations; goal: <= 1.05. `tasks` has every side of every task, means with standard errors.
 
 Refuses to start where something else runs.
 """
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.envs_task import FRAMES
+from benchmarks.envs_figures import OURS, Runs, beside_bare, headline, of_task, summary, table
+from benchmarks.envs_task import TASKS
 from benchmarks.peers_layouts import reason
 from benchmarks.quiet import require_quiet
 from benchmarks.results import parser_of, report, write_block
@@ -45,14 +55,15 @@ SAME = ("torch", "numpy", "gymnasium")
 PEER_PACKAGES = ("torchrl==0.14.1", "stable-baselines3==2.9.2", "tensorboard==2.21.0")
 CLEANRL = "cleanrl==1.2.0"
 """Without what it asks for: a gym and a torch of its day."""
-SIDES: dict[str, tuple[object, str]] = {
-    "ours": (sys.executable, "this library"),
-    "torchrl": (PEER_PYTHON, "torchrl"),
-    "sb3": (PEER_PYTHON, "Stable-Baselines3"),
-    "cleanrl": (PEER_PYTHON, "CleanRL"),
+SIDES: dict[str, object] = {
+    "ours": sys.executable,
+    "same": sys.executable,
+    "torchrl": PEER_PYTHON,
+    "sb3": PEER_PYTHON,
+    "cleanrl": PEER_PYTHON,
 }
-"""With which Python, and what a table calls it."""
-Runs = dict[str, list[dict[str, Any]]]
+"""With which Python."""
+BARE_SEEDS, BARE_ITERATIONS = 5, 97
 
 
 # ---------------------------------------------------------------- runs
@@ -71,16 +82,25 @@ def make_environment() -> None:
     stamp.write_text(wanted)
 
 
-def run(python: object, module: str, iterations: int, seed: int) -> dict[str, Any]:
+def run(
+    side: str, task: str, seed: int, most: int | None = None, runs: Path | None = None
+) -> dict[str, Any]:
     """One run of one side, in a process of its own; returns what it measured.
+
+    ``most``: iterations, if not the task's; ``runs``: where runs lie that were made before.
 
     Raises:
         RuntimeError: if it fails.
     """
+    kept = None if runs is None else runs / f"{task}-{side}-{seed}.json"
+    if kept is not None and kept.exists():
+        made: dict[str, Any] = json.loads(kept.read_text())
+        return made
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "measured.json"
-        words = [python, "-m", f"benchmarks.{module}"]
-        words += ["--iterations", iterations, "--seed", seed, "--out", out]
+        words = [SIDES.get(side, sys.executable), "-m", f"benchmarks.envs_{side}"]
+        words += ["--task", task, "--seed", seed, "--out", out]
+        words += ["--most", most] if most is not None else []
         done = subprocess.run(
             [str(word) for word in words],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -89,95 +109,37 @@ def run(python: object, module: str, iterations: int, seed: int) -> dict[str, An
             text=True,
         )
         if done.returncode:
-            raise RuntimeError(f"{module}: {reason(done.stdout)}\n{done.stdout[-3000:]}")
+            raise RuntimeError(f"envs_{side}: {reason(done.stdout)}\n{done.stdout[-3000:]}")
         measured: dict[str, Any] = json.loads(out.read_text())
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(measured))
     return measured
 
 
-def measure(sides: Sequence[str], iterations: int, seeds: int) -> Runs:
+def measure(task: str, sides: Sequence[str], seeds: int, runs: Path | None) -> Runs:
     """All sides in turns; another one begins with every seed."""
     done: Runs = {side: [] for side in sides}
     for seed in range(seeds):
         turn = seed % len(sides)
         for side in [*sides, *sides][turn : turn + len(sides)]:
-            last = run(SIDES[side][0], f"envs_{side}", iterations, seed)
-            done[side].append(last)
+            done[side].append(run(side, task, seed, runs=runs))
+            last = summary(TASKS[task], done[side][-1:])
             print(
-                f"{side:<8} seed {seed}: {frames_per_cpu_s(last):,.0f} frames per CPU second, "
-                f"return {statistics.mean(last['returns']):.0f}",
+                f"{task:<9} {side:<8} seed {seed}: {last['frames_per_cpu_s']:,.0f} frames per CPU "
+                f"second, goal after {last['frames_to_goal']:,.0f}"
+                f"{'' if last['reached'] else ' not reached'}, return {last['return_mean']:.0f}",
                 flush=True,
             )
     return done
 
 
-# ---------------------------------------------------------------- figures
-
-
-def frames_per_cpu_s(measured: Mapping[str, Any]) -> float:
-    """Of all iterations but the first, which warms up."""
-    counted = measured["cpu_s"][1:]
-    return FRAMES * len(counted) / sum(counted)
-
-
-def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One side's; the speed is the median of its runs."""
-    returns = [statistics.mean(run["returns"]) for run in runs]
-    return {
-        "frames_per_cpu_s": statistics.median(map(frames_per_cpu_s, runs)),
-        "return_mean": statistics.mean(returns),
-        "return_std": statistics.stdev(returns) if len(returns) > 1 else 0.0,
-        "returns": returns,
-        "setup_cpu_s": statistics.median(run["setup_cpu_s"] for run in runs),
-        "version": runs[0]["version"],
-    }
-
-
-def beside_peers(sides: Mapping[str, dict[str, Any]]) -> dict[str, float]:
-    """Ours beside the fastest peer, and beside the one that learned most."""
-    ours, peers = sides["ours"], [side for name, side in sides.items() if name != "ours"]
-    best = max(peers, key=lambda side: side["return_mean"])
-    return {
-        "frames_ratio": ours["frames_per_cpu_s"] / max(p["frames_per_cpu_s"] for p in peers),
-        "return_ours": ours["return_mean"],
-        "return_best": best["return_mean"],
-        "return_spread": ((ours["return_std"] ** 2 + best["return_std"] ** 2) / 2) ** 0.5,
-    }
-
-
-def beside_bare(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Ours beside the environment alone and beside the bare loop; medians over iterations."""
-    rows = [row for run in runs for row in run["rows"][1:]]
-    return {
-        "floor_ratio": statistics.median(row["fit"] / row["alone"] for row in rows),
-        "fit_overhead": statistics.median(row["fit"] / row["bare"] for row in rows),
-        "alone_frames_per_cpu_s": FRAMES / statistics.median(row["alone"] for row in rows),
-    }
-
-
-def table(result: Mapping[str, Any]) -> list[str]:
-    lines = [
-        f"| one thread | frames per CPU second | ours / this | return after {result['frames']:,} "
-        f"frames, mean and standard deviation of {result['seeds']} seeds |",
-        "|---|---|---|---|",
-    ]
-    speed = result["sides"]["ours"]["frames_per_cpu_s"]
-    for name, side in result["sides"].items():
-        title = SIDES[name][1] if name == "ours" else f"{SIDES[name][1]} {side['version']}"
-        own = side["frames_per_cpu_s"]
-        cells = [title, f"{own:,.0f}", f"{speed / own:.2f}"]
-        lines.append(
-            f"| {' | '.join(cells)} | {side['return_mean']:.0f} ± {side['return_std']:.0f} |"
-        )
-    alone = result["alone_frames_per_cpu_s"]
-    lines.append(f"| the environment alone | {alone:,.0f} | {speed / alone:.2f} | |")
-    return lines
-
-
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each side")
-    parser.add_argument("--frames", type=int, default=100_000, help="of a run, about")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--seeds", type=int, help="runs of each side; left out: each task's")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--runs", type=Path, help="a folder that keeps each run")
     parser.add_argument("--max-load", type=float, default=0.7, help="of the minute before")
     parser.add_argument(
         "--peers-only-quick", action="store_true", help="a trial: 3 iterations of each peer"
@@ -185,20 +147,26 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.peers_only_quick:
         make_environment()
-        measure([side for side in arguments.sides if side != "ours"], 3, 1)
+        for task in arguments.tasks:
+            for side in arguments.sides:
+                if side not in OURS:
+                    print(task, side, run(side, task, 0, most=3)["returns"])
         return
     load = require_quiet(arguments.max_load)
     make_environment()
-    iterations = arguments.frames // FRAMES
     sides = ["ours", *(side for side in arguments.sides if side != "ours")]
-    done = measure(sides, iterations, arguments.seeds)
-    bare = [run(sys.executable, "envs_bare", iterations, s) for s in range(arguments.seeds)]
-    summaries = {side: summary(runs) for side, runs in done.items()}
-    result: dict[str, Any] = beside_peers(summaries) if len(sides) > 1 else {}
-    result |= beside_bare(bare)
-    result |= {f"frames_{side}": found["frames_per_cpu_s"] for side, found in summaries.items()}
-    result |= {"frames": iterations * FRAMES, "seeds": arguments.seeds}
-    result |= {"sides": summaries, "load_before": load}
+    tasks = {}
+    for task in arguments.tasks:
+        done = measure(task, sides, arguments.seeds or TASKS[task].seeds, arguments.runs)
+        tasks[task] = of_task(TASKS[task], done)
+    result: dict[str, Any] = {}
+    if "cartpole" in tasks:
+        bare = [
+            run("bare", "cartpole", seed, BARE_ITERATIONS, arguments.runs)
+            for seed in range(BARE_SEEDS)
+        ]
+        result |= headline(tasks["cartpole"]) | beside_bare(bare)
+    result |= {"tasks": tasks, "load_before": load}
     lines = table(result)
     print("\n".join(lines))
     if arguments.save:

@@ -1,9 +1,10 @@
 """The library's iteration beside a bare loop of its parts, and beside the environment alone.
 
-For `benchmarks/envs.py`, which runs it in a process of its own. After or before each iteration of
-`Trainer.fit`, in turn, comes one of a bare loop with the same start and seeds: collect, rows,
-update, without Trainer and loader. Both collect the very same batch, which is checked. Then the
-actions of that batch are taken in environments of the same seeds, and nothing else is done.
+For `benchmarks/envs.py`, which runs it in a process of its own, on CartPole. After or before each
+iteration of `Trainer.fit`, in turn, comes one of a bare loop with the same start and seeds:
+collect, rows, update, without Trainer and loader. Both collect the very same batch, which is
+checked. Then the actions of that batch are taken in environments of the same seeds, and nothing
+else is done.
 """
 
 import copy
@@ -16,15 +17,16 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from tensordict import TensorDict
 
-from benchmarks.envs_ours import fit, make_data, make_module
-from benchmarks.envs_task import ENVIRONMENT, ENVS, STEPS, arguments_of, cpu_now, made
-from lightning_rl.envs.gym import ACTION, Gym
+from benchmarks.envs_ours import fit, made_of, make_data, make_module
+from benchmarks.envs_task import ENVS, STEPS, TASKS, arguments_of, cpu_now
+from lightning_rl.envs.gym import ACTION
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.gym_player import episode_seed
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.module import ActorCriticModule
 from lightning_rl.envs.rows import rows_of
 
+TASK = TASKS["cartpole"]
 SECONDS = 60.0
 """That a step may take, as in the data module."""
 
@@ -33,11 +35,11 @@ class BareLoop:
     """An iteration of training, step by named step."""
 
     def __init__(self, fitted: ActorCriticModule, seed: int) -> None:
-        self.module = make_module(seed)
+        self.module = make_module(TASK, seed)
         agents: Any = self.module.agents
         agents[AGENT] = copy.deepcopy(fitted.agents[AGENT])
         Fabric(accelerator="cpu", devices=1).setup(self.module, self.module.configure_optimizers())
-        self.collector = GymCollector(Gym(ENVIRONMENT), None, SECONDS)
+        self.collector = GymCollector(made_of(TASK), None, SECONDS)
         self.collector.start(seed, 0, ENVS)
 
     def iterate(self) -> TensorDict:
@@ -56,7 +58,7 @@ class Alone:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.envs = [made() for _ in range(ENVS)]
+        self.envs = [TASK.made() for _ in range(ENVS)]
         self.episodes = [-1] * ENVS
         for place in range(ENVS):
             self._begin(place)
@@ -130,8 +132,8 @@ def actions_of(batch: TensorDict) -> torch.Tensor:
 def main() -> None:
     arguments = arguments_of(__doc__)
     seed_everything(arguments.seed, verbose=False)
-    compare = Compare(arguments.seed)
-    fit(make_module(arguments.seed), make_data(arguments.iterations, arguments.seed), compare)
+    compare, data = Compare(arguments.seed), make_data(TASK, arguments.most, arguments.seed)
+    fit(make_module(TASK, arguments.seed), data, compare)
     Path(arguments.out).write_text(json.dumps({"rows": compare.rows}))
 
 

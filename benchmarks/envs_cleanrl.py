@@ -1,9 +1,11 @@
-"""CleanRL's ppo.py on CartPole, for `benchmarks/envs.py`, in that benchmark's environment.
+"""CleanRL's PPO, for `benchmarks/envs.py`, in that benchmark's environment.
 
-The installed file as it is, run as a script, with the task as its arguments. It was written for gym
-0.23, so a module of that name stands for gymnasium: `Counted` and `Vector` below have the calls
-that changed since. Its writer writes nothing, and tells when an iteration is over. Actor and critic
-are clipped together, and where an episode is cut at its time limit no value stands in.
+The installed files as they are, run as scripts, with the task as arguments: ppo.py, and for actions
+that are real numbers ppo_continuous_action.py, whose wrappers that normalise observations and
+rewards are left out, for no other side has them. They were written for gym 0.23 and gymnasium 0.28,
+so modules of these names stand for the gymnasium of today: `Old` and `Vector` below have the calls
+that changed since. Their writer writes nothing, and tells when an iteration is over. Actor and
+critic are clipped together, and where an episode is cut at its time limit no value stands in.
 """
 
 import importlib.util
@@ -16,30 +18,31 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch.utils.tensorboard
+from torch import Tensor
 
 from benchmarks.envs_task import (
     CLIP,
-    ENVIRONMENT,
     ENVS,
-    EPOCHS,
     FRAMES,
-    GAMMA,
     LAMBDA,
-    LR,
     MAX_GRAD_NORM,
-    MINIBATCHES,
     STEPS,
+    TASKS,
     VALUE_COEF,
     Progress,
+    Task,
     arguments_of,
-    made,
 )
 
 LAST = "charts/SPS"
-"""What the script writes at the end of an iteration."""
+"""What the scripts write at the end of an iteration."""
 
 
-class Counted(gymnasium.wrappers.RecordEpisodeStatistics):
+class Over(Exception):
+    """The run has what it was for."""
+
+
+class Seeded(gymnasium.Wrapper):
     """With gym's ``seed``."""
 
     def seed(self, seed: int) -> None:
@@ -47,35 +50,47 @@ class Counted(gymnasium.wrappers.RecordEpisodeStatistics):
 
 
 class Vector(gymnasium.vector.SyncVectorEnv):
-    """With gym's ``reset`` and ``step``: one flag of what is done, and a list of episodes."""
+    """Resets an environment in the step that ends its episode, and tells nothing of episodes."""
 
     def __init__(self, makers: Sequence[Callable[[], gymnasium.Env]]) -> None:
         super().__init__(makers, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP)
+
+    def step(self, actions: Any) -> Any:
+        *answered, _ = super().step(actions)
+        return *answered, {}
+
+
+class OldVector(Vector):
+    """With gym's ``reset`` and ``step``, whose flag says what is done."""
 
     def reset(self, **options: Any) -> Any:
         return super().reset(**options)[0]
 
     def step(self, actions: Any) -> Any:
         observed, rewards, terminated, truncated, infos = super().step(actions)
-        done = terminated | truncated
-        return observed, rewards, done, _episodes(infos, done) if done.any() else []
+        return observed, rewards, np.logical_or(terminated, truncated), infos
 
 
-def _episodes(infos: dict[str, Any], done: np.ndarray) -> list[dict[str, Any]]:
-    found = infos["final_info"]["episode"]
-    return [{"episode": {"r": found["r"][e], "l": found["l"][e]}} for e in np.flatnonzero(done)]
-
-
-def gym_module() -> ModuleType:
-    """What the script imports as gym."""
-    gym: Any = ModuleType("gym")
-    gym.make = lambda name: made()
+def gym_module(task: Task, name: str, vector: type[Vector]) -> ModuleType:
+    """What a script imports as gym, or as gymnasium."""
+    gym: Any = ModuleType(name)
+    gym.make = lambda name: task.made()
     gym.spaces = gymnasium.spaces
-    gym.wrappers, gym.vector = ModuleType("gym.wrappers"), ModuleType("gym.vector")
-    gym.wrappers.RecordEpisodeStatistics = Counted
-    gym.vector.SyncVectorEnv = Vector
+    gym.wrappers, gym.vector = ModuleType(f"{name}.wrappers"), ModuleType(f"{name}.vector")
+    gym.wrappers.RecordEpisodeStatistics = Seeded
+    gym.wrappers.FlattenObservation = gymnasium.wrappers.FlattenObservation
+    gym.wrappers.ClipAction = gymnasium.wrappers.ClipAction
+    for other in ("NormalizeObservation", "TransformObservation"):
+        setattr(gym.wrappers, other, _as_it_is)
+    for other in ("NormalizeReward", "TransformReward"):
+        setattr(gym.wrappers, other, _as_it_is)
+    gym.vector.SyncVectorEnv = vector
     module: ModuleType = gym
     return module
+
+
+def _as_it_is(env: gymnasium.Env, *arguments: Any, **options: Any) -> gymnasium.Env:
+    return env
 
 
 class Writer:
@@ -89,43 +104,67 @@ class Writer:
         self.progress.begin()
 
     def add_scalar(self, name: str, *arguments: Any) -> None:
-        if name == LAST:
-            self.progress.iterated()
+        if name == LAST and self.progress.iterated():
+            raise Over
 
     def close(self) -> None:
         pass
 
 
-def main() -> None:
-    arguments = arguments_of(__doc__)
-    options = {
-        "env-id": ENVIRONMENT,
-        "seed": arguments.seed,
+def policy(observations: Tensor) -> tuple[Tensor, ...]:
+    """That of the script at hand."""
+    main: Any = sys.modules["__main__"]
+    if hasattr(main.agent, "actor"):
+        return (main.agent.actor(observations),)
+    return main.agent.actor_mean(observations), main.agent.actor_logstd
+
+
+def options_of(task: Task, most: int, seed: int) -> dict[str, object]:
+    """The task as the scripts' arguments."""
+    return {
+        "env-id": task.environment,
+        "seed": seed,
         "cuda": False,
-        "total-timesteps": arguments.iterations * FRAMES,
-        "learning-rate": LR,
+        "total-timesteps": most * FRAMES,
+        "learning-rate": task.lr,
         "anneal-lr": False,
         "num-envs": ENVS,
         "num-steps": STEPS,
-        "gamma": GAMMA,
+        "gamma": task.gamma,
         "gae-lambda": LAMBDA,
-        "num-minibatches": MINIBATCHES,
-        "update-epochs": EPOCHS,
+        "num-minibatches": task.minibatches,
+        "update-epochs": task.epochs,
         "clip-coef": CLIP,
         "clip-vloss": False,
         "ent-coef": 0.0,
         "vf-coef": 2 * VALUE_COEF,
         "max-grad-norm": MAX_GRAD_NORM,
     }
-    progress = Progress()
-    sys.modules["gym"] = gym_module()
+
+
+def main() -> None:
+    arguments = arguments_of(__doc__)
+    task = TASKS[arguments.task]
+    progress = Progress(task, policy, arguments.most)
+    env = task.made()
+    discrete = isinstance(env.action_space, gymnasium.spaces.Discrete)
+    gym = gym_module(task, "gym", OldVector) if discrete else gym_module(task, "gymnasium", Vector)
     torch.utils.tensorboard.SummaryWriter = lambda directory: Writer(progress)  # type: ignore[misc, assignment]
     found = importlib.util.find_spec("cleanrl")
     assert found is not None and found.submodule_search_locations is not None
-    script = f"{next(iter(found.submodule_search_locations))}/ppo.py"
+    name = "ppo.py" if discrete else "ppo_continuous_action.py"
+    script = f"{next(iter(found.submodule_search_locations))}/{name}"
+    options = options_of(task, progress.most, arguments.seed)
     sys.argv = [script, *(word for k, v in options.items() for word in (f"--{k}", str(v)))]
-    left = runpy.run_path(script, run_name="__main__")
-    progress.report(arguments.out, left["agent"].actor, "cleanrl")
+    own = sys.modules.get(gym.__name__)
+    sys.modules[gym.__name__] = gym
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Over:
+        pass
+    finally:
+        sys.modules[gym.__name__] = own  # type: ignore[assignment]
+    progress.report(arguments.out, "cleanrl")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The library's PPO on CartPole, for `benchmarks/envs.py`, which runs it in processes of its own.
+"""The library's PPO, for `benchmarks/envs.py`, which runs it in processes of its own.
 
-`Trainer.fit` of an `ActorCriticModule`, whose defaults are the task, without logger and bars.
+`Trainer.fit` of an `ActorCriticModule` without logger and bars. Its defaults are CartPole's task.
 """
 
 import tempfile
@@ -11,18 +11,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 
 from benchmarks.envs_task import (
     CLIP,
-    ENVIRONMENT,
     ENVS,
-    EPOCHS,
     EPS,
     FRAMES,
-    GAMMA,
     LAMBDA,
-    LR,
     MAX_GRAD_NORM,
-    MINIBATCHES,
+    TASKS,
     VALUE_COEF,
     Progress,
+    Task,
     arguments_of,
 )
 from benchmarks.task import quiet_trainer
@@ -35,7 +32,7 @@ from lightning_rl.envs.module import ActorCriticModule
 
 
 class Clock(Callback):
-    """Reports to ``Progress``."""
+    """Reports to ``Progress``, and stops with it."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -43,27 +40,35 @@ class Clock(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.progress.begin()
 
-    def on_train_batch_end(self, *arguments: object) -> None:
-        self.progress.iterated()
+    def on_train_batch_end(self, trainer: Trainer, *arguments: object) -> None:
+        trainer.should_stop = self.progress.iterated()
 
 
-def make_module(seed: int) -> ActorCriticModule:
+def make_module(task: Task, seed: int, **options: Any) -> ActorCriticModule:
+    """``options`` of the module."""
     return ActorCriticModule(
         loss=PPOClip(CLIP, CLIP),
-        advantage=StepGAE(GAMMA, lam=LAMBDA),
+        advantage=StepGAE(task.gamma, lam=LAMBDA),
         value_loss=ValueLoss(2 * VALUE_COEF),
-        optimizer=lambda p: torch.optim.Adam(p, lr=LR, eps=EPS, fused=True),
-        epochs=EPOCHS,
-        minibatches=MINIBATCHES,
+        optimizer=lambda p: torch.optim.Adam(p, lr=task.lr, eps=EPS, fused=True),
+        epochs=task.epochs,
+        minibatches=task.minibatches,
         max_grad_norm=MAX_GRAD_NORM,
         seed=seed,
+        **options,
     )
 
 
-def make_data(iterations: int, seed: int) -> EnvDataModule:
+def made_of(task: Task) -> Gym:
+    """The task's environment, as all sides have it."""
+    told = {"class_path": "benchmarks.envs_task.Told", "init_args": {"scale": task.scale}}
+    return Gym(task.environment, wrappers=[told])
+
+
+def make_data(task: Task, iterations: int, seed: int) -> EnvDataModule:
     """One epoch of so many iterations."""
     return EnvDataModule(
-        Gym(ENVIRONMENT),
+        made_of(task),
         num_envs=ENVS,
         frames_per_iteration=FRAMES,
         iterations_per_epoch=iterations,
@@ -76,19 +81,21 @@ def fit(module: ActorCriticModule, data: EnvDataModule, callback: Callback) -> N
         quiet_trainer(directory, [callback]).fit(module, datamodule=data)
 
 
-def main() -> None:
+def main(**options: Any) -> None:
+    """A run; ``options`` of the module."""
     arguments = arguments_of(__doc__)
+    task = TASKS[arguments.task]
     seed_everything(arguments.seed, verbose=False)
-    progress = Progress()
-    module = make_module(arguments.seed)
-    fit(module, make_data(arguments.iterations, arguments.seed), Clock(progress))
-    agent: Any = module.agents[AGENT]
+    module = make_module(task, arguments.seed, **options)
 
-    def logits(observations: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = agent.act({OBSERVATION: observations})[0][ACTION].logits
-        return made
+    def policy(observations: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        agent: Any = module.agents[AGENT]
+        made = agent.act({OBSERVATION: observations})[0][ACTION]
+        return (made.logits,) if hasattr(made, "logits") else (made.mean, made.log_std)
 
-    progress.report(arguments.out, logits, "lightning")
+    progress = Progress(task, policy, arguments.most)
+    fit(module, make_data(task, progress.most, arguments.seed), Clock(progress))
+    progress.report(arguments.out, "lightning")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Stable-Baselines3's PPO on CartPole, for `benchmarks/envs.py`, in that benchmark's environment.
+"""Stable-Baselines3's PPO, for `benchmarks/envs.py`, in that benchmark's environment.
 
 At its best: environments in this process and without its Monitor, no logs, fused Adam (its own
 default is not fused). Its value loss is the mean squared error, so the coefficient is half of what
@@ -14,19 +14,15 @@ from torch import Tensor
 from benchmarks.envs_task import (
     CLIP,
     ENVS,
-    EPOCHS,
     EPS,
     FRAMES,
-    GAMMA,
     LAMBDA,
-    LR,
     MAX_GRAD_NORM,
-    MINIBATCHES,
     STEPS,
+    TASKS,
     VALUE_COEF,
     Progress,
     arguments_of,
-    made,
 )
 
 
@@ -36,33 +32,34 @@ class Clock(BaseCallback):
     def __init__(self, progress: Progress) -> None:
         super().__init__()
         self.progress = progress
-        self.begun = False
+        self.begun = self.over = False
 
     def _on_rollout_start(self) -> None:
         if self.begun:
-            self.progress.iterated()
+            self.over = self.progress.iterated()
         else:
             self.progress.begin()
         self.begun = True
 
     def _on_training_end(self) -> None:
-        self.progress.iterated()
+        if not self.over:
+            self.progress.iterated()
 
     def _on_step(self) -> bool:
-        return True
+        return not self.over
 
 
 def main() -> None:
     arguments = arguments_of(__doc__)
-    progress = Progress()
+    task = TASKS[arguments.task]
     model = PPO(
         "MlpPolicy",
-        DummyVecEnv([made] * ENVS),
-        learning_rate=LR,
+        DummyVecEnv([task.made] * ENVS),
+        learning_rate=task.lr,
         n_steps=STEPS,
-        batch_size=FRAMES // MINIBATCHES,
-        n_epochs=EPOCHS,
-        gamma=GAMMA,
+        batch_size=FRAMES // task.minibatches,
+        n_epochs=task.epochs,
+        gamma=task.gamma,
         gae_lambda=LAMBDA,
         clip_range=CLIP,
         ent_coef=0.0,
@@ -73,13 +70,14 @@ def main() -> None:
         device="cpu",
     )
     torch.set_num_threads(1)
-    model.learn(arguments.iterations * FRAMES, callback=Clock(progress), log_interval=None)
 
-    def logits(observations: Tensor) -> Tensor:
-        found: Tensor = model.policy.get_distribution(observations).distribution.logits
-        return found
+    def policy(observations: Tensor) -> tuple[Tensor, ...]:
+        made = model.policy.get_distribution(observations).distribution
+        return (made.logits,) if hasattr(made, "logits") else (made.loc, made.scale.log())
 
-    progress.report(arguments.out, logits, "stable-baselines3")
+    progress = Progress(task, policy, arguments.most)
+    model.learn(progress.most * FRAMES, callback=Clock(progress), log_interval=None)
+    progress.report(arguments.out, "stable-baselines3")
 
 
 if __name__ == "__main__":

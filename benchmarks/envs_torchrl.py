@@ -1,4 +1,4 @@
-"""torchrl's PPO on CartPole, for `benchmarks/envs.py`, in that benchmark's environment.
+"""torchrl's PPO, for `benchmarks/envs.py`, in that benchmark's environment.
 
 Its example's loop (sota-implementations/ppo: collector, GAE, ClipPPOLoss) at its best: gymnasium's
 vector of environments in this process, reset by torchrl (of what it takes the fastest), the
@@ -12,72 +12,94 @@ from collections.abc import Iterator
 import gymnasium
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import AddStateIndependentNormalScale, TensorDictModule
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution
 from torchrl.collectors import Collector
 from torchrl.envs import GymWrapper
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
 from benchmarks.envs_task import (
     CLIP,
     ENVS,
-    EPOCHS,
     EPS,
     FRAMES,
-    GAMMA,
     LAMBDA,
-    LR,
     MAX_GRAD_NORM,
-    MINIBATCHES,
+    TASKS,
     VALUE_COEF,
+    Policy,
     Progress,
+    Task,
     arguments_of,
-    made,
 )
 
 LEARNED = ("observation", "action", "action_log_prob", "advantage", "value_target")
 """All that the loss reads."""
 
 
-def layers(outputs: int, gain: float) -> nn.Sequential:
+def layers(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     """Two of 64 with tanh, and one of ``outputs``, orthogonal."""
-    linears = [nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, outputs)]
+    linears = [nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)]
     for linear, scale in zip(linears, (2**0.5, 2**0.5, gain), strict=True):
         nn.init.orthogonal_(linear.weight, scale)
         nn.init.zeros_(linear.bias)
     return nn.Sequential(linears[0], nn.Tanh(), linears[1], nn.Tanh(), linears[2])
 
 
-def environments(seed: int) -> GymWrapper:
+def environments(task: Task, seed: int) -> GymWrapper:
     disabled = gymnasium.vector.AutoresetMode.DISABLED  # torchrl resets them itself
-    vector = gymnasium.vector.SyncVectorEnv([made] * ENVS, autoreset_mode=disabled)
+    vector = gymnasium.vector.SyncVectorEnv([task.made] * ENVS, autoreset_mode=disabled)
     env = GymWrapper(vector, categorical_action_encoding=True)
     env.set_seed(seed)
     return env
 
 
-def minibatches(data: TensorDict) -> Iterator[TensorDict]:
+def actor_of(env: gymnasium.Env) -> tuple[ProbabilisticActor, Policy]:
+    """The policy, for logits or for a normal, whose spread does not depend on what is seen."""
+    inputs = env.observation_space.shape[0]
+    if isinstance(env.action_space, gymnasium.spaces.Discrete):
+        net: nn.Module = layers(inputs, int(env.action_space.n), 0.01)
+        keys: list[str] = ["logits"]
+        kind: type[Distribution] = Categorical
+    else:
+        outputs = env.action_space.shape[0]
+        net = nn.Sequential(
+            layers(inputs, outputs, 0.01), AddStateIndependentNormalScale(outputs, scale_lb=1e-8)
+        )
+        keys, kind = ["loc", "scale"], IndependentNormal
+    actor = ProbabilisticActor(
+        TensorDictModule(net, ["observation"], keys),
+        keys,
+        distribution_class=kind,
+        return_log_prob=True,
+    )
+
+    def policy(observations: Tensor) -> tuple[Tensor, ...]:
+        made = net(observations)
+        return (made,) if isinstance(made, Tensor) else (made[0], made[1].log())
+
+    return actor, policy
+
+
+def minibatches(data: TensorDict, count: int) -> Iterator[TensorDict]:
     """Rows in a new order."""
-    for places in torch.randperm(len(data)).tensor_split(MINIBATCHES):
+    for places in torch.randperm(len(data)).tensor_split(count):
         yield data[places]
 
 
 def main() -> None:
     arguments = arguments_of(__doc__)
+    task = TASKS[arguments.task]
     torch.manual_seed(arguments.seed)
     Distribution.set_default_validate_args(False)
-    policy, progress = layers(2, 0.01), Progress()
-    actor = ProbabilisticActor(
-        TensorDictModule(policy, ["observation"], ["logits"]),
-        ["logits"],
-        distribution_class=Categorical,
-        return_log_prob=True,
-    )
-    critic = ValueOperator(layers(1, 1.0), ["observation"])
-    advantages = GAE(gamma=GAMMA, lmbda=LAMBDA, value_network=critic)
+    env = task.made()
+    actor, policy = actor_of(env)
+    progress = Progress(task, policy, arguments.most)
+    critic = ValueOperator(layers(env.observation_space.shape[0], 1, 1.0), ["observation"])
+    advantages = GAE(gamma=task.gamma, lmbda=LAMBDA, value_network=critic)
     loss_of = ClipPPOLoss(
         actor,
         critic,
@@ -88,12 +110,12 @@ def main() -> None:
         normalize_advantage=True,
     )
     parameters = list(loss_of.parameters())
-    optimizer = torch.optim.Adam(parameters, lr=LR, eps=EPS, fused=True)
+    optimizer = torch.optim.Adam(parameters, lr=task.lr, eps=EPS, fused=True)
     collector = Collector(
-        environments(arguments.seed),
+        environments(task, arguments.seed),
         actor,
         frames_per_batch=FRAMES,
-        total_frames=arguments.iterations * FRAMES,
+        total_frames=progress.most * FRAMES,
         device="cpu",
         trust_policy=True,
         track_traj_ids=False,
@@ -103,22 +125,18 @@ def main() -> None:
     for data in collector:
         with torch.no_grad():
             rows = advantages(data).select(*LEARNED).reshape(-1)
-        for _ in range(EPOCHS):
-            for batch in minibatches(rows):
+        for _ in range(task.epochs):
+            for batch in minibatches(rows, task.minibatches):
                 losses = loss_of(batch)
                 loss = losses["loss_objective"] + losses["loss_critic"]
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
                 optimizer.step()
-        progress.iterated()
+        if progress.iterated():
+            break
     collector.shutdown()
-
-    def logits(observations: Tensor) -> Tensor:
-        found: Tensor = policy(observations)
-        return found
-
-    progress.report(arguments.out, logits, "torchrl")
+    progress.report(arguments.out, "torchrl")
 
 
 if __name__ == "__main__":

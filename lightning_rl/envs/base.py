@@ -163,8 +163,7 @@ class EnvModule(RecordingModule):
     def step(self, loss: Tensor, names: Iterable[str], measured: Measured) -> None:
         """One optimizer step, of gradients that are summed over ranks and clipped.
 
-        What shares no weights is clipped apart: a critic's large errors do not slow its actor. The
-        step is left out where a gradient is NaN or infinite.
+        The step is left out where a gradient is NaN or infinite.
         """
         optimizer: Any = self.optimizers()  # one, so not a list
         optimizer.zero_grad()
@@ -174,7 +173,7 @@ class EnvModule(RecordingModule):
         with strategy.block_backward_sync() if alone else nullcontext():
             self.manual_backward(loss)
         if not self._parts:  # to find them takes as long as to clip them
-            self._parts = {name: agent.separate_parts() for name, agent in self.agents.items()}
+            self._parts = {name: self.clipped_parts(agent) for name, agent in self.agents.items()}
         norms = []
         for part in (part for name in names for part in self._parts[name]):
             parameters = [p for p in part if p.grad is not None]
@@ -188,6 +187,13 @@ class EnvModule(RecordingModule):
             return
         add(measured, {"policy/grad_norm": norm.reshape(1)})
         optimizer.step()
+
+    def clipped_parts(self, agent: EnvAgent) -> list[list[nn.Parameter]]:
+        """An agent's parameters, in parts of which each is clipped by a norm of its own.
+
+        What shares no weights is apart: a critic's large errors do not slow its actor.
+        """
+        return agent.separate_parts()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Nothing: :meth:`step` has looked at the gradient already."""

@@ -2,12 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rl.algos.kl import EntropyBonus, beyond_target, check_target_kl
 from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, ValueLoss, check_step_loss
@@ -16,10 +17,11 @@ from lightning_rl.algos.steps import StepAdvantage, StepGAE
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule, Measured, add, summed_up
 from lightning_rl.envs.joint_loss import JointLoss
-from lightning_rl.envs.rows import Clips, Rows, minibatches, rows_of
+from lightning_rl.envs.rows import Clips, Rows, minibatches, normalized, rows_of
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.networks.actor_critic import ActorCritic, joint_entropy, joint_log_prob
+from lightning_rl.networks.agent import EnvAgent
 from lightning_rl.networks.distributions import ActionDistribution
 from lightning_rl.networks.memory import RecurrentBody
 from lightning_rl.networks.schedules import EveryIteration
@@ -53,7 +55,12 @@ class ActorCriticModule(EnvModule):
             all passes are made.
         minibatches: optimizer steps per pass.
         clips: for bodies with a memory, the pieces of episodes that they learn from.
-        max_grad_norm: clip each agent's gradient; None: leave it.
+        max_grad_norm: clip each agent's gradient, that of its actor and that of its critic apart
+            unless they share a body; None: leave it.
+        clip_jointly: clip actor and critic by one norm, as torchrl's, Stable-Baselines3's and
+            CleanRL's PPO do; while the critic's errors are large that slows the actor.
+        normalize_minibatches: where ``advantage`` normalises, give the advantages of each minibatch
+            mean 0 and standard deviation 1, as these do, and not those of a whole batch.
         compile: let ``torch.compile`` make agents faster; the first iteration pays for it.
         seed: of the order of steps; None: ``seed_everything``'s.
 
@@ -79,6 +86,8 @@ class ActorCriticModule(EnvModule):
         minibatches: int = 4,
         clips: Clips | None = None,
         max_grad_norm: float | None = 0.5,
+        clip_jointly: bool = False,
+        normalize_minibatches: bool = False,
         compile: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -103,6 +112,8 @@ class ActorCriticModule(EnvModule):
         self.minibatches = minibatches
         self.clips = clips
         self.max_grad_norm = max_grad_norm
+        self.clip_jointly = clip_jointly
+        self.normalize_minibatches = normalize_minibatches and advantage.normalize
         self.compile_agents = compile
         self.seed = run_seed(seed)
 
@@ -125,7 +136,10 @@ class ActorCriticModule(EnvModule):
 
     def rows_of(self, name: str, batch: TensorDict) -> tuple[Rows, dict[str, float]]:
         """All that an agent learns from a batch, and metrics of it."""
-        return rows_of(self.agents[name], name, batch, self.advantage)
+        advantage = self.advantage
+        if self.normalize_minibatches:
+            advantage = replace(advantage, normalize=False)
+        return rows_of(self.agents[name], name, batch, advantage)
 
     def update(self, rows: Mapping[str, Rows], shape: tuple[int, int]) -> dict[str, float]:
         """Epochs x minibatches of optimisation on all agents' rows; returns metrics.
@@ -196,6 +210,8 @@ class ActorCriticModule(EnvModule):
         tokens = {key: value.flatten() for key, value in rows.learned.items()}
         weights = tokens["weights"]
         share = weights / all_sum(weights.sum()).clamp(min=1)
+        if self.normalize_minibatches:
+            tokens["advantages"] = normalized(tokens["advantages"], weights > 0)
         loss, metrics = self.loss(joint_log_prob(made, rows.actions).flatten(), tokens)
         entropy = joint_entropy(made).flatten()
         metrics = {f"policy/{key}": value for key, value in metrics.items()}
@@ -215,6 +231,11 @@ class ActorCriticModule(EnvModule):
         if not bool(live.all()):
             metrics = {key: value[live] for key, value in metrics.items()}
         return (loss * share).sum(), metrics
+
+    def clipped_parts(self, agent: EnvAgent) -> list[list[nn.Parameter]]:
+        """All of them together if ``clip_jointly``."""
+        parts = super().clipped_parts(agent)
+        return [[p for part in parts for p in part]] if self.clip_jointly else parts
 
     def _old(self, name: str, rows: Rows) -> dict[str, ActionDistribution]:
         """What the agent's distributions are before the update, as far as the loss asks for it."""

@@ -122,8 +122,7 @@ def rows_of(
         error = (returns - values)[live].var(unbiased=False)
         measured = {"value/explained_variance": float(1 - error / spread)}
     if advantage.normalize:
-        mean, std = global_mean_std(advantages[live])
-        advantages = ((advantages - mean) / (std + 1e-8)).where(live, 0.0)  # none may be live
+        advantages = normalized(advantages, live)
     learned = {
         "old_logprobs": own["logprobs"],
         "advantages": advantages,
@@ -140,6 +139,15 @@ def rows_of(
         partial=not bool(live.all()),
     )
     return rows, measured
+
+
+def normalized(advantages: Tensor, live: Tensor) -> Tensor:
+    """With mean 0 and (biased) standard deviation 1, over all ranks, where ``live``; 0 elsewhere.
+
+    All ranks call it together.
+    """
+    mean, std = global_mean_std(advantages[live])
+    return ((advantages - mean) / (std + 1e-8)).where(live, 0.0)  # none may be live
 
 
 def _flat(tensors: TensorDict) -> dict[str, Tensor]:
