@@ -65,7 +65,8 @@ class Call:
     the call was asked in, if an environment told: calls of a group in equal states are comparable.
     ``scorable`` is False where the call was held to a form that scoring does not know: its tokens
     have no loss. ``asked`` is False for a call of an interrupted attempt until it is asked for
-    again.
+    again. ``tool_choice`` is what its request said of the tools that it offered: ``auto``,
+    ``none``, ``required``, or the name of the one to call; None where it offered none.
     """
 
     row: int
@@ -77,6 +78,7 @@ class Call:
     state: str | None = None
     scorable: bool = True
     asked: bool = True
+    tool_choice: str | None = None
 
 
 @dataclass(slots=True)
