@@ -7,6 +7,8 @@ from typing import Any
 
 LARGEST_HEAD = 2**16
 """Bytes of a request's line and headers, as uvicorn's other parser has it."""
+_LINGER_S = 1.0
+"""How long to take what a client still sends that is refused: closed at once, it would not hear."""
 
 
 @cache
@@ -20,12 +22,15 @@ def with_deadlines(protocol: type[Any], seconds: float) -> type[Any]:
     class WithDeadlines(protocol):  # type: ignore[misc, valid-type]
         _due: asyncio.TimerHandle | None = None
         _head = 0
+        _refused = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self._expect()
 
         def data_received(self, data: bytes) -> None:
+            if self._refused:
+                return
             if self._due is None:
                 self._expect()
             super().data_received(data)
@@ -64,12 +69,13 @@ def with_deadlines(protocol: type[Any], seconds: float) -> type[Any]:
             self._no_longer_expect()
             if self.transport.is_closing():
                 return
-            if not (self._is_answering() and self.cycle.response_started):
-                error = {"message": told, "type": "invalid_request_error", "param": None}
-                body = json.dumps({"error": error | {"code": None}}).encode()
-                head = b"content-type: application/json\r\nconnection: close\r\n"
-                length = b"content-length: %d\r\n\r\n" % len(body)
-                self.transport.write(b"HTTP/1.1 " + status + b"\r\n" + head + length + body)
-            self.transport.close()
+            self._refused = True
+            error = {"message": told, "type": "invalid_request_error", "param": None, "code": None}
+            body = json.dumps({"error": error}).encode()
+            head = b"content-type: application/json\r\nconnection: close\r\n"
+            length = b"content-length: %d\r\n\r\n" % len(body)
+            self.transport.write(b"HTTP/1.1 " + status + b"\r\n" + head + length + body)
+            self.transport.write_eof()
+            self._due = asyncio.get_running_loop().call_later(_LINGER_S, self.transport.close)
 
     return WithDeadlines
