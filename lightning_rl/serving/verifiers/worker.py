@@ -169,12 +169,13 @@ class Worker:
     def _take(self, line: bytes) -> None:
         answer = _object(line)
         number = answer.get("id")
-        if type(number) is int and number in self._cancelled:
-            return
-        if type(number) is not int or number not in self._asked:
+        if type(number) is not int:
             raise ValueError(f"{line!r:.200} answers nothing that was asked")
-        if not self._asked[number].done():
-            self._asked[number].set_result(answer)
+        future = self._asked.pop(number, None)
+        if future is None and number not in self._cancelled:
+            raise ValueError(f"{line!r:.200} answers nothing that was asked")
+        if future is not None and not future.done():  # else nobody waits any more
+            future.set_result(answer)
 
     def _kill(self) -> None:
         if self._process is not None:
