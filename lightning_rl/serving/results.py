@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_rl.rewards.base import LARGEST_REWARD
 from lightning_rl.rewards.log import as_plain
+from lightning_rl.rewards.parts import LARGEST_REWARD
 from lightning_rl.rollout import Message, Rollout
 from lightning_rl.run.strict_json import require_plain
 
