@@ -43,22 +43,26 @@ def plain_score(score: Any) -> PlainScore:
         ValueError: for what is neither number nor numbers.
     """
     if isinstance(score, Mapping):
-        return {str(part): _number(value, score) for part, value in score.items()}
+        return {str(part): _part(str(part), value, score) for part, value in score.items()}
     if hasattr(score, "tolist"):
         score = score.tolist()
     if isinstance(score, Sequence) and not isinstance(score, str | bytes):
-        return [_number(value, score) for value in score]
-    return _number(score, score)
+        return [_part(str(place), value, score) for place, value in enumerate(score)]
+    return _number(score, f"{score!r:.200}")
 
 
-def _number(value: Any, score: Any) -> Number:
+def _part(part: str, value: Any, score: Any) -> Number:
+    try:
+        return _number(value, f"{score!r:.200} ({part})")
+    except ValueError as error:
+        raise ValueError(f"{error}; keep texts with log_extra") from None
+
+
+def _number(value: Any, told: str) -> Number:
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(
-            f"returned {score!r:.200}; a score must be a finite number or None, or a mapping or "
-            "list of such (keep texts with log_extra)"
-        ) from None
+        raise ValueError(f"returned {told}; a score must be a finite number or None") from None
 
 
 def _require_fit(number: Number, told: str) -> None:

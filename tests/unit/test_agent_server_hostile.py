@@ -25,6 +25,12 @@ from tests.unit.test_agent_server import (
 
 pytestmark = pytest.mark.anyio
 
+
+@pytest.fixture(scope="module")
+def anyio_backend():
+    return "asyncio"
+
+
 HELLO = {"messages": QUESTION, "max_tokens": 20}
 CALL = {
     "id": "c",
