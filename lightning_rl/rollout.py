@@ -121,8 +121,10 @@ class Rollout:
     the engine's at the sampling temperature (0.0 where the token was given) and ``versions`` the
     weight version that wrote each token (-1 where the token was given). ``expert`` marks a given
     completion to imitate, which no engine wrote. ``environment_reward`` is what an environment
-    paid, for rewards to use. ``extra`` and ``logged`` are what reward functions logged: a value
-    per column for this rollout, and numbers for all of its group. ``structured``: it was held to a
+    paid, for rewards to use. ``reward_parts`` are the scores of the reward functions by name, and
+    as ``name/part`` what a score consists of. ``extra`` and ``logged`` are what reward functions
+    and agents told: a value per column for this rollout (such as ``session_id`` and ``tools``, the
+    schemas that its models were offered), and numbers for all of its group. ``structured``: it was held to a
     form that scoring does not know.
 
     An agent may call models as it likes, so that not all of it is one row of tokens (an episode):
