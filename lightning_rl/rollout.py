@@ -124,8 +124,8 @@ class Rollout:
     paid, for rewards to use. ``reward_parts`` are the scores of the reward functions by name, and
     as ``name/part`` what a score consists of. ``extra`` and ``logged`` are what reward functions
     and agents told: a value per column for this rollout (such as ``session_id`` and ``tools``, the
-    schemas that its models were offered), and numbers for all of its group. ``structured``: it was held to a
-    form that scoring does not know.
+    schemas that its models were offered), and numbers for all of its group. ``structured``: it was
+    held to a form that scoring does not know.
 
     An agent may call models as it likes, so that not all of it is one row of tokens (an episode):
     ``further`` are the rows after the first, which is the rollout's own; ``role`` and ``sampling``

@@ -26,7 +26,7 @@ from recipes.sort_digits.prepare import EOS, PAD, make_model, make_tokenizer
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}{{ eos_token }}"
 CHAT, TEXT, CLAUDE = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 SERVED = "and then it serves: 200"
-GOOD = {"messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 2}
+GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 2}
 _ANSWER_S = 50.0
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from functools import cache
 from typing import Any
 
 LARGEST_HEAD = 2**16
@@ -11,15 +10,14 @@ _LINGER_S = 1.0
 """How long to take what a client still sends that is refused: closed at once, it would not hear."""
 
 
-@cache
-def with_deadlines(protocol: type[Any], seconds: float) -> type[Any]:
+def with_deadlines(protocol: Any, seconds: float) -> Any:
     """uvicorn's protocol, which closes a connection that sends no whole request for so long.
 
     The time begins when it is opened, and with the first byte of each further request. One that
     waits for its answer, or had one and sends nothing, is left to uvicorn.
     """
 
-    class WithDeadlines(protocol):  # type: ignore[misc, valid-type]
+    class WithDeadlines(protocol):
         _due: asyncio.TimerHandle | None = None
         _head = 0
         _refused = False
