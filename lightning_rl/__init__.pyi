@@ -453,6 +453,7 @@ from lightning_rl.serving.function_agent import (
     AgentClient as AgentClient,
     FunctionAgent as FunctionAgent,
 )
+from lightning_rl.serving.limits import RequestLimits as RequestLimits
 from lightning_rl.serving.program_agent import (
     ProgramAgent as ProgramAgent,
     ScriptAgent as ScriptAgent,

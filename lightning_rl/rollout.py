@@ -65,7 +65,8 @@ class Call:
     the call was asked in, if an environment told: calls of a group in equal states are comparable.
     ``scorable`` is False where the call was held to a form that scoring does not know: its tokens
     have no loss. ``asked`` is False for a call of an interrupted attempt until it is asked for
-    again.
+    again. ``tool_choice`` is what its request said of the tools that it offered: ``auto``,
+    ``none``, ``required``, or the name of the one to call; None where it offered none.
     """
 
     row: int
@@ -77,6 +78,7 @@ class Call:
     state: str | None = None
     scorable: bool = True
     asked: bool = True
+    tool_choice: str | None = None
 
 
 @dataclass(slots=True)
@@ -119,9 +121,11 @@ class Rollout:
     the engine's at the sampling temperature (0.0 where the token was given) and ``versions`` the
     weight version that wrote each token (-1 where the token was given). ``expert`` marks a given
     completion to imitate, which no engine wrote. ``environment_reward`` is what an environment
-    paid, for rewards to use. ``extra`` and ``logged`` are what reward functions logged: a value
-    per column for this rollout, and numbers for all of its group. ``structured``: it was held to a
-    form that scoring does not know.
+    paid, for rewards to use. ``reward_parts`` are the scores of the reward functions by name, and
+    as ``name/part`` what a score consists of. ``extra`` and ``logged`` are what reward functions
+    and agents told: a value per column for this rollout (such as ``session_id`` and ``tools``, the
+    schemas that its models were offered), and numbers for all of its group. ``structured``: it was
+    held to a form that scoring does not know.
 
     An agent may call models as it likes, so that not all of it is one row of tokens (an episode):
     ``further`` are the rows after the first, which is the rollout's own; ``role`` and ``sampling``

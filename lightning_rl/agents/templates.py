@@ -1,6 +1,5 @@
 """A model family's way to write chats: what stands between two turns, and how tools are called."""
 
-import json
 import logging
 import re
 from abc import ABC, abstractmethod
@@ -9,12 +8,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message
+from lightning_rl.run.strict_json import loads
 
 MARK = "\ue000"  # private use: no template writes it, none trims it, JSON keeps it as it is
 QUESTION: Message = {"role": "user", "content": "Question?"}
@@ -63,7 +62,7 @@ class TurnTemplate:
                 add_generation_prompt=True,
                 **(self.chat_options | options),
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except Exception as error:  # a template may raise anything
             roles = [
                 f"{message['role']} with tool calls" if "tool_calls" in message else message["role"]
                 for message in messages
@@ -277,8 +276,8 @@ def _read_call(text: str, closed: bool) -> ParsedCall:
     if not closed:
         return ParsedCall(error="the tool call is not closed by </tool_call>")
     try:
-        call = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        call = loads(text)
+    except ValueError as error:
         return ParsedCall(error=f"the tool call is not valid JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ParsedCall(error='a tool call must be {"name": ..., "arguments": {...}}')
@@ -321,12 +320,15 @@ class VLLMParser(ToolParser):
             raise ConfigError(f"vLLM has no tool parser {self.name!r}; it has {', '.join(known)}")
         # What a model gets wrong is no error of the run, and would be a stack trace each.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
-        self._request = ChatCompletionRequest(
-            model="policy",
-            messages=[{"role": "user", "content": ""}],
-            tools=list(schemas),
-            tool_choice="auto",
-        )
+        try:
+            self._request = ChatCompletionRequest(
+                model="policy",
+                messages=[{"role": "user", "content": ""}],
+                tools=list(schemas),
+                tool_choice="auto",
+            )
+        except ValueError as error:  # pydantic's
+            raise ConfigError(f"these tools are none that vLLM knows: {error}") from error
         try:
             make = ToolParserManager.get_tool_parser(self.name)
             self._parser = make(tokenizer, self._request.tools)
@@ -344,6 +346,6 @@ class VLLMParser(ToolParser):
 
 def _from_vllm(function: Any) -> ParsedCall:
     try:
-        return ParsedCall(function.name, json.loads(function.arguments or "{}"))
-    except json.JSONDecodeError as error:
+        return ParsedCall(function.name, loads(function.arguments or "{}"))
+    except ValueError as error:
         return ParsedCall(function.name, error=f"the arguments are not valid JSON: {error}")

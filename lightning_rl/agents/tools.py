@@ -109,6 +109,9 @@ class ToolAgent(Agent):
         whole = bool(messages) and "tool_calls" in messages[-1]
         cut = reason == "abort" or (reason == "length" and not whole)
         record_turns(rollout, reason if cut else "stop")
+        rollout.extra["tools"] = [*self.toolbox.schemas]
+        for call in rollout.calls:
+            call.tool_choice = "auto"
         end(rollout, reason)
         return rollout
 

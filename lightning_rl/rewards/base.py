@@ -19,11 +19,9 @@ from lightning_rl.rewards.calling import (
     reward_name,
 )
 from lightning_rl.rewards.log import RewardLog, TrainerState, mean
+from lightning_rl.rewards.parts import LARGEST_REWARD, parts_of
 from lightning_rl.rollout import Rollout, RolloutStatus
 from lightning_rl.run.loop import note_progress, run_async
-
-LARGEST_REWARD = 1e6
-"""Batches hold rewards in float32, which beyond this no longer tells differences of 0.1."""
 
 _Call = Callable[[RewardFunction, dict[str, Any]], Awaitable[Any]]
 
@@ -80,6 +78,9 @@ class Rewards:
 
     async def grade(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Set ``reward`` and ``reward_parts`` of every completed rollout, in place.
+
+        The parts are the scores under their functions' names, and what a score consists of behind
+        that (:func:`~.parts.parts_of`), of which nothing is added twice.
 
         A function that raises, or returns another number of scores, marks all that it was given
         FAILED; a score that is no finite number, or beyond ±1e6, or a :class:`RewardFailure`, only
@@ -164,10 +165,13 @@ class Rewards:
                 _fail(rollouts, f"reward {name}: {scores.reason}")
                 continue
             for rollout, score in zip(rollouts, scores, strict=True):
-                if problem := _invalid_reason(score):
-                    _fail([rollout], f"reward {name}: {problem}")
-                else:
-                    rollout.reward_parts[name] = None if score is None else float(score)
+                if isinstance(score, RewardFailure):
+                    _fail([rollout], f"reward {name}: {score.reason}")
+                    continue
+                try:
+                    rollout.reward_parts |= parts_of(name, score)
+                except ValueError as error:
+                    _fail([rollout], f"reward {name}: {error}")
             log.write_to(rollouts)
             for metric, values in log.metrics.items():
                 metrics[metric] += values
@@ -177,7 +181,8 @@ class Rewards:
     def _sum_rewards(self, rollouts: Sequence[Rollout]) -> None:
         """Set the reward of what all functions have scored."""
         for rollout in filter(_is_ungraded, rollouts):
-            parts = {n: s for n, s in rollout.reward_parts.items() if s is not None}
+            scores = ((name, rollout.reward_parts.get(name)) for name in self.functions)
+            parts = {name: score for name, score in scores if score is not None}
             reward = math.fsum(self.weights[n] * s for n, s in parts.items())
             if not parts:
                 _fail([rollout], "no reward applies: every function returned None")
@@ -238,21 +243,6 @@ def _is_ungraded(rollout: Rollout) -> bool:
 
 def _flatten(groups: Sequence[Sequence[Rollout]]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group]
-
-
-def _invalid_reason(score: Any) -> str | None:
-    """The reason to refuse a score, if there is one."""
-    if isinstance(score, RewardFailure):
-        return score.reason
-    try:
-        size = 0.0 if score is None else abs(float(score))
-    except (TypeError, ValueError, OverflowError):
-        size = math.nan
-    if not math.isfinite(size):
-        return f"returned {score!r}; a score must be a finite number or None"
-    if size > LARGEST_REWARD:
-        return f"returned {score!r}; a score must be within ±1e6, so that float32 can tell it apart"
-    return None
 
 
 def _fail(rollouts: Sequence[Rollout], error: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.log import RewardLog
+from lightning_rl.rewards.parts import PlainScore
 from lightning_rl.run.loop import wait
 from lightning_rl.run.threads import CallingThread
 
@@ -72,7 +73,7 @@ def _refuse_exit(function: Callable[..., Any]) -> Any:
     return checked
 
 
-RewardFunction = Callable[..., list[float]]
+RewardFunction = Callable[..., list[Any]]
 """``f(prompts, completions, **columns) -> list[float]``, plain or ``async``.
 
 It gets one group at a time, unless :func:`batch_reward` marks it. Besides the dataset's columns it
@@ -80,7 +81,8 @@ may ask by name for ``completion_ids`` (list[list[int]]), ``finish_reasons`` (li
 ``environment_rewards`` (list[float | None]), ``group_ids`` (list[str]) and, as in TRL, for
 ``trainer_state`` (a :class:`~.log.TrainerState`), ``log_extra(column, values)`` and
 ``log_metric(name, value)``. ``None`` in what it returns means that this reward does not apply to
-that completion, a :class:`RewardFailure` that it could not be graded.
+that completion, a :class:`RewardFailure` that it could not be graded. In place of a number it may
+return several, as a mapping or a list (:func:`~.parts.parts_of`).
 """
 
 
@@ -213,7 +215,7 @@ def _failure(error: BaseException) -> RewardFailure:
 SHARED = ("trainer_state", "log_extra", "log_metric")
 """Arguments that are no lists with a value per completion."""
 
-Score = float | None | RewardFailure
+Score = PlainScore | RewardFailure
 
 
 class PerSample(ABC):

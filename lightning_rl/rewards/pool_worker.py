@@ -22,6 +22,7 @@ from typing import Any
 import lightning_rl.config.arguments  # noqa: F401
 from lightning_rl.rewards.calling import RewardFailure, only_score
 from lightning_rl.rewards.log import RewardLog
+from lightning_rl.rewards.parts import plain_score
 from lightning_rl.rewards.sandbox import adopt_orphans, die_with_parent, run_in_sandbox
 
 FILES_MB = 64
@@ -169,7 +170,7 @@ def _grade(function: Any, request: bytes, limits: Limits) -> bytes:
             return _json(error=score.reason[:_ERROR_CHARACTERS])
         log = RewardLog.of(sample) or RewardLog(1)
         log.require_complete()
-        result = _json(score=None if score is None else float(score), log=log.to_dict())
+        result = _json(score=plain_score(score), log=log.to_dict())
         if len(result) > _RESULT_BYTES:
             return _json(error=f"what it logged takes {len(result)} of {_RESULT_BYTES} bytes")
         return result

@@ -15,6 +15,7 @@ from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.loop import cancel_here, run_async
+from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.results import ENDING, Ending, note_result
 from lightning_rl.serving.server import AgentServer
 from lightning_rl.serving.session import Session
@@ -33,6 +34,7 @@ class SessionAgent(Agent):
         parser: reads the model family's way to write tool calls.
         client_sampling: whether requests may change what is sampled from, such as the temperature.
         max_seconds: wall time of one run at most, in seconds; None: no limit.
+        limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
 
     Raises:
         ConfigError: for values out of range.
@@ -44,12 +46,14 @@ class SessionAgent(Agent):
         parser: ToolParser | None,
         client_sampling: bool,
         max_seconds: float | None,
+        limits: RequestLimits | None = None,
     ) -> None:
         require_seconds(max_seconds)
         self.roles = roles or []
         self.parser = parser
         self.client_sampling = client_sampling
         self.max_seconds = max_seconds
+        self.limits = limits
         self._server: AgentServer | None = None
 
     @property
@@ -67,6 +71,7 @@ class SessionAgent(Agent):
             parser=self.parser,
             chat_options=self.chat_options,
             client_sampling=self.client_sampling,
+            limits=self.limits,
         )
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:

@@ -111,7 +111,7 @@ def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, 
     name = "*" if kind == "any" else choice.need("name", str)
     if not tools or (kind == "tool" and all(t["function"]["name"] != name for t in tools)):
         raise RequestError(
-            f"tool_choice: tool '{name}' is not among the tools", param="tool_choice"
+            f"tool_choice: tool '{name:.80}' is not among the tools", param="tool_choice"
         )
     return name, True, parallel
 

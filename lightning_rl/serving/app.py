@@ -5,8 +5,8 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +16,15 @@ from lightning_rl.serving.anthropic import MessagesDoor
 from lightning_rl.serving.ask import Answer
 from lightning_rl.serving.door import Door
 from lightning_rl.serving.errors import RequestError, session_over, unknown_key
-from lightning_rl.serving.http import Receive, Reply, Send, json_reply, read_json, refusal
+from lightning_rl.serving.http import (
+    Receive,
+    Reply,
+    Send,
+    json_reply,
+    read_body,
+    read_json,
+    refusal,
+)
 from lightning_rl.serving.openai_chat import ChatDoor
 from lightning_rl.serving.openai_text import TextDoor
 from lightning_rl.serving.retries import Pending, Retries
@@ -71,13 +79,13 @@ class AgentApp:
         guest: _Guest | None = None
         try:
             headers = dict(scope["headers"])
-            guest = self._guest(headers)
+            guest, body = await self._admitted(headers, receive)
             if scope["path"] == "/v1/models":
                 reply = json_reply(_models(guest.session))
             elif scope["path"] not in self._doors or scope["method"] != "POST":
                 raise _unknown_url(scope)
             else:
-                reply = await self._answer(guest, door, scope["path"], headers, receive)
+                reply = await self._answer(guest, door, scope["path"], headers, body, receive)
         except RequestError as error:
             reply = refusal(door, error)
         except Exception as error:  # ours: the run is to know, and the client must not hang
@@ -86,6 +94,18 @@ class AgentApp:
                 guest.session.failure = guest.session.failure or error
             reply = refusal(door, RequestError(f"{type(error).__name__}: {error}", status=500))
         await reply.send(send)
+
+    async def _admitted(
+        self, headers: Mapping[bytes, bytes], receive: Receive
+    ) -> tuple[_Guest, bytes]:
+        """Whose request it is, and its body: all is read, or a refusal would not be heard."""
+        try:
+            guest = self._guest(headers)
+        except RequestError:
+            with suppress(RequestError):  # a stranger's, of which nothing is kept
+                await read_body(receive, 0)
+            raise
+        return guest, await read_body(receive, guest.session.terms.limits.max_bytes)
 
     def _guest(self, headers: Mapping[bytes, bytes]) -> _Guest:
         """Whose key it is; OpenAI's and Anthropic's clients send it in fields of their own."""
@@ -104,12 +124,12 @@ class AgentApp:
         door: Door,
         path: str,
         headers: Mapping[bytes, bytes],
+        body: bytes,
         receive: Receive,
     ) -> Reply:
-        body, request = await read_json(receive)
-        ask, wanted = door.read(request, guest.session.terms)
-        key, retried = _name(path, body, headers)
         retries, session = guest.retries, guest.session
+        ask, wanted = await session.prepare(lambda: door.read(read_json(body), session.terms))
+        key, retried = retries.name(path, body, headers)
         earlier = retries.earlier(key, retried)
         future = asyncio.get_running_loop().create_future() if earlier is None else earlier
         pending = Pending(receive, future)
@@ -125,12 +145,18 @@ class AgentApp:
             raise
         if not retries.arrives(key, pending):
             session.undelivered(ask, answers)
+        if name := headers.get(b"x-session-id"):
+            session.name(name.decode("latin-1"))
         guest.answered += 1
         number, now = f"{session.episode.rollout.id}-{guest.answered}", int(time.time())
-        if wanted.stream:
-            events = b"".join(door.stream(ask, wanted, answers, number, now))
-            return Reply(events, kind=b"text/event-stream; charset=utf-8")
-        return json_reply(door.write(ask, wanted, answers, number, now))
+
+        def written() -> Reply:
+            if wanted.stream:
+                events = b"".join(door.stream(ask, wanted, answers, number, now))
+                return Reply(events, kind=b"text/event-stream; charset=utf-8")
+            return json_reply(door.write(ask, wanted, answers, number, now))
+
+        return await session.beside(written)
 
 
 async def _filling(
@@ -150,16 +176,8 @@ async def _filling(
     return answers
 
 
-def _name(path: str, body: bytes, headers: Mapping[bytes, bytes]) -> tuple[bytes, bool]:
-    """What tells a request from others, and whether its client says that it asks again."""
-    if name := headers.get(b"idempotency-key"):
-        return b"key " + name, True
-    again = headers.get(b"x-stainless-retry-count", b"0") != b"0"
-    return blake2b(path.encode() + b" " + body, digest_size=16).digest(), again
-
-
 def _unknown_url(scope: Mapping[str, Any]) -> RequestError:
-    asked = f"{scope['method']} {scope['path']}"
+    asked = f"{scope['method']} {scope['path']:.200}"
     return RequestError(f"Invalid URL ({asked})", code="unknown_url", status=404)
 
 

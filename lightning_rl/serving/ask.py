@@ -8,7 +8,8 @@ from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Call, Message
 from lightning_rl.serving.chat_format import ChatFormat, ChatFormats
-from lightning_rl.serving.errors import RequestError, unknown_model
+from lightning_rl.serving.errors import RequestError, unknown_model, unsupported
+from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.messages import Said
 
 DEFAULT_MODEL = "policy"
@@ -24,6 +25,7 @@ class Terms:
         sampling: holds where a request says nothing.
         client_sampling: whether requests may change what is sampled from.
         models: the roles that may be asked for, by the names that clients use.
+        limits: bounds of a request.
         known: settings that were asked for before, by what they change: a client repeats them.
     """
 
@@ -31,6 +33,7 @@ class Terms:
     sampling: Sampling
     client_sampling: bool
     models: dict[str, str]
+    limits: RequestLimits
     known: dict[str, Sampling] = field(default_factory=dict)
 
     def role_of(self, model: str) -> str:
@@ -43,14 +46,24 @@ class Terms:
             raise unknown_model(model, list(self.models))
         return self.models[model]
 
-    def form_of(self, tools: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> ChatFormat:
-        """How chats with these tools and options of the template are written.
+    def form_of(
+        self, tools: Sequence[dict[str, Any]], options: Mapping[str, Any], template: str = ""
+    ) -> ChatFormat:
+        """How chats with these tools and variables of the template are written.
+
+        ``template`` is the client's own, in place of the model's.
 
         Raises:
-            RequestError: if the template cannot write them.
+            RequestError: if the template cannot write them, or the client may not bring it.
         """
+        if template and not self.limits.client_templates:
+            raise unsupported(
+                "chat_template",
+                template,
+                "it is a program; use the model's, or set limits.client_templates: true",
+            )
         try:
-            return self.formats.of(tools, options)
+            return self.formats.of(tools, options, template)
         except ConfigError as error:
             raise RequestError(str(error), param="tools" if tools else "messages") from error
 
@@ -59,8 +72,8 @@ class Terms:
 class Ask:
     """Prompts, and how often and how each is to be gone on with.
 
-    Either ``chat``, written as ``form`` says, or ``prompts`` of token ids. ``must_call`` is empty,
-    the name of the tool that has to be called, or ``*`` for any.
+    ``prompts`` are token ids: given, or those of ``chat``, written as ``form`` says. ``must_call``
+    is empty, the name of the tool that has to be called, or ``*`` for any.
     """
 
     model: str
@@ -73,6 +86,20 @@ class Ask:
     may_call: bool = True
     must_call: str = ""
     parallel: bool = True
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Schemas of the tools that may be called."""
+        return [] if self.form is None else self.form.tools
+
+    @property
+    def tool_choice(self) -> str | None:
+        """``auto``, ``none``, ``required`` or the name of a tool; None without tools."""
+        if not self.tools:
+            return None
+        if self.must_call:
+            return "required" if self.must_call == "*" else self.must_call
+        return "auto" if self.may_call else "none"
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,9 @@ from lightning_rl.agents.tools import call_message
 from lightning_rl.engines.sampling import Completion, StructuredOutputs
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message
+from lightning_rl.run.strict_json import loads
 from lightning_rl.serving.messages import Said
+from lightning_rl.serving.strangers_template import RendererApart, StrangersTemplate
 
 _PROMPTS_KEPT = 256
 """Of whole chats, as token ids: the rollouts of a group begin with the same."""
@@ -21,32 +24,33 @@ _FORMATS_KEPT = 64
 
 
 class ChatFormat:
-    """The chat template with one set of tools and options, and a parser that knows those tools.
+    """A chat template with one set of tools and options, and a parser that knows those tools.
+
+    Several threads may use it at a time.
 
     Args:
-        tokenizer: of the policy.
+        template: writes chats.
         parser: reads calls; one of its own is made for these tools.
-        options: further variables of the template.
         tools: OpenAI-style schemas.
         key: what tells it from other formats.
     """
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        template: TurnTemplate,
         parser: ToolParser,
-        options: Mapping[str, Any],
         tools: Sequence[dict[str, Any]],
         key: str,
     ) -> None:
-        self.tokenizer = tokenizer
-        self._end = tokenizer.eos_token_id
+        self.tokenizer = template.tokenizer
+        self._end = self.tokenizer.eos_token_id
         self.tools = list(tools)
         self.key = key
-        self.template = TurnTemplate(tokenizer, {**options, **({"tools": tools} if tools else {})})
+        self.template = template
         self.parser = copy(parser)
+        self._parsing = Lock()  # vLLM's parsers keep what they are at
         if tools:
-            self.parser.configure(tokenizer, self.tools)
+            self.parser.configure(self.tokenizer, self.tools)
         self._encoded = lru_cache(_PROMPTS_KEPT)(self._encode)
 
     def prompt(self, chat: Sequence[Said]) -> list[int]:
@@ -88,7 +92,8 @@ class ChatFormat:
         if self.tools and calls_allowed and completion.finish_reason == "stop":
             # Call formats are made of special tokens too.
             text, ended_by = self._text(completion, stop, skip_special_tokens=False)
-            content, calls = self.parser.parse(text)
+            with self._parsing:
+                content, calls = self.parser.parse(text)
             if calls and not any(call.error for call in calls):
                 return self._with_calls(content, calls, before, parallel), ended_by
         content, ended_by = self._text(completion, stop, skip_special_tokens=True)
@@ -98,8 +103,8 @@ class ChatFormat:
         """A turn that was held to the form of :meth:`forced`; text if it was cut off."""
         text, _ = self._text(completion, (), skip_special_tokens=True)
         try:
-            found = json.loads(text)
-        except json.JSONDecodeError:
+            found = loads(text)
+        except ValueError:
             return {"role": "assistant", "content": text}
         if name is not None:
             return self._with_calls("", [ParsedCall(name, found)], before, True)
@@ -167,25 +172,46 @@ def until_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
 
 
 class ChatFormats:
-    """Makes formats, and keeps those that were used lately."""
+    """Makes formats, and keeps those that were used lately.
+
+    Args:
+        tokenizer: of the policy.
+        parser: reads calls.
+        options: further variables of the template.
+        apart: renders templates of strangers.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, parser: ToolParser, options: Mapping[str, Any]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        parser: ToolParser,
+        options: Mapping[str, Any],
+        apart: RendererApart,
     ) -> None:
         self.tokenizer = tokenizer
+        self._apart = apart
         self._parser = parser
         self._options = dict(options)
         self._made = lru_cache(_FORMATS_KEPT)(self._make)
 
-    def of(self, tools: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> ChatFormat:
+    def of(
+        self, tools: Sequence[dict[str, Any]], options: Mapping[str, Any], template: str = ""
+    ) -> ChatFormat:
         """The format with these tools, and these options besides the server's.
+
+        ``template`` is a stranger's, in place of the tokenizer's.
 
         Raises:
             ConfigError: if the tokenizer has no chat template, or the parser refuses the tools.
         """
-        key = json.dumps([tools, options], ensure_ascii=False) if tools or options else ""
+        plain = not (tools or options or template)
+        key = "" if plain else json.dumps([tools, options, template], ensure_ascii=False)
         return self._made(key)
 
     def _make(self, key: str) -> ChatFormat:
-        tools, options = json.loads(key) if key else ([], {})
-        return ChatFormat(self.tokenizer, self._parser, self._options | options, tools, key)
+        tools, options, template = json.loads(key) if key else ([], {}, "")
+        variables = {**self._options, **options, **({"tools": tools} if tools else {})}
+        written = TurnTemplate(self.tokenizer, variables)
+        if template:
+            written = StrangersTemplate(self.tokenizer, variables, template, self._apart)
+        return ChatFormat(written, self._parser, tools, key)

@@ -7,11 +7,9 @@ from typing import Any
 
 from lightning_rl.rollout import Message
 from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted, usage_of
-from lightning_rl.serving.errors import RequestError
+from lightning_rl.serving.errors import RequestError, too_many
 from lightning_rl.serving.fields import Fields, wrong_value
-
-MOST_ANSWERS = 128
-"""As OpenAI's API has it."""
+from lightning_rl.serving.limits import RequestLimits
 
 
 class Door(ABC):
@@ -19,7 +17,7 @@ class Door(ABC):
 
     @abstractmethod
     def read(self, body: Any, terms: Terms) -> tuple[Ask, Wanted]:
-        """What a request asks for.
+        """What a request asks for; called beside the event loop, as it may be long.
 
         Raises:
             RequestError: for what is no such request, or not supported.
@@ -113,12 +111,14 @@ def read_wanted(fields: Fields) -> Wanted:
     )
 
 
-def read_count(fields: Fields) -> int:
-    """``n``, the number of answers."""
+def read_count(fields: Fields, limits: RequestLimits, prompts: int = 1) -> int:
+    """``n``, the number of answers to each prompt."""
     count = fields.get("n", int)
     count = 1 if count is None else count
-    if not 1 <= count <= MOST_ANSWERS:
-        raise wrong_value("n", count, f"1 to {MOST_ANSWERS}")
+    if not 1 <= count <= limits.max_answers:
+        raise wrong_value("n", count, f"1 to {limits.max_answers} (limits.max_answers)")
+    if count * prompts > limits.max_answers:
+        raise too_many(count, prompts, limits.max_answers)
     return count
 
 

@@ -4,6 +4,9 @@ from typing import Any
 
 from lightning_rl.errors import LightningRLError
 
+_LONGEST = 1000
+"""Characters of a message: a request that is repeated in its error may be megabytes."""
+
 
 class RequestError(LightningRLError):
     """A request that is answered by an error; ``param`` names the field, ``code`` the kind."""
@@ -17,8 +20,8 @@ class RequestError(LightningRLError):
         status: int = 400,
         retry: bool = False,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
+        super().__init__(self.message)
         self.param = param
         self.code = code
         self.status = status
@@ -38,10 +41,49 @@ def unsupported(name: str, value: Any, fix: str) -> RequestError:
 def unknown_model(name: str, known: list[str]) -> RequestError:
     """No role of that name."""
     return RequestError(
-        f"The model `{name}` does not exist; there are: {', '.join(known)}",
+        f"The model `{name:.80}` does not exist; there are: {', '.join(known)}",
         param="model",
         code="model_not_found",
         status=404,
+    )
+
+
+def too_large(size: int, most: int) -> RequestError:
+    """A body beyond ``RequestLimits.max_bytes``."""
+    return RequestError(
+        f"The request has {size} bytes; this server takes {most} at most. Send a shorter "
+        "history, or raise limits.max_bytes",
+        code="too_large",
+        status=413,
+    )
+
+
+def too_many(count: int, prompts: int, most: int) -> RequestError:
+    """More completions than ``RequestLimits.max_answers``."""
+    return RequestError(
+        f"n={count} for {prompts} prompts asks for {count * prompts} completions; this server "
+        f"gives {most} at most. Send several requests, or raise limits.max_answers",
+        param="n",
+        code="too_many",
+    )
+
+
+def too_slow(seconds: float) -> RequestError:
+    """A request that took longer than ``RequestLimits.max_seconds`` to read."""
+    return RequestError(
+        f"It took more than {seconds:g} s to read the request and to write it in tokens; send less "
+        "at once, or raise limits.max_seconds",
+        code="too_slow",
+    )
+
+
+def other_request(key: str) -> RequestError:
+    """A key that stands for another request already."""
+    return RequestError(
+        f"Idempotency-Key {key!r:.80} was sent with another request before; send the very same "
+        "body again, or draw a new key",
+        param="Idempotency-Key",
+        code="idempotency_error",
     )
 
 

@@ -41,10 +41,18 @@ class Fields:
         if value is None:
             return None
         if kind is float and type(value) is int:
-            return float(value)  # type: ignore[return-value]
+            return self._float(name, value)  # type: ignore[return-value]
         if type(value) is not kind:
             raise wrong_kind(self.path + name, value, kind)
+        if kind is int and not -(2**63) <= value < 2**63:  # type: ignore[operator]
+            raise wrong_value(self.path + name, value, "integers of 64 bits")
         return value
+
+    def _float(self, name: str, value: int) -> float:
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise wrong_value(self.path + name, "a number beyond float64", "numbers") from error
 
     def need(self, name: str, kind: type[T]) -> T:
         """The value of a field that must be there."""

@@ -12,6 +12,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Prompt, Rollout
 from lightning_rl.serving.agent import SessionAgent
 from lightning_rl.serving.ask import DEFAULT_MODEL, Answer
+from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.results import Ending
 from lightning_rl.serving.session import Session
 
@@ -95,6 +96,7 @@ class FunctionAgent(SessionAgent):
         parser: reads the model family's way to write tool calls.
         client_sampling: whether it may change what is sampled from, such as the temperature.
         max_seconds: wall time of one rollout at most; None: no limit.
+        limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
 
     Raises:
         ConfigError: if the function is not ``async``, or for values out of range.
@@ -107,8 +109,9 @@ class FunctionAgent(SessionAgent):
         parser: ToolParser | None = None,
         client_sampling: bool = True,
         max_seconds: float | None = None,
+        limits: RequestLimits | None = None,
     ) -> None:
-        super().__init__(roles, parser, client_sampling, max_seconds)
+        super().__init__(roles, parser, client_sampling, max_seconds, limits)
         call = function if inspect.isroutine(function) else type(function).__call__
         if not inspect.iscoroutinefunction(call):
             name = getattr(function, "__qualname__", type(function).__qualname__)

@@ -5,10 +5,9 @@ from collections.abc import Callable, Coroutine, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_rl.run.strict_json import loads
 from lightning_rl.serving.door import Door
-from lightning_rl.serving.errors import RequestError
-
-LARGEST_BODY = 64 * 2**20
+from lightning_rl.serving.errors import RequestError, too_large
 
 Receive = Callable[[], Coroutine[Any, Any, MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
@@ -40,9 +39,14 @@ def json_reply(value: Any) -> Reply:
 
 
 def refusal(door: Door, error: RequestError) -> Reply:
-    """An error, in the words of the API that was asked."""
+    """An error, in the words of the API that was asked.
+
+    Who has no key, or has not been read to the end, has no use for the connection.
+    """
     reply = json_reply(door.error(error))
     reply.status, reply.headers = error.status, (_RETRY[error.retry],)
+    if error.status in (401, 413):
+        reply.headers += ((b"connection", b"close"),)
     return reply
 
 
@@ -60,26 +64,38 @@ def is_gone(receive: Receive) -> bool:
     return False
 
 
-async def read_json(receive: Receive) -> tuple[bytes, Any]:
-    """A request's body, and what it says.
+async def read_body(receive: Receive, most: int) -> bytes:
+    """A request's body, of so many bytes at most; what is beyond is taken, but not kept.
+
+    So its client hears why it was refused, and not only that the connection was closed.
 
     Raises:
-        RequestError: if it is too large, or no JSON.
+        RequestError: if it is larger, or its client went away.
     """
     parts, size, more = [], 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise RequestError("the client went away")
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > LARGEST_BODY:
-            raise RequestError(
-                f"The request has more than {LARGEST_BODY} bytes", code="too_large", status=413
-            )
+        part = message.get("body", b"")
+        size += len(part)
+        if size <= most:
+            parts.append(part)
         more = message.get("more_body", False)
-    body = b"".join(parts)
+    if size > most:
+        raise too_large(size, most)
+    return b"".join(parts)
+
+
+def read_json(body: bytes) -> Any:
+    """What a body says.
+
+    Raises:
+        RequestError: if it is no JSON, or holds what no answer could repeat.
+    """
     try:
-        return body, json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body of the request is not valid JSON: {error}") from error
+        return loads(body)
+    except ValueError as error:
+        raise RequestError(
+            f"The body of the request is not valid JSON: {error}", code="invalid_json"
+        ) from error

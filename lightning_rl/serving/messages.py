@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_rl.rollout import Message
+from lightning_rl.run.strict_json import loads
 from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
 
@@ -102,8 +103,8 @@ def _object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
-    except (json.JSONDecodeError, RecursionError):
+        return loads(arguments)
+    except ValueError:
         return arguments
 
 

@@ -2,7 +2,10 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from inspect import signature
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.rollout import Message
 from lightning_rl.serving.ask import DEFAULT_MODEL, Answer, Ask, Terms, Wanted
@@ -24,7 +27,7 @@ class ChatDoor(OpenAIDoor):
         role = terms.role_of(model)
         chat = read_messages(fields.need("messages", list))
         tools = _tools(fields)
-        form = terms.form_of(tools, fields.get("chat_template_kwargs", dict) or {})
+        form = terms.form_of(tools, _variables(fields), fields.get("chat_template", str) or "")
         must_call, may_call = _tool_choice(fields, tools)
         _refuse(fields)
         limit = "max_tokens" if fields.body.get(_LIMIT) is None else _LIMIT
@@ -35,7 +38,7 @@ class ChatDoor(OpenAIDoor):
         wanted = read_wanted(fields)
         wanted.logprobs = fields.get("logprobs", bool) or False
         parallel = fields.get("parallel_tool_calls", bool) is not False
-        count = read_count(fields)
+        count = read_count(fields, terms.limits)
         return Ask(
             model, role, sampling, count, chat, form, [], may_call, must_call, parallel
         ), wanted
@@ -87,13 +90,29 @@ def _refuse(fields: Fields) -> None:
     fields.refuse("audio", "answers are text")
 
 
+_OURS = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
+_OURS |= {"messages", "conversations"}
+"""Names that are no variables of a template, but arguments of what renders it."""
+
+
+def _variables(fields: Fields) -> dict[str, Any]:
+    """Further variables of the chat template."""
+    given = Fields(fields.get("chat_template_kwargs", dict) or {}, "chat_template_kwargs.")
+    for name in _OURS & given.body.keys():
+        given.refuse(name, "it is set by the server; a template is sent as chat_template")
+    return {name: value for name, value in given.body.items() if name not in _OURS}
+
+
 def _tools(fields: Fields) -> list[dict[str, Any]]:
     tools = fields.get("tools", list) or []
     for number, tool in enumerate(tools):
         given = Fields(tool, f"tools[{number}].")
         if (kind := given.need("type", str)) != "function":
             raise wrong_value(f"tools[{number}].type", kind, "'function'")
-        Fields(given.need("function", dict), f"tools[{number}].function.").need("name", str)
+        function = Fields(given.need("function", dict), f"tools[{number}].function.")
+        function.need("name", str)
+        function.get("description", str)
+        function.get("parameters", dict)
     return tools
 
 
@@ -114,7 +133,7 @@ def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, 
     name = Fields(chosen, "tool_choice.function.").need("name", str)
     if all(tool["function"]["name"] != name for tool in tools):
         raise RequestError(
-            f"Tool choice '{name}' not found in 'tools' parameter.", param="tool_choice"
+            f"Tool choice '{name:.80}' not found in 'tools' parameter.", param="tool_choice"
         )
     return name, True
 

@@ -10,6 +10,7 @@ from lightning_rl.rollout import Message
 from lightning_rl.serving.ask import DEFAULT_MODEL, Answer, Ask, Terms, Wanted
 from lightning_rl.serving.door import OpenAIDoor, pieces, read_count, read_wanted, token_ids_of
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
+from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.settings import answer_form, asked_sampling
 
 
@@ -25,7 +26,7 @@ class TextDoor(OpenAIDoor):
         fields = Fields(body)
         model = fields.get("model", str) or DEFAULT_MODEL
         role = terms.role_of(model)
-        prompts = self._prompts(fields)
+        prompts, count = self._prompts(fields, terms.limits)
         fields.refuse("echo", "the prompt is the client's own", False)
         fields.refuse("suffix", "the model reads what comes before only", "")
         fields.refuse("best_of", "use n, and choose", 1, fields.body.get("n"))
@@ -36,10 +37,10 @@ class TextDoor(OpenAIDoor):
         sampling = asked_sampling(fields, terms, "max_tokens", structured_outputs=form)
         wanted = read_wanted(fields)
         wanted.logprobs = fields.body.get("logprobs") is not None
-        return Ask(model, role, sampling, read_count(fields), prompts=prompts), wanted
+        return Ask(model, role, sampling, count, prompts=prompts), wanted
 
-    def _prompts(self, fields: Fields) -> list[list[int]]:
-        """One or several, as text or as token ids."""
+    def _prompts(self, fields: Fields, limits: RequestLimits) -> tuple[list[list[int]], int]:
+        """One or several, as text or as token ids, and how often each is gone on with."""
         given = fields.body.get("prompt")
         if given is None:
             fields.need("prompt", str)
@@ -48,7 +49,8 @@ class TextDoor(OpenAIDoor):
             raise wrong_value("prompt", given, "a text, token ids, or an array of either")
         if isinstance(many[0], int):
             many = [many]
-        return [self._token_ids(prompt) for prompt in many]
+        count = read_count(fields, limits, len(many))
+        return [self._token_ids(prompt) for prompt in many], count
 
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

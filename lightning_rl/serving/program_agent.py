@@ -19,6 +19,7 @@ from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Rollout
 from lightning_rl.serving.agent import SessionAgent
+from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.programs import Launcher, Program, ProgramRequest
 from lightning_rl.serving.results import Ending, last_result
 from lightning_rl.serving.session import Session
@@ -58,6 +59,7 @@ class ProgramAgent(SessionAgent):
         max_memory_gb: GiB of address space that each of its processes may map; None: no limit.
         max_concurrency: programs that run at the same time; time spent waiting does not count.
         retries: how often one is run again that was killed by a signal.
+        limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
 
     Raises:
         ConfigError: for values out of range.
@@ -77,13 +79,14 @@ class ProgramAgent(SessionAgent):
         max_memory_gb: float | None = None,
         max_concurrency: int = 64,
         retries: int = 1,
+        limits: RequestLimits | None = None,
     ) -> None:
         require_at_least(1, max_output_bytes=max_output_bytes, max_concurrency=max_concurrency)
         require_at_least(0, retries=retries)
         require_at_least(0.01, max_memory_gb=max_memory_gb)
         if not command:
             raise ConfigError("command is empty; name the program to run for each rollout")
-        super().__init__(roles, parser, client_sampling, max_seconds)
+        super().__init__(roles, parser, client_sampling, max_seconds, limits)
         self._title = command if isinstance(command, str) else " ".join(command)
         self.command = ["/bin/sh", "-c", command] if isinstance(command, str) else command
         self.env = env or {}

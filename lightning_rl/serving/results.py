@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_rl.rewards.log import as_plain
+from lightning_rl.rewards.parts import LARGEST_REWARD
 from lightning_rl.rollout import Message, Rollout
+from lightning_rl.run.strict_json import require_plain
 
 ENDINGS = ("timeout", "exit", "killed", "output", "result", "silent")
 """How a run may end besides ``done``; all but the first fail its rollout."""
@@ -67,7 +69,7 @@ def last_result(output: bytes) -> dict[str, Any]:
         if not line.lstrip().startswith(b"{"):
             continue
         try:
-            said = json.loads(line)
+            said = json.loads(line, parse_int=_whole)
         except (ValueError, RecursionError):
             continue
         if isinstance(said, dict) and not said.keys().isdisjoint(RESULT_KEYS):
@@ -85,9 +87,10 @@ def note_result(rollout: Rollout, said: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming what cannot be; the rollout is then as it was.
     """
+    require_plain(said)
     reward = said.get("reward")
     rewards = None if reward is None else _number("reward", reward)
-    roles = _numbers("role_rewards", said.get("role_rewards"))
+    roles = _numbers("role_rewards", said.get("role_rewards"), LARGEST_REWARD)
     metrics = _numbers("metrics", said.get("metrics"))
     known = {row.role for row in rollout.rows() if row.token_ids}
     if unknown := roles.keys() - known:
@@ -97,7 +100,9 @@ def note_result(rollout: Rollout, said: Mapping[str, Any]) -> None:
         raise ValueError(
             f"call_rewards={calls!r:.80} must be a list of {len(rollout.calls)}, one per call"
         )
-    of_calls = [None if paid is None else _number("call_rewards", paid) for paid in calls]
+    of_calls = [
+        None if paid is None else _number("call_rewards", paid, LARGEST_REWARD) for paid in calls
+    ]
     rollout.environment_reward = rewards
     rollout.role_rewards |= roles
     rollout.logged |= metrics
@@ -107,15 +112,28 @@ def note_result(rollout: Rollout, said: Mapping[str, Any]) -> None:
     rollout.extra |= {key: as_plain(said[key]) for key in sorted(others)}
 
 
-def _numbers(name: str, said: Any) -> dict[str, float]:
+def _numbers(name: str, said: Any, largest: float = math.inf) -> dict[str, float]:
     if said is None:
         return {}
     if not isinstance(said, dict):
         raise ValueError(f"{name}={said!r:.80} must be an object of numbers by name")
-    return {str(key): _number(f"{name}.{key}", value) for key, value in said.items()}
+    return {str(key): _number(f"{name}.{key}", value, largest) for key, value in said.items()}
 
 
-def _number(name: str, said: Any) -> float:
-    if isinstance(said, bool | int | float) and math.isfinite(said):
-        return float(said)
-    raise ValueError(f"{name}={said!r:.80} must be a finite number")
+def _number(name: str, said: Any, largest: float = math.inf) -> float:
+    try:
+        number = float(said) if isinstance(said, bool | int | float) else math.nan
+    except OverflowError:
+        raise ValueError(f"{name} is a number beyond float64; it must be a finite one") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={said!r:.80} must be a finite number")
+    if abs(number) > largest:
+        raise ValueError(
+            f"{name}={said!r:.80} must be within ±{largest:g}, as batches hold float32"
+        )
+    return number
+
+
+def _whole(digits: str) -> int | float:
+    """A number of any length: Python refuses to read long ones, and the line would be no result."""
+    return int(digits) if len(digits) < 400 else float(digits)

@@ -2,9 +2,12 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from lightning_rl.serving.ask import Answer
+from lightning_rl.serving.errors import other_request
 from lightning_rl.serving.http import Receive, is_gone
 
 
@@ -30,6 +33,22 @@ class Retries:
     def __init__(self) -> None:
         self._waiting: defaultdict[bytes, list[Pending]] = defaultdict(list)
         self._last: dict[bytes, asyncio.Future[list[Answer]]] = {}
+        self._keyed: dict[bytes, bytes] = {}
+        """The requests that clients have given keys to."""
+
+    def name(self, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> tuple[bytes, bool]:
+        """What tells a request from others, and whether its client says that it asks again.
+
+        Raises:
+            RequestError: if it comes with the key of another request.
+        """
+        asked = _digest(path.encode() + b" " + body)
+        key = headers.get(b"idempotency-key")
+        if not key:
+            return asked, headers.get(b"x-stainless-retry-count", b"0") != b"0"
+        if self._keyed.setdefault(_digest(key), asked) != asked:
+            raise other_request(key.decode("latin-1"))
+        return b"key " + _digest(key), True
 
     def earlier(self, key: bytes, retried: bool) -> asyncio.Future[list[Answer]] | None:
         """What this request is to be answered by, if it was asked for before and got lost."""
@@ -64,3 +83,7 @@ class Retries:
             self._waiting[key].remove(pending)
         if self._last.get(key) is pending.answers:
             del self._last[key]
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=16).digest()

@@ -19,7 +19,10 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.serving.app import AgentApp
 from lightning_rl.serving.ask import DEFAULT_MODEL, Terms
 from lightning_rl.serving.chat_format import ChatFormats
+from lightning_rl.serving.connections import with_deadlines
+from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.session import Session
+from lightning_rl.serving.strangers_template import RendererApart
 
 _KEEP_ALIVE_S = 3600
 """A connection that the server closes while it is used again looks like a failure to clients."""
@@ -42,6 +45,7 @@ class AgentServer:
         client_sampling: whether clients may change what is sampled from (temperature, top-p,
             penalties ...). False keeps the run's settings, for programs that ask for temperature
             0, with which all rollouts of a group would be alike.
+        limits: bounds of a request; None: those of :class:`RequestLimits`.
 
     Raises:
         ConfigError: without an ASGI server, or for a port that does not exist.
@@ -55,6 +59,7 @@ class AgentServer:
         host: str = "127.0.0.1",
         port: int = 0,
         client_sampling: bool = True,
+        limits: RequestLimits | None = None,
     ) -> None:
         if not 0 <= port < 2**16:
             raise ConfigError(f"port={port} must be in [0, 65535] (0: any that is free)")
@@ -63,7 +68,11 @@ class AgentServer:
         self.port = port
         self.client_sampling = client_sampling
         self.tokenizer = tokenizer
-        self.formats = ChatFormats(tokenizer, parser or HermesParser(), chat_options or {})
+        self.limits = limits or RequestLimits()
+        self._apart = RendererApart(self.limits)
+        self.formats = ChatFormats(
+            tokenizer, parser or HermesParser(), chat_options or {}, self._apart
+        )
         self._app = AgentApp(tokenizer)
         self._listening: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -92,6 +101,7 @@ class AgentServer:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # the first time, or after another was given up
             self._loop, self._listening, self._starting = loop, None, asyncio.Lock()
+            self._apart.loop = loop
         async with self._starting:
             if self._listening is None:
                 self._listening = await self._listen(loop)
@@ -115,8 +125,12 @@ class AgentServer:
         config.load()
         state = ServerState()
         self._connections = state.connections
-        make: Any = config.http_protocol_class
-        protocol = partial(make, config=config, server_state=state, app_state={})
+        protocol = partial(
+            with_deadlines(config.http_protocol_class, self.limits.max_wait_s),
+            config=config,
+            server_state=state,
+            app_state={},
+        )
         try:
             return await loop.create_server(
                 protocol, self.host, self.port, backlog=socket.SOMAXCONN
@@ -153,7 +167,7 @@ class AgentServer:
         session = Session(
             rollout,
             engine,
-            Terms(self.formats, sampling, self.client_sampling, models),
+            Terms(self.formats, sampling, self.client_sampling, models, self.limits),
             self.url,
             f"sk-{secrets.token_urlsafe(24)}",
         )
@@ -172,6 +186,7 @@ class AgentServer:
 
     async def close(self) -> None:
         """Stop listening, and end all sessions and connections. Closing twice is fine."""
+        self._apart.close()
         listening, self._listening = self._listening, None
         if listening is None:
             return

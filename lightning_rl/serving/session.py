@@ -1,29 +1,33 @@
 """A rollout's session: whatever a program asks of models for it, by HTTP or in Python."""
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from lightning_rl.agents.episode import Episode
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.http_replica import ServerRefusal
-from lightning_rl.engines.sampling import Completion
+from lightning_rl.engines.sampling import Completion, seed_of
 from lightning_rl.errors import ConfigError, ContextLengthError, EpisodeError
 from lightning_rl.rollout import Call, Message, Rollout
 from lightning_rl.run.loop import cancel_here
-from lightning_rl.serving.ask import Answer, Ask, Terms
-from lightning_rl.serving.chat_format import until_stop
+from lightning_rl.run.threads import in_daemon_thread
+from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted
+from lightning_rl.serving.chat_format import ChatFormat, until_stop
 from lightning_rl.serving.errors import (
     RequestError,
     aborted,
     engine_failed,
     session_over,
     too_long,
+    too_slow,
 )
 from lightning_rl.serving.history import History
 from lightning_rl.serving.messages import Said, read_messages, said
 from lightning_rl.serving.openai_chat import ChatDoor
 
+T = TypeVar("T")
+_LONGEST_NAME = 200
 _Calling = Coroutine[Any, Any, tuple[Call, Completion]]
 
 
@@ -56,7 +60,10 @@ class Session:
         """Whether the engine ended a completion early: the rollout is to be made again."""
         self._answering: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
+        self._order = asyncio.Lock()
         self._closed = False
+        rollout.extra.pop("tools", None)  # of an interrupted attempt
+        self.name(f"{seed_of(f'{rollout.own_seed}/session'.encode()):016x}")
         prompt = rollout.prompt.prompt
         self._history = History([] if isinstance(prompt, str) else read_messages(prompt))
 
@@ -80,8 +87,43 @@ class Session:
             RequestError: for what the endpoint would answer with an error.
         """
         body = {"messages": list(messages), **fields, "n": 1}
-        ask, _ = ChatDoor().read(body, self.terms)
+        ask, _ = await self.prepare(lambda: ChatDoor().read(body, self.terms))
         return (await self.answer(ask))[0]
+
+    async def prepare(self, read: Callable[[], tuple[Ask, Wanted]]) -> tuple[Ask, Wanted]:
+        """What a request asks for, with its prompts in tokens; see :meth:`beside`.
+
+        Raises:
+            RequestError: for what is no request, or takes too long.
+        """
+
+        def work() -> tuple[Ask, Wanted]:
+            ask, wanted = read()
+            if ask.form is not None:
+                ask.prompts = [self._chat_prompt(ask, ask.form)]
+            return ask, wanted
+
+        return await self.beside(work)
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """What this returns, computed in a thread, so that nobody but this session waits for it.
+
+        One after another, in the order of asking: whatever the threads do, calls keep theirs.
+
+        Raises:
+            RequestError: if it takes longer than ``limits.max_seconds``.
+        """
+        seconds = self.terms.limits.max_seconds
+        async with self._order:
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    result: T = await in_daemon_thread(work, {})
+                    return result
+            except TimeoutError as error:
+                if limit.expired():
+                    raise too_slow(seconds) from error
+                raise
 
     async def answer(self, ask: Ask) -> list[Answer]:
         """Let the model go on, as often as was asked for; all of it is recorded.
@@ -109,6 +151,10 @@ class Session:
             self.episode.undelivered(answer.call)
             self._history.take_back(self._chat_of(ask, answer.prompt_ids), said(answer.message))
 
+    def name(self, name: str) -> None:
+        """Record what the session is called; a client may have a name of its own for it."""
+        self.episode.rollout.extra["session_id"] = name[:_LONGEST_NAME]
+
     async def close(self) -> None:
         """End it: what is being generated is dropped."""
         self._closed = True
@@ -127,16 +173,14 @@ class Session:
             self._idle.set()
 
     async def _answer(self, ask: Ask) -> list[Answer]:
-        prompts = ask.prompts or [self._chat_prompt(ask)]
-        calls = [
-            self.episode.call(self.engine, prompt, ask.sampling, ask.role)
-            for prompt in prompts
-            for _ in range(ask.count)
-        ]
+        self._history.note(ask.chat)
+        self._note_tools(ask.tools)
+        asked = [prompt for prompt in ask.prompts for _ in range(ask.count)]
+        calls = [self.episode.call(self.engine, p, ask.sampling, ask.role) for p in asked]
         try:
             made = [await calls[0]] if len(calls) == 1 else await self._all_of(calls)
         except ContextLengthError as error:
-            lengths = self.engine.max_length, max(map(len, prompts))
+            lengths = self.engine.max_length, max(map(len, asked))
             raise too_long(*lengths, "messages" if ask.chat else "prompt") from error
         except EpisodeError as error:
             raise session_over() from error
@@ -150,10 +194,18 @@ class Session:
         if any(completion.finish_reason == "abort" for _, completion in made):
             self.aborted = True
             raise aborted()
-        asked = [prompt for prompt in prompts for _ in range(ask.count)]
+        for call, _ in made:
+            call.tool_choice = ask.tool_choice
+        completions = [completion for _, completion in made]
+        try:
+            turns = await self.beside(lambda: [self._turn(ask, c) for c in completions])
+        except BaseException:  # nobody will get them
+            for call, _ in made:
+                self.episode.undelivered(call)
+            raise
         return [
-            self._read(ask, prompt, call, completion)
-            for prompt, (call, completion) in zip(asked, made, strict=True)
+            self._keep(ask, prompt, call, completion, turn)
+            for prompt, (call, completion), turn in zip(asked, made, turns, strict=True)
         ]
 
     async def _all_of(self, calls: Sequence[_Calling]) -> list[tuple[Call, Completion]]:
@@ -168,39 +220,46 @@ class Session:
                     self.episode.undelivered(task.result()[0])
             raise
 
-    def _chat_prompt(self, ask: Ask) -> list[int]:
-        assert ask.form is not None
+    def _note_tools(self, tools: Sequence[dict[str, Any]]) -> None:
+        if not tools:
+            return
+        known = self.episode.rollout.extra.setdefault("tools", [])
+        known += [tool for tool in tools if tool not in known]
+
+    def _chat_prompt(self, ask: Ask, form: ChatFormat) -> list[int]:
         try:
-            prompt = self._history.prompt(ask.chat, ask.form)
+            return self._history.prompt(ask.chat, form)
         except ConfigError as error:
             raise RequestError(str(error), param="messages", code="invalid_value") from error
-        self._history.note(ask.chat)
-        return prompt
 
-    def _read(self, ask: Ask, prompt: list[int], call: Call, completion: Completion) -> Answer:
+    def _turn(self, ask: Ask, completion: Completion) -> tuple[Message, str | None]:
+        """What the model wrote as a message, and the string that ended it."""
         if ask.form is None:
-            return self._read_text(ask, prompt, call, completion)
+            tokenizer = self.terms.formats.tokenizer
+            text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            text, ended_by = until_stop(text, ask.sampling.stop)
+            return {"role": "assistant", "content": text}, ended_by
         before = sum(len(item.message.get("tool_calls", ())) for item in ask.chat)
-        reason, ended_by = completion.finish_reason, None
         if ask.must_call:
             name = None if ask.must_call == "*" else ask.must_call
-            turn = ask.form.read_forced(completion, name, before)
-        else:
-            turn, ended_by = ask.form.read(
-                completion, ask.sampling.stop, before, ask.may_call, ask.parallel
-            )
-        if "tool_calls" in turn:
-            reason = "tool_calls"
-        self._history.answer(ask.chat, said(turn), ask.form, prompt, completion.token_ids)
-        return Answer(prompt, completion, call, turn, reason, ended_by)
+            return ask.form.read_forced(completion, name, before), None
+        return ask.form.read(completion, ask.sampling.stop, before, ask.may_call, ask.parallel)
 
-    def _read_text(self, ask: Ask, prompt: list[int], call: Call, completion: Completion) -> Answer:
-        tokenizer = self.terms.formats.tokenizer
-        text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-        text, ended_by = until_stop(text, ask.sampling.stop)
-        turn: Message = {"role": "assistant", "content": text}
-        self._history.note([*self._chat_of(ask, prompt), said(turn)])
-        return Answer(prompt, completion, call, turn, completion.finish_reason, ended_by)
+    def _keep(
+        self,
+        ask: Ask,
+        prompt: list[int],
+        call: Call,
+        completion: Completion,
+        read: tuple[Message, str | None],
+    ) -> Answer:
+        turn, ended_by = read
+        if ask.form is None:
+            self._history.note([*self._chat_of(ask, prompt), said(turn)])
+        else:
+            self._history.answer(ask.chat, said(turn), ask.form, prompt, completion.token_ids)
+        reason = "tool_calls" if "tool_calls" in turn else completion.finish_reason
+        return Answer(prompt, completion, call, turn, reason, ended_by)
 
     def _chat_of(self, ask: Ask, prompt: list[int]) -> list[Said]:
         """What was asked; of a plain prompt, as a chat for whoever reads the transcript."""

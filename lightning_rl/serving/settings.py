@@ -18,6 +18,7 @@ _NUMBERS = (
     "frequency_penalty",
 )
 _ANYTHING = {"type": "object"}
+_MOST_ENDS, _LONGEST_END = 64, 1000
 
 
 def asked_sampling(
@@ -42,12 +43,13 @@ def asked_sampling(
             if (number := fields.get(name, float)) is not None:
                 changes[name] = number
         if (top_k := fields.get("top_k", int)) is not None:
-            changes["top_k"] = max(0, top_k)  # vLLM's clients write -1 for all
+            # vLLM's clients write -1 for all; it holds the number in 32 bits.
+            changes["top_k"] = min(max(0, top_k), 2**31 - 1)
     if (longest := fields.get(limit, int)) is not None:
         changes["max_tokens"] = longest
         changes["min_tokens"] = min(run.min_tokens, longest)
     if strings := fields.texts(stop):
-        changes["stop"] = strings
+        changes["stop"] = _ends(fields.path + stop, strings)
     if not changes:
         return run
     key = repr(changes)
@@ -59,6 +61,14 @@ def asked_sampling(
         names = {"max_tokens": limit, "stop": stop}
         param = str(error).removeprefix("sampling.").partition("=")[0]
         raise RequestError(str(error), param=names.get(param, param)) from error
+
+
+def _ends(where: str, strings: list[str]) -> list[str]:
+    """Strings that can end a text, and are few enough to look for after each token."""
+    if len(strings) > _MOST_ENDS or not all(0 < len(string) <= _LONGEST_END for string in strings):
+        allowed = f"up to {_MOST_ENDS} strings of 1 to {_LONGEST_END} characters"
+        raise wrong_value(where, strings, allowed)
+    return strings
 
 
 def answer_form(fields: Fields) -> StructuredOutputs | None:

@@ -1,7 +1,9 @@
 """Programs and functions as agents: what is recorded, what they say, and how they may end."""
 
 import asyncio
+import functools
 import json
+import math
 import os
 import re
 import sys
@@ -143,6 +145,7 @@ print("more words")
     made = run(program(code), rollout(answer=3))
     assert (made.status, made.environment_reward) == (RolloutStatus.COMPLETED, 0.5)
     assert made.logged == {"turns": 1.0}
+    assert len(made.extra.pop("session_id")) == 16
     assert made.extra == {"answer": ["p7", {"answer": 3}, 40], "agent_end": "done"}
     # One call of the rollout's own prompt is what a single turn is.
     alone = run_async(
@@ -344,6 +347,12 @@ def test_the_last_line_that_is_a_result_counts():
     assert last_result(b'{"reward": 1}\n  {"answer": "b"}\n\n') == {"answer": "b"}
     assert last_result(b'\xff\n{"x": 1}\n' + b"{" * 100_000) == {}
     assert last_result(b"") == {}
+    assert last_result(b'{"reward": ' + b"1" * 400 + b"}")["reward"] == math.inf
+    assert last_result(b'{"reward": -' + b"1" * 5000 + b"}")["reward"] == -math.inf
+
+
+def nested(levels):
+    return functools.reduce(lambda inner, _: [inner], range(levels), 0)
 
 
 @pytest.mark.parametrize(
@@ -352,6 +361,12 @@ def test_the_last_line_that_is_a_result_counts():
         ({"reward": "1"}, "reward='1' must be a finite number"),
         ({"reward": float("inf")}, "reward=inf"),
         ({"role_rewards": {"critic": 1}}, r"role_rewards names \['critic'\]; roles that wrote"),
+        ({"reward": 10**399}, "reward is a number beyond float64"),
+        ({"call_rewards": [10**399]}, r"call_rewards=\[1000"),
+        ({"metrics": {"a": 10**399}}, r"metrics\.a is a number beyond float64"),
+        ({"role_rewards": {"": 1e300}}, r"role_rewards\.=1e\+300 must be within ±1e\+06"),
+        ({"answer": "\ud800"}, r"\\ud800 is half a surrogate pair"),
+        ({"x": nested(80)}, "nested deeper than 64"),
         ({"role_rewards": 3}, "role_rewards=3 must be an object"),
         ({"metrics": {"a": None}}, r"metrics\.a=None"),
         ({"call_rewards": [1, 2, 3]}, r"call_rewards=\[1, 2, 3\] must be a list of 0, one per"),

@@ -14,6 +14,7 @@ from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Rollout
 from lightning_rl.serving.agent import SessionAgent
+from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.results import Ending
 from lightning_rl.serving.session import Session
 from lightning_rl.serving.verifiers.hosting import Hosting
@@ -53,6 +54,7 @@ class VerifiersAgent(SessionAgent):
         parser: reads the model family's way to write tool calls.
         client_sampling: whether the environment may change what is sampled from.
         max_seconds: wall time of one rollout at most, in seconds; None: no limit.
+        limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
 
     Raises:
         ConfigError: for values out of range, and if the environment cannot be hosted.
@@ -69,9 +71,10 @@ class VerifiersAgent(SessionAgent):
         parser: ToolParser | None = None,
         client_sampling: bool = True,
         max_seconds: float | None = 600.0,
+        limits: RequestLimits | None = None,
     ) -> None:
         require_at_least(1, workers=workers)
-        super().__init__(None, parser, client_sampling, max_seconds)
+        super().__init__(None, parser, client_sampling, max_seconds, limits)
         self.hosting = Hosting(environment, python, options or {}, env or {}, tuple(pass_env or ()))
         self.workers = workers
 
@@ -109,15 +112,20 @@ class VerifiersAgent(SessionAgent):
             )
         order = {"run": task, "base_url": session.base_url, "api_key": session.api_key}
         try:
-            traces = (await ask(self.max_seconds, **order))["traces"]
+            answer = await ask(self.max_seconds, **order)
         except TimeoutError:
             return Ending("timeout")
         except WorkerDied as death:
             return Ending("killed", f"ended its worker twice: {death}")
         except WorkerError as error:
             return Ending("exit", str(error))
-        untrained = {t["seat"] for t in traces if not t["trainable"]} & {*self.roles}
-        return Ending("done", said=_result(traces, self.roles), untrained=untrained)
+        try:
+            traces = answer["traces"]
+            untrained = {t["seat"] for t in traces if not t["trainable"]} & {*self.roles}
+            said = _result(traces, self.roles)
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            return Ending("result", f"told of its episode what cannot be: {error!r:.200}")
+        return Ending("done", said=said, untrained=untrained)
 
     def close(self) -> None:
         """End the workers and the endpoint; they start again when needed."""

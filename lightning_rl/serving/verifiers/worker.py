@@ -24,6 +24,9 @@ _START_S = 300.0
 """How long one may take to start; importing verifiers alone takes some 7 CPU seconds."""
 
 
+_WRONG = "the worker does not say what it should: {}"
+
+
 class WorkerError(RuntimeError):
     """What an environment, or the worker that hosts it, could not do."""
 
@@ -40,6 +43,7 @@ class Worker:
         self.seats: list[str] = []
         self.load = 0
         self._numbers = itertools.count(1)
+        self._cancelled: set[int] = set()
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115
         self._process: asyncio.subprocess.Process | None = None
@@ -70,9 +74,7 @@ class Worker:
         assert process.stdout is not None
         try:
             self._send(self.hosting.configuration())
-            line = await asyncio.wait_for(process.stdout.readline(), _START_S)
-            said: dict[str, Any]
-            said = json.loads(line) if line else {"refused": await self._end_told()}
+            said = await asyncio.wait_for(self._first(process.stdout), _START_S)
         except TimeoutError:
             said = {"refused": f"it did not start within {_START_S:g} s"}
         except BaseException:
@@ -82,10 +84,23 @@ class Worker:
             await self.close()
             raise ConfigError(
                 f"environment {self.hosting.environment!r} under {self.hosting.program}: "
-                f"{_explained(said['refused'], self.hosting)}"
+                f"{_explained(str(said['refused']), self.hosting)}"
             )
         self.seats = said["seats"]
         self._reading = asyncio.create_task(self._read(process.stdout))
+
+    async def _first(self, answers: asyncio.StreamReader) -> dict[str, Any]:
+        """What it says of its start: ``seats``, or why it is ``refused``."""
+        try:
+            if not (line := await answers.readline()):
+                return {"refused": await self._end_told()}
+            said = _object(line)
+        except ValueError as error:
+            return {"refused": _WRONG.format(error)}
+        seats = said.get("seats")
+        if "refused" not in said and not (isinstance(seats, list) and seats):
+            return {"refused": _WRONG.format(f"no seats in {line!r:.200}")}
+        return said
 
     async def ask(self, **order: Any) -> dict[str, Any]:
         """Have it do something, and return its answer.
@@ -103,8 +118,10 @@ class Worker:
             self._send({"id": number, **order})
             answer = await future
         except asyncio.CancelledError:
+            self._cancelled.add(number)  # its answer may be on its way
             if self.alive:
-                self._send({"id": number, "cancel": True})
+                with suppress(WorkerDied):
+                    self._send({"id": number, "cancel": True})
             raise
         finally:
             self.load -= 1
@@ -122,9 +139,7 @@ class Worker:
         process.stdin.close()
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), _GRACE_S)
-        # Also when it has ended: its group may hold what it left behind.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        self._kill()  # also when it has ended: its group may hold what it left behind
         await process.wait()
         if self._reading is not None:
             await cancel_here([self._reading])
@@ -134,19 +149,38 @@ class Worker:
 
     def _send(self, order: Mapping[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
+        if self._process.stdin.is_closing():
+            raise WorkerDied("the worker reads no orders any more")
         self._process.stdin.write(json.dumps(order, default=str).encode() + b"\n")
 
     async def _read(self, answers: asyncio.StreamReader) -> None:
+        """Hand out answers. At their end, or the first that is none, whoever asked is told."""
+        end = "the worker was closed"
         try:
             while line := await answers.readline():
-                answer = json.loads(line)
-                future = self._asked.get(answer["id"])
-                if future is not None and not future.done():
-                    future.set_result(answer)
+                self._take(line)
             end = await self._end_told()
-        except ValueError as error:  # more than fits, or no JSON
-            end = f"the worker does not say what it should: {error}"
-        self._give_up(end)
+        except ValueError as error:  # also of a line that is longer than fits
+            end = _WRONG.format(error)
+        finally:
+            self._kill()  # one that cannot be understood, or says no more, is of no use
+            self._give_up(end)
+
+    def _take(self, line: bytes) -> None:
+        answer = _object(line)
+        number = answer.get("id")
+        if type(number) is not int:
+            raise ValueError(f"{line!r:.200} answers nothing that was asked")
+        future = self._asked.pop(number, None)
+        if future is None and number not in self._cancelled:
+            raise ValueError(f"{line!r:.200} answers nothing that was asked")
+        if future is not None and not future.done():  # else nobody waits any more
+            future.set_result(answer)
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _give_up(self, end: str) -> None:
         for future in self._asked.values():
@@ -154,14 +188,27 @@ class Worker:
                 future.set_exception(WorkerDied(end))
 
     async def _end_told(self) -> str:
-        """How it ended, and the last that it printed."""
+        """How it ended, and the last that it printed; one that says nothing more is ended."""
         if self._process is None:
             return "the worker was closed"
-        status = await self._process.wait()
-        how = signal_name(-status) if status < 0 else f"exit status {status}"
+        how = "closed its output, and was killed"
+        with suppress(TimeoutError):
+            status = await asyncio.wait_for(self._process.wait(), _GRACE_S)
+            how = f"ended with {signal_name(-status) if status < 0 else f'exit status {status}'}"
+        self._kill()
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - 4096))
-        return f"the worker ended with {how}{last_lines(self._log.read())}"
+        return f"the worker {how}{last_lines(self._log.read())}"
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{line!r:.200} is no JSON ({error})") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"{line!r:.200} is no object")
+    return said
 
 
 def _explained(reason: str, hosting: Hosting) -> str:

@@ -46,16 +46,17 @@ class Host:
                 async for order in orders:
                     self.take(order)
             finally:
-                for task in self.running.values():
+                running, self.running = [*self.running.values()], {}
+                for task in running:
                     task.cancel()
-                await asyncio.gather(*self.running.values(), return_exceptions=True)
+                await asyncio.gather(*running, return_exceptions=True)
 
     def take(self, order: dict[str, Any]) -> None:
         """Begin what an order asks, or end what it cancels."""
         number = order["id"]
         if "cancel" in order:
-            if number in self.running:
-                self.running[number].cancel()
+            if (task := self.running.pop(number, None)) is not None:
+                task.cancel()
             return
         task = self.running[number] = asyncio.create_task(self.carry_out(order))
         task.add_done_callback(lambda _: self.running.pop(number, None))
@@ -67,6 +68,10 @@ class Host:
                 self.answer(id=order["id"])
             else:
                 self.answer(id=order["id"], **await self.run(order))
+        except asyncio.CancelledError:
+            if order["id"] in self.running:  # not by us, and somebody waits
+                self.answer(id=order["id"], error="CancelledError: by the environment itself")
+            raise
         except Exception as error:  # an author's code may raise anything
             traceback.print_exc()
             self.answer(id=order["id"], error=told(type(error).__name__, str(error)))

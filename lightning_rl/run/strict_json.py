@@ -1,0 +1,72 @@
+"""JSON from outside, read so that whatever it becomes can be written, stored and computed with."""
+
+import json
+import math
+from typing import Any
+
+DEEPEST = 64
+"""Objects and arrays within each other; what copies a record goes down as deep."""
+
+
+def loads(text: str | bytes) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        ValueError: for what is none, and for what Python reads but others cannot: NaN and
+            infinities, numbers beyond float64, half a surrogate pair, nesting beyond ``DEEPEST``.
+    """
+    try:
+        value = json.loads(
+            text, parse_float=_finite, parse_int=_whole, parse_constant=_refuse_constant
+        )
+    except RecursionError as error:
+        raise ValueError(f"it is nested deeper than {DEEPEST} levels") from error
+    require_plain(value)
+    return value
+
+
+def require_plain(value: Any) -> None:
+    """Refuse what of nested objects, arrays and texts nobody could store.
+
+    Raises:
+        ValueError: as :func:`loads` does.
+    """
+    level, depth = [value], 0
+    while level:
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested deeper than {DEEPEST} levels")
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                _require_text(item)
+            elif isinstance(item, dict):
+                inner += item.keys()
+                inner += item.values()
+            elif isinstance(item, list | tuple):
+                inner += item
+        level, depth = inner, depth + 1
+
+
+def _require_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(f"{half} is half a surrogate pair, and no character") from error
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {digits:.20}... is beyond float64 (1.8e308)")
+    return number
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 300:  # far below what Python refuses to read
+        _finite(digits)
+    return int(digits)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON; write a finite number or null")
