@@ -19,8 +19,8 @@ from typing import Any
 
 from lightning_rl.rewards import tested_program
 from lightning_rl.rewards.program_object import Remote, number_of
-from lightning_rl.rewards.sandbox import keep_others_out
 from lightning_rl.rewards.tested_program import Line, error_of, read, written
+from lightning_rl.run.keeper import keep_others_out
 
 _ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}
 

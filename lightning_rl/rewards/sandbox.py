@@ -6,16 +6,16 @@ write outside one directory in memory. Only the standard library is imported: wo
 
 import ctypes
 import os
-import signal
 from collections.abc import Callable
+
+from lightning_rl.run.keeper import die_with_parent, keep_others_out
 
 # linux/sched.h, linux/mount.h, linux/prctl.h, linux/capability.h
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 0x4000, 0x40000
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION_3 = 0x20080522
 _NOBODY = 65534
 
@@ -71,16 +71,6 @@ def run_in_sandbox(
         raise OSError(int(number), text)
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process as soon as its parent is gone."""
-    _check("prctl", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-
-
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, so that they can be found."""
-    _check("prctl", _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
-
-
 def _restrict(directory: str, megabytes: int) -> None:
     """All files read-only but for a file system in memory; then give up every privilege."""
     root, target = b"/", directory.encode()
@@ -119,11 +109,6 @@ def _hide_processes() -> None:
     harmless = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     if _libc.mount(b"proc", b"/proc", b"proc", harmless, None) != 0:
         _check("mount", _libc.mount(b"none", b"/proc", b"tmpfs", harmless, b"size=4k"))
-
-
-def keep_others_out() -> None:
-    """Let no other process without privileges trace this one, or use its files and memory."""
-    _check("prctl", _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))
 
 
 def _check(call: str, result: int) -> None:
