@@ -87,13 +87,21 @@ def stay_kept(parent: int, told: int = 0, grace_s: float = GRACE_S) -> None:
     adopt_orphans()
     asked = _when_told_to_end()
     childs_end = os.pidfd_open(child)
-    ready, _, _ = select.select([asked, parents_end, childs_end], [], [])
+    ready = first_of([asked, parents_end, childs_end])
     if parents_end in ready and asked not in ready:
         if told:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, told)
-        select.select([asked, childs_end], [], [], grace_s)
+        first_of([asked, childs_end], grace_s)
     _end_as(end_all(child))
+
+
+def first_of(files: Sequence[int], seconds: float | None = None) -> set[int]:
+    """Wait until one of these can be read; those that can, none if that takes too long."""
+    watched = select.poll()  # select() knows no files beyond number 1023
+    for file in files:
+        watched.register(file, select.POLLIN)
+    return {file for file, _ in watched.poll(None if seconds is None else seconds * 1000)}
 
 
 def die_with_parent() -> None:
@@ -106,9 +114,12 @@ def adopt_orphans() -> None:
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
 
 
-def keep_others_out() -> None:
-    """Let no other process without privileges trace this one, or use its files and memory."""
-    _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))
+def keep_others_out(out: bool = True) -> None:
+    """Let no other process without privileges trace this one, or use its files and memory.
+
+    What it forks is alike, until it is called with False; what is executed begins without.
+    """
+    _check(_libc.prctl(_PR_SET_DUMPABLE, int(not out), 0, 0, 0))
 
 
 def children() -> list[int]:
