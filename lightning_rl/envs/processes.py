@@ -1,6 +1,7 @@
 """EnvProcesses: processes that hold environments; what goes to them and comes back."""
 
 import multiprocessing
+import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from lightning_rl.envs.gym import space_of
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.errors import LightningRLError
+from lightning_rl.run.keeper import stay_kept
 
 END_S = 5.0
 """How long a process may take to end by itself."""
@@ -150,7 +152,7 @@ class EnvProcesses:
         for process in self.processes:
             process.join(END_S)
             if process.is_alive():  # it hangs in a step
-                process.kill()
+                process.terminate()  # its keeper, which ends all of it at once
         self.processes, self._lines = [], []
 
 
@@ -187,6 +189,7 @@ class ProcessesCollector(GymCollector):
 
 def _run(name: str, serve: Callable[..., None], connection: Connection, *arguments: Any) -> None:
     """What a process does from its start to its end."""
+    stay_kept(os.getppid())  # what an environment starts, such as a simulator, ends with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which saves and ends them
     line = Line(connection)
     try:

@@ -195,25 +195,35 @@ class Rewards:
         self, function: RewardFunction, rollouts: list[Rollout], log: RewardLog
     ) -> dict[str, Any]:
         available: dict[str, Any] = {
-            "prompts": [r.prompt.prompt for r in rollouts],
-            "completions": [r.completion for r in rollouts],
-            "completion_ids": [r.completion_ids for r in rollouts],
+            "prompts": [_own(r.prompt.prompt) for r in rollouts],
+            "completions": [_own(r.completion) for r in rollouts],
+            "completion_ids": [_own(r.completion_ids) for r in rollouts],
             "finish_reasons": [r.finish_reason for r in rollouts],
             "environment_rewards": [r.environment_reward for r in rollouts],
-            "extras": [r.extra for r in rollouts],
+            "extras": [_own(r.extra) for r in rollouts],
             "group_ids": [r.group_id for r in rollouts],
             "trainer_state": self.state,
             **log.arguments(),
         }
         # A batch may hold rows of different kinds; in a group all are one.
         for column in dict.fromkeys(name for r in rollouts for name in r.prompt.columns):
-            available.setdefault(column, [r.prompt.columns.get(column) for r in rollouts])
+            values = [_own(r.prompt.columns.get(column)) for r in rollouts]
+            available.setdefault(column, values)
         # Only what the function has parameters for, unless it takes ``**kwargs``.
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
             return available
         names = {p.name for p in parameters}
         return {name: value for name, value in available.items() if name in names}
+
+
+def _own(value: Any) -> Any:
+    """A copy of lists and dictionaries at any depth: what is changed is the function's alone."""
+    if type(value) is list:
+        return [_own(item) for item in value]
+    if type(value) is dict:
+        return {name: _own(item) for name, item in value.items()}
+    return value
 
 
 def _complete(scores: list[Any], log: RewardLog, count: int) -> list[Any] | RewardFailure:

@@ -1,6 +1,7 @@
 """Calling reward functions of any kind, so that none can hang or end the run."""
 
 import asyncio
+import faulthandler
 import functools
 import inspect
 import os
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.parts import PlainScore
+from lightning_rl.run.keeper import die_with_parent
 from lightning_rl.run.loop import wait
 from lightning_rl.run.threads import CallingThread
 
@@ -38,11 +40,14 @@ class EndsProcess(BaseException):
 def reward_called_here() -> Iterator[None]:
     """While it lasts, the calls above raise instead of doing harm."""
     _install()
-    token = _inside.set(os.getpid())
+    me = os.getpid()
+    token = _inside.set(me)
     try:
         yield
     finally:
         _inside.reset(token)
+        if os.getpid() != me:  # a process that the reward forked: what is here is not its to do
+            os._exit(0)
 
 
 @functools.cache
@@ -51,6 +56,15 @@ def _install() -> None:
     for name in _SIGNALS:
         setattr(signal, name, _refuse_outside_main(getattr(signal, name)))
     os._exit = _refuse_exit(os._exit)
+    os.register_at_fork(after_in_child=_end_with_the_run)
+    if not faulthandler.is_enabled():
+        # Else a reward that crashes Python ends the run without a word.
+        faulthandler.enable(all_threads=False)
+
+
+def _end_with_the_run() -> None:
+    if _inside.get():
+        die_with_parent()
 
 
 def _refuse_outside_main(function: Callable[..., Any]) -> Callable[..., Any]:

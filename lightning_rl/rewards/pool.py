@@ -25,6 +25,7 @@ from lightning_rl.rewards.calling import (
 )
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.pool_worker import Limits
+from lightning_rl.run.keeper import end, kept
 from lightning_rl.run.machine import ALLOW_SANDBOX, usable_cores
 
 START_S = 120.0
@@ -153,7 +154,7 @@ class _Worker:
         self.home = tempfile.mkdtemp(prefix="lightning_rl_reward_")
         path = json.dumps([os.path.abspath(place) for place in sys.path])
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _WORKER, str(far_end.fileno()), path, self.home],
+            kept([sys.executable, "-c", _WORKER, str(far_end.fileno()), path, self.home]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"OMP_NUM_THREADS": "1"} | environment,
@@ -199,9 +200,8 @@ class _Worker:
         self.connection.close()
 
     def kill(self) -> None:
-        """End it at once. What it runs notices and ends too."""
-        self.process.kill()
-        self.process.wait()
+        """End it at once, with all that it runs."""
+        end(self.process)
         self.connection.close()
         shutil.rmtree(self.home, ignore_errors=True)
 

@@ -23,7 +23,8 @@ import lightning_rl.config.arguments  # noqa: F401
 from lightning_rl.rewards.calling import RewardFailure, only_score
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.parts import plain_score
-from lightning_rl.rewards.sandbox import adopt_orphans, die_with_parent, run_in_sandbox
+from lightning_rl.rewards.sandbox import run_in_sandbox
+from lightning_rl.run.keeper import adopt_orphans, die_with_parent, end_all
 
 FILES_MB = 64
 """What a sample may write: in all when sandboxed, else per file."""
@@ -112,7 +113,7 @@ class Server:
                 os._exit(0)  # whatever happened: this process must not become a second server
         os.close(writer)
         in_time = self._wait(pid)
-        status = _end_all(pid)
+        status = end_all(pid)
         os.set_blocking(reader, False)
         with os.fdopen(reader, "rb", buffering=0) as results:
             result = results.read(_RESULT_BYTES)
@@ -178,33 +179,6 @@ def _grade(function: Any, request: bytes, limits: Limits) -> bytes:
         return _json(fault=f"needed more than memory_mb={limits.memory_mb}")
     except BaseException as error:  # also SystemExit and KeyboardInterrupt end the sample only
         return _json(error=_describe(error))
-
-
-def _end_all(pid: int) -> int:
-    """Kill and reap everything below this process; the wait status of ``pid``.
-
-    A killed process's children become ours, so this ends only when there is none left.
-    """
-    status = 0
-    while True:
-        _kill_children()
-        try:
-            ended, code = os.waitpid(-1, 0)
-        except ChildProcessError:
-            return status
-        if ended == pid:
-            status = code
-
-
-def _kill_children() -> None:
-    with contextlib.suppress(ProcessLookupError):  # there is none, or it has just ended
-        me = os.getpid()
-        if me == 1:  # of a sandbox: all at once, so that nothing can fork away
-            os.kill(-1, signal.SIGKILL)
-            return
-        with open(f"/proc/{me}/task/{me}/children") as children:
-            for child in children.read().split():
-                os.kill(int(child), signal.SIGKILL)
 
 
 def _signal_name(number: int) -> str:

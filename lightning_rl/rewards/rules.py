@@ -1,16 +1,13 @@
 """Ready-made rewards: length, an environment's pay, tests of the program that a model wrote."""
 
-import os
 import re
-import secrets
-from types import CodeType
 from typing import Any
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.calling import RewardFailure, Score
 from lightning_rl.rewards.pool import Isolated
-from lightning_rl.rewards.sandbox import keep_others_out
+from lightning_rl.rewards.program_tests import BadTestsError, passes
 from lightning_rl.rollout import Message
 
 _FENCE = re.compile(r"^```(?:python|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -69,8 +66,11 @@ class PythonTests(Isolated):
     """1.0 for a completion whose Python program passes all tests of its row, else 0.0.
 
     The program is the completion's last fenced block (marked python or not at all), or all of the
-    completion. It runs with the tests after it, such as ``assert add(1, 2) == 3``, in a sandbox;
-    see :class:`Isolated` for the limits, and docs/rewards.md for what a sandbox does not prevent.
+    completion. Tests are Python, such as ``assert add(1, 2) == 3``. They run in a process that the
+    program cannot reach: names that they neither define nor import, and Python has not, are the
+    program's, and what those return is compared as plain data. Tests that no program could fail, as
+    they ask it nothing, make a rollout FAILED. All is in a sandbox; see :class:`Isolated` for the
+    limits, and docs/rewards.md for what can be tested, and what a sandbox does not prevent.
 
     Args:
         column: the data set's column of tests: a text, or a list of texts to run one after another.
@@ -101,21 +101,20 @@ class PythonTests(Isolated):
 
 
 class RunTests:
-    """Runs program and tests in a child of this process, which may be lost too, and judges it.
+    """Runs tests here, and the program that they ask in an interpreter of its own.
 
-    The child gets nothing to write a score to. It passes by a random word that it says when the
-    last test is done, so that to exit, to crash or to write to all files is to fail.
+    The program gets nothing to write a score to, and does not know what a test expects.
     """
 
     def __init__(self, column: str) -> None:
         self.column = column
         self.__name__ = "python_tests"
 
-    def __call__(self, completions: list[str | list[Message]], **columns: Any) -> list[float]:
+    def __call__(self, completions: list[str | list[Message]], **columns: Any) -> list[Score]:
         if self.column not in columns:
             raise KeyError(f"the data has no column {self.column!r}; it has {sorted(columns)}")
         return [
-            float(_passes(program_in(completion), tests))
+            _score(program_in(completion), tests)
             for completion, tests in zip(completions, columns[self.column], strict=True)
         ]
 
@@ -127,32 +126,8 @@ def program_in(completion: str | list[Message]) -> str:
     return blocks[-1] if blocks else text
 
 
-def _passes(program: str, tests: str | list[str]) -> bool:
-    # Before the program, and outside of try: broken tests are no fault of the model's.
-    texts = [tests] if isinstance(tests, str) else tests
-    compiled = [compile(text, "<tests>", "exec") for text in texts]
-    word = secrets.token_bytes(16)
-    keep_others_out()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.dup2(writer, 3)
-            os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-            _run(program, compiled)
-            os.write(3, word)
-        finally:
-            os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    os.set_blocking(reader, False)  # what it has started may hold the other end
-    with os.fdopen(reader, "rb", buffering=0) as answer:
-        return answer.read(2 * len(word)) == word
-
-
-def _run(program: str, tests: list[CodeType]) -> None:
-    """Raises unless all pass."""
-    names: dict[str, Any] = {"__name__": "program"}
-    exec(compile(program, "<program>", "exec"), names)
-    for test in tests:
-        exec(test, names)
+def _score(program: str, tests: str | list[str]) -> Score:
+    try:
+        return float(passes(program, tests))
+    except (SyntaxError, BadTestsError) as error:
+        return RewardFailure(f"{type(error).__name__}: {error}")

@@ -6,20 +6,30 @@ write outside one directory in memory. Only the standard library is imported: wo
 
 import ctypes
 import os
-import signal
 from collections.abc import Callable
 
-# linux/sched.h, linux/mount.h, linux/prctl.h, linux/capability.h
-_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
-_CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 0x4000, 0x40000
-_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
-_CAPABILITY_VERSION_3 = 0x20080522
-_NOBODY = 65534
+from lightning_rl.run.keeper import die_with_parent, keep_others_out
+from lightning_rl.run.namespaces import (
+    MS_NODEV,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_REC,
+    NEWIPC,
+    NEWNET,
+    NEWNS,
+    NEWPID,
+    NEWUSER,
+    check,
+    drop_capabilities,
+    hide_processes,
+    libc,
+    unshare,
+)
 
-_libc = ctypes.CDLL(None, use_errno=True)
+# linux/mount.h, linux/prctl.h
+_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
+_PR_SET_NO_NEW_PRIVS = 38
+_NOBODY = 65534
 
 
 def run_in_sandbox(
@@ -42,12 +52,8 @@ def run_in_sandbox(
         OSError: if this machine does not allow it; names the call that was refused.
     """
     user, group = os.getuid(), os.getgid()
-    namespaces = _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC
-    _check("unshare", _libc.unshare(namespaces))
     # Not root inside, or each program that is started would get capabilities again.
-    _write("/proc/self/setgroups", "deny")
-    _write("/proc/self/uid_map", f"{user or _NOBODY} {user} 1")
-    _write("/proc/self/gid_map", f"{group or _NOBODY} {group} 1")
+    unshare(NEWUSER | NEWPID | NEWNET | NEWIPC, (user or _NOBODY, group or _NOBODY))
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -71,27 +77,17 @@ def run_in_sandbox(
         raise OSError(int(number), text)
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process as soon as its parent is gone."""
-    _check("prctl", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-
-
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, so that they can be found."""
-    _check("prctl", _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
-
-
 def _restrict(directory: str, megabytes: int) -> None:
     """All files read-only but for a file system in memory; then give up every privilege."""
     root, target = b"/", directory.encode()
     # Only now, so that the process outside keeps its own view and can tidy up.
-    _check("unshare", _libc.unshare(_CLONE_NEWNS))
-    _check("mount", _libc.mount(None, root, None, _MS_REC | _MS_PRIVATE, None))
+    unshare(NEWNS)
+    check("mount", libc.mount(None, root, None, MS_REC | MS_PRIVATE, None))
     # struct mount_attr: what to set, what to clear, propagation, user namespace
     attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
-    _check(
+    check(
         "mount_setattr",
-        _libc.syscall(
+        libc.syscall(
             _SYS_MOUNT_SETATTR,
             _AT_FDCWD,
             root,
@@ -101,37 +97,9 @@ def _restrict(directory: str, megabytes: int) -> None:
         ),
     )
     options = f"size={megabytes}m,nr_inodes=4096,mode=700".encode()
-    _check("mount", _libc.mount(b"none", target, b"tmpfs", _MS_NOSUID | _MS_NODEV, options))
-    _hide_processes()
-    _check("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    none = (ctypes.c_uint32 * 6)()
-    _check("capset", _libc.capset(ctypes.byref(header), ctypes.byref(none)))
+    check("mount", libc.mount(b"none", target, b"tmpfs", MS_NOSUID | MS_NODEV, options))
+    hide_processes()
+    check("prctl", libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    drop_capabilities()
     # Process 1 serves the next sample too: no sample may trace it, or write to its memory.
     keep_others_out()
-
-
-def _hide_processes() -> None:
-    """The ``/proc`` of outside shows all command lines: cover it with that of these processes.
-
-    A container that hides parts of its own ``/proc`` may have no other; then there is none at all.
-    """
-    harmless = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-    if _libc.mount(b"proc", b"/proc", b"proc", harmless, None) != 0:
-        _check("mount", _libc.mount(b"none", b"/proc", b"tmpfs", harmless, b"size=4k"))
-
-
-def keep_others_out() -> None:
-    """Let no other process without privileges trace this one, or use its files and memory."""
-    _check("prctl", _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))
-
-
-def _check(call: str, result: int) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{call}: {os.strerror(number)}")
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)

@@ -1,15 +1,19 @@
 """Starts programs for a trainer, each under a keeper that ends it with all that it started.
 
-    python launcher.py DESCRIPTOR [MODULE...]
+    python launcher.py DESCRIPTOR alone|together [MODULE...]
 
 DESCRIPTOR is a socket to the trainer. The named modules are imported first. Then each message asks
 for one program, and brings five files: the request as JSON, standard input, output and error, and
 a socket on which a keeper will answer.
 
-A keeper is forked for each, says ``{}``, and forks the program. Whatever a program starts and
-leaves behind becomes the keeper's child, so it finds all of it, also what left the process group.
-It ends the program when the trainer says so, or is gone, and then tells how it ended. The launcher
-ends with the trainer.
+A keeper is forked for each, tells which process it is, and forks the program. Programs that are
+``alone`` are each in a namespace of processes, the first of which is its keeper: they see no other
+program, whose environment holds a key, and cannot signal their keeper; and all ends with it. Where
+the machine does not allow that, or ``together``, whatever a program starts and leaves behind
+becomes the keeper's child, and that of a keeper which was killed the launcher's.
+
+A keeper ends its program when the trainer says so, or is gone, and then tells how it ended. The
+launcher ends with the trainer.
 
 Only the standard library is imported, by any Python from 3.9 on: it may be another environment's.
 """
@@ -17,46 +21,118 @@ Only the standard library is imported, by any Python from 3.9 on: it may be anot
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import resource
 import runpy
-import select
 import signal
 import socket
 import sys
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_rl.run import keeper as kept, namespaces
+else:
+
+    def _of_run(name: str) -> Any:
+        """A module of ``lightning_rl.run``, where that package cannot be imported."""
+        path = os.path.join(os.path.dirname(__file__), "..", "run", f"{name}.py")
+        spec = importlib.util.spec_from_file_location(f"lightning_rl_run_{name}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    kept, namespaces = _of_run("keeper"), _of_run("namespaces")
 
 FILES = 5
 """What comes with each message."""
 GRACE_S = 1.0
 """Seconds between SIGTERM, which a program may use to tidy up, and SIGKILL."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _NO_SUCH_PROGRAM = 127  # as a shell says
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> dict[str, Any] | None:
     """Serve until the trainer is gone; in a program's own process, return what it has to run."""
     channel = socket.socket(fileno=int(sys.argv[1]))
-    refusal = _import(sys.argv[2:])
+    trainer = os.pidfd_open(os.getppid())
+    alone = sys.argv[2] == "alone" and _can_be_alone()
+    refusal = _import(sys.argv[3:])
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or what modules printed would be printed by each program again
     gc.freeze()  # what is shared with all programs is not looked through, hence not copied
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    family = _Family(alone)
     while True:
+        ready = kept.first_of([channel.fileno(), trainer, family.changes])
+        if family.changes in ready:
+            family.look_after()
+        if trainer in ready:
+            return family.end()
+        if channel.fileno() not in ready:
+            continue
         message, files, _, _ = socket.recv_fds(channel, 1, FILES)
         if not message:
-            return None
-        if os.fork() == 0:
+            return family.end()
+        pid = os.fork()
+        if pid == 0:
             channel.close()
-            return _keep(refusal, *files)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return _keep(refusal, alone, trainer, *files)
+        family.keepers.add(pid)
         for file in files:
             os.close(file)
+
+
+class _Family:
+    """The launcher's children: keepers, and what programs left whose keeper was killed."""
+
+    def __init__(self, alone: bool) -> None:
+        self.keepers: set[int] = set()
+        self._alone = alone
+        self.changes, tell = os.pipe()
+        for end in (self.changes, tell):
+            os.set_blocking(end, False)
+        if not alone:
+            kept.adopt_orphans()
+        self._own = set(kept.children())  # of modules that were imported
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+
+    def look_after(self) -> None:
+        """Reap keepers that have ended, and end what is nobody's any more."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.changes, 4096)
+        while True:
+            self._kill(self._left())
+            try:
+                ended, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if ended == 0:
+                return
+            self.keepers.discard(ended)
+
+    def end(self) -> None:
+        """Return when nothing is left; keepers end by themselves, unless something stopped them."""
+        until = time.monotonic() + 2 * GRACE_S
+        while not self._alone and (self.keepers or self._left()):
+            if time.monotonic() > until:
+                self._kill(self.keepers)
+            kept.first_of([self.changes], 0.1)
+            self.look_after()
+
+    def _left(self) -> set[int]:
+        """What programs left whose keeper is gone."""
+        return set() if self._alone else {*kept.children()} - self.keepers - self._own
+
+    def _kill(self, processes: set[int]) -> None:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
 
 
 def _import(modules: list[str]) -> str:
@@ -69,36 +145,76 @@ def _import(modules: list[str]) -> str:
     return ""
 
 
+def _can_be_alone() -> bool:
+    """Whether programs can have namespaces of processes here: a child tries."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with contextlib.suppress(OSError):
+            namespaces.leave_processes()
+            first = os.fork()
+            if first == 0:
+                with contextlib.suppress(OSError):
+                    namespaces.mount_own_processes()
+                    status = 0
+            else:
+                status = os.waitpid(first, 0)[1]
+        os._exit(int(status != 0))
+    return os.waitpid(pid, 0)[1] == 0
+
+
 # ---------------------------------------------------------------- the keeper
 
 
 def _keep(
-    refusal: str, request: int, stdin: int, stdout: int, stderr: int, control: int
+    refusal: str,
+    alone: bool,
+    trainer: int,
+    request: int,
+    stdin: int,
+    stdout: int,
+    stderr: int,
+    control: int,
 ) -> dict[str, Any]:
     """Watch over a program to its end, and exit; returns only in the program's own process."""
-    _tell(control, {"refused": refusal} if refusal else {})
     if refusal:
+        _tell(control, {"refused": refusal})
         os._exit(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()  # out of reach for Ctrl-C in a terminal
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    own_user = _go_in(control) if alone else _tell(control, {"keeper": os.getpid()}) or False
+    kept.keep_others_out()
+    kept.adopt_orphans()
     with os.fdopen(request, "rb") as asked_for:
         wanted: dict[str, Any] = json.load(asked_for)
     trouble, tell = os.pipe()
     keeper = os.getpid()
     program = os.fork()
     if program == 0:
-        os.close(control)
-        os.close(trouble)
-        _become(wanted, (stdin, stdout, stderr), tell, keeper)
+        for file in (control, trouble, trainer):
+            os.close(file)
+        _become(wanted, (stdin, stdout, stderr), tell, keeper, own_user)
         return wanted
     for file in (stdin, stdout, stderr, tell):
         os.close(file)
-    asked = _wait(program, control)
-    status = _end_all(program)
+    asked = _wait(program, control, trainer)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(-program, signal.SIGKILL)  # its group at once, which cannot fork meanwhile
+    status = kept.end_all(program)
     said = os.read(trouble, 65536).decode(errors="replace")
     _tell(control, {"status": status, "asked": asked, "error": said})
     os._exit(0)
+
+
+def _go_in(control: int) -> bool:
+    """Go on as the first process of a new namespace; whether it is one of users too."""
+    own_user = namespaces.leave_processes()
+    first = os.fork()
+    if first:
+        _tell(control, {"keeper": first, "alone": True})  # inside it does not know its number
+        os.waitpid(first, 0)
+        os._exit(0)
+    namespaces.mount_own_processes()
+    return own_user
 
 
 def _tell(control: int, answer: dict[str, Any]) -> None:
@@ -106,54 +222,30 @@ def _tell(control: int, answer: dict[str, Any]) -> None:
         os.write(control, json.dumps(answer).encode())
 
 
-def _wait(program: int, control: int) -> bool:
+def _wait(program: int, control: int, trainer: int) -> bool:
     """Return when it has ended, or is to end; whether the latter."""
     ended = os.pidfd_open(program)
-    watched = select.poll()
-    watched.register(ended, select.POLLIN)
-    watched.register(control, select.POLLIN)
-    if ended in dict(watched.poll()):
+    if ended in kept.first_of([ended, control, trainer]):
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(program, signal.SIGTERM)
-    watched.unregister(control)
-    watched.poll(GRACE_S * 1000)
+    kept.first_of([ended], GRACE_S)
     return True
-
-
-def _end_all(program: int) -> int:
-    """Kill and reap everything below this process; the program's wait status.
-
-    A killed process's children become ours, so this ends only when there is none left.
-    """
-    _kill(-program)  # its group at once, which cannot fork meanwhile
-    status = 0
-    while True:
-        with open(f"/proc/self/task/{os.getpid()}/children") as children:
-            for child in children.read().split():
-                _kill(int(child))
-        try:
-            ended, code = os.waitpid(-1, 0)
-        except ChildProcessError:
-            return status
-        if ended == program:
-            status = code
-
-
-def _kill(process: int) -> None:
-    # It may have just ended, or have become another user's.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(process, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- the program
 
 
-def _become(wanted: dict[str, Any], files: tuple[int, ...], tell: int, keeper: int) -> None:
+def _become(
+    wanted: dict[str, Any], files: tuple[int, ...], tell: int, keeper: int, own_user: bool
+) -> None:
     """Be the program: its files, directory, limits, and its command unless Python runs it here."""
     try:
         os.setsid()  # a group of its own, which it may signal without reaching the keeper
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if own_user:
+            namespaces.drop_capabilities()
+        kept.keep_others_out(False)
+        kept.die_with_parent()
         if os.getppid() != keeper:
             os._exit(0)
         for place, file in enumerate(files):

@@ -60,6 +60,10 @@ class ProgramAgent(SessionAgent):
         max_concurrency: programs that run at the same time; time spent waiting does not count.
         retries: how often one is run again that was killed by a signal.
         limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
+        own_processes: whether it sees only the processes that it starts itself, where the machine
+            allows that (else there is a warning): so it cannot read the others' keys in ``/proc``.
+            False where it needs ``sudo`` or the like, which does not work inside unless the trainer
+            is root.
 
     Raises:
         ConfigError: for values out of range.
@@ -80,6 +84,7 @@ class ProgramAgent(SessionAgent):
         max_concurrency: int = 64,
         retries: int = 1,
         limits: RequestLimits | None = None,
+        own_processes: bool = True,
     ) -> None:
         require_at_least(1, max_output_bytes=max_output_bytes, max_concurrency=max_concurrency)
         require_at_least(0, retries=retries)
@@ -96,6 +101,7 @@ class ProgramAgent(SessionAgent):
         self.max_memory_gb = max_memory_gb
         self.max_concurrency = max_concurrency
         self.retries = retries
+        self.own_processes = own_processes
         self._launcher: Launcher | None = None
         self._gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
@@ -163,7 +169,7 @@ class ProgramAgent(SessionAgent):
         return passed_on(self.pass_env) | self.env
 
     def _make_launcher(self) -> Launcher:
-        return Launcher()
+        return Launcher(own_processes=self.own_processes)
 
     def _places(self) -> asyncio.Semaphore:
         """The gate that lets so many run at once, of the running loop."""
@@ -235,7 +241,7 @@ class ScriptAgent(ProgramAgent):
         return replace(request, command=[], script=self.script, arguments=self.arguments)
 
     def _make_launcher(self) -> Launcher:
-        return Launcher(self.preload, self.python, self._environment())
+        return Launcher(self.preload, self.python, self._environment(), self.own_processes)
 
 
 def _absolute(program: str) -> str:

@@ -3,20 +3,24 @@
 import asyncio
 import errno
 import json
+import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_rl.errors import ConfigError
+from lightning_rl.run.machine import ALLOW_SANDBOX
 from lightning_rl.serving.results import Ending, last_lines, signal_name
 
+_log = logging.getLogger(__name__)
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
 _END_S = 10.0
 """How long to wait for the end of what was told to end; only what the kernel holds takes longer."""
@@ -54,6 +58,8 @@ class Launcher:
         modules: what Python scripts need, imported once for all of them.
         python: the interpreter that runs scripts; None: there are only commands.
         env: its environment variables.
+        own_processes: whether each program sees only the processes that it starts itself, where
+            this machine allows that; else it can read the keys of others in ``/proc``.
     """
 
     def __init__(
@@ -61,12 +67,15 @@ class Launcher:
         modules: Sequence[str] = (),
         python: str | None = None,
         env: Mapping[str, str] | None = None,
+        own_processes: bool = True,
     ) -> None:
         # Commands need nothing of an environment, without which it starts sooner.
         own = [sys.executable, "-I", "-S"]
         self._command = [*(own if python is None else [python]), _LAUNCHER]
         self._modules = list(modules)
         self._env = dict(env or {})
+        self._own_processes = own_processes
+        self._warned = False
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
 
@@ -106,7 +115,14 @@ class Launcher:
             given = passed(_file_of(stdin))
             out, err, control = map(passed, await program.open())
             await self._send([wanted, given, out, err, control])
-        await program.begun()
+        alone = await program.begun()
+        if self._own_processes and not alone and not self._warned:
+            self._warned = True
+            _log.warning(
+                "this machine allows programs no namespaces of their own, so each can read the "
+                "others' keys in /proc: %s, or run programs that you trust",
+                ALLOW_SANDBOX,
+            )
 
     async def _send(self, files: list[int]) -> None:
         for _ in range(2):
@@ -121,9 +137,10 @@ class Launcher:
     def _open(self) -> socket.socket:
         if self._channel is None:
             self._channel, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            alone = "alone" if self._own_processes else "together"
             with far:
                 self._process = subprocess.Popen(
-                    [*self._command, str(far.fileno()), *self._modules],
+                    [*self._command, str(far.fileno()), alone, *self._modules],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     env=self._env,
@@ -144,6 +161,7 @@ class Program:
         self._printed = 0
         self._pipes: list[_Pipe] = []
         self._keeper: socket.socket | None = None
+        self._keepers_end: int | None = None  # by which it can be killed
         self._answer: asyncio.Task[dict[str, Any] | None] | None = None
 
     async def open(self) -> tuple[int, int, int]:
@@ -160,13 +178,20 @@ class Program:
         self._keeper.setblocking(False)
         return ends[0], ends[1], far.detach()
 
-    async def begun(self) -> None:
-        """Return when it has been started; the launcher may have to import modules first."""
+    async def begun(self) -> bool:
+        """Return when it has been started; the launcher may have to import modules first.
+
+        Tells whether it sees only its own processes.
+        """
         assert self._keeper is not None
         first = await self._receive()
         if first is not None and "refused" in first:
             raise ConfigError(first["refused"])
+        if first is not None:
+            with suppress(ProcessLookupError):  # it has ended already
+                self._keepers_end = os.pidfd_open(first["keeper"])
         self._answer = asyncio.create_task(self._receive())
+        return first is not None and "alone" in first
 
     async def wait(self) -> Ending:
         """How it ended, with all that it started, once all that it printed is there.
@@ -195,8 +220,14 @@ class Program:
         """End it with all that it started, unless it has; afterwards nothing is left."""
         self._ask_to_end()
         if self._answer is not None:
-            await asyncio.wait([self._answer], timeout=_END_S)
+            _, late = await asyncio.wait([self._answer], timeout=_END_S)
+            if late and self._keepers_end is not None:  # something has stopped it
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._keepers_end, signal.SIGKILL)
             self._answer.cancel()
+        if self._keepers_end is not None:
+            os.close(self._keepers_end)
+            self._keepers_end = None
         if self._keeper is not None:
             self._keeper.close()
         for pipe in self._pipes:

@@ -17,6 +17,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.config.schema import one_line, parsed
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollouts.jsonl import as_lines
+from lightning_rl.run.keeper import kept
 from lightning_rl.run.rundir import sync_directory, write_whole
 from lightning_rl.staged import job_process
 from lightning_rl.staged.job_process import LOG, MODEL, PARTIAL, PID, RESULT, STARTS
@@ -101,7 +102,7 @@ class LocalJobs(FineTuneJobs):
         lock = _lock(directory)
         if lock is None:  # something holds it, so the process is still the job's own
             with suppress(ProcessLookupError, FileNotFoundError, ValueError):  # not written yet
-                os.killpg(int((directory / PID).read_text()), signal.SIGKILL)
+                os.kill(int((directory / PID).read_text()), signal.SIGKILL)
         else:
             os.close(lock)
         job_process.write_result(directory, JobStatus.CANCELLED)
@@ -158,8 +159,10 @@ class LocalJobs(FineTuneJobs):
 
     def _launch(self, job: Path, lock: int) -> None:
         threads = {"OMP_NUM_THREADS": str(self.threads), "LIGHTNING_RL_JOB_LOCK": str(lock)}
+        # With the job's own process all is gone that its command has started.
+        command = kept(self.command(job), told=signal.SIGKILL, grace_s=0, parent=0)
         process = subprocess.Popen(
-            [sys.executable, job_process.__file__, str(job), *self.command(job)],
+            [sys.executable, job_process.__file__, str(job), *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -16,7 +16,6 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rewards.pool import Isolated
-from lightning_rl.rewards.rules import PythonTests, program_in
 
 HELPERS = """
 import os
@@ -341,92 +340,3 @@ def test_a_function_that_only_the_trainer_can_import_says_so(tmp_path, monkeypat
     (score,) = run(pool, completions=["x"])
     assert "could not load reward one: ModuleNotFoundError" in score.reason
     pool.close()
-
-
-ADD = "def add(a, b):\n    return a + b\n"
-
-
-@pytest.mark.parametrize(
-    ("program", "tests", "score"),
-    [
-        (ADD, "assert add(1, 2) == 3", 1.0),
-        (f"Sure!\n```python\n{ADD}```\nDone.", ["assert add(1, 2) == 3"], 1.0),
-        (ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], 0.0),
-        ("def add(a, b) return a", "assert add(1, 2) == 3", 0.0),
-        ("raise SystemExit(0)", "assert True", 0.0),
-        ("import os; os._exit(0)", "assert True", 0.0),
-        ("x = bytearray(10**10)", "assert True", 0.0),
-    ],
-)
-def test_python_tests(python_tests, program, tests, score):
-    assert run(python_tests, completions=[program], tests=[tests]) == [score]
-
-
-WRITE = """
-def write(open_file, score):
-    for fd in range(3, 256):
-        try:
-            os.write(open_file(fd), b'{"score": %s}' % score)
-        except OSError:
-            pass
-"""
-PARENTS = "lambda fd: os.open(f'/proc/{os.getppid()}/fd/{fd}', os.O_WRONLY)"
-FORGERIES = {
-    "a score beyond all": f"{WRITE}\nwrite(int, b'1e6')\nos._exit(0)",
-    "a score, and tests that fail": f"{WRITE}\nwrite(int, b'1.0')",
-    "through its judge's files": f"{WRITE}\nwrite({PARENTS}, b'1.0')\nos._exit(0)",
-    "a child that lives on": "if os.fork():\n    os._exit(0)\nos.setsid()",
-    "kills its judge": "os.kill(os.getppid(), 9)",
-}
-
-
-@pytest.mark.parametrize("forgery", FORGERIES)
-def test_no_program_writes_its_own_score(python_tests, forgery):
-    program = f"import os\n{FORGERIES[forgery]}\n"
-    (score,) = run(python_tests, completions=[program], tests=["assert False"])
-    assert score == 0.0
-    # And its worker judges the next as if nothing had been.
-    assert run(python_tests, completions=[ADD], tests=["assert add(1, 2) == 3"]) == [1.0]
-
-
-def test_a_score_beyond_those_of_tests_is_none(python_tests, monkeypatch):
-    monkeypatch.setattr(python_tests, "_grade", lambda sample: {"score": 1e6})
-    (score,) = run(python_tests, completions=[ADD], tests=["assert True"])
-    assert "returned 1000000.0, which is no result of tests" in score.reason
-
-
-def test_a_program_sees_no_process_of_this_machine(python_tests):
-    """Only process 1 of its sandbox, its judge and itself."""
-    tests = ["import os\nothers = [int(p) for p in os.listdir('/proc') if p.isdigit()]\n"
-             "assert set(others) <= {1, os.getppid(), os.getpid()}, others"]  # fmt: skip
-    assert run(python_tests, completions=["pass"], tests=[tests]) == [1.0]
-    mine = (
-        f"import os\nassert not os.path.exists('/proc/{os.getpid()}/cmdline') or {os.getpid()} < 10"
-    )
-    assert run(python_tests, completions=["pass"], tests=[mine]) == [1.0]
-
-
-def test_a_program_that_hangs_is_wrong(sandboxed):
-    pool = PythonTests(workers=1, timeout_s=0.2)
-    assert run(pool, completions=["while True: pass"], tests=["assert True"]) == [0.0]
-    pool.close()
-
-
-def test_broken_tests_are_no_fault_of_the_program(python_tests):
-    (score,) = run(python_tests, completions=[ADD], tests=["assert add(1, 2 == 3"])
-    assert "SyntaxError" in score.reason
-    (score,) = run(python_tests, completions=[ADD], asserts=["assert True"])
-    assert "no column 'tests'; it has ['asserts']" in score.reason
-
-
-@pytest.fixture(scope="module")
-def python_tests(sandboxed):
-    pool = PythonTests(workers=1, timeout_s=60)
-    yield pool
-    pool.close()
-
-
-def test_the_program_is_the_last_block_or_everything():
-    assert program_in("a = 1") == "a = 1"
-    assert program_in("```\nold\n```\nbetter:\n```py\nnew\n```") == "new\n"
-    assert program_in([{"role": "assistant", "content": "```python\nx\n```"}]) == "x\n"

@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 
 from lightning_rl.errors import ConfigError
+from lightning_rl.serving import programs
 from lightning_rl.serving.programs import Launcher, ProgramRequest
 from lightning_rl.serving.results import Ending
 
 ENV = {"PATH": os.environ["PATH"]}
-LEFT_BEHIND_S = 20.0
+MARK = "PROGRAM_OF_TEST"
+LEFT_BEHIND_S = 60.0
 
 
-@pytest.fixture
-def launcher():
-    made = Launcher()
+@pytest.fixture(params=["alone", "together"])
+def launcher(request):
+    made = Launcher(own_processes=request.param == "alone")
     yield made
     made.close()
 
@@ -39,21 +41,29 @@ async def result_of(
         return end, program.stdout.decode()
 
 
-def is_there(pid: int) -> bool:
-    """A process that is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def marked(mark: str) -> list[str]:
+    """Processes with a mark in their environment: by their numbers here, not those inside."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(process.name)
+        except OSError:  # it has ended
+            continue
+    return found
 
 
-def assert_gone(printed: str, count: int) -> None:
-    pids = [int(line) for line in printed.split()]
-    assert len(pids) == count
+def assert_gone(printed: str, count: int, mark: str) -> None:
+    assert len(printed.split()) == count  # so many were there
     end = time.monotonic() + LEFT_BEHIND_S
-    while any(map(is_there, pids)) and time.monotonic() < end:
+    while marked(mark) and time.monotonic() < end:
         time.sleep(0.01)
-    assert [pid for pid in pids if is_there(pid)] == []
+    assert marked(mark) == []
+
+
+@pytest.fixture
+def mark(request):
+    return f"{request.node.name}-{os.getpid()}"
 
 
 @pytest.mark.parametrize(
@@ -121,33 +131,34 @@ LEAVERS = {
 
 
 @pytest.mark.parametrize("name", LEAVERS)
-def test_what_a_program_leaves_behind_ends_with_it(launcher, name):
+def test_what_a_program_leaves_behind_ends_with_it(launcher, name, mark):
     shell, count = LEAVERS[name]
-    end, printed = asyncio.run(result_of(launcher, shell))
+    end, printed = asyncio.run(result_of(launcher, shell, env=ENV | {MARK: mark}))
     assert end == Ending("done")
-    assert_gone(printed, count)
+    assert_gone(printed, count, mark)
 
 
 @pytest.mark.parametrize(
     "shell", ["echo $$; sleep 600", "trap '' TERM; echo $$; while true; do sleep 1; done"]
 )
-def test_one_that_hangs_is_ended(launcher, shell):
-    end, printed = asyncio.run(result_of(launcher, shell, seconds=0.3))
+def test_one_that_hangs_is_ended(launcher, shell, mark):
+    end, printed = asyncio.run(result_of(launcher, shell, seconds=1.0, env=ENV | {MARK: mark}))
     assert end is None
-    assert_gone(printed, 1)
+    assert_gone(printed, 1, mark)
 
 
 def test_a_program_may_tidy_up_when_it_is_told_to_end(launcher, tmp_path):
     shell = f"trap 'echo tidy > {tmp_path}/said; exit' TERM; echo $$; sleep 600 & wait"
-    asyncio.run(result_of(launcher, shell, seconds=0.3))
+    asyncio.run(result_of(launcher, shell, seconds=1.0))
     assert (tmp_path / "said").read_text() == "tidy\n"
 
 
-def test_a_program_ends_when_its_task_is_cancelled(launcher):
+def test_a_program_ends_when_its_task_is_cancelled(launcher, mark):
     printed = []
 
     async def cancelled():
-        asked = ProgramRequest(ENV, ["/bin/sh", "-c", "setsid sleep 600 & echo $!; wait"])
+        env = ENV | {MARK: mark}
+        asked = ProgramRequest(env, ["/bin/sh", "-c", "setsid sleep 600 & echo $!; wait"])
         async with launcher.running(asked, b"", 100) as program:
             while not program.stdout:
                 await asyncio.sleep(0.01)
@@ -157,17 +168,18 @@ def test_a_program_ends_when_its_task_is_cancelled(launcher):
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancelled())
-    assert_gone(printed[0], 1)
+    assert_gone(printed[0], 1, mark)
 
 
-def test_programs_end_with_a_trainer_that_is_killed(tmp_path):
+@pytest.mark.parametrize("alone", [True, False])
+def test_programs_end_with_a_trainer_that_is_killed(alone, mark):
     script = (
         "import asyncio, sys\n"
         "from lightning_rl.serving.programs import Launcher, ProgramRequest\n"
         "async def run():\n"
         "    shell = 'setsid sleep 600 & echo $!; echo $$; wait'\n"
-        "    asked = ProgramRequest({}, ['/bin/sh', '-c', shell])\n"
-        "    async with Launcher().running(asked, b'', 100) as program:\n"
+        f"    asked = ProgramRequest({{{MARK!r}: {mark!r}}}, ['/bin/sh', '-c', shell])\n"
+        f"    async with Launcher(own_processes={alone}).running(asked, b'', 100) as program:\n"
         "        while program.stdout.count(b'\\n') < 2: await asyncio.sleep(0.01)\n"
         "        print(program.stdout.decode(), flush=True)\n"
         "        await program.wait()\n"
@@ -177,22 +189,116 @@ def test_programs_end_with_a_trainer_that_is_killed(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         printed = trainer.stdout.readline() + trainer.stdout.readline()
         trainer.kill()
-    assert_gone(printed, 2)
+    assert_gone(printed, 2, mark)
 
 
-def test_a_program_ends_with_its_keeper(launcher):
+def test_a_program_ends_with_its_keeper(launcher, mark):
+    """With all that it started, whoever else has to end that."""
+
     async def run():
-        asked = ProgramRequest(ENV, ["/bin/sh", "-c", "echo $$; echo $PPID; exec sleep 600"])
+        shell = "setsid sleep 600 & echo $!; echo $$; exec sleep 600"
+        asked = ProgramRequest(ENV | {MARK: mark}, ["/bin/sh", "-c", shell])
         async with launcher.running(asked, b"", 100) as program:
             while program.stdout.count(b"\n") < 2:
                 await asyncio.sleep(0.01)
-            me, keeper = program.stdout.split()
-            os.kill(int(keeper), signal.SIGKILL)
-            return await program.wait(), me.decode()
+            signal.pidfd_send_signal(program._keepers_end, signal.SIGKILL)
+            return await program.wait(), program.stdout.decode()
 
     end, printed = asyncio.run(run())
     assert end == Ending("killed", "its keeper was killed")
-    assert_gone(printed, 1)
+    assert_gone(printed, 2, mark)
+
+
+STOPS = {
+    "stops its keeper": "kill -STOP $PPID",
+    "kills its keeper": "kill -KILL $PPID",
+    "stops all that it may": "trap '' CONT; kill -STOP $PPID; kill -KILL $PPID",
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_program_alone_cannot_reach_its_keeper(name, mark):
+    launcher = Launcher()
+    if not can_be_alone(launcher):
+        pytest.skip("no namespaces on this machine")
+    shell = f"setsid sleep 600 & {STOPS[name]}; sleep 0.1; echo on; sleep 600"
+    env = ENV | {MARK: mark}
+    end, printed = asyncio.run(result_of(launcher, shell, seconds=3, env=env))
+    launcher.close()
+    assert end is None
+    assert_gone(printed, 1, mark)
+
+
+def test_one_that_stops_its_keeper_does_not_live_on(monkeypatch, mark):
+    monkeypatch.setattr(programs, "_END_S", 0.5)
+    launcher = Launcher(own_processes=False)
+    shell = "setsid sleep 600 & kill -STOP $PPID; echo on; sleep 600"
+    end, printed = asyncio.run(result_of(launcher, shell, seconds=1, env=ENV | {MARK: mark}))
+    launcher.close()
+    assert end is None
+    assert_gone(printed, 1, mark)
+
+
+def can_be_alone(launcher) -> bool:
+    _, printed = asyncio.run(result_of(launcher, "echo $PPID"))
+    return printed == "1\n"
+
+
+READS_KEYS = """
+for way in true 'umount /proc' 'unshare --user --map-root-user --mount umount /proc'; do
+  $way 2>/dev/null
+  for file in /proc/*/environ /proc/*/task/*/environ /proc/*/root/proc/*/environ; do
+    tr '\\0' '\\n' < $file 2>/dev/null | grep ^OPENAI_API_KEY=
+  done
+done | sort -u
+"""
+
+
+@pytest.mark.parametrize("privileged", [True, False])
+def test_programs_do_not_find_the_keys_of_others(privileged):
+    """With the right to make namespaces, and without, when each is in one of users too."""
+    launcher = Launcher()
+    if not can_be_alone(launcher):
+        pytest.skip("no namespaces on this machine")
+    launcher.close()
+    without = [] if privileged or os.getuid() else ["setpriv", "--bounding-set", "-sys_admin"]
+    done = subprocess.run(
+        [*without, sys.executable, "-c", KEYS_OF_TWO, READS_KEYS], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.stdout.split() == ["OPENAI_API_KEY=one"], done.stderr
+
+
+KEYS_OF_TWO = """
+import asyncio, os, sys
+from lightning_rl.serving.programs import Launcher, ProgramRequest
+
+async def main():
+    launcher = Launcher()
+    def running(key, shell):
+        env = {"PATH": os.environ["PATH"], "OPENAI_API_KEY": key}
+        return launcher.running(ProgramRequest(env, ["/bin/sh", "-c", shell]), b"", 10_000)
+    async with running("two", "echo here; sleep 600") as other:
+        while not other.stdout:
+            await asyncio.sleep(0.01)
+        async with running("one", sys.argv[1]) as program:
+            await program.wait()
+            print(program.stdout.decode())
+    launcher.close()
+
+asyncio.run(main())
+"""
+
+
+def test_where_there_are_no_namespaces_a_warning_says_what_that_means():
+    forbid = "for kind in user pid; do echo 0 > /proc/sys/user/max_${kind}_namespaces; done"
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "sh", "-c", f'{forbid} && exec "$0" "$@"',
+         sys.executable, "-c", KEYS_OF_TWO, "echo $PPID"],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert int(done.stdout) > 1
+    assert done.stderr.count("each can read the others' keys in /proc: allow user namespaces") == 1
 
 
 def test_a_launcher_that_was_killed_is_replaced(launcher):

@@ -416,3 +416,47 @@ def test_a_slow_plain_function_does_not_hold_up_the_event_loop(groups):
 
     run_async(both())
     assert turns == [False]
+
+
+def test_what_a_reward_does_to_its_arguments_stays_with_it(make_rollout):
+    """At any depth; another reward sees what there was, and training keeps its tokens."""
+
+    def spoils(prompts, completions, completion_ids, extras, answer):
+        count = len(completions)
+        prompts[0][0]["content"] = "?"
+        for given in (prompts, completions, completion_ids[0], completion_ids, extras, answer[0]):
+            given.clear()
+        return [1.0] * count
+
+    def sees(prompts, completions, completion_ids, answer):
+        assert prompts == [[{"role": "user", "content": "1+2="}]] * 2
+        assert (completions, completion_ids) == (["3", "3"], [[4, 5], [4, 5]])
+        return [float(len(a["parts"])) for a in answer]
+
+    group = [
+        make_rollout([3], [4, 5], sample_index=i, completion="3", reward=None,
+                     columns={"answer": {"parts": [1, 2]}})
+        for i in range(2)
+    ]  # fmt: skip
+    for rollout in group:
+        rollout.prompt.prompt = [{"role": "user", "content": "1+2="}]
+    Rewards([spoils, sees]).grade_here([group])
+    assert [r.reward for r in group] == [3.0, 3.0]
+    assert [r.token_ids for r in group] == [[4, 5], [4, 5]]
+
+
+def test_a_reward_that_crashes_python_is_named(tmp_path):
+    """It ended the run without a word."""
+    (tmp_path / "crashing.py").write_text(
+        "import ctypes\ndef crashes(completions):\n    ctypes.string_at(0)\n"
+    )
+    script = (
+        "import asyncio\nfrom crashing import crashes\n"
+        "from lightning_rl.rewards.calling import Calls\n"
+        "asyncio.run(Calls().call_in_loop(crashes, {'completions': ['a']}))\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in done.stderr
+    assert 'crashing.py", line 3 in crashes' in done.stderr

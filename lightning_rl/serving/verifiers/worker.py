@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import os
-import signal
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.errors import ConfigError
+from lightning_rl.run.keeper import kept
 from lightning_rl.run.loop import cancel_here
 from lightning_rl.serving.results import last_lines, signal_name
 from lightning_rl.serving.verifiers.hosting import Hosting
@@ -62,8 +62,7 @@ class Worker:
         """
         self.hosting.check()
         self._process = process = await asyncio.create_subprocess_exec(
-            self.hosting.program,
-            _HOST,
+            *kept([self.hosting.program, _HOST], grace_s=_GRACE_S),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=self._log,
@@ -139,7 +138,7 @@ class Worker:
         process.stdin.close()
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), _GRACE_S)
-        self._kill()  # also when it has ended: its group may hold what it left behind
+        self._kill()
         await process.wait()
         if self._reading is not None:
             await cancel_here([self._reading])
@@ -178,9 +177,10 @@ class Worker:
             future.set_result(answer)
 
     def _kill(self) -> None:
+        """Have its keeper end it at once, with all that it has started."""
         if self._process is not None:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.terminate()
 
     def _give_up(self, end: str) -> None:
         for future in self._asked.values():

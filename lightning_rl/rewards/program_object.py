@@ -1,0 +1,155 @@
+"""An object of a program that is tested, as the tests see it from another process."""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+
+class Asker(Protocol):
+    """Asks the program's process."""
+
+    def ask(self, what: str, *arguments: Any, **named: Any) -> Any:
+        """Have something done to an object with arguments, and return what comes of it."""
+
+
+_WORDLESS = frozenset(
+    name
+    for kind in (str, bytes, int, float, set, dict, list)
+    for name in dir(kind)
+    if name.startswith(("is", "startswith", "endswith"))
+)
+"""Methods of Python's own types that say yes or no: not for an object of the program's to say."""
+
+
+class Remote:
+    """An object in the program's process.
+
+    It can be called, and its attributes and items asked for. Compared, it is what it holds as plain
+    data, if it does: an object's own ``__eq__`` is not asked.
+    """
+
+    __slots__ = ("_asker", "_number")
+
+    def __init__(self, asker: Asker, number: int) -> None:
+        object.__setattr__(self, "_asker", asker)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return _ask("call", self, *arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        # What libraries ask of any object tells them where its memory is.
+        if name.startswith(("__", "_as_parameter_")) and name not in ("__name__", "__doc__"):
+            raise AttributeError(name)
+        if name in _WORDLESS:
+            return getattr(plain(self), name)
+        return _ask("attribute", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _ask("set", self, name, value)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return plain(self)[place]
+        return _ask("item", self, place)
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        _ask("set_item", self, place, value)
+
+    def __delitem__(self, place: Any) -> None:
+        _ask("delete_item", self, place)
+
+    def __len__(self) -> int:
+        return int(_ask("length", self))
+
+    def __iter__(self) -> Iterator[Any]:
+        return _ask("iterate", self)
+
+    def __next__(self) -> Any:
+        return _ask("next", self)
+
+    def __str__(self) -> str:
+        return _of_type(str, _ask("text", self))
+
+    def __repr__(self) -> str:
+        return _of_type(str, _ask("represent", self))
+
+    def __float__(self) -> float:
+        return _of_type(float, _ask("float", self))
+
+    def __int__(self) -> int:
+        return _of_type(int, _ask("int", self))
+
+    def __bool__(self) -> bool:
+        return bool(plain(self))
+
+    def __hash__(self) -> int:
+        return hash(plain(self))
+
+    def __enter__(self) -> Any:
+        return _ask("enter", self)
+
+    def __exit__(self, *_: object) -> None:
+        _ask("exit", self)  # whatever it says: it must not hide what a test found
+
+
+def plain(value: Any) -> Any:
+    """What an object of the program's holds as plain data; what is plain already as it is.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    found = _ask("plain", value) if isinstance(value, Remote) else value
+    if isinstance(found, Remote):
+        raise TypeError("it is no plain data")
+    return found
+
+
+def _ask(what: str, remote: Remote, *arguments: Any, **named: Any) -> Any:
+    return object.__getattribute__(remote, "_asker").ask(what, remote, *arguments, **named)
+
+
+def number_of(remote: Remote) -> int:
+    """By which the other process knows it."""
+    return object.__getattribute__(remote, "_number")
+
+
+def _of_type(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"not a {kind.__name__}")
+    return value
+
+
+def _compares(name: str) -> Callable[[Any, Any], Any]:
+    compare = getattr(operator, name)
+
+    def method(self: Remote, other: Any) -> Any:
+        if isinstance(other, Remote):
+            raise TypeError("two objects of the program's are compared; compare plain data")
+        return compare(plain(self), other)
+
+    return method
+
+
+def _computes(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    compute = getattr(operator, name)
+
+    def method(self: Remote, other: Any) -> Any:
+        # With a number of the tests' it is done here: the program must not read it.
+        if isinstance(other, Remote):
+            return _ask(name, self, other)
+        return compute(plain(self), other)
+
+    def reflected(self: Remote, other: Any) -> Any:
+        return compute(other, plain(self))
+
+    return method, reflected
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Remote, f"__{_name}__", _compares(_name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    for _prefix, _method in zip(("", "r"), _computes(_name), strict=True):
+        setattr(Remote, f"__{_prefix}{_name}__", _method)
+for _name in ("neg", "abs"):
+    setattr(Remote, f"__{_name}__", lambda self, _name=_name: _ask(_name, self))

@@ -1,0 +1,226 @@
+"""Tests of a program: they run here, and the program in an interpreter of its own.
+
+A name that the tests neither define nor import, and that Python has not, is the program's. What
+they call there is called in the other process, and what comes back is plain data, which is compared
+here; so nothing that a program does to Python, or to its objects, makes a test pass.
+"""
+
+import ast
+import builtins
+import importlib
+import json
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import CodeType
+from typing import Any
+
+from lightning_rl.rewards import tested_program
+from lightning_rl.rewards.program_object import Remote, number_of
+from lightning_rl.rewards.tested_program import Line, error_of, read, written
+from lightning_rl.run.keeper import keep_others_out
+
+_ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}
+
+
+class BadTestsError(ValueError):
+    """Tests that cannot judge any program."""
+
+
+def passes(program: str, tests: str | list[str]) -> bool:
+    """Whether a program passes all tests, which are Python.
+
+    Raises:
+        SyntaxError: if the tests do not compile.
+        BadTestsError: if they ask the program nothing, or give it what cannot be sent.
+    """
+    texts = [tests] if isinstance(tests, str) else tests
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise BadTestsError(f"tests are a text, or a list of texts, not {tests!r:.100}")
+    # Before the program: broken tests are no fault of its.
+    trees = [ast.parse(text, "<tests>") for text in texts]
+    compiled = [compile(tree, "<tests>", "exec") for tree in trees]
+    keep_others_out()
+    ours, theirs = socket.socketpair()
+    path = json.dumps(sys.path)
+    with ours, theirs:
+        # Not a fork: it would have the tests in its memory.
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", tested_program.__file__, str(theirs.fileno()), path],
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        try:
+            asker = Asker(Line(ours))
+            passed = _all_pass(asker, program, compiled, _modules_of(trees))
+        finally:
+            process.kill()
+            process.wait()
+    if asker.unsent:
+        raise BadTestsError(asker.unsent)
+    if passed and not asker.asked:
+        raise BadTestsError("the tests ask the program nothing: they use no name that it defines")
+    return passed
+
+
+def _all_pass(
+    asker: "Asker", program: str, tests: Iterable[CodeType], modules: dict[str, str]
+) -> bool:
+    try:
+        asker.begin(program)
+        names = _Names(asker, modules)
+        for test in tests:
+            exec(test, names)
+    except MemoryError:
+        raise
+    except BaseException:  # whatever a test raises, SystemExit too: it did not pass
+        return False
+    return not asker.failed
+
+
+def _modules_of(trees: Iterable[ast.Module]) -> dict[str, str]:
+    """Modules that the tests use and do not import: never the program's, which may be forged.
+
+    They are told by their names, and that nothing but their attributes is used.
+    """
+    seen: dict[str, bool] = {}
+    for tree in trees:
+        attributes = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                seen[node.id] = seen.get(node.id, True) and id(node) in attributes
+    found = {name: _ALIASES.get(name, name) for name, only_base in seen.items() if only_base}
+    return {
+        name: module
+        for name, module in found.items()
+        if name in _ALIASES or module in sys.stdlib_module_names
+    }
+
+
+class _Names(dict[str, Any]):
+    """The names of tests: their own, then Python's, then the program's."""
+
+    def __init__(self, asker: "Asker", modules: dict[str, str]) -> None:
+        super().__init__({"__name__": "tests", "__builtins__": builtins})
+        self._asker = asker
+        self._modules = modules
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        if name in self._modules:
+            return importlib.import_module(self._modules[name])
+        return self._asker.ask("name", name)
+
+
+class Asker:
+    """Asks the program's process, and reads what it answers."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._functions: list[Callable[..., Any]] = []
+        self.asked = 0
+        self.failed = False
+        """A function of the tests that the program called found something wrong."""
+        self.unsent = ""
+        """What the tests gave the program that cannot be sent."""
+
+    def begin(self, program: str) -> None:
+        """Run the program; raises what it raises."""
+        self._line.send({"program": program})
+        self._answer("program")
+
+    def ask(self, what: str, *arguments: Any, **named: Any) -> Any:
+        """Have something done to an object with arguments, and return what comes of it.
+
+        Raises:
+            Exception: what the program raised, as the nearest of Python's own errors.
+        """
+        request: dict[str, Any] = {"do": what, "arguments": [self._written(a) for a in arguments]}
+        if named:
+            request["named"] = {name: self._written(value) for name, value in named.items()}
+        self._line.send(request)
+        answer = self._answer(what)
+        value = read(answer["value"], self._object)
+        self.asked += 1
+        if what == "call" and value is None:
+            changed, changed_named = read(answer["changed"], self._object)
+            _changed(arguments[1:], changed)
+            _changed(named, changed_named)
+        return value
+
+    def _answer(self, what: str) -> dict[str, Any]:
+        """The answer; until it comes, the program may call functions that it was given."""
+        while True:
+            try:
+                answer = self._line.receive()
+            except (EOFError, OSError, ValueError, RecursionError):
+                self.failed = True  # whatever a test thinks of it
+                raise
+            if "call" in answer:
+                self._line.send(self._called(answer))
+            elif "raised" in answer:
+                error = error_of(list(map(str, answer["raised"])), str(answer["text"]))
+                # Anywhere else it would end the test's own loops, as if all had been seen.
+                if isinstance(error, StopIteration | StopAsyncIteration) and what != "next":
+                    error = RuntimeError(f"raised {type(error).__name__}")
+                raise error
+            else:
+                print(answer.get("printed", ""), end="")
+                return answer
+
+    def _called(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = self._functions[call["call"]]
+        arguments, named = (read(call[n], self._object) for n in ("arguments", "named"))
+        try:
+            return {"value": written(function(*arguments, **named), self._told)}
+        except Exception as error:
+            self.failed = self.failed or isinstance(error, AssertionError)
+            return {"raised": [k.__name__ for k in type(error).__mro__], "text": str(error)}
+
+    def _written(self, value: Any) -> Any:
+        try:
+            return written(value, self._told)
+        except TypeError as error:
+            self.unsent = self.unsent or str(error)
+            raise
+
+    def _told(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, Remote):
+            return {"kept": number_of(value)}
+        if callable(value):
+            self._functions.append(value)
+            return {"function": len(self._functions) - 1}
+        raise TypeError(
+            f"the tests give the program a {type(value).__name__}; it can be given plain data, "
+            "functions, and objects of its own classes"
+        )
+
+    def _object(self, kind: str, told: Any) -> Any:
+        if kind == "function":
+            return self._functions[told]
+        if kind != "kept":
+            raise ValueError(f"an answer of kind {kind!r}")
+        return Remote(self, told)
+
+
+def _changed(old: Any, new: Any) -> Any:
+    """What was given to the program as it is there now; in place, as after a call here."""
+    if callable(old):  # of the tests, or the program's own object
+        return old
+    if type(old) is not type(new):
+        return new
+    if isinstance(old, list | tuple | deque) and len(old) == len(new):
+        pairs = [_changed(was, now) for was, now in zip(old, new, strict=True)]
+        return old if isinstance(old, tuple) else _refilled(old, pairs)
+    if isinstance(old, dict):
+        return _refilled(old, {k: _changed(old[k], v) if k in old else v for k, v in new.items()})
+    return _refilled(old, new) if isinstance(old, list | set | deque | bytearray) else new
+
+
+def _refilled(old: Any, content: Any) -> Any:
+    old.clear()
+    (old.update if isinstance(old, dict | set) else old.extend)(content)
+    return old

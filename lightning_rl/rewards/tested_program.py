@@ -1,0 +1,286 @@
+"""The interpreter of a program that is tested: runs it, and does with it what a judge asks.
+
+    python -I -S tested_program.py DESCRIPTOR SYS_PATH
+
+DESCRIPTOR is a socket to the judge, in whose process the tests run. The first message is the
+program. Then each asks for something of it, and what comes back is plain data, or the number of an
+object that stays here. So whatever the program does to this interpreter, it can only answer.
+
+Both sides share :class:`Line` and the form of values. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import datetime
+import decimal
+import fractions
+import io
+import json
+import operator
+import socket
+import sys
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+PROGRAM = "program"
+"""Name of the module that the program is."""
+_LONGEST = 2**26  # bytes of a message
+_JSON_INT = 2**53
+
+ITEMS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+    "dict": dict,
+}
+"""Types of plain data that hold others, and how each is made of a list of what it holds."""
+WRITTEN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "int": (hex, lambda text: int(text, 16)),
+    "bytes": (bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray.hex, bytearray.fromhex),
+    "complex": (lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
+    "range": (lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
+    "Decimal": (str, decimal.Decimal),
+    "Fraction": (str, fractions.Fraction),
+    "date": (datetime.date.isoformat, datetime.date.fromisoformat),
+    "datetime": (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    "time": (datetime.time.isoformat, datetime.time.fromisoformat),
+    "timedelta": (
+        lambda t: [t.days, t.seconds, t.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
+}
+"""Types of plain data that JSON has not: how each is written, and read."""
+_WRITTEN_TYPES = {
+    kind: kind.__name__
+    for kind in (
+        *(int, bytes, bytearray, complex, range, decimal.Decimal, fractions.Fraction),
+        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta),
+    )
+}
+_ITEM_TYPES = {kind: kind.__name__ for kind in (tuple, set, frozenset, deque, dict)}
+
+
+class Line:
+    """A socket on which each message is a JSON object behind its length."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._stream = connection.makefile("rb")
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message.
+
+        Raises:
+            ValueError: if it is too long, or nothing that JSON can hold.
+        """
+        data = json.dumps(message).encode()
+        if len(data) > _LONGEST:
+            raise ValueError(f"an answer of {len(data)} bytes; at most {_LONGEST}")
+        self._connection.sendall(len(data).to_bytes(4, "big") + data)
+
+    def receive(self) -> dict[str, Any]:
+        """The next message.
+
+        Raises:
+            EOFError: if there is none.
+            ValueError: if it is too long, or none that :meth:`send` sends.
+        """
+        length = int.from_bytes(self._exactly(4), "big")
+        if length > _LONGEST:
+            raise ValueError(f"a message of {length} bytes; at most {_LONGEST}")
+        message = json.loads(self._exactly(length))
+        if not isinstance(message, dict):
+            raise ValueError("a message that is no object")
+        return message
+
+    def _exactly(self, count: int) -> bytes:
+        data = self._stream.read(count)
+        if len(data) < count:
+            raise EOFError
+        return data
+
+
+def written(value: Any, other: Callable[[Any], dict[str, Any]]) -> Any:
+    """A value as JSON; ``other`` tells how one is that is no plain data."""
+    kind = type(value)
+    if value is None or kind in (bool, float, str) or (kind is int and abs(value) < _JSON_INT):
+        return value
+    if kind is list:
+        return [written(item, other) for item in value]
+    if kind in _ITEM_TYPES:
+        items = value.items() if kind is dict else value
+        return {_ITEM_TYPES[kind]: [written(item, other) for item in items]}
+    if kind in _WRITTEN_TYPES:
+        return {_WRITTEN_TYPES[kind]: WRITTEN[_WRITTEN_TYPES[kind]][0](value)}
+    return other(value)
+
+
+def read(value: Any, other: Callable[[str, Any], Any]) -> Any:
+    """The value of its JSON; ``other`` gets the kind, and what was told, of what is no plain data.
+
+    Raises:
+        Exception: of many kinds, if it is not what :func:`written` writes.
+    """
+    if isinstance(value, list):
+        return [read(item, other) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, told),) = value.items()
+    if kind in ITEMS:
+        return ITEMS[kind]([read(item, other) for item in told])
+    if kind in WRITTEN:
+        return WRITTEN[kind][1](told)
+    return other(kind, told)
+
+
+def plain_form(value: Any) -> Any:
+    """What a value is as plain data, if it is made of such but for its class: a named tuple, say.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    if type(value).__module__.partition(".")[0] == "numpy":
+        return value.tolist()
+    for kind in (int, float, str, bytes, list, tuple, set, frozenset, dict, deque):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"a {type(value).__name__} is no plain data")
+
+
+# ---------------------------------------------------------------- the program's own process
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    name: getattr(operator, name)
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "neg", "abs")
+} | {
+    "call": lambda function, *arguments, **named: function(*arguments, **named),
+    "attribute": getattr,
+    "set": setattr,
+    "item": operator.getitem,
+    "set_item": operator.setitem,
+    "delete_item": operator.delitem,
+    "length": len,
+    "iterate": iter,
+    "next": next,
+    "text": str,
+    "represent": repr,
+    "float": float,
+    "int": int,
+    "enter": lambda manager: manager.__enter__(),
+    "exit": lambda manager: manager.__exit__(None, None, None),
+    "plain": plain_form,
+}
+"""What a judge may ask for, of an object and with arguments."""
+
+
+class Answers:
+    """Does what the judge asks; keeps the objects that it was told of by numbers."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.module = types.ModuleType(PROGRAM)
+        self.kept: list[Any] = []
+        sys.modules[PROGRAM] = self.module
+        OPERATIONS["name"] = self._named
+
+    def serve(self) -> None:
+        """Run the program, and answer until nobody asks any more."""
+        source = self.line.receive()["program"]
+        self._answer(lambda: exec(compile(source, "<program>", "exec"), self.module.__dict__))
+        while True:
+            self._serve_one(self.line.receive())
+
+    def _serve_one(self, request: dict[str, Any]) -> None:
+        operation = OPERATIONS[request["do"]]
+        arguments = [self._read(value) for value in request["arguments"]]
+        named = {name: self._read(value) for name, value in request.get("named", {}).items()}
+        # A function that returns nothing may have changed what it was given.
+        self._answer(lambda: operation(*arguments, **named), lambda: (tuple(arguments[1:]), named))
+
+    def _answer(
+        self, work: Callable[[], Any], changed: Callable[[], Any] = lambda: ([], {})
+    ) -> None:
+        printed = io.StringIO()
+        answer: dict[str, Any] = {}
+        try:
+            with contextlib.redirect_stdout(printed):
+                value = work()
+            answer["value"] = self._written(value)
+            if value is None:
+                answer["changed"] = self._written(changed())
+            answer["printed"] = printed.getvalue()
+            self.line.send(answer)
+        except BaseException as error:  # whatever the program raises, SystemExit too
+            names = [kind.__name__ for kind in type(error).__mro__]
+            self.line.send({"raised": names, "text": _text_of(error)})
+
+    def _named(self, name: str) -> Any:
+        try:
+            return self.module.__dict__[name]
+        except KeyError:
+            raise NameError(f"name {name!r} is not defined") from None
+
+    def _written(self, value: Any) -> Any:
+        return written(value, self._keep)
+
+    def _keep(self, value: Any) -> dict[str, Any]:
+        self.kept.append(value)
+        return {"kept": len(self.kept) - 1}
+
+    def _read(self, value: Any) -> Any:
+        return read(value, self._other)
+
+    def _other(self, kind: str, told: Any) -> Any:
+        return self.kept[told] if kind == "kept" else self._function(told)
+
+    def _function(self, number: int) -> Callable[..., Any]:
+        """A function of the tests, which is called where it is."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            told = {"arguments": self._written(arguments), "named": self._written(named)}
+            self.line.send({"call": number, **told})
+            while "value" not in (answer := self.line.receive()):
+                if "raised" in answer:
+                    raise error_of(answer["raised"], answer["text"])
+                self._serve_one(answer)
+            return self._read(answer["value"])
+
+        return call
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)[:2000]
+    except Exception:  # its own code
+        return ""
+
+
+def error_of(names: list[str], text: str) -> Exception:
+    """An error of Python's own, the first of these classes that is one."""
+    for name in names:
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                return kind(text)
+            except TypeError:  # it wants more than a text
+                continue
+    return RuntimeError(text)
+
+
+def main() -> None:
+    """Serve the judge."""
+    sys.path[:] = json.loads(sys.argv[2])
+    line = Line(socket.socket(fileno=int(sys.argv[1])))
+    sys.argv = [PROGRAM]
+    with contextlib.suppress(EOFError, OSError):
+        Answers(line).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Processes that do not outlive the one that asked for them, with all that they start.
+
+    python -I -S keeper.py PARENT TOLD GRACE_S COMMAND...
+
+runs a command under a keeper: its parent, which also becomes the parent of whatever the command
+leaves behind, in whichever group or session that is. The keeper ends all of it once the command has
+ended, when the process PARENT (0: who starts it) is gone, and at once when it gets SIGTERM itself;
+it then ends as the command did. When PARENT is gone the command gets the signal TOLD (0: none, for
+it notices by itself), and GRACE_S to end.
+
+Only the standard library is imported, by any Python from 3.9 on: so keepers start at once, and
+other environments' Pythons can use this file too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+GRACE_S = 5.0
+"""Seconds in which what a keeper keeps may end by itself once nobody wants it any more."""
+STUCK_S = 10.0
+"""Seconds after which a keeper that was told to end is killed: something has stopped it."""
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36  # linux/prctl.h
+_NO_SUCH_PROGRAM = 127  # as a shell says
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def kept(
+    command: Sequence[str], told: int = 0, grace_s: float = GRACE_S, parent: int | None = None
+) -> list[str]:
+    """The command that runs one under a keeper; end it by :func:`end`, or by ending oneself.
+
+    Args:
+        command: what to run.
+        told: a signal for it when its parent is gone; 0: none, for it notices by itself.
+        grace_s: seconds that it then has.
+        parent: the process that it must not outlive; None: this one; 0: who starts it.
+    """
+    whose = os.getpid() if parent is None else parent
+    own = [sys.executable, "-I", "-S", __file__, str(whose), str(int(told)), str(grace_s)]
+    return [*own, *command]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a keeper and all that it keeps, at once, and wait for that."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
+        try:
+            process.wait(STUCK_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()
+
+
+def stay_kept(parent: int, told: int = 0, grace_s: float = GRACE_S) -> None:
+    """Go on in a child of this process, which becomes its keeper: only the child returns.
+
+    Call it before there are threads.
+
+    Args:
+        parent: the process that is not to be outlived.
+        told: a signal for the child when the parent is gone; 0: none.
+        grace_s: seconds that it then has.
+    """
+    try:
+        parents_end = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os._exit(1)
+    keeper = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.close(parents_end)
+        die_with_parent()
+        if os.getppid() != keeper:
+            os._exit(1)
+        return
+    adopt_orphans()
+    asked = _when_told_to_end()
+    childs_end = os.pidfd_open(child)
+    ready = first_of([asked, parents_end, childs_end])
+    if parents_end in ready and asked not in ready:
+        if told:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, told)
+        first_of([asked, childs_end], grace_s)
+    _end_as(end_all(child))
+
+
+def first_of(files: Sequence[int], seconds: float | None = None) -> set[int]:
+    """Wait until one of these can be read; those that can, none if that takes too long."""
+    watched = select.poll()  # select() knows no files beyond number 1023
+    for file in files:
+        watched.register(file, select.POLLIN)
+    return {file for file, _ in watched.poll(None if seconds is None else seconds * 1000)}
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process as soon as the thread that forked it is gone."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that they can be found."""
+    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+
+
+def keep_others_out(out: bool = True) -> None:
+    """Let no other process without privileges trace this one, or use its files and memory.
+
+    What it forks is alike, until it is called with False; what is executed begins without.
+    """
+    _check(_libc.prctl(_PR_SET_DUMPABLE, int(not out), 0, 0, 0))
+
+
+def children() -> list[int]:
+    """The processes whose parent is this one's main thread."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def end_all(child: int) -> int:
+    """Kill and reap everything below this process; the wait status of ``child``.
+
+    A killed process's children become ours if we adopt orphans, so this ends only when there is
+    none left.
+    """
+    status = 0
+    while True:
+        kill_children()
+        try:
+            ended, code = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return status
+        if ended == child:
+            status = code
+
+
+def kill_children() -> None:
+    """Kill all processes of which this one is the parent; as process 1, all that there are."""
+    if os.getpid() == 1:  # of a sandbox: all at once, so that nothing can fork away
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        return
+    for child in children():
+        # It may have just ended, or have become another user's.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(child, signal.SIGKILL)
+
+
+def _when_told_to_end() -> int:
+    """A file that can be read once this process is told to end."""
+    asked, tell = os.pipe()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: os.write(tell, b"."))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run
+    return asked
+
+
+def _end_as(status: int) -> None:
+    """End as a process did that has this wait status."""
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl: {os.strerror(number)}")
+
+
+def main() -> None:
+    """Become a keeper, and in its child the command."""
+    parent, told, grace_s, *command = sys.argv[1:]
+    stay_kept(int(parent) or os.getppid(), int(told), float(grace_s))
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{type(error).__name__}: {command[0]}: {error.strerror}", file=sys.stderr)
+        os._exit(_NO_SUCH_PROGRAM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Linux namespaces, by calls that Python does not have.
+
+Only the standard library is imported, by any Python from 3.9 on: other environments' use it too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+# linux/sched.h, linux/mount.h, linux/prctl.h, linux/capability.h
+NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REC, MS_PRIVATE, MS_SLAVE = 0x4000, 0x40000, 0x80000
+_MNT_DETACH = 2
+_PR_CAPBSET_DROP, _CAP_SYS_ADMIN = 24, 21
+_CAPABILITY_VERSION_3 = 0x20080522
+_HARMLESS = MS_NOSUID | MS_NODEV | MS_NOEXEC
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check(call: str, result: int) -> None:
+    """Raise the error of a call that failed.
+
+    Raises:
+        OSError: unless the result is 0.
+    """
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+
+
+def unshare(namespaces: int, inside: tuple[int, int] | None = None) -> None:
+    """Leave namespaces for new ones.
+
+    Args:
+        namespaces: which; of processes, it is for those that are forked from now on.
+        inside: user and group that this process is inside of a new user namespace; None: the same.
+
+    Raises:
+        OSError: if that is not allowed.
+    """
+    user, group = os.getuid(), os.getgid()
+    check("unshare", libc.unshare(namespaces))
+    if namespaces & NEWUSER:
+        to_user, to_group = inside or (user, group)
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{to_user} {user} 1")
+        _write("/proc/self/gid_map", f"{to_group} {group} 1")
+
+
+def drop_capabilities() -> None:
+    """Give up every privilege for good, unless this process's user is root and it runs a program.
+
+    Raises:
+        OSError: if the kernel is too old for this.
+    """
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    none = (ctypes.c_uint32 * 6)()
+    check("capset", libc.capset(ctypes.byref(header), ctypes.byref(none)))
+
+
+def leave_processes() -> bool:
+    """Have the processes that are forked from now on see each other, and no others.
+
+    The first of them calls :func:`mount_own_processes`. With the privileges to do so they keep
+    them; without, they are in a user namespace, in which nobody becomes another user.
+
+    Returns:
+        whether that is so: then :func:`drop_capabilities` before what must not undo this.
+
+    Raises:
+        OSError: if this machine does not allow it.
+    """
+    try:
+        unshare(NEWPID | NEWNS)
+    except PermissionError:
+        unshare(NEWUSER | NEWPID | NEWNS)
+        check("prctl", libc.prctl(_PR_CAPBSET_DROP, _CAP_SYS_ADMIN, 0, 0, 0))
+        return True
+    return False
+
+
+def mount_own_processes() -> None:
+    """Make ``/proc`` that of this process's namespace.
+
+    Raises:
+        OSError: if this machine does not allow it.
+    """
+    check("mount", libc.mount(None, b"/", None, MS_REC | MS_SLAVE, None))
+    libc.umount2(b"/proc", _MNT_DETACH)  # without privileges it stays, and is covered
+    check("mount", libc.mount(b"proc", b"/proc", b"proc", _HARMLESS, None))
+
+
+def hide_processes() -> None:
+    """The ``/proc`` of outside shows all command lines: cover it with that of these processes.
+
+    A container that hides parts of its own ``/proc`` may have no other; then there is none at all.
+
+    Raises:
+        OSError: if this machine does not allow it.
+    """
+    harmless = MS_RDONLY | _HARMLESS
+    if libc.mount(b"proc", b"/proc", b"proc", harmless, None) != 0:
+        check("mount", libc.mount(b"none", b"/proc", b"tmpfs", harmless, b"size=4k"))
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
