@@ -98,7 +98,7 @@ class TokenMIS(Correction):
     def weights(self, log_weight: Tensor, row: Tensor) -> Tensor:
         w = ratios(self.raw(log_weight, row))
         kept = (w >= self.low) & (w <= self.high)
-        return torch.where(kept, w if self.weighted else 1.0, 0.0)
+        return torch.where(kept, w if self.weighted else torch.ones_like(w), 0.0)
 
 
 class _Sequence(Correction, ABC):

@@ -138,6 +138,17 @@ class Conversion:
         if set(names) - loggers.keys() - ignored:
             self.leave(given, key, "write one of Lightning's loggers")
 
+    def choose(self, given: "Given", key: str) -> Any:
+        """Look up which of the texts that convert knows a value is; any other is its default."""
+        row = given.row(key)
+        value = given[key]
+        if value is None:
+            return row.default
+        if value in row.values:
+            return value
+        self.leave(given, key, f"it is none of {', '.join(row.values)}; {row.default} is carried")
+        return row.default
+
     def leave(self, given: "Given", key: str, reason: str) -> None:
         """Note that a value is not carried over, or not as it is."""
         self.left.append(Left(key, given[key], reason))
@@ -192,6 +203,10 @@ class Given:
     def look(self, name: str) -> Any:
         """A value that is not carried over by this."""
         return self._values[name]
+
+    def row(self, name: str) -> Row:
+        """Look a parameter up in the table."""
+        return self._rows[name]
 
     def says(self, name: str) -> bool:
         """Tell whether the file says something of it."""

@@ -9,6 +9,11 @@ EPS = 1e-4
 """What TRL adds to a standard deviation of rewards."""
 GREATEST_RATIO = 1e9
 """Stands for no upper bound."""
+_UNUSED = {
+    "cispo": ("delta", "sapo_temperature_pos", "sapo_temperature_neg"),
+    "sapo": ("delta", "epsilon_high"),
+}
+"""Of no effect in TRL beside a loss."""
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses that are PPO's clipped one; they differ in how they average."""
 
@@ -44,7 +49,8 @@ def carry(given: Given, result: Conversion, updates: Updates, total: int | None)
 def _loss(given: Given, result: Conversion) -> None:
     kind, low = given["loss_type"], given["epsilon"]
     high = low if given["epsilon_high"] is None else given["epsilon_high"]
-    sequence = given["importance_sampling_level"] == "sequence"
+    sequence = result.choose(given, "importance_sampling_level") == "sequence"
+    given.cover(*_UNUSED.get(kind, ("sapo_temperature_pos", "sapo_temperature_neg")))
     if kind == "cispo":
         _cispo(high, result, given)
     elif kind == "sapo":
@@ -168,7 +174,7 @@ def _correction(given: Given, result: Conversion) -> None:
         return
     low, high = (given[f"vllm_importance_sampling_clip_{end}"] for end in ("min", "max"))
     high = given["vllm_importance_sampling_cap"] or high
-    level, _, kind = given["vllm_importance_sampling_mode"].partition("_")
+    level, _, kind = str(result.choose(given, "vllm_importance_sampling_mode")).partition("_")
     name = f"{level.capitalize()}{'TIS' if kind == 'truncate' else 'MIS'}"
     bound = GREATEST_RATIO if high is None else float(high)
     if bound <= 1 or (low or 0.0) >= 1:

@@ -62,6 +62,7 @@ def _loss(given: Given, result: Conversion, mode: str) -> None:
 def _aggregation(given: Given, result: Conversion, loss_mode: str) -> None:
     said = given[ACTOR + "loss_agg_mode"]
     mode = "seq-mean-token-mean" if loss_mode in BY_SEQUENCE else said
+    given.cover(ACTOR + "tau_pos", ACTOR + "tau_neg")  # of no effect but with sapo
     # Responses are padded to their greatest length, which stands in for null.
     longest = given[ACTOR + "loss_scale_factor"] or given.look("data.max_response_length")
     known = {
@@ -86,11 +87,9 @@ def _averaged_apart(given: Given, result: Conversion, loss_mode: str) -> None:
     name = ACTOR + "loss_agg_mode"
     said = given[name]
     if loss_mode == "gspo":
-        result.leave(
-            given,
-            name,
-            "with gspo verl 0.9.0 averages over each sequence, then over sequences, whatever this "
-            f"says: SequenceMean is written; verl 0.9.1 heeds it, so that there {said} counts",
+        result.remarks.append(
+            f"{name} {said}: verl 0.9.0 averages gspo over each sequence, then over sequences, "
+            "whatever this says: SequenceMean is written. verl 0.9.1 heeds it"
         )
     parts = {
         "entropy_coeff": given.look(ACTOR + "entropy_coeff"),

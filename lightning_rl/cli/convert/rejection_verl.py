@@ -5,6 +5,7 @@ from typing import Any
 from lightning_rl.cli.convert.conversion import Conversion, Given
 
 CORRECTION = "algorithm.rollout_correction."
+_IS = CORRECTION + "rollout_is"
 TRUNCATED = "reinforce with truncated weights"
 _MASKS = {"token_k1": "TokenMIS", "seq_sum_k1": "SequenceMIS", "seq_mean_k1": "GeometricMIS"}
 _LEVELS = {"TokenMIS": "token", "SequenceMIS": "sequence"}
@@ -14,7 +15,7 @@ def carry_correction(given: Given, result: Conversion) -> str | None:
     """Put the correction; return the loss that holds in its stead, if that is another."""
     if given[CORRECTION + "bypass_mode"]:
         return _bypassed(given, result)
-    truncated, rejected = given[CORRECTION + "rollout_is"], given[CORRECTION + "rollout_rs"]
+    truncated, rejected = result.choose(given, _IS), given[CORRECTION + "rollout_rs"]
     if rejected is not None and rejected not in _MASKS:
         result.leave(
             given,
@@ -32,10 +33,12 @@ def carry_correction(given: Given, result: Conversion) -> str | None:
 def _bypassed(given: Given, result: Conversion) -> str:
     """The engine's logprobs are the old ones, so that PPO's own ratio is the weight already."""
     result.put("model.trust_engine_logprobs", True)
-    key = CORRECTION + "rollout_is"
-    weighs, mode = given[key], "actor_rollout_ref.actor.policy_loss.loss_mode"
+    key = _IS
+    weighs, mode = result.choose(given, key), "actor_rollout_ref.actor.policy_loss.loss_mode"
     if given.says(mode) and given[mode] != "vanilla":
-        result.leave(given, mode, "bypass_mode has a loss of its own in verl, which is written")
+        result.remarks.append(
+            f"{mode} {given[mode]}: of no effect with bypass_mode, which has a loss of its own"
+        )
     if given[CORRECTION + "rollout_rs"] is not None:
         result.leave(
             given,
@@ -92,7 +95,13 @@ def _rejection(given: Given, result: Conversion, truncated: str | None, rejected
             f"there is one correction: what {name} keeps weighs what {name} compares, without the "
             "bound of rollout_is_threshold",
         )
-    result.leave(given, CORRECTION + "rollout_rs", _still_counted(given, name))
+    if counted := _still_counted(given, name):
+        result.leave(
+            given,
+            CORRECTION + "rollout_rs",
+            f"rejected tokens leave {', '.join(counted)} in verl; here they weigh 0 in the loss "
+            "alone, and count where it is averaged: the gradient is smaller by the share kept",
+        )
 
 
 def _cuts(cap: Any, kept: dict[str, float]) -> bool:
@@ -101,17 +110,20 @@ def _cuts(cap: Any, kept: dict[str, float]) -> bool:
     return high < kept["high"] or (low or 0.0) > kept["low"]
 
 
-def _still_counted(given: Given, name: str) -> str:
-    averaged = str(given.look("actor_rollout_ref.actor.loss_agg_mode"))
-    what = "rejected tokens leave verl's denominators and the statistics of its advantages"
-    if averaged.startswith("seq-mean"):
-        what = "rejected tokens leave the statistics of verl's advantages"
-        if averaged == "seq-mean-token-mean" and name == "TokenMIS":
-            what += ", and the number of tokens that a sequence's mean is over"
-    return (
-        f"{what}, and KL and entropy in the loss; here they weigh 0 in the loss alone, and count "
-        "where it is averaged: the gradient is smaller by the share that is kept"
-    )
+def _still_counted(given: Given, name: str) -> list[str]:
+    """What a rejected token counts in here, and not in verl."""
+    actor = "actor_rollout_ref.actor."
+    averaged = given.look(actor + "loss_agg_mode")
+    estimator = str(given.look("algorithm.adv_estimator"))
+    of_a_sequence = averaged == "seq-mean-token-mean" and name == "TokenMIS"
+    places = {
+        "the number of tokens that the loss is averaged over": averaged == "token-mean",
+        "the number of tokens that a sequence's mean is over": of_a_sequence,
+        "the statistics of advantages": estimator.startswith(("gae", "reinforce_plus_plus")),
+        "entropy in the loss": bool(given.look(actor + "entropy_coeff")),
+        "KL in the loss": given.look(actor + "use_kl_loss"),
+    }
+    return [place for place, counts in places.items() if counts]
 
 
 def bounds(threshold: str | float) -> tuple[float | None, float]:
