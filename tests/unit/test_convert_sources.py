@@ -177,7 +177,7 @@ def test_a_script_is_read_and_never_run(tmp_path):
     there = tmp_path / "there"
     script = read_script(f"x=$(touch {there}); `touch {there}`; echo $((1+1)) $((9**99999))", "s")
     assert not there.exists()
-    assert script.commands[-1] == ["echo", "2", "$((9**99999))"]
+    assert script.commands[-1] == ["echo", "2", "$((...))"]
 
 
 def test_a_script_that_doubles_a_variable_ends(tmp_path):

@@ -111,6 +111,7 @@ VERL_SWEEPS = {
     ),
     CORRECTION + "bypass_mode": ([True], [{}, TOKENS, SEQUENCES, REINFORCE, REINFORCE | TOKENS,
                                           REINFORCE | SEQUENCES, *REJECTED, *VERL_LOSSES]),
+    CORRECTION + "loss_type": (None, [BYPASS, BYPASS | TOKENS]),
     ACTOR + "clip_ratio": ([0.1], [{}, {ACTOR + "clip_ratio_low": None}]),
     ACTOR + "clip_ratio_low": ([0.1], VERL_LOSSES),
     ACTOR + "clip_ratio_high": ([0.3], VERL_LOSSES),

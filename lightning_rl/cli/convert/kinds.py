@@ -105,6 +105,13 @@ def _threshold(value: Any) -> str | float:
     return value if len(numbers) == 2 else numbers[0]
 
 
+def _thresholds(value: Any) -> str | float:
+    """One threshold, or one for each of several estimates, with commas between."""
+    parts = value.split(",") if isinstance(value, str) else [value]
+    read = [_threshold(part) for part in parts]
+    return value if len(read) > 1 else read[0]
+
+
 def _short(value: Any) -> str:
     text = repr(value) if not isinstance(value, bool) else str(value).lower()
     text = "".join(c if c.isprintable() else " " for c in text)
@@ -122,4 +129,5 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "texts": (_texts, "a text or a list of texts"),
     "mapping": (_mapping, "names and values"),
     "threshold": (_threshold, "a number > 0, or two as low_high"),
+    "thresholds": (_thresholds, "a number > 0, or two as low_high"),
 }

@@ -167,7 +167,7 @@ def _critic(given: Given, result: Conversion) -> None:
 
 def _penalties(given: Given, result: Conversion) -> None:
     """KL in the loss, and in the reward."""
-    if given[ACTOR + "use_kl_loss"]:
+    if given[ACTOR + "use_kl_loss"] and given[ACTOR + "kl_loss_coef"]:
         name = str(given[ACTOR + "kl_loss_type"])
         if name.endswith("+") and name.removesuffix("+") in ESTIMATORS:
             # A straight-through estimate: its own value, and k2's gradient.
@@ -180,7 +180,7 @@ def _penalties(given: Given, result: Conversion) -> None:
         else:
             written = _estimator(given, result, ACTOR + "kl_loss_type")
         _put_penalty(result, "model.kl", written, given[ACTOR + "kl_loss_coef"])
-    if given["algorithm.use_kl_in_reward"]:
+    if given["algorithm.use_kl_in_reward"] and given["algorithm.kl_ctrl.kl_coef"]:
         written = _estimator(given, result, "algorithm.kl_penalty")
         _put_penalty(result, "model.kl_reward", written, _coefficient(given, result))
 

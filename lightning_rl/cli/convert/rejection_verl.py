@@ -16,11 +16,12 @@ def carry_correction(given: Given, result: Conversion) -> str | None:
     if given[CORRECTION + "bypass_mode"]:
         return _bypassed(given, result)
     truncated, rejected = result.choose(given, _IS), given[CORRECTION + "rollout_rs"]
-    if rejected is not None and rejected not in _MASKS:
+    several = "," in str(given.look(CORRECTION + "rollout_rs_threshold"))
+    if rejected is not None and (rejected not in _MASKS or several):
         result.leave(
             given,
             CORRECTION + "rollout_rs",
-            "there is no rejection by this estimate; none is written",
+            "there is no rejection by this estimate, and one at a time; none is written",
         )
         rejected = None
     if rejected is not None:

@@ -33,8 +33,9 @@ class Script:
     """The commands of a script, and what could not be read without running it."""
 
     commands: list[list[str]] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    """Variables, arguments of the script and commands whose values only a run would tell."""
+    unknown: dict[str, list[str]] = field(default_factory=dict)
+    """Variables, arguments of the script and commands whose values only a run would tell, by what
+    stands for them in the words."""
 
 
 def read_script(text: str, place: str) -> Script:
@@ -78,6 +79,7 @@ class _Reader:
             if self.text.startswith("\\\n", self.at):
                 self.at += 2
             elif here in " \t()":
+                begun = begun and here != ")"  # behind a pattern of a case, another command begins
                 self.at += 1
             elif redirected := _REDIRECTION.match(self.text, self.at):
                 self.at = redirected.end()
@@ -102,7 +104,7 @@ class _Reader:
             self.at += 1
             values = list(self._items())
         else:
-            values = ["".join(self._word())]
+            values = ["".join(self._word(splits=False))]
         before = self.variables.get(name, []) if more else []
         self.variables[name] = [value[:_LONGEST_VALUE] for value in [*before, *values]][:1000]
         return name
@@ -121,9 +123,13 @@ class _Reader:
                 yield from self._word(end=" \t\n)")
         raise ConfigError(f"{self.place}: a list that begins with ( does not end")
 
-    def _word(self, end: str = " \t\n;&|<>()") -> list[str]:
-        """One word, quotes and variables resolved; a list of words for ``"${NAME[@]}"``."""
-        begin, word, several = self.at, "", []
+    def _word(self, end: str = " \t\n;&|<>()", splits: bool = True) -> list[str]:
+        """One word, quotes and variables resolved; several for ``"${NAME[@]}"`` and ``$TWO_WORDS``.
+
+        ``splits``: at the blanks of variables that stand in no quotes, as all but assignments do.
+        """
+        begin, word = self.at, ""
+        several: list[str] = []
         while self.at < len(self.text):
             here = self.text[self.at]
             if here in end:
@@ -139,7 +145,12 @@ class _Reader:
                 self.at += 1
             elif here in "$`":
                 inner, found = self._expanded(here)
-                word, several = word + inner, several + found
+                first, *more = (inner.split() or [""]) if splits else [inner]
+                several += found
+                word += first
+                for following in more:
+                    several.append(word)
+                    word = following
             else:
                 word += here
         if self.at == begin:  # a closing bracket that nothing opened
@@ -165,17 +176,13 @@ class _Reader:
     def _expanded(self, sign: str) -> tuple[str, list[str]]:
         """What follows ``$``: a variable, a sum, a command; several words for a list."""
         if sign == "`":
-            return self._not_known(f"`{self._up_to('`')}`"), []
-        if self.text.startswith("((", self.at):
-            begin = self.at + 2
-            self.at = self.text.find("))", begin)
-            if self.at < 0:
-                raise ConfigError(f"{self.place}: $(( does not end")
-            self.at += 2
-            return self._sum(self.text[begin : self.at - 2]), []
+            return self._not_known(f"`{self._up_to('`')}`", "$(...)"), []
         if self._next(missing="") == "(":
             self.at += 1
-            return self._not_known(f"$({self._balanced('(', ')')})"), []
+            inner = self._balanced("(", ")")
+            if inner.startswith("(") and inner.endswith(")"):
+                return self._sum(inner[1:-1]), []
+            return self._not_known(f"$({inner})", "$(...)"), []
         if self._next(missing="") == "{":
             self.at += 1
             return self._variable(self._balanced("{", "}"))
@@ -212,13 +219,14 @@ class _Reader:
         try:
             return str(_computed(ast.parse(names.strip()[:500], mode="eval").body))
         except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
-            return self._not_known(f"$(({text}))")
+            return self._not_known(f"$(({text}))", "$((...))")
 
-    def _not_known(self, what: str) -> str:
+    def _not_known(self, what: str, shown: str | None = None) -> str:
+        """Note what only a run would tell; in a word, it stands as ``shown``."""
         what = what if len(what) <= 60 else f"{what[:57]}..."
-        if what not in self.script.unknown:
-            self.script.unknown.append(what)
-        return what
+        shown = what if shown is None else shown
+        self.script.unknown.setdefault(shown, []).append(what)
+        return shown
 
     def _up_to(self, end: str) -> str:
         begin = self.at

@@ -113,8 +113,9 @@ def _from_script(text: str, path: Path) -> Source:
             source = _flags(words[at:], path.parent)
         else:
             continue
-        used = [name for name in script.unknown if any(name in word for word in words)]
-        source.missing += [f"{name}: only a run of the script would tell" for name in used]
+        used = [shown for shown in script.unknown if any(shown in word for word in words)]
+        names = dict.fromkeys(name for shown in used for name in script.unknown[shown])
+        source.missing += [f"{name}: only a run of the script would tell" for name in names]
         return source
     raise ConfigError(
         f"{path}: no command in it starts verl (python3 -m verl.trainer.main_ppo ...) or TRL "
@@ -136,7 +137,7 @@ def _overrides(words: Sequence[str]) -> Source:
             options.append(word)
         elif before.startswith("-") and "=" not in before + word:  # --config-name dapo
             options[-1] += f" {word}"
-        elif not word.startswith(("$", "`")):
+        elif word and not word.startswith("$"):
             lines.append(word)
     source = Source(parse_overrides(lines), "verl")
     source.missing += [f"{option}: what the file that it names sets" for option in options]
@@ -151,7 +152,7 @@ def _flags(words: Sequence[str], folder: Path) -> Source:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             given[name] = [value] if equals else []
-        elif name and not word.startswith(("$@", "$*")):
+        elif name and word and not word.startswith(("$@", "$*")):
             given[name].append(word)
     values: dict[str, Any] = {}
     for name, found in given.items():
