@@ -62,13 +62,13 @@ def gae(
     return advantages, advantages + values
 
 
-def whiten(advantages: Tensor) -> Tensor:
+def whiten(advantages: Tensor, unbiased: bool = False) -> Tensor:
     """(A - mean) / sqrt(variance + 1e-8), over all ranks' tokens; shape (M,).
 
     The floor is a standard deviation of 1e-4, as in TRL and verl: what is smaller than that is
-    rounding, and stays small.
+    rounding, and stays small. ``unbiased``: the variance of n tokens is divided by n - 1.
     """
-    mean, std = global_mean_std(advantages)
+    mean, std = global_mean_std(advantages, unbiased)
     return (advantages - mean) * (std**2 + 1e-8).rsqrt()
 
 
@@ -215,6 +215,7 @@ class CriticAdvantage(Advantage):
     gamma: float = 1.0
     lam: float = 0.95
     whiten: bool = True
+    unbiased: bool = False
     needs_values: ClassVar[bool] = True
 
     @property
@@ -226,7 +227,7 @@ class CriticAdvantage(Advantage):
     ) -> TensorDict:
         """The batch with advantages and returns (M,) of the calls' tokens; 0 for all others."""
         if self.whiten:
-            advantages = whiten(advantages)
+            advantages = whiten(advantages, self.unbiased)
         batch["tokens", "advantages"] = on_tokens(batch, calls, advantages)
         batch["tokens", "returns"] = on_tokens(batch, calls, returns)
         return batch
@@ -244,6 +245,7 @@ class GAE(CriticAdvantage):
 
     Args:
         whiten: give the batch's advantages mean 0 and standard deviation 1, over all ranks.
+        unbiased: that deviation is torch's and verl's, of n - 1 in place of n tokens.
 
     Raises:
         ConfigError: unless ``gamma`` and ``lam`` are in [0, 1].

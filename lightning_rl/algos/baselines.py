@@ -158,9 +158,11 @@ class ReinforcePlusPlus(Advantage):
 
     Args:
         group_baseline: first subtract the group's mean reward (REINFORCE++-baseline).
+        unbiased: std is torch's and verl's, of n - 1 in place of n tokens.
     """
 
     group_baseline: bool = False
+    unbiased: bool = False
 
     @property
     def min_group_size(self) -> int:
@@ -178,7 +180,8 @@ class ReinforcePlusPlus(Advantage):
             # With no critic and gamma = lambda = 1, the recursion of GAE is the reward-to-go.
             advantages = advantages + gae(own, torch.zeros_like(own), episode, 1.0, 1.0)[0]
         empty = torch.zeros_like(tokens["rollout_logprobs"])
-        tokens["advantages"] = empty.index_put((live,), whiten(advantages).to(empty.dtype))
+        made = whiten(advantages, self.unbiased).to(empty.dtype)
+        tokens["advantages"] = empty.index_put((live,), made)
         return batch
 
 

@@ -75,7 +75,10 @@ class TokenTIS(Correction):
 class TokenMIS(Correction):
     """Masked importance sampling: w within [low, high], else 0 (IcePop, Ring-1T 2025).
 
-    TRL's ``token_mask``.
+    TRL's ``token_mask``. What is dropped still counts where the loss is averaged.
+
+    Args:
+        weighted: what is kept weighs w; False: 1, which is rejection sampling as in verl.
 
     Raises:
         ConfigError: unless 0 <= low < 1 < high, and ``high`` is finite.
@@ -83,6 +86,7 @@ class TokenMIS(Correction):
 
     low: float = 0.5
     high: float = 5.0
+    weighted: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < 1 < self.high < math.inf:
@@ -93,7 +97,8 @@ class TokenMIS(Correction):
 
     def weights(self, log_weight: Tensor, row: Tensor) -> Tensor:
         w = ratios(self.raw(log_weight, row))
-        return torch.where((w >= self.low) & (w <= self.high), w, 0.0)
+        kept = (w >= self.low) & (w <= self.high)
+        return torch.where(kept, w if self.weighted else torch.ones_like(w), 0.0)
 
 
 class _Sequence(Correction, ABC):

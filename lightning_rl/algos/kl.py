@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jsonargparse import set_parsing_settings
 from torch import Tensor
 
@@ -187,10 +188,25 @@ class K2Penalty(KLPenalty):
 
 
 class K3Penalty(KLPenalty):
-    """Estimator k3: GRPO's penalty in the loss (Shao et al. 2024, DeepSeekMath, eq. 4)."""
+    """Estimator k3: GRPO's penalty in the loss (Shao et al. 2024, DeepSeekMath, eq. 4).
+
+    Args:
+        cap: None, or what a token's estimate is taken at, at most: no gradient comes from beyond.
+            10 is verl's, which a token reaches at 2.6 nats.
+
+    Raises:
+        ConfigError: unless ``cap`` is positive, and finite.
+    """
+
+    def __init__(self, coef: float | Coefficient = 0.001, cap: float | None = None) -> None:
+        super().__init__(coef)
+        require_finite(cap=cap)
+        if cap is not None and cap <= 0:
+            raise ConfigError(f"K3Penalty(cap={cap}) must be > 0; null for none")
+        self.cap = cap
 
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        return k3(logprobs, ref_logprobs)
+        return k3(logprobs, ref_logprobs).clamp(max=self.cap or torch.inf)
 
 
 @configurable

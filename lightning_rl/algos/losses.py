@@ -55,6 +55,17 @@ def check_clip(low: float, high: float, hint: str = "") -> None:
         )
 
 
+def check_dual_clip(dual: float | None) -> None:
+    """Refuse an impossible bound of negative advantages.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    require_finite(dual_clip=dual)
+    if dual is not None and dual <= 1:
+        raise ConfigError(f"dual_clip={dual} must be > 1; 3 is usual, null for none")
+
+
 def check_step_loss(what: str, loss: Callable[..., Any]) -> None:
     """Try a loss on a step, and refuse it if it looks at more than that.
 
@@ -88,7 +99,13 @@ def ppo_clip(
     (dual-clip PPO, Ye et al. 2020, eq. 8).
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape and logprobs.ndim == 1
-    ratio = ratios(logprobs - old_logprobs)
+    return clipped_surrogate(ratios(logprobs - old_logprobs), advantages, low, high, dual)
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None
+) -> tuple[Tensor, Tensor]:
+    """:func:`ppo_clip` of a ratio (M,), whatever it is a ratio of."""
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - low, 1 + high) * advantages
     objective, cut = torch.minimum(unclipped, clipped), clipped < unclipped
@@ -120,9 +137,7 @@ class PPOClip(PolicyLoss):
     zero_at_zero_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require_finite(dual_clip=self.dual_clip)
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(f"dual_clip={self.dual_clip} must be > 1; 3 is usual, null for none")
+        check_dual_clip(self.dual_clip)
         check_clip(self.clip_low, self.clip_high, "; 0.2 and 0.2 are PPO's defaults")
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
@@ -195,23 +210,30 @@ class GSPO(PolicyLoss):
     s = exp(mean over the rollout's tokens of log p - log p_old); every token gets the value of
     -min(s A, clip(s, 1 - low, 1 + high) A) and, as in GSPO-token, its own share of the gradient.
     Use it with ``SequenceMean``. Bounds are far narrower than PPO's, since s is a geometric mean.
+
+    Args:
+        dual_clip: bound on the loss of negative advantages, as in :class:`PPOClip`; None for none.
+
+    Raises:
+        ConfigError: for bounds outside of 0 < clip_low < 1, clip_high > 0, dual_clip > 1.
     """
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
+    dual_clip: float | None = None
     zero_at_zero_advantage: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_dual_clip(self.dual_clip)
         check_clip(self.clip_low, self.clip_high)
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         log_ratio = logprobs.detach() - tokens["old_logprobs"]
         s = ratios(row_means(log_ratio, tokens["row"]))
         s = s * (logprobs - logprobs.detach()).exp()  # value s, gradient s d log p
-        unclipped = s * tokens["advantages"]
-        clipped = s.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens["advantages"]
-        metrics = divergence(logprobs, tokens) | {"clip_frac": (clipped < unclipped).float()}
-        return -torch.minimum(unclipped, clipped), metrics
+        bounds = (self.clip_low, self.clip_high, self.dual_clip)
+        loss, cut = clipped_surrogate(s, tokens["advantages"], *bounds)
+        return loss, divergence(logprobs, tokens) | {"clip_frac": cut.float()}
 
 
 @configurable

@@ -59,15 +59,22 @@ class TokenMean(Aggregation):
         return _mask(minibatch)
 
 
+@configurable
 @dataclass(frozen=True)
 class SequenceMean(Aggregation):
     """Every rollout counts the same: the mean of its tokens' mean (GRPO as first published).
 
     Of a rollout with several rows it is the mean over all of their tokens; of several roles, each
     role's.
+
+    Args:
+        all_rollouts: divide by the number of all rollouts, also of those without a token in the
+            loss (``mask_truncated``), as TRL does; False: by those that have one.
     """
 
     per_group: ClassVar[bool] = True
+
+    all_rollouts: bool = False
 
     def weights(self, minibatch: TensorDict) -> Tensor:
         mask = _mask(minibatch)
@@ -75,6 +82,11 @@ class SequenceMean(Aggregation):
         episode_T = of_row[token_rows(minibatch)]
         count = mask.new_zeros(len(episodes)).index_add(0, episode_T, mask)
         return mask / count.clamp(min=1)[episode_T]
+
+    def total(self, minibatch: TensorDict, weights: Tensor) -> Tensor:
+        if not self.all_rollouts:
+            return super().total(minibatch, weights)
+        return weights.new_tensor(float(len(episode_rows(minibatch).unique())))
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class TurnGAE(CriticAdvantage):
         lam: how far ahead rewards count before the critic is believed, per call.
         whiten: give the batch's advantages mean 0 and standard deviation 1, over all tokens of all
             ranks.
+        unbiased: that deviation is of n - 1 in place of n tokens.
 
     Raises:
         ConfigError: unless ``gamma`` and ``lam`` are in [0, 1].

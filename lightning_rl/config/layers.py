@@ -13,6 +13,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from torch import nn
 
+from lightning_rl.config.yaml_text import parse_yaml, parse_yaml_nodes
 from lightning_rl.errors import ConfigError
 
 Key = tuple[str | int, ...]
@@ -121,16 +122,9 @@ def load_yaml(path: str) -> tuple[Any, dict[Key, int]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from error
     lines: dict[Key, int] = {}
-    try:
-        root = yaml.compose(text, yaml.SafeLoader)
-        _record_lines(root, (), lines, path)
-        return yaml.safe_load(text), lines
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem or error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    root, values = parse_yaml_nodes(text, path)
+    _record_lines(root, (), lines, path)
+    return values, lines
 
 
 def _record_lines(node: yaml.Node | None, key: Key, lines: dict[Key, int], path: str) -> None:
@@ -153,8 +147,8 @@ def _record_lines(node: yaml.Node | None, key: Key, lines: dict[Key, int], path:
 def _parse_value(text: str) -> Any:
     """A command-line value: YAML where that is a structure, number or the like, else the text."""
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = parse_yaml(text, "option")
+    except ConfigError:
         return text
     return text if isinstance(value, str) else value
 

@@ -42,12 +42,15 @@ def all_max(value: Tensor) -> Tensor:
     return value if world_size() == 1 else _reduced(value, dist.ReduceOp.MAX)
 
 
-def global_mean_std(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and (biased) standard deviation of a vector spread over all ranks."""
+def global_mean_std(values: Tensor, unbiased: bool = False) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of a vector spread over all ranks.
+
+    ``unbiased``: of n values the variance is divided by n - 1, as torch has it, not by n.
+    """
     values = values.double()
     count, total = all_sum(torch.stack([torch.ones_like(values).sum(), values.sum()]))
     mean = total / count
-    variance = all_sum(((values - mean) ** 2).sum()) / count
+    variance = all_sum(((values - mean) ** 2).sum()) / (count - int(unbiased)).clamp(min=1)
     return mean.float(), variance.sqrt().float()
 
 

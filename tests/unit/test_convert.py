@@ -136,9 +136,10 @@ def another(name: str):
         return not value
     if isinstance(value, int | float):
         return value * 2 if value else 0.25
-    return {"str": f"other_{name}", "NoneType": 16 if "max" in name or "steps" in name else 0.5}[
-        type(value).__name__
-    ]
+    if TRL[name].kind == "flag":
+        return True
+    whole = TRL[name].kind.startswith("integer") or "max" in name or "steps" in name
+    return f"other_{name}" if isinstance(value, str) else 16 if whole else 0.5
 
 
 @pytest.mark.parametrize("name", TRL)
@@ -227,7 +228,8 @@ def test_weights_stay_with_their_rewards():
 
 
 def test_what_is_on_by_default_is_reported_too():
-    assert [item.key for item in convert_trl({"use_peft": True}).left] == ["lora_dropout"]
+    left = [item.key for item in convert_trl({"use_peft": True}).left]
+    assert left == ["lora_target_modules", "lora_dropout"]
 
 
 def test_corrections_are_those_of_trl():
@@ -315,6 +317,8 @@ VERL_OTHER = {
     "critic.ppo_mini_batch_size": 5, "trainer.max_actor_ckpt_to_keep": 5,
     "actor_rollout_ref.model.target_modules": ["q"], "data.prompt_key": "question",
     "actor_rollout_ref.actor.strategy": "megatron", "algorithm.filter_groups.metric": "acc",
+    "algorithm.gamma": 0.9, "algorithm.lam": 0.9, "trainer.critic_warmup": 5,
+    "trainer.log_val_generations": 5,
 }  # fmt: skip
 VERL_BESIDE = {
     "algorithm.rollout_correction.rollout_is": {
@@ -328,8 +332,11 @@ VERL_BESIDE = {
         "algorithm.rollout_correction.rollout_rs": "seq_sum_k1",
         "algorithm.rollout_correction.rollout_rs_threshold": "0.1_3.0",
     },
-    "algorithm.norm": {"algorithm.adv_estimator": "grpo"},
-    "algorithm.filter": {"algorithm.filter_groups.enable": True},
+    "algorithm.norm": {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4},
+    "algorithm.filter": {
+        "algorithm.filter_groups.enable": True, "actor_rollout_ref.rollout.n": 4,
+    },
+    "algorithm.filter_groups.max_num": {"algorithm.filter_groups.max_num_gen_batches": 2},
     "actor_rollout_ref.actor.tau": {"actor_rollout_ref.actor.policy_loss.loss_mode": "sapo"},
     "actor_rollout_ref.actor.loss_scale": {
         "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm"
@@ -348,6 +355,7 @@ def test_no_parameter_of_verl_is_dropped_in_silence(name):
     for prefix, values in VERL_BESIDE.items():
         start |= values if name.startswith(prefix) else {}
     value = start.get(name, VERL[name].default)
+    value = value if value is not None or VERL[name].kind != "flag" else False
     other = VERL_OTHER.get(name)
     if other is None or other == value:
         other = not value if isinstance(value, bool) else value * 2 if value else 0.5
@@ -396,10 +404,17 @@ def test_verl_as_hydra_keeps_it(tmp_path, capsys):
         ({"is": "token"}, ("TokenTIS", {"cap": 2.0})),
         ({"is": "sequence", "is_threshold": 3.0}, ("SequenceTIS", {"cap": 3.0})),
         ({"is": "token", "is_threshold": "0.5_5.0"}, ("TokenMIS", {"low": 0.5, "high": 5.0})),
-        ({"rs": "seq_sum_k1", "rs_threshold": 4.0}, ("SequenceMIS", {"low": 0.25, "high": 4.0})),
         (
-            {"rs": "seq_mean_k1", "rs_threshold": "0.999_1.001"},
-            ("GeometricMIS", {"low": 0.999, "high": 1.001}),
+            {"rs": "seq_sum_k1", "rs_threshold": 4.0},
+            ("SequenceMIS", {"low": 0.25, "high": 4.0, "weighted": False}),
+        ),
+        (  # its bounds are on 1 / w
+            {"rs": "seq_mean_k1", "rs_threshold": "0.5_4.0"},
+            ("GeometricMIS", {"low": 0.25, "high": 2.0, "weighted": False}),
+        ),
+        (
+            {"rs": "token_k1", "rs_threshold": "0.5_4.0", "is": "token"},
+            ("TokenMIS", {"low": 0.25, "high": 2.0, "weighted": True}),
         ),
     ],
 )
@@ -409,7 +424,8 @@ def test_corrections_of_verl(said, ours):
     name, arguments = ours
     written = result.config["model"]["init_args"]["correction"]
     assert written == {"class_path": name, "init_args": arguments}
-    assert [item.key for item in result.left if "correction" in item.key] == []
+    told = [item.key for item in result.left if "correction" in item.key]
+    assert told == ([f"{prefix}rs"] if "rs" in said else [])  # rejected tokens still count
 
 
 def test_ppo_of_verl_keeps_its_bounds_and_its_critic():

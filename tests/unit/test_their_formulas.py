@@ -200,8 +200,8 @@ def test_the_critic_of_verl_has_coef_one(batch):
 
 
 def whitened(values):
-    """verl's masked_whiten, but for Bessel's correction: 1 - 1 / (2 M) for M tokens."""
-    return (values - values.mean()) * (values.var(correction=0) + 1e-8).rsqrt()
+    """verl's masked_whiten, of an unbiased variance."""
+    return (values - values.mean()) * (values.var() + 1e-8).rsqrt()
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
@@ -209,7 +209,7 @@ def test_whitening_has_verls_floor(batch, scale):
     batch["rollouts", "reward"] = batch["rollouts", "reward"] * scale
     padded = Padded(batch)
     rewards = batch["rollouts", "reward"][padded.row]
-    ours = ReinforcePlusPlus()(batch)["tokens", "advantages"][padded.live]
+    ours = ReinforcePlusPlus(unbiased=True)(batch)["tokens", "advantages"][padded.live]
     # Statistics over ranks are float32.
     torch.testing.assert_close(ours.double(), whitened(rewards), rtol=1e-4, atol=1e-5)
 
@@ -227,7 +227,7 @@ def test_gae_of_verl(batch):
         carry = now * mask + (1 - mask) * carry
         found.append(carry)
     theirs = whitened(padded.flat(torch.stack(found[::-1], 1)))
-    ours = GAE(gamma=0.9, lam=0.8)(batch)["tokens", "advantages"][padded.live]
+    ours = GAE(gamma=0.9, lam=0.8, unbiased=True)(batch)["tokens", "advantages"][padded.live]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 

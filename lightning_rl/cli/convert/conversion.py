@@ -1,12 +1,15 @@
 """Tables of counterparts, and the engine that reads another library's configuration by them."""
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+from lightning_rl.cli.convert.kinds import kind_of, read_as
+from lightning_rl.config.yaml_text import parse_yaml
+from lightning_rl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,38 @@ class Row:
             a public class, and a name alone a public class or a top-level key. Empty: there is
             none.
         note: what a copied number means here, or why there is no counterpart.
+        kind: what it takes (see :mod:`.kinds`); empty: what its default is.
+        nullable: null means something, though its default is a number.
+        values: the texts that convert knows, where it depends on them what is written.
     """
 
     theirs: str
     default: Any = None
     ours: str = ""
     note: str = ""
+    kind: str = ""
+    nullable: bool = False
+    values: tuple[str, ...] = ()
+
+    def read(self, value: Any) -> Any:
+        """A value as the kind that it takes; one that nothing is made of, as it is.
+
+        Raises:
+            ConfigError: if it is of another kind.
+        """
+        kind = self.kind or kind_of(self.default)
+        if not self.ours or (value is None and not self._needs_number(kind)):
+            return value
+        if value is None:
+            raise ConfigError(
+                f"{self.theirs}=null: it takes a number; leave it out for its default, "
+                f"{self.default}"
+            )
+        return read_as(kind, self.theirs, value)
+
+    def _needs_number(self, kind: str) -> bool:
+        numeric = kind.startswith(("integer", "number"))
+        return numeric and self.default is not None and not self.nullable
 
 
 def sections(library: str) -> dict[str, list[Row]]:
@@ -34,7 +63,7 @@ def sections(library: str) -> dict[str, list[Row]]:
     text = Path(__file__).with_name(f"{library}.yaml").read_text(encoding="utf-8")
     return {
         title: [Row(theirs, **(columns or {})) for theirs, columns in rows.items()]
-        for title, rows in yaml.safe_load(text).items()
+        for title, rows in parse_yaml(text, library).items()
     }
 
 
@@ -94,8 +123,9 @@ class Conversion:
         self.put("model.model", path or "MODEL")
 
     def put_lora(self, rank: int, alpha: float, targets: str | Iterable[str]) -> None:
-        """Set adapters of these layers."""
-        names = [targets] if isinstance(targets, str) else list(targets)
+        """Set adapters of these layers; a text is a pattern, but for ``all-linear``."""
+        names = targets if isinstance(targets, str) else list(targets)
+        names = ["all-linear"] if names == "all-linear" else names
         self.put("model.lora", {"rank": rank, "alpha": float(alpha), "target_modules": names})
 
     def put_loggers(
@@ -107,6 +137,17 @@ class Conversion:
             self.put("trainer.logger", chosen)
         if set(names) - loggers.keys() - ignored:
             self.leave(given, key, "write one of Lightning's loggers")
+
+    def choose(self, given: "Given", key: str) -> Any:
+        """Look up which of the texts that convert knows a value is; any other is its default."""
+        row = given.row(key)
+        value = given[key]
+        if value is None:
+            return row.default
+        if value in row.values:
+            return value
+        self.leave(given, key, f"it is none of {', '.join(row.values)}; {row.default} is carried")
+        return row.default
 
     def leave(self, given: "Given", key: str, reason: str) -> None:
         """Note that a value is not carried over, or not as it is."""
@@ -125,7 +166,7 @@ def as_list(value: str | Iterable[str] | None) -> list[str]:
 
 def prompts_from(path: str, split: str | None, **options: Any) -> dict[str, Any]:
     """The class that reads a file or folder of prompts."""
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         return instance("HFDatasetPrompts", path=path, split=split, **options)
     kind = "ParquetPrompts" if Path(path).suffix == ".parquet" else "JSONLPrompts"
     return instance(kind, path=path, **options)
@@ -144,7 +185,10 @@ class Given:
         self, values: Mapping[str, Any], rows: Mapping[str, Row], defaults: Mapping[str, Any]
     ) -> None:
         known = {name: row.default for name, row in rows.items()}
-        values = {name: _number(value) for name, value in values.items()}
+        values = {
+            name: rows[name].read(value) if name in rows else value
+            for name, value in values.items()
+        }
         self._values = known | values
         self._defaults = {**defaults, **known}
         self._rows = rows
@@ -159,6 +203,10 @@ class Given:
     def look(self, name: str) -> Any:
         """A value that is not carried over by this."""
         return self._values[name]
+
+    def row(self, name: str) -> Row:
+        """Look a parameter up in the table."""
+        return self._rows[name]
 
     def says(self, name: str) -> bool:
         """Tell whether the file says something of it."""
@@ -180,13 +228,6 @@ class Given:
         if name in self._rows:
             return self._rows[name].note or "it has no counterpart"
         return "it is in no table of counterparts: look for it on the page that compares both"
-
-
-def _number(value: Any) -> Any:
-    """YAML takes 1e-6, without a dot, for text."""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-        return float(value)
-    return value
 
 
 def _same(value: Any, default: Any) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from lightning_rl.cli.convert.conversion import Conversion
+from lightning_rl.cli.convert.sources import Source, flat, read
 from lightning_rl.cli.convert.trl import convert_trl
-from lightning_rl.cli.convert.verl import convert_verl, flat
+from lightning_rl.cli.convert.verl import convert_verl
 from lightning_rl.cli.process import CommandParser
-from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.errors import ConfigError, DiskError, require_at_least
 
 _ORDER = ("seed_everything", "model", "data", "trainer")
 
@@ -74,10 +75,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "convert",
         "Read a configuration of TRL (GRPOConfig) or verl (PPO trainer) and write ours. What could "
         "not be carried over, and what a number means here, stands above it and on stderr.",
-        "A GRPOConfig that is made in Python: json.dump(config.to_dict(), file). Of verl best "
-        ".hydra/overrides.yaml, which holds what was set and nothing else.",
+        "A GRPOConfig that is made in Python: json.dump(config.to_dict(), file). Of verl best the "
+        "script that starts it, or .hydra/overrides.yaml: they hold what was set and nothing else. "
+        "Scripts are read, never run.",
     )
-    parser.add_argument("file", type=Path, help="YAML as TRL's scripts read it, or JSON")
+    parser.add_argument(
+        "file", type=Path, help="YAML, JSON, or the shell script that starts theirs"
+    )
     parser.add_argument(
         "--from",
         dest="library",
@@ -98,59 +102,46 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Write the YAML, and say on stderr what is to be said about it."""
     options = parse_arguments(arguments)
-    conversion = convert(read(options.file), options)
+    source = read(options.file)
+    conversion = convert(source, options)
+    conversion.missing += source.missing
     text = as_yaml(conversion, options.file.name)
     if options.output is None:
         print(text, end="")
     else:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text, encoding="utf-8")
+        try:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise DiskError(f"{options.output} cannot be written: {error}") from error
     print("\n".join(notes(conversion)), file=sys.stderr)
     return 0
 
 
-def convert(values: Any, options: argparse.Namespace) -> Conversion:
-    """Convert what was read, with what the command line adds."""
-    if isinstance(values, list) or options.library == "verl" or "actor_rollout_ref" in values:
-        return _from_verl(values, options)
+def convert(source: Source, options: argparse.Namespace) -> Conversion:
+    """Convert what was read, with what the command line adds.
+
+    Raises:
+        ConfigError: if it is the other library's than ``--from`` says.
+    """
+    if options.library not in (None, source.library or options.library):
+        raise ConfigError(f"--from {options.library}: {options.file} is made for {source.library}")
+    if "verl" in (source.library, options.library):
+        return _from_verl(source.values, options)
     named = {
         "model_name_or_path": options.model,
         "dataset_name": options.prompts,
         "reward_funcs": options.rewards,
     }
-    values = values | {name: value for name, value in named.items() if value is not None}
+    values = source.values | {name: value for name, value in named.items() if value is not None}
     return convert_trl(values, options.devices, options.eval_prompts)
 
 
-def _from_verl(values: Any, options: argparse.Namespace) -> Conversion:
+def _from_verl(values: dict[str, Any], options: argparse.Namespace) -> Conversion:
     named = {
         "actor_rollout_ref.model.path": options.model,
         "data.train_files": options.prompts,
         "data.val_files": options.eval_prompts,
     }
-    if not isinstance(values, list):
-        values = [f"{name}={json.dumps(value)}" for name, value in flat(values)]
-    added = [f"{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
-    return convert_verl([*values, *added], options.rewards)
-
-
-def read(path: Path) -> Any:
-    """A mapping, or a list of ``name=value``, of a YAML or JSON file.
-
-    Raises:
-        ConfigError: if it is neither.
-    """
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        raise ConfigError(
-            f"{path}: convert reads .yaml, .yml and .json; of a configuration made in Python, or "
-            "in training_args.bin, write json.dump(config.to_dict(), file) first"
-        )
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    overrides = isinstance(values, list) and all(isinstance(v, str) for v in values)
-    if not isinstance(values, dict) and not overrides:
-        raise ConfigError(f"{path} holds {type(values).__name__}, not names and values")
-    return values
+    added = {name: value for name, value in named.items() if value is not None}
+    return convert_verl(flat(values) | added, options.rewards)

@@ -1,14 +1,14 @@
 """From TRL's GRPOConfig to our configuration: one function per thing that both configure."""
 
-import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from lightning_rl.cli.convert import learning
+from lightning_rl.cli.convert import learning_trl as learning
+from lightning_rl.cli.convert.checked import check_parts
 from lightning_rl.cli.convert.conversion import (
     Conversion,
     Given,
@@ -18,6 +18,8 @@ from lightning_rl.cli.convert.conversion import (
     prompts_from,
     table,
 )
+from lightning_rl.cli.convert.learning_trl import Updates
+from lightning_rl.cli.convert.peft import with_adapters
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.pretrained import REFUSED
 from lightning_rl.rollout import SAMPLED_BY
@@ -36,21 +38,29 @@ def convert_trl(
         eval_prompts: file or folder of held-out prompts; None: the data set's test split.
 
     Raises:
-        ConfigError: if batches do not work out.
+        ConfigError: if no name is known, for a value of the wrong kind, and if batches do not work
+            out or what they amount to is refused here.
     """
-    given = Given(values, TRL, _defaults_of_bases())
+    values = with_adapters(values)
+    known = _defaults_of_bases()
+    if values and not any(name in TRL or name in known for name in values):
+        raise ConfigError(
+            f"{', '.join(map(str, values))[:80]}: no parameter of a GRPOConfig is among these"
+        )
+    given = Given(values, TRL, known)
     result = Conversion()
     result.put("trainer.max_epochs", 1)
     _model(given, result)
     _data(given, result)
     _sampling(given, result)
     _engine(given, result)
-    steps = _batches(given, result, devices)
-    total = _length(given, result, steps)
-    learning.trl(given, result, steps, total)
+    updates = _batches(given, result, devices)
+    total = _length(given, result, updates.steps)
+    learning.carry(given, result, updates, total)
     _trainer(given, result, devices)
-    _callbacks(given, result, steps, eval_prompts)
+    _callbacks(given, result, updates.steps, eval_prompts)
     result.left += given.left()
+    check_parts(result)
     return result
 
 
@@ -82,7 +92,7 @@ def _model(given: Given, result: Conversion) -> None:
 
 
 def _model_kwargs(given: Given, result: Conversion) -> None:
-    kwargs = _mapping(given["model_init_kwargs"])
+    kwargs = dict(given["model_init_kwargs"] or {})
     if given["model_revision"] not in (None, "main"):
         kwargs["revision"] = given["model_revision"]
     for name in [name for name in kwargs if name in REFUSED]:
@@ -93,11 +103,18 @@ def _model_kwargs(given: Given, result: Conversion) -> None:
 
 
 def _lora(given: Given, result: Conversion) -> None:
-    targets = given["lora_target_modules"] or "all-linear"
-    result.put_lora(given["lora_r"], given["lora_alpha"], targets)
+    targets = given["lora_target_modules"]
+    if not targets:
+        result.leave(
+            given,
+            "lora_target_modules",
+            "null leaves the layers to peft (q_proj and v_proj of most models); all-linear is "
+            "written",
+        )
+    result.put_lora(given["lora_r"], given["lora_alpha"], targets or "all-linear")
     options: dict[str, Any] = {name: True for name in ("use_rslora", "use_dora") if given[name]}
     if given["lora_modules_to_save"]:
-        options["modules_to_save"] = list(given["lora_modules_to_save"])
+        options["modules_to_save"] = as_list(given["lora_modules_to_save"])
     if options:
         result.put("model.lora.options", options)
     if given["lora_dropout"]:  # on by default
@@ -109,7 +126,7 @@ def _data(given: Given, result: Conversion) -> None:
     if given["data_seed"] is not None:
         shuffle["seed"] = given["data_seed"]
     name = given.look("dataset_name")
-    if name is not None and Path(name).exists():
+    if name is not None and os.path.exists(name):  # Path's raises where no path is so long
         split = given["dataset_train_split"]
         result.put("data.train_prompts", prompts_from(given["dataset_name"], split, **shuffle))
     else:
@@ -126,6 +143,8 @@ def _data(given: Given, result: Conversion) -> None:
 def _rewards(given: Given, result: Conversion) -> None:
     names = as_list(given["reward_funcs"])
     weights = given["reward_weights"] or [None] * len(names)
+    if names and len(weights) != len(names):
+        raise ConfigError(f"reward_weights: {len(weights)} for {len(names)} reward_funcs")
     both = [(_reward(name), weight) for name, weight in zip(names, weights, strict=False)]
     carried = [(reward, weight) for reward, weight in both if reward is not None]
     if len(carried) < len(names):
@@ -143,7 +162,7 @@ def _rewards(given: Given, result: Conversion) -> None:
 
 def _heldout(given: Given, result: Conversion, path: str | None) -> None:
     name, split = given.look("dataset_name"), given["dataset_test_split"]
-    if path is None and name is not None and Path(name).is_dir():
+    if path is None and name is not None and os.path.isdir(name):
         path = name
     if path is None:
         path = "HELDOUT.jsonl"
@@ -158,8 +177,6 @@ def _reward(name: str) -> Any:
 
 
 def _sampling(given: Given, result: Conversion) -> None:
-    if given["max_completion_length"] is None:
-        raise ConfigError("max_completion_length=None is not possible here; set a number of tokens")
     for theirs, ours in (
         ("max_completion_length", "max_tokens"),
         ("temperature", "temperature"),
@@ -171,10 +188,10 @@ def _sampling(given: Given, result: Conversion) -> None:
         value = given[theirs]
         if ours in ("max_tokens", "temperature") or value != TRL[theirs].default:
             # vLLM's -1 for all tokens
-            result.put(f"data.sampling.{ours}", max(0, value) if ours == "top_k" else value)
+            result.put(f"data.sampling.{ours}", max(0, value or 0) if ours == "top_k" else value)
     if given["chat_template_kwargs"]:
-        result.put("data.chat_template_kwargs", _mapping(given["chat_template_kwargs"]))
-    extra = _mapping(given["generation_kwargs"])
+        result.put("data.chat_template_kwargs", given["chat_template_kwargs"])
+    extra = given["generation_kwargs"] or {}
     names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "stop_strings": "stop"}
     known = {"max_tokens", "stop", *SAMPLED_BY}
     for name, value in extra.items():
@@ -188,11 +205,6 @@ def _sampling(given: Given, result: Conversion) -> None:
             f"data.sampling.{ours}",
             [value] if ours == "stop" and isinstance(value, str) else value,
         )
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    """TRL takes a mapping as JSON too."""
-    return dict(json.loads(value) if isinstance(value, str) else value or {})
 
 
 def _engine(given: Given, result: Conversion) -> None:
@@ -224,8 +236,8 @@ def _engine(given: Given, result: Conversion) -> None:
     result.put_class("data.engine", "VLLMLocal", **arguments)
 
 
-def _batches(given: Given, result: Conversion, devices: int) -> int:
-    """Put the sizes of batches; return the optimizer steps of an iteration."""
+def _batches(given: Given, result: Conversion, devices: int) -> Updates:
+    """Put the sizes of batches; return what an iteration's updates are made of."""
     completions = given["per_device_train_batch_size"] * devices
     accumulated, group_size = given["gradient_accumulation_steps"], given["num_generations"]
     size, steps = given["generation_batch_size"], given["steps_per_generation"]
@@ -256,7 +268,7 @@ def _batches(given: Given, result: Conversion, devices: int) -> int:
     result.put("data.groups_per_iteration", groups)
     result.put("model.minibatches", int(minibatches))
     result.put("model.ppo_epochs", given["num_iterations"])
-    return int(minibatches) * int(given["num_iterations"])
+    return Updates(int(minibatches), given["num_iterations"], accumulated * devices)
 
 
 def _length(given: Given, result: Conversion, steps: int) -> int | None:

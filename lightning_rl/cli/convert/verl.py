@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
-from lightning_rl.cli.convert import learning
+from lightning_rl.cli.convert import learning_verl as learning
+from lightning_rl.cli.convert.checked import check_parts
 from lightning_rl.cli.convert.conversion import (
     Conversion,
     Given,
@@ -14,6 +13,7 @@ from lightning_rl.cli.convert.conversion import (
     prompts_from,
     table,
 )
+from lightning_rl.cli.convert.hydra import parse_overrides
 from lightning_rl.errors import ConfigError
 
 VERL = table("verl")
@@ -21,16 +21,19 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _MODEL = "actor_rollout_ref.model."
 
 
-def convert_verl(overrides: Sequence[str], rewards: Sequence[str] | None = None) -> Conversion:
-    """Our configuration for verl's, as a list of ``name=value``; the last of a name counts.
+def convert_verl(
+    overrides: Mapping[str, Any] | Sequence[str], rewards: Sequence[str] | None = None
+) -> Conversion:
+    """Our configuration for verl's, as values by dotted names or as a list of ``name=value``.
 
-    That is what Hydra keeps as ``.hydra/overrides.yaml``: only what was set. Names that are in no
-    table are left out with one line.
+    The list is what Hydra keeps as ``.hydra/overrides.yaml``: only what was set; the last of a name
+    counts. Names that are in no table are left out with one line.
 
     Raises:
-        ConfigError: if batches do not work out.
+        ConfigError: if no name is known, for a value of the wrong kind, and if batches do not work
+            out or what they amount to is refused here.
     """
-    values = _overrides(overrides)
+    values = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
     given = Given({k: v for k, v in values.items() if k in VERL}, VERL, {})
     result = Conversion()
     result.put("trainer.max_epochs", 1)
@@ -40,36 +43,15 @@ def convert_verl(overrides: Sequence[str], rewards: Sequence[str] | None = None)
     _engine(given, result)
     steps = _batches(given, result)
     total = _length(given, result)
-    learning.verl(given, result, None if total is None else total * steps)
+    learning.carry(given, result, None if total is None else total * steps)
     _trainer(given, result)
     _callbacks(given, result)
     result.left += given.left()
     others = [name for name in values if name not in VERL and not name.endswith("_target_")]
     if others:
         result.remarks.append(f"in no table, and left out: {', '.join(others)}")
+    check_parts(result)
     return result
-
-
-def _overrides(lines: Sequence[str]) -> dict[str, Any]:
-    values = {}
-    for line in lines:
-        name, equals, value = str(line).partition("=")
-        if not equals:
-            raise ConfigError(f"{line!r} is no override of the form name=value")
-        values[name.lstrip("+~")] = yaml.safe_load(value)
-    return values
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested names joined by dots; interpolations, which follow another value, left out."""
-    found: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and path not in VERL:
-            found += flat(value, f"{path}.")
-        elif not (isinstance(value, str) and value.startswith("${")):
-            found.append((path, value))
-    return found
 
 
 def _model(given: Given, result: Conversion) -> None:
@@ -110,7 +92,10 @@ def _data(given: Given, result: Conversion, rewards: Sequence[str] | None) -> No
     if given["data.val_max_samples"] > 0:
         result.put("data.eval_limit", given["data.val_max_samples"])
     if given["algorithm.filter_groups.enable"]:
-        result.put("data.filters", [instance("RewardSpread")])
+        if given.look("actor_rollout_ref.rollout.n") == 1:
+            result.leave(given, "algorithm.filter_groups.enable", "a group of one has no spread")
+        else:
+            result.put("data.filters", [instance("RewardSpread")])
         if given["algorithm.filter_groups.max_num_gen_batches"] > 0:
             result.put("data.max_rounds", given["algorithm.filter_groups.max_num_gen_batches"])
     if rewards is None:

@@ -1,0 +1,50 @@
+"""peft's LoraConfig, which TRL's trainer is given beside its GRPOConfig."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_rl.errors import ConfigError
+
+KEY = "peft_config"
+"""Where ``LoraConfig.to_dict()`` stands beside the values of a GRPOConfig."""
+_NAMES = {
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "target_modules": "lora_target_modules",
+    "target_parameters": "lora_target_parameters",
+    "modules_to_save": "lora_modules_to_save",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+}
+_OURS_ANYWAY = {"peft_type", "task_type", "base_model_name_or_path", "inference_mode", "revision"}
+
+
+def with_adapters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with ``peft_config`` by the names that TRL's own script has for them.
+
+    What has no such name is kept as ``peft_config.name``, so that it is reported.
+
+    Raises:
+        ConfigError: if it is of another method than LoRA.
+    """
+    values = dict(values)
+    peft = values.pop(KEY, None)
+    if peft is None:
+        return values
+    if not isinstance(peft, Mapping) or str(peft.get("peft_type", "LORA")).upper() != "LORA":
+        raise ConfigError(f"{KEY} holds no LoraConfig.to_dict(); adapters of LoRA alone are here")
+    # Of its own, LoraConfig has alpha 8, r 8 and no dropout.
+    found: dict[str, Any] = {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+    for name, value in peft.items():
+        if name in _NAMES and value is not None:
+            found[_NAMES[name]] = value
+        elif (value and name not in _OURS_ANYWAY | _DEFAULTS.keys()) or (
+            name in _DEFAULTS and value != _DEFAULTS[name]
+        ):
+            found[f"{KEY}.{name}"] = value
+    return values | found
+
+
+_DEFAULTS: dict[str, Any] = {"bias": "none", "init_lora_weights": True}
+"""Of what is on in a LoraConfig that says nothing of it."""

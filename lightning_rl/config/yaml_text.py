@@ -1,0 +1,85 @@
+"""YAML that somebody else wrote: read without hanging, and refused in one line."""
+
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from lightning_rl.errors import ConfigError
+
+DEEPEST = 100
+"""Levels of a configuration; those of a real one are a dozen."""
+MOST_NODES = 100_000
+"""Keys and values, each alias counted as what it stands for: a few lines of aliases of aliases
+stand for billions."""
+
+
+def parse_yaml(text: str, place: str) -> Any:
+    """The content of a YAML text; ``place`` is named in errors.
+
+    Raises:
+        ConfigError: if it is not valid YAML, or deeper or larger than any configuration is.
+    """
+    return parse_yaml_nodes(text, place)[1]
+
+
+def parse_yaml_nodes(text: str, place: str) -> tuple[yaml.Node | None, Any]:
+    """The nodes of a YAML text, which know their lines, and its content.
+
+    Raises:
+        ConfigError: as :func:`parse_yaml` does.
+    """
+    loader = None
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None, None
+        _size(root, place, {}, [])
+        return root, loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{place}{line}: not valid YAML: {error.problem or error}") from error
+    except RecursionError as error:
+        raise ConfigError(_too_deep(place)) from error
+    # Of dates that no calendar has, and of numbers of thousands of digits, Python tells.
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        message = " ".join(str(error).split())
+        raise ConfigError(f"{place}: not valid YAML: {message}") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _size(node: yaml.Node, place: str, known: dict[int, int], above: list[int]) -> int:
+    """Nodes that this one stands for, aliases followed.
+
+    Raises:
+        ConfigError: if they are too many, too deep, or one is within itself.
+    """
+    if id(node) in known:
+        return known[id(node)]
+    where = f"{place}:{node.start_mark.line + 1}"
+    if id(node) in above:
+        raise ConfigError(f"{where}: an alias stands within what it stands for; write it out")
+    if len(above) > DEEPEST:
+        raise ConfigError(_too_deep(where))
+    below = [*above, id(node)]
+    size = 1
+    if isinstance(node, yaml.SequenceNode):
+        size += sum(_size(item, place, known, below) for item in node.value)
+    elif isinstance(node, yaml.MappingNode):
+        size += sum(_size(item, place, known, below) for pair in node.value for item in pair)
+    if size > MOST_NODES:
+        raise ConfigError(
+            f"{where}: with its aliases this stands for more than {MOST_NODES:,} keys and values; "
+            "that is no configuration"
+        )
+    known[id(node)] = size
+    return size
+
+
+def _too_deep(place: str) -> str:
+    return f"{place}: more than {DEEPEST} levels deep; that is no configuration"
