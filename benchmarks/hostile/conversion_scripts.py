@@ -33,9 +33,7 @@ SCRIPTS: list[tuple[str, str, tuple[str, ...], bool]] = [
     ),
     (
         "a variable that doubles itself",
-        "a=xxxxxxxx\n"
-        + "a=$a$a\n" * 500
-        + f"{PPO} trainer.project_name=$a data.seed=a",
+        "a=xxxxxxxx\n" + "a=$a$a\n" * 500 + f"{PPO} trainer.project_name=$a data.seed=a",
         ("data.seed='a'",),
         False,
     ),

@@ -1,6 +1,7 @@
 """Hostile calls: conversions."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,6 @@ def _folder(folder: Path) -> None:
 
 
 def _pipe(folder: Path) -> None:
-    import os
-
     os.mkfifo(folder / "theirs.yaml")
     command("convert", "{folder}/theirs.yaml")(folder)
 
@@ -74,8 +73,8 @@ ZEROS = (
 )  # fmt: skip
 
 CALLS: list[Call] = [
-    *(trl(f"{name} is 0", f"{name}=0: it takes", **{name: 0}) for name in ZEROS),
-    *(trl(f"{name} is null", f"{name}=null: it takes a number", **{name: None}) for name in ZEROS),
+    *(file(f"{n} is 0", "json", json.dumps({n: 0}), f"{n}=0: it takes") for n in ZEROS),
+    *(file(f"{n} is null", "json", json.dumps({n: None}), f"{n}=null: it takes") for n in ZEROS),
     trl("a learning rate of words", "learning_rate='fast'", learning_rate="fast"),
     trl("a number of 5,000 digits", "num_generations=", num_generations="9" * 5000),
     trl("a list where a number belongs", "epsilon=[0.2]: it takes a number", epsilon=[0.2]),

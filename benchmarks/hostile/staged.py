@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from benchmarks.hostile.call import Call, command
 from benchmarks.hostile.staged_runs import (

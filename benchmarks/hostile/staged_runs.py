@@ -13,6 +13,7 @@ from typing import Any
 from lightning_rl import (
     ChatGroup,
     ExpertIteration,
+    Instructions,
     IterablePrompts,
     LLMJudge,
     LocalJobs,
@@ -143,14 +144,20 @@ def serving(otherwise: dict[str, Answer]) -> Iterator[API]:
 
 def trainer(url: str, **options: Any) -> StagedTrainer:
     """One iteration about four numbers, in ``run``."""
-    api = {"base_url": url, "api_key_env": None, "retries": 1, "first_wait_s": 0, "timeout_s": 2}
+    api: dict[str, Any] = {
+        "base_url": url,
+        "api_key_env": None,
+        "retries": 1,
+        "first_wait_s": 0,
+        "timeout_s": 2,
+    }
     prompts = {
-        "prover": {"user": "Is {number} even? Yes."},
-        "verifier": {"user": "Is {number} even? accept or reject"},
+        "prover": Instructions("Is {number} even? Yes."),
+        "verifier": Instructions("Is {number} even? accept or reject"),
     }
     rows = [{"number": n, "label": 1} for n in range(4)]
     jobs = OpenAIFineTuning(**api)
-    given = {
+    given: dict[str, Any] = {
         "run_dir": "run",
         "protocol": Nip(2),
         "scenario": TextScenario(prompts),

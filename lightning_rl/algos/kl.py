@@ -187,6 +187,7 @@ class K2Penalty(KLPenalty):
         return k2(logprobs, ref_logprobs)
 
 
+@configurable
 class K3Penalty(KLPenalty):
     """Estimator k3: GRPO's penalty in the loss (Shao et al. 2024, DeepSeekMath, eq. 4).
 

@@ -1,12 +1,13 @@
 """Schemas: whether what came over a network or from a disk has the form that it should have."""
 
 import json
-from functools import cache
 from typing import Any, TypeVar
 
 from lightning_rl.errors import ConfigError
 
 T = TypeVar("T")
+_ADAPTERS: dict[type, Any] = {}
+"""pydantic's validators; to make one takes longer than to use it."""
 
 
 class SchemaError(ValueError):
@@ -34,26 +35,21 @@ def parsed(kind: type[T], text: str) -> T:
     Raises:
         SchemaError: naming the first field that is missing, or of another type.
     """
-    from pydantic import ValidationError
+    from pydantic import TypeAdapter, ValidationError
 
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SchemaError(f"no JSON ({error})") from error
     try:
-        checked: T = _adapter(kind).validate_python(value)
+        checked: T = _ADAPTERS[kind].validate_python(value)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         where = ".".join(map(str, fault["loc"])) or "all of it"
         raise SchemaError(f"{where}: {fault['msg'][:1].lower()}{fault['msg'][1:]}") from error
     return checked
-
-
-@cache
-def _adapter(kind: type[T]) -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)
 
 
 def one_line(text: object, limit: int = 300) -> str:

@@ -90,7 +90,7 @@ class LocalJobs(FineTuneJobs):
             made = directory / MODEL if result.status is JobStatus.SUCCEEDED else None
             if made is not None and not made.is_dir():
                 return JobReport(JobStatus.FAILED, error=f"{made} is gone")
-            return JobReport(result.status, made and str(made), result.error)
+            return JobReport(result.status, None if made is None else str(made), result.error)
         self._start_unless_running(directory)
         begun = (directory / STARTS).exists()
         return JobReport(JobStatus.RUNNING if begun else JobStatus.PENDING)

@@ -49,6 +49,12 @@ VERL = {
         "trainer.total_training_steps=8",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
     ],
+    "bypass": [  # of groups of one
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=8",
+        "algorithm.rollout_correction.bypass_mode=true",
+        "algorithm.rollout_correction.rollout_is=token",
+    ],
 }
 
 

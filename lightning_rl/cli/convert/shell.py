@@ -158,7 +158,8 @@ class _Reader:
         return [*several, word] if word or not several else several
 
     def _quoted(self) -> tuple[str, list[str]]:
-        text, several = "", []
+        text = ""
+        several: list[str] = []
         while self._next() != '"':
             here = self.text[self.at]
             self.at += 1
