@@ -119,6 +119,26 @@ class CallingThread:
             return True
 
 
+class CallingThreads:
+    """As many as have to be: a call never waits for another, and an idle thread takes the next.
+
+    Args:
+        name: of the threads, for stacks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._idle: list[CallingThread] = []
+
+    async def call(self, call: Callable[[], Any]) -> Any:
+        """The result of a call; it is abandoned where nobody waits any more."""
+        thread = self._idle.pop() if self._idle else CallingThread(self._name)
+        try:
+            return await thread.heard(thread.submit(call))
+        finally:
+            self._idle.append(thread)
+
+
 def _cuda_device() -> int | None:
     """The device of the current thread; a new one would begin with device 0."""
     torch = sys.modules.get("torch")  # which worker processes do without

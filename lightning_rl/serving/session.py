@@ -11,7 +11,7 @@ from lightning_rl.engines.sampling import Completion, seed_of
 from lightning_rl.errors import ConfigError, ContextLengthError, EpisodeError
 from lightning_rl.rollout import Call, Message, Rollout
 from lightning_rl.run.loop import cancel_here
-from lightning_rl.run.threads import in_daemon_thread
+from lightning_rl.run.threads import CallingThreads
 from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted
 from lightning_rl.serving.chat_format import ChatFormat, until_stop
 from lightning_rl.serving.errors import (
@@ -28,6 +28,7 @@ from lightning_rl.serving.openai_chat import ChatDoor
 
 T = TypeVar("T")
 _LONGEST_NAME = 200
+_threads = CallingThreads("lightning_rl requests")
 _Calling = Coroutine[Any, Any, tuple[Call, Completion]]
 
 
@@ -118,7 +119,7 @@ class Session:
             limit = asyncio.timeout(seconds)
             try:
                 async with limit:
-                    result: T = await in_daemon_thread(work, {})
+                    result: T = await _threads.call(work)
                     return result
             except TimeoutError as error:
                 if limit.expired():
