@@ -110,7 +110,7 @@ class RunTests:
         self.column = column
         self.__name__ = "python_tests"
 
-    def __call__(self, completions: list[str | list[Message]], **columns: Any) -> list[Score]:
+    def __call__(self, completions: list[str | list[Message]], **columns: Any) -> list[Any]:
         if self.column not in columns:
             raise KeyError(f"the data has no column {self.column!r}; it has {sorted(columns)}")
         return [

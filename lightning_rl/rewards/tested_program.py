@@ -139,6 +139,20 @@ def read(value: Any, other: Callable[[str, Any], Any]) -> Any:
     return other(kind, told)
 
 
+_PLAIN: tuple[Any, ...] = (
+    int,
+    float,
+    str,
+    bytes,
+    list,
+    tuple,
+    set,
+    frozenset,
+    dict,
+    deque,
+)
+
+
 def plain_form(value: Any) -> Any:
     """What a value is as plain data, if it is made of such but for its class: a named tuple, say.
 
@@ -147,7 +161,7 @@ def plain_form(value: Any) -> Any:
     """
     if type(value).__module__.partition(".")[0] == "numpy":
         return value.tolist()
-    for kind in (int, float, str, bytes, list, tuple, set, frozenset, dict, deque):
+    for kind in _PLAIN:
         if isinstance(value, kind):
             return kind(value)
     raise TypeError(f"a {type(value).__name__} is no plain data")

@@ -70,12 +70,12 @@ def main() -> dict[str, Any] | None:
         if family.changes in ready:
             family.look_after()
         if trainer in ready:
-            return family.end()
+            break
         if channel.fileno() not in ready:
             continue
         message, files, _, _ = socket.recv_fds(channel, 1, FILES)
         if not message:
-            return family.end()
+            break
         pid = os.fork()
         if pid == 0:
             channel.close()
@@ -85,6 +85,8 @@ def main() -> dict[str, Any] | None:
         family.keepers.add(pid)
         for file in files:
             os.close(file)
+    family.end()
+    return None
 
 
 class _Family:
@@ -181,7 +183,11 @@ def _keep(
         _tell(control, {"refused": refusal})
         os._exit(1)
     os.setsid()  # out of reach for Ctrl-C in a terminal
-    own_user = _go_in(control) if alone else _tell(control, {"keeper": os.getpid()}) or False
+    own_user = False
+    if alone:
+        own_user = _go_in(control)
+    else:
+        _tell(control, {"keeper": os.getpid()})
     kept.keep_others_out()
     kept.adopt_orphans()
     with os.fdopen(request, "rb") as asked_for:
