@@ -48,7 +48,11 @@ def main(descriptor: int, home: str) -> None:
 
     ``home`` is an empty directory; it is removed at the end.
     """
-    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, ConnectionError):  # the other end is gone: nobody to tell
+        _serve(Connection(descriptor), home)
+
+
+def _serve(connection: Connection, home: str) -> None:
     limits: Limits = pickle.loads(connection.recv_bytes())
     server = Server(connection, limits, home)
     with open("/proc/self/oom_score_adj", "w") as score:
@@ -60,6 +64,8 @@ def main(descriptor: int, home: str) -> None:
             adopt_orphans()
             server.watch_memory()
             server.serve()
+    except ConnectionError:
+        raise
     except OSError as error:
         connection.send_bytes(_json(error=f"no sandbox: {error}"))
     finally:

@@ -340,3 +340,24 @@ def test_a_function_that_only_the_trainer_can_import_says_so(tmp_path, monkeypat
     (score,) = run(pool, completions=["x"])
     assert "could not load reward one: ModuleNotFoundError" in score.reason
     pool.close()
+
+
+def test_a_worker_whose_trainer_is_gone_as_it_starts_ends_without_a_word(tmp_path):
+    script = (
+        "import os, pickle, sys\nfrom multiprocessing import Pipe\n"
+        "from benchmarks.faulty_rewards import faulty\n"
+        "from lightning_rl.rewards.pool_worker import Limits, main\n"
+        "ours, theirs = Pipe()\n"
+        "ours.send_bytes(pickle.dumps(Limits(1.0, 64, False)))\n"
+        "if sys.argv[2] == 'later': ours.send_bytes(pickle.dumps(faulty))\n"
+        "ours.close()\nmain(os.dup(theirs.fileno()), sys.argv[1])\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for when in ("before", "later"):
+        home = tmp_path / when
+        home.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(home), when], env=env, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert not home.exists()
