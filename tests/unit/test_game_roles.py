@@ -16,6 +16,7 @@ from lightning_rl import (
     SOS,
     SPG,
     ConfigError,
+    CrossFitted,
     DataError,
     EntropyBonus,
     GameRolesModule,
@@ -143,26 +144,39 @@ class Compared(GameUpdate):
     """An update, and the same of the game whose losses are differentiated twice."""
 
     def __init__(self, update):
-        self.update, self.needs_order = update, update.needs_order
+        self.update, self.needs_order, self.factors = update, update.needs_order, update.factors
         self.step_loss, self.pairs = update.step_loss, []
 
     def __call__(self, game, draw):
-        logprobs = [plain_logprobs(player) for player in game.players]
-        said = [
-            written(player.minibatch, logprobs_M.detach())
-            for player, logprobs_M in zip(game.players, logprobs, strict=True)
+        assert len(game.parts) == 2
+        written_by = [[len(player.logprobs()) for player in part.players] for part in game.parts]
+        parts = [twice_differentiable(part, self.update) for part in game.parts]
+        # Every token counts the same, in a part and in the whole.
+        own = [
+            sum(n * part.gradient(i, i).detach() for n, part in zip(counts, parts, strict=True))
+            / sum(counts)
+            for i, counts in enumerate(zip(*written_by, strict=True))
         ]
-        losses = conversation_losses(self.update, said, logprobs)
-        parameters = [player.parameters for player in game.players]
-        exact = Game(losses, parameters, game.rates, game.order)
         state = draw.get_state()
-        expected = self.update(exact, draw)
+        expected = self.update(CrossFitted(parts, game.shares, own), draw)
         draw.set_state(state)
+        parameters = [player.parameters for player in game.players]
         before = [flat(p).detach().clone() for p in parameters]
         found = self.update(game, draw)
         self.pairs.append((found, expected, [game.gradient(i, i) for i in range(2)]))
         assert all(torch.equal(flat(p), b) for p, b in zip(parameters, before, strict=True))
         return found
+
+
+def twice_differentiable(game, update):
+    """The same game, of losses that know the weights."""
+    logprobs = [plain_logprobs(player) for player in game.players]
+    said = [
+        written(player.minibatch, logprobs_M.detach())
+        for player, logprobs_M in zip(game.players, logprobs, strict=True)
+    ]
+    losses = conversation_losses(update, said, logprobs)
+    return Game(losses, [player.parameters for player in game.players], game.rates, game.order)
 
 
 def in_double(batch):
