@@ -35,11 +35,12 @@ class Move:
     def metrics(self) -> dict[str, Tensor]:
         """How many times as long as its own gradient the added term is, and whether it was cut.
 
-        Both (1,); without a gradient of its own there is no such number, (0,).
+        Both (1,); without a gradient of its own the first is 0.
         """
-        length = self.own.norm().reshape(1)
-        share = (self.added.norm() / length)[length > 0]
-        return {"policy/shaping": share, "policy/shaping_cut": (self.kept < 1).float().reshape(1)}
+        length = self.own.norm()
+        share = torch.where(length > 0, self.added.norm() / length, 0.0)
+        cut = (self.kept < 1).float()
+        return {"policy/shaping": share.reshape(1), "policy/shaping_cut": cut.reshape(1)}
 
 
 class GameUpdate(ABC):

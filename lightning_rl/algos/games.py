@@ -78,7 +78,8 @@ class GamePoint(ABC):
     def followers(self, player: int) -> Levels:
         """Those that answer to what a player does, level by level."""
         if self.order is None:
-            return [[other for other in range(len(self.players)) if other != player]]
+            others = [other for other in range(len(self.players)) if other != player]
+            return [others] if others else []
         place = next(n for n, level in enumerate(self.order) if player in level)
         return self.order[place + 1 :]
 
@@ -89,12 +90,13 @@ class GamePoint(ABC):
         followers are looked upon as where they will be (Zhang and Lesser 2010, LookAhead).
         """
         total = torch.zeros_like(self.gradient(leader, leader).detach())
-        turns = self.apart(2)
+        followers = [f for level in self.followers(leader) for f in level]
+        turns = self.apart(2) if followers else []
         for ahead, here in turns:
-            for follower in (f for level in self.followers(leader) for f in level):
+            for follower in followers:
                 step = rates[follower] * ahead.gradient(follower, follower).detach()
                 total = total - here.mixed(leader, follower, leader, step)
-        return total / len(turns)
+        return total / max(len(turns), 1)
 
     def shaping(self, leader: int, answer: Answer) -> Tensor:
         """What it gains by how its own move changes those of its followers, (D_leader,).
