@@ -69,9 +69,11 @@ class GameUpdate(ABC):
 
     def parts(self, levels: Levels | None, players: int) -> int:
         """How many parts the episodes are cut into for players of these levels."""
-        if players == 1 or (levels is not None and len(levels) == 1):
+        if self.factors is not None:
+            return self.factors
+        if players == 1:
             return 1  # nobody has anybody in view
-        return self.factors or (2 if levels is None else len(levels))
+        return 2 if levels is None else len(levels)
 
     def step_loss(self, logprobs: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
         """Loss (M,) and metrics of steps, of the log probability (M,) of all that was done in each.

@@ -294,3 +294,4 @@ def test_episodes_are_in_as_many_parts_as_an_update_has_factors():
     assert SPG().parts([[0, 1]], 2) == 1
     assert LOLA().parts(None, 1) == 1
     assert Squares().parts(None, 2) == 3
+    assert Squares().parts([[0, 1]], 2) == 3
