@@ -55,6 +55,10 @@ from lightning_rl.algos.correction import (
     TokenMIS as TokenMIS,
     TokenTIS as TokenTIS,
 )
+from lightning_rl.algos.game_moves import (
+    GameUpdate as GameUpdate,
+    Move as Move,
+)
 from lightning_rl.algos.game_updates import (
     LOLA as LOLA,
     POLA as POLA,
@@ -62,10 +66,10 @@ from lightning_rl.algos.game_updates import (
     PSPG as PSPG,
     SOS as SOS,
     SPG as SPG,
-    GameUpdate as GameUpdate,
     Simultaneous as Simultaneous,
 )
 from lightning_rl.algos.games import (
+    CrossFitted as CrossFitted,
     Game as Game,
     GamePoint as GamePoint,
 )

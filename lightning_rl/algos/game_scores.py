@@ -16,6 +16,13 @@ class Player(ABC):
     """
 
     @abstractmethod
+    def own(self) -> Tensor:
+        """The gradient (D,) of its own loss.
+
+        It may know more than log probabilities tell, such as an entropy.
+        """
+
+    @abstractmethod
     def gradient(self, weights: Tensor) -> Tensor:
         """J^T w, (D,), of weights (M,): the gradient of the weighted sum of log probabilities."""
 
@@ -50,8 +57,6 @@ class ScoreGame(GamePoint):
     Args:
         losses: L_i of each player, twice differentiable in all ``logprobs``.
         logprobs: l_i of each player, (M_i,); leaves that require a gradient.
-        own: nabla_i L_i of each player, (D_i,), which may know more than log probabilities tell,
-            such as an entropy.
         players: what is to be known of their parameters.
         rates: eta_i, of each player's gradient step: a number, or one for each parameter, (D_i,).
         order: who leads whom; None: everyone all others.
@@ -59,7 +64,6 @@ class ScoreGame(GamePoint):
 
     losses: Sequence[Tensor]
     logprobs: Sequence[Tensor]
-    own: Sequence[Tensor]
     players: Sequence[Player]
     rates: Sequence[float | Tensor]
     order: Levels | None = None
@@ -67,10 +71,11 @@ class ScoreGame(GamePoint):
 
     def gradient(self, of: int, by: int) -> Tensor:
         """nabla_by L_of, (D_by,)."""
-        if of == by:
-            return self.own[of]
         if (of, by) not in self._gradients:
-            self._gradients[of, by] = self.players[by].gradient(self._slope(of, by).detach())
+            player = self.players[by]
+            alone = of == by
+            found = player.own() if alone else player.gradient(self._slope(of, by).detach())
+            self._gradients[of, by] = found
         return self._gradients[of, by]
 
     def mixed(self, of: int, first: int, then: int, vector: Tensor) -> Tensor:

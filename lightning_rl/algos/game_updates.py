@@ -1,59 +1,67 @@
 """Updates of players that take each other into account: SPG, LOLA, SOS, and their proximal kin."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_rl.algos.game_moves import GameUpdate, Move, called, own_gradients
 from lightning_rl.algos.games import GamePoint, nystrom_solve
-from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, Surrogate
+from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-
-
-class GameUpdate(ABC):
-    """Makes of a game's losses a direction for each player, to step against.
-
-    Losses may be exact, or means over steps in an environment; :meth:`step_loss` is of a step.
-
-    ``needs_order``: it is made for players of whom some lead others. ``zero_at_zero_advantage``:
-    the loss of a step without advantage is 0.
-    """
-
-    needs_order: ClassVar[bool] = False
-    zero_at_zero_advantage: bool = True
-
-    @abstractmethod
-    def __call__(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
-        """A direction (D_i,) for each player; ``draw`` is for what is random in it."""
-
-    def step_loss(self, logprobs: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-        """Loss (M,) and metrics of steps, of the log probability (M,) of all that was done in each.
-
-        -A p / sg(p) has the policy gradient and all its derivatives (Foerster et al. 2018, DiCE);
-        of -A log p only the first is right.
-        """
-        return _called(Surrogate(), logprobs, {**tokens, "old_logprobs": logprobs.detach()})
-
-
-def _called(loss: PolicyLoss, logprobs: Tensor, tokens: Any) -> tuple[Tensor, Metrics]:
-    return loss(logprobs, tokens)  # losses read tokens by name alone
 
 
 @dataclass(frozen=True)
 class Simultaneous(GameUpdate):
     """Each player's own gradient, as if the others stood still: nabla_i L_i."""
 
+    factors: ClassVar[int | None] = 1
+
     def __call__(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
-        return [game.gradient(i, i).detach() for i in range(len(game.players))]
+        return own_gradients(game)
 
 
 @configurable
 @dataclass(frozen=True)
-class SPG(GameUpdate):
+class _Bounded(GameUpdate):
+    """A player's own gradient, and a term for the others' sake that is no longer than allowed."""
+
+    bound: float | None = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        require_finite(bound=self.bound)
+        if self.bound is not None and self.bound <= 0:
+            raise ConfigError(
+                f"bound={self.bound} must be > 0: how many times as long as a player's own "
+                "gradient what is added to it may be; null for no bound"
+            )
+
+    @abstractmethod
+    def added(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
+        """What each player's direction has beyond its own gradient, (D_i,), before the bound."""
+
+    def __call__(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
+        return [move.direction for move in self.moves(game, draw)]
+
+    def moves(self, game: GamePoint, draw: torch.Generator) -> list[Move]:
+        added = zip(own_gradients(game), self.added(game, draw), strict=True)
+        return [Move(o, a, self._kept(game, o, a)) for o, a in added]
+
+    def _kept(self, game: GamePoint, own: Tensor, added: Tensor) -> Tensor:
+        if self.bound is None or not game.estimated:
+            return own.new_ones(())
+        longest, length = self.bound * own.norm(), added.norm()
+        return torch.where(length <= longest, 1.0, longest / length)
+
+
+@configurable
+@dataclass(frozen=True)
+class SPG(_Bounded):
     """Stackelberg policy gradient: leaders reckon with their followers' best answers.
 
     A leader steps against nabla_g L_g - sum_f <(H_f + rho I)^-1 nabla_f L_g, d nabla_f L_f / d
@@ -63,9 +71,11 @@ class SPG(GameUpdate):
     Args:
         rank: of the approximation: columns of the Hessian, which are drawn anew each time.
         rho: damping of the Hessian.
+        bound: how many times as long as a player's own gradient what is added to it may be; None:
+            any length. It is for estimates: of losses that are known exactly nothing is cut.
 
     Raises:
-        ConfigError: for a rank below 1, or ``rho`` that is not positive and finite.
+        ConfigError: for a rank below 1, or ``rho`` or ``bound`` not positive and finite.
     """
 
     rank: int = 5
@@ -73,30 +83,33 @@ class SPG(GameUpdate):
     needs_order: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least(1, rank=self.rank)
         require_finite(rho=self.rho)
         if self.rho <= 0:
             raise ConfigError(f"rho={self.rho} must be > 0: it keeps the inverse finite; try 0.1")
 
-    def __call__(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
-        def answer(follower: int, vector: Tensor) -> Tensor:
+    def added(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
+        @cache
+        def columns(follower: int, size: int) -> Tensor:
+            """The same in all parts of the episodes."""
+            return torch.randperm(size, generator=draw, device="cpu")[: self.rank]
+
+        def answer(point: GamePoint, follower: int, vector: Tensor) -> Tensor:
             """-(H_f + rho I)^-1 v."""
-            order = torch.randperm(len(vector), generator=draw, device="cpu")
-            columns = order[: self.rank].to(vector.device)
+            chosen = columns(follower, len(vector)).to(vector.device)
 
             def product(v: Tensor) -> Tensor:
-                return game.mixed(follower, follower, follower, v)
+                return point.mixed(follower, follower, follower, v)
 
-            return -nystrom_solve(product, vector, columns, self.rho)
+            return -nystrom_solve(product, vector, chosen, self.rho)
 
-        return [
-            game.gradient(i, i).detach() + game.shaping(i, answer) for i in range(len(game.players))
-        ]
+        return [game.shaping(i, answer) for i in range(len(game.players))]
 
 
 @configurable
 @dataclass(frozen=True)
-class LOLA(GameUpdate):
+class LOLA(_Bounded):
     """Learning with opponent-learning awareness: each reckons with a gradient step of the others.
 
     The gradient of L_g(theta_g, theta_f - eta_f nabla_f L_f), to the first order in eta:
@@ -106,27 +119,30 @@ class LOLA(GameUpdate):
 
     Args:
         rate: eta, the step that a player takes the others to make; None: their learning rates.
+        bound: how many times as long as a player's own gradient what is added to it may be; None:
+            any length. It is for estimates: of losses that are known exactly nothing is cut.
 
     Raises:
-        ConfigError: unless ``rate`` is positive and finite.
+        ConfigError: unless ``rate`` and ``bound`` are positive and finite.
     """
 
     rate: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_finite(rate=self.rate)
         if self.rate is not None and self.rate <= 0:
             raise ConfigError(f"rate={self.rate} must be > 0; Simultaneous looks at nobody's step")
 
-    def __call__(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
-        return [a + s for a, s in zip(*self._parts(game), strict=True)]
+    def added(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
+        return [h + chi for h, chi in zip(*self._terms(game), strict=True)]
 
-    def _parts(self, game: GamePoint) -> tuple[list[Tensor], list[Tensor]]:
-        """xi_0 = nabla_g L_g - sum_f eta_f h, and -sum_f eta_f chi, of each player."""
+    def _terms(self, game: GamePoint) -> tuple[list[Tensor], list[Tensor]]:
+        """-sum_f eta_f h, and -sum_f eta_f chi, of each player."""
         players = range(len(game.players))
         rates = game.rates if self.rate is None else [self.rate] * len(players)
-        ahead = [game.gradient(i, i).detach() + game.foresight(i, rates) for i in players]
-        return ahead, [game.shaping(i, lambda f, v: -rates[f] * v) for i in players]
+        ahead = [game.foresight(i, rates) for i in players]
+        return ahead, [game.shaping(i, lambda _, f, v: -rates[f] * v) for i in players]
 
 
 @configurable
@@ -134,8 +150,9 @@ class LOLA(GameUpdate):
 class SOS(LOLA):
     """Stable opponent shaping: LOLA, as far as that neither turns around nor moves fixed points.
 
-    xi_0 - p eta chi with p = min(p_1, p_2) of :func:`sos_weight`: near a fixed point, and where
-    shaping would work against xi_0, there is less of it (Letcher et al. 2019, algorithm 1).
+    xi_0 - p eta chi with p = min(p_1, p_2) of :func:`sos_weight`, and xi_0 = nabla_g L_g - sum_f
+    eta_f h: near a fixed point, and where shaping would work against xi_0, there is less of it
+    (Letcher et al. 2019, algorithm 1).
 
     Args:
         a: how far shaping may work against xi_0, in (0, 1).
@@ -153,11 +170,12 @@ class SOS(LOLA):
         if not (0 < self.a < 1 and 0 < self.b < 1):
             raise ConfigError(f"SOS(a={self.a}, b={self.b}): both must be in (0, 1)")
 
-    def __call__(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
-        ahead, shaping = self._parts(game)
-        own = Simultaneous()(game, draw)
-        weight = sos_weight(torch.cat(own), torch.cat(ahead), torch.cat(shaping), self.a, self.b)
-        return [a + weight * s for a, s in zip(ahead, shaping, strict=True)]
+    def added(self, game: GamePoint, draw: torch.Generator) -> list[Tensor]:
+        foresight, shaping = self._terms(game)
+        own = torch.cat(own_gradients(game))
+        ahead = own + torch.cat(foresight)
+        weight = sos_weight(own, ahead, torch.cat(shaping), self.a, self.b)
+        return [h + weight * s for h, s in zip(foresight, shaping, strict=True)]
 
 
 def sos_weight(own: Tensor, ahead: Tensor, shaping: Tensor, a: float, b: float) -> Tensor:
@@ -195,7 +213,7 @@ class _Proximal(GameUpdate):
         return self.loss.zero_at_zero_advantage
 
     def step_loss(self, logprobs: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-        return _called(self.loss, logprobs, tokens)
+        return called(self.loss, logprobs, tokens)
 
 
 @configurable

@@ -10,9 +10,10 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_rl.algos.game_moves import GameUpdate
 from lightning_rl.algos.game_steps import game_loss, said_before
-from lightning_rl.algos.game_updates import SOS, GameUpdate
-from lightning_rl.algos.games import Game, flat
+from lightning_rl.algos.game_updates import SOS
+from lightning_rl.algos.games import CrossFitted, Game, Levels, flat
 from lightning_rl.algos.kl import EntropyBonus
 from lightning_rl.algos.losses import ValueLoss, check_step_loss
 from lightning_rl.algos.steps import StepAdvantage, StepGAE
@@ -37,6 +38,9 @@ class GameModule(ActorCriticModule):
     Every group of agents that the environment names is a player, whose loss is the mean of its
     members'. Losses are estimated from whole episodes, or what a batch has of them, with the
     advantages of all steps: also of those in which others act. Critics learn as elsewhere.
+
+    Where an update multiplies estimates, each is made of other environments (:class:`CrossFitted`):
+    of two levels of players those of a minibatch are cut in halves, of three in thirds.
 
     Args:
         agents: by the names that the environment has for its groups; a group that is not named
@@ -136,13 +140,17 @@ class GameModule(ActorCriticModule):
         """Whole environments, in a new order, (M, T): a step is seen with those before it.
 
         Raises:
-            ConfigError: for more minibatches than environments.
+            ConfigError: if a minibatch has too few environments for the parts that they are cut in.
         """
         environments, steps = shape
-        if self.minibatches > environments:
+        names = list(rows)
+        parts = self.game_update.parts(self._levels(names), len(names))
+        if environments < parts * self.minibatches:
             raise ConfigError(
-                f"minibatches={self.minibatches} must be <= {environments}, the environments side "
-                "by side: GameModule learns from whole ones; lower it, or raise data.num_envs"
+                f"minibatches={self.minibatches} must be <= {environments // parts}: GameModule "
+                f"learns from whole environments, of which there are {environments} side by side, "
+                f"and {type(self.game_update).__name__} multiplies estimates from {parts} or more "
+                "in a minibatch; lower it, or raise data.num_envs"
             )
         device = next(iter(rows.values())).learned["advantages"].device
         drawn = torch.randperm(environments, generator=order).to(device)
@@ -166,31 +174,43 @@ class GameModule(ActorCriticModule):
     ) -> None:
         """One optimizer step of all players on some environments (M, T)."""
         names = list(rows)
+        players, rates = self._players(names)
+        levels = self._levels(names)
+        games, shares, critics = [], [], torch.zeros((), device=self.device)
+        for part in places.tensor_split(self.game_update.parts(levels, len(names))):
+            losses, critic = self._losses(rows, part, measured)
+            games.append(Game(losses, players, rates, levels))
+            shares.append(len(part) / len(places))
+            critics = critics + shares[-1] * critic
+        with torch.autocast(self.device.type, enabled=False):  # for products of gradients
+            actors = self._actors_loss(names, CrossFitted(games, shares), measured)
+            self.step(critics + actors, names, measured)
+
+    def _levels(self, names: list[str]) -> Levels | None:
+        return levels_of(self.order, names, VERIFIER, self.game_update)
+
+    def _losses(
+        self, rows: Mapping[str, Rows], places: Tensor, measured: Measured
+    ) -> tuple[list[Tensor], Tensor]:
+        """Each player's loss, and all critics', scalars of some environments (M, T)."""
         own = {name: of_all.at(places) for name, of_all in rows.items()}
-        begins = rows[names[0]].begins
+        begins = next(iter(rows.values())).begins
         assert begins is not None
         # No other kernel of attention can be differentiated twice.
         with sdpa_kernel(SDPBackend.MATH):
-            seen = {name: self.agents[name](own[name].observations) for name in names}
+            seen = {name: self.agents[name](rows.observations) for name, rows in own.items()}
         made = {name: distributions for name, (distributions, _) in seen.items()}
-        losses = self._players_losses(own, made, begins[places], measured)
         values = {name: values for name, (_, values) in seen.items()}
-        critics = self._critics_loss(own, values, measured)
-        with torch.autocast(self.device.type, enabled=False):  # for products of gradients
-            self.step(critics + self._actors_loss(names, losses, measured), names, measured)
+        losses = self._players_losses(own, made, begins[places], measured)
+        return losses, self._critics_loss(own, values, measured)
 
-    def _actors_loss(self, names: list[str], losses: list[Tensor], measured: Measured) -> Tensor:
+    def _actors_loss(self, names: list[str], game: CrossFitted, measured: Measured) -> Tensor:
         """A scalar whose gradients are the directions that the update has for all players."""
-        players, rates = self._players(names)
-        levels = levels_of(self.order, names, VERIFIER, self.game_update)
-        game = Game(losses, players, rates, levels)
-        directions = self.game_update(game, self._draw)
-        for i, (name, direction) in enumerate(zip(names, directions, strict=True)):
-            alone = game.gradient(i, i).detach()
-            shaping = (direction - alone).norm() / alone.norm().clamp(min=1e-12)
-            add(measured, self.named(name, {"policy/shaping": shaping.reshape(1)}))
-        pairs = zip(players, directions, strict=True)
-        return torch.stack([flat(player) @ direction for player, direction in pairs]).sum()
+        moves = self.game_update.moves(game, self._draw)
+        for name, move in zip(names, moves, strict=True):
+            add(measured, self.named(name, move.metrics))
+        pairs = zip(game.players, moves, strict=True)
+        return torch.stack([flat(player) @ move.direction for player, move in pairs]).sum()
 
     def _players_losses(
         self,

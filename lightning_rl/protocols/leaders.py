@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_rl.algos.game_updates import GameUpdate
+from lightning_rl.algos.game_moves import GameUpdate
 from lightning_rl.algos.games import Levels
 from lightning_rl.errors import ConfigError
 from lightning_rl.protocols.base import VERIFIER

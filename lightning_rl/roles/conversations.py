@@ -7,8 +7,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.algos.game_moves import GameUpdate
 from lightning_rl.algos.game_steps import game_loss, said_before
-from lightning_rl.algos.game_updates import GameUpdate
 from lightning_rl.data.packing import token_rows
 from lightning_rl.errors import DataError
 

@@ -10,12 +10,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.algos.advantages import GroupAdvantage
+from lightning_rl.algos.game_moves import GameUpdate
 from lightning_rl.algos.game_scores import ScoreGame
-from lightning_rl.algos.game_updates import SOS, GameUpdate
+from lightning_rl.algos.game_updates import SOS, Simultaneous
+from lightning_rl.algos.games import CrossFitted, Levels
 from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, check_step_loss
 from lightning_rl.algos.objective import Objective
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import select, split_minibatches
+from lightning_rl.data.packing import deal_groups, empty_like, select, split_minibatches
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.models.pretrained import model_of
@@ -25,6 +27,7 @@ from lightning_rl.roles.conversations import conversation_losses, written
 from lightning_rl.roles.group import SharedModelGroup
 from lightning_rl.roles.module import RolesModule
 from lightning_rl.roles.player import PolicyPlayer
+from lightning_rl.run.hooks import datamodule_of
 from lightning_rl.run.metrics import TokenMetrics
 from lightning_rl.run.seeding import derived_generator, run_seed
 
@@ -49,6 +52,16 @@ class _Part:
     objective: Objective | None
     metrics: TokenMetrics
 
+    def player(self, minibatch: TensorDict) -> PolicyPlayer:
+        """The policy as what it makes of some of its rows."""
+        return PolicyPlayer(self.group, minibatch, self.learned)
+
+    @property
+    def learned(self) -> Objective:
+        """The objective of one that learns."""
+        assert self.objective is not None
+        return self.objective
+
 
 @configurable(model=model_of)
 class GameRolesModule(RolesModule):
@@ -58,6 +71,10 @@ class GameRolesModule(RolesModule):
     probability. Own gradients are those of a ``RolesModule``; how a step of one changes the others'
     is estimated from log probabilities, and nothing is differentiated twice. All policies that are
     due take their steps together.
+
+    Where an update multiplies estimates, each is made of other groups (:class:`CrossFitted`): of
+    two levels of policies those of a minibatch are cut in halves, of three in thirds. A minibatch
+    that has too few, as others were left out, moves policies by their own gradients alone.
 
     Args:
         model: directory or hub name of the causal LM that all start from which name none.
@@ -110,7 +127,20 @@ class GameRolesModule(RolesModule):
                 "the weights do to log probabilities, as large as float32 tells them best; set "
                 "32-true, or use RolesModule"
             )
+        self._check_parts()
         return super().configure_callbacks()
+
+    def _check_parts(self) -> None:
+        """Refuse minibatches of too few groups for the estimates that the update multiplies."""
+        groups = getattr(datamodule_of(self.trainer), "groups_per_iteration", None)
+        parts = self.game_update.parts(self._levels(self._names), len(self._names))
+        minibatches = self.policies[self._names[0]].minibatches
+        if groups is not None and groups < parts * minibatches:
+            raise ConfigError(
+                f"groups_per_iteration={groups} must be >= {parts * minibatches}: "
+                f"{type(self.game_update).__name__} multiplies estimates from {parts} groups or "
+                f"more in each of minibatches={minibatches}; raise it, or lower minibatches"
+            )
 
     # ---------------------------------------------------------------- learning
 
@@ -157,29 +187,59 @@ class GameRolesModule(RolesModule):
         self, learning: Mapping[str, _Part], rows: Mapping[str, Tensor], draw: torch.Generator
     ) -> None:
         """One optimizer step of all players on some of their own rows (r,)."""
-        players, own, said, logprobs = [], [], [], []
+        own = []
         for name, chosen in rows.items():
             part = learning[name]
             minibatch = select(part.batch, chosen)
-            assert part.objective is not None
-            part.group.accumulate(minibatch, part.objective, part.metrics)
-            player = PolicyPlayer(part.group, minibatch)
-            own.append(player.taken())
+            part.group.accumulate(minibatch, part.learned, part.metrics)
+            own.append(part.player(minibatch).taken())
+        update, parts = self._parts(learning, rows, draw)
+        games = [self._game(learning, of_part) for of_part in parts]
+        shares = [1 / len(parts)] * len(parts)
+        game = CrossFitted(games, shares, own)
+        moves = update.moves(game, draw)
+        for name, player, move in zip(rows, game.players, moves, strict=True):
+            learning[name].metrics.add(move.metrics)
+            self._learning = name
+            player.give(move.direction)
+            player.group.step(learning[name].metrics)
+
+    def _parts(
+        self, learning: Mapping[str, _Part], rows: Mapping[str, Tensor], draw: torch.Generator
+    ) -> tuple[GameUpdate, list[dict[str, Tensor]]]:
+        """What is made of all players' rows (r,), and those rows in parts, a group in one of them.
+
+        With fewer groups than parts nothing can be multiplied, and all have their own gradients.
+        """
+        group_of = {name: learning[name].batch["rollouts", "group"] for name in rows}
+        groups = torch.cat([group_of[name][chosen] for name, chosen in rows.items()]).unique().cpu()
+        count = self.game_update.parts(self._levels(list(rows)), len(rows))
+        update = self.game_update if len(groups) >= count else Simultaneous()
+        dealt = deal_groups(groups, count if update is self.game_update else 1, draw)
+        return update, [
+            {n: chosen[torch.isin(group_of[n][chosen].cpu(), some)] for n, chosen in rows.items()}
+            for some in dealt
+        ]
+
+    def _game(self, learning: Mapping[str, _Part], rows: Mapping[str, Tensor]) -> ScoreGame:
+        """The game as it is estimated from some of all players' rows (r,)."""
+        players, said, logprobs = [], [], []
+        for name, chosen in rows.items():
+            part = learning[name]
+            minibatch = select(part.batch, chosen) if len(chosen) else empty_like(part.batch)
+            minibatch = part.group.without_truncated(minibatch)
+            minibatch["tokens", "loss_weights"] = part.group.aggregation(minibatch)
+            player = part.player(minibatch)
             players.append(player)
             now = player.logprobs()
             said.append(written(minibatch, now))
             logprobs.append(now.clone().requires_grad_())
         losses = conversation_losses(self.game_update, said, logprobs)
-        levels = levels_of(self.order, list(rows), self._leader, self.game_update)
         rates = [player.rates for player in players]
-        game = ScoreGame(losses, logprobs, own, players, rates, levels)
-        directions = self.game_update(game, draw)
-        for name, player, alone, direction in zip(rows, players, own, directions, strict=True):
-            shaping = (direction - alone).norm() / alone.norm().clamp(min=1e-12)
-            learning[name].metrics.add({"policy/shaping": shaping.reshape(1)})
-            self._learning = name
-            player.give(direction)
-            player.group.step(learning[name].metrics)
+        return ScoreGame(losses, logprobs, players, rates, self._levels(list(rows)))
+
+    def _levels(self, names: list[str]) -> Levels | None:
+        return levels_of(self.order, names, self._leader, self.game_update)
 
 
 def _check_policies(policies: Mapping[str, SharedModelGroup]) -> None:

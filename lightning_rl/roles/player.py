@@ -14,6 +14,7 @@ from lightning_rl.algos.losses import Metrics, PolicyLoss
 from lightning_rl.algos.objective import Objective
 from lightning_rl.data.packing import token_rows, with_host, without
 from lightning_rl.roles.group import SharedModelGroup
+from lightning_rl.run.metrics import TokenMetrics
 
 _REACH = 0.03
 """Log probabilities bend within a fraction of the weights' norm; thrice as far does as well."""
@@ -37,10 +38,13 @@ class PolicyPlayer(Player):
     Args:
         group: the policy.
         minibatch: packed; of its loss tokens are the M log probabilities.
+        objective: the policy's own.
     """
 
-    def __init__(self, group: SharedModelGroup, minibatch: TensorDict) -> None:
-        self.group, self.minibatch = group, minibatch
+    def __init__(
+        self, group: SharedModelGroup, minibatch: TensorDict, objective: Objective
+    ) -> None:
+        self.group, self.minibatch, self.objective = group, minibatch, objective
         self._live = minibatch["tokens", "loss_mask"].nonzero().squeeze(1)
         optimizer = group.own_optimizer()
         moving = [
@@ -56,6 +60,11 @@ class PolicyPlayer(Player):
         )
         found: Tensor = batch["tokens", "logprobs"][self._live]
         return found
+
+    def own(self) -> Tensor:
+        """The gradient, (D,), of the objective."""
+        self.group.accumulate(self.minibatch.copy(), self.objective, TokenMetrics())
+        return self.taken()
 
     def taken(self) -> Tensor:
         """The gradient, (D,), that is in the policy, which is left without."""

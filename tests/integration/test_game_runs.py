@@ -1,5 +1,7 @@
 """Runs of GameModule: players that see each other come to rest; what does not fit is refused."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
@@ -148,8 +150,32 @@ def test_a_run_goes_on_as_if_it_never_stopped(tmp_path):
         assert torch.equal(weight, resumed.state_dict()[name])
 
 
+class Looked(LOLA):
+    """LOLA whose games are kept."""
+
+    games: ClassVar[list] = []
+
+    def moves(self, game, draw):
+        wholes = [game.gradient(i, i).detach().clone() for i in range(2)]
+        halves = [[part.gradient(i, i).detach() for part in game.parts] for i in range(2)]
+        self.games.append((game.shares, wholes, halves))
+        return super().moves(game, draw)
+
+
+def test_each_half_of_the_games_is_an_estimate_of_its_own():
+    """Of five games three are in the first part, and the mean over all is that over both."""
+    trained(made(GameModule, update=Looked(rate=1.0), minibatches=2), envs=10, rounds=2)
+    assert len(Looked.games) == 2
+    for shares, wholes, halves in Looked.games:
+        assert shares == [0.6, 0.4]
+        for whole, (first, second) in zip(wholes, halves, strict=True):
+            assert not torch.allclose(first, second)
+            torch.testing.assert_close(0.6 * first + 0.4 * second, whole)
+
+
 def test_a_player_that_pauses_stays_as_it_is():
-    module = made(GameModule, update=PSOS(rate=1.0))
+    # Bounded, what opposes a player of one degree of freedom may hold it where it is.
+    module = made(GameModule, update=PSOS(rate=1.0, bound=None))
     module.given_agents["column"].schedule = Periodic(2, first=1)
     _, path = trained(module, 3, envs=64)
     assert path[0][1] != path[1][1]
@@ -163,7 +189,11 @@ def test_a_player_that_pauses_stays_as_it_is():
         (lambda: made(GameModule, agents=agents(share_body=True)), "agent 'row' shares MLPBody"),
         (lambda: made(GameModule, update=SPG()), "update=SPG has to know who leads row, column"),
         (lambda: made(GameModule, order=[["row"]]), "must name each agent once: row, column"),
-        (lambda: made(GameModule, minibatches=257), "minibatches=257 must be <= 256"),
+        (lambda: made(GameModule, minibatches=129), "minibatches=129 must be <= 128: .* from 2 or"),
+        (
+            lambda: made(GameModule, update=Simultaneous(), minibatches=257),
+            "minibatches=257 must be <= 256",
+        ),
         (lambda: made(GameModule, update=PSOS(loss=GSPO())), "update=PSOS looks at 'row'"),
     ],
 )

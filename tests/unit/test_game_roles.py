@@ -16,6 +16,7 @@ from lightning_rl import (
     SOS,
     SPG,
     ConfigError,
+    CrossFitted,
     DataError,
     EntropyBonus,
     GameRolesModule,
@@ -32,9 +33,9 @@ from lightning_rl.algos.games import Game, flat
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.roles.conversations import conversation_losses, written
 from lightning_rl.rollout import Call, Row
-from tests.small_run import adamw
+from tests.small_run import adamw, trainer_of
 from tests.tiny_models import save_random_model
-from tests.two_roles import group
+from tests.two_roles import group, roles_data
 
 ROLES = ("first", "second")
 UPDATES = [SPG(), PSPG(), LOLA(rate=0.3), POLA(rate=0.3), SOS(rate=0.3), PSOS(rate=0.3)]
@@ -143,26 +144,39 @@ class Compared(GameUpdate):
     """An update, and the same of the game whose losses are differentiated twice."""
 
     def __init__(self, update):
-        self.update, self.needs_order = update, update.needs_order
+        self.update, self.needs_order, self.factors = update, update.needs_order, update.factors
         self.step_loss, self.pairs = update.step_loss, []
 
     def __call__(self, game, draw):
-        logprobs = [plain_logprobs(player) for player in game.players]
-        said = [
-            written(player.minibatch, logprobs_M.detach())
-            for player, logprobs_M in zip(game.players, logprobs, strict=True)
+        assert len(game.parts) == 2
+        written_by = [[len(player.logprobs()) for player in part.players] for part in game.parts]
+        parts = [twice_differentiable(part, self.update) for part in game.parts]
+        # Every token counts the same, in a part and in the whole.
+        own = [
+            sum(n * part.gradient(i, i).detach() for n, part in zip(counts, parts, strict=True))
+            / sum(counts)
+            for i, counts in enumerate(zip(*written_by, strict=True))
         ]
-        losses = conversation_losses(self.update, said, logprobs)
-        parameters = [player.parameters for player in game.players]
-        exact = Game(losses, parameters, game.rates, game.order)
         state = draw.get_state()
-        expected = self.update(exact, draw)
+        expected = self.update(CrossFitted(parts, game.shares, own), draw)
         draw.set_state(state)
+        parameters = [player.parameters for player in game.players]
         before = [flat(p).detach().clone() for p in parameters]
         found = self.update(game, draw)
         self.pairs.append((found, expected, [game.gradient(i, i) for i in range(2)]))
         assert all(torch.equal(flat(p), b) for p, b in zip(parameters, before, strict=True))
         return found
+
+
+def twice_differentiable(game, update):
+    """The same game, of losses that know the weights."""
+    logprobs = [plain_logprobs(player) for player in game.players]
+    said = [
+        written(player.minibatch, logprobs_M.detach())
+        for player, logprobs_M in zip(game.players, logprobs, strict=True)
+    ]
+    losses = conversation_losses(update, said, logprobs)
+    return Game(losses, [player.parameters for player in game.players], game.rates, game.order)
 
 
 def in_double(batch):
@@ -221,6 +235,46 @@ class Noted(Compared):
     def __call__(self, game, draw):
         self.pairs.append(self.update(game, draw))
         return self.pairs[-1]
+
+
+class Games(Noted):
+    """An update whose games are kept."""
+
+    def __call__(self, game, draw):
+        self.pairs.append(game)
+        return self.update(game, draw)
+
+
+def groups_in(player):
+    return set(player.minibatch["rollouts", "group"].tolist())
+
+
+def test_a_group_is_in_one_part_of_the_estimates(tiny_model, train_on, conversations):
+    update = Games(LOLA(rate=0.3))
+    module = made(
+        tiny_model, False, update=update, first={"minibatches": 2}, second={"minibatches": 2}
+    )
+    train_on(module, [batch_of(conversations(groups=5))])
+    seen = []
+    for game in update.pairs:
+        first, second = ([groups_in(player) for player in part.players] for part in game.parts)
+        assert first[0] == first[1]
+        assert second[0] == second[1]
+        assert not first[0] & second[0]
+        seen += [*first[0], *second[0]]
+    assert sorted(seen) == list(range(5))
+
+
+def test_with_fewer_groups_than_parts_policies_have_their_own_gradients(
+    tiny_model, train_on, conversations
+):
+    batch = batch_of(conversations(groups=1, group_size=3))
+    ours = made(tiny_model, False, update=LOLA(rate=0.3), order=None)
+    blind = made(tiny_model, False, update=Simultaneous(), order=None)
+    for module in (ours, blind):
+        train_on(module, [batch.clone()])
+    for name, weight in blind.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], weight), name
 
 
 def noted(model, train_on, batch, update, double=True, **own):
@@ -288,10 +342,14 @@ def test_what_does_not_fit_is_refused_by_name(options, words, tiny_model):
         module_of(tiny_model, **options)
 
 
-def test_runs_that_do_not_fit_are_refused_by_name(tiny_model, train_on, conversations):
+def test_runs_that_do_not_fit_are_refused_by_name(tiny_model, train_on, conversations, tmp_path):
     rollouts = conversations()
     with pytest.raises(ConfigError, match=r"trainer.precision=bf16-mixed: .*set 32-true"):
         train_on(module_of(tiny_model), [batch_of(rollouts)], precision="bf16-mixed")
+    few = roles_data(groups_per_iteration=3)
+    halved = {"minibatches": 2}
+    with pytest.raises(ConfigError, match=r"groups_per_iteration=3 must be >= 4: LOLA multiplies"):
+        trainer_of(tmp_path).fit(module_of(tiny_model, first=halved, second=halved), few)
     for rollout in rollouts:
         rollout.calls = []
     with pytest.raises(DataError, match="did not record their calls"):

@@ -100,7 +100,7 @@ def test_shaping_and_foresight_are_the_derivative_of_what_follows_a_step():
 
     slope = [numerical(lambda v, r=r: after(v, r), x.detach()) for r in (1e-4, -1e-4)]
     expected = (slope[0] - slope[1]) / 2e-4
-    terms = game.foresight(0, game.rates) + game.shaping(0, lambda f, v: -v)
+    terms = game.foresight(0, game.rates) + game.shaping(0, lambda _, f, v: -v)
     torch.testing.assert_close(terms, expected, rtol=1e-6, atol=1e-6)
     # To the first order in the rate it is the gradient of the loss after the step.
     lola = LOLA(rate=1e-4)(game, draw())[0]
@@ -131,7 +131,7 @@ def test_a_chain_of_levels_is_the_total_derivative():
         last = base[2] + moved([leader, middle, base[2]], 2, 0.3) - moved(base, 2, 0.3)
         return smooth(leader, middle, last)[0]
 
-    total = game.gradient(0, 0) + game.shaping(0, lambda _, v: -0.3 * v)
+    total = game.gradient(0, 0) + game.shaping(0, lambda _, f, v: -0.3 * v)
     torch.testing.assert_close(total, numerical(after, base[0]), rtol=1e-6, atol=1e-6)
 
 
