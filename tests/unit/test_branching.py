@@ -41,6 +41,7 @@ from lightning_rl.view.calls import rows_of
 from lightning_rl.view.flags import gaps
 from lightning_rl.view.page import build_page
 from lightning_rl.view.runs import read_run
+from tests.lots import LotEngine
 from tests.planted_run import blocks_of
 from tests.small_run import SaveAfter, data_module, grpo, trainer_of
 from tests.three_calls import ThreeCalls
@@ -396,8 +397,11 @@ def test_a_run_learns_from_branches_and_evaluates_without(tiny_model, tmp_path):
 
 
 def test_a_streamed_run_is_the_same(tiny_model, tmp_path):
-    whole = trained(tiny_model, tmp_path / "whole")
-    streamed = trained(tiny_model, tmp_path / "streamed", collector=StreamedCollector())
+    engines = LotEngine(device="cpu"), LotEngine(device="cpu")
+    whole = trained(tiny_model, tmp_path / "whole", engine=engines[0])
+    streamed = trained(
+        tiny_model, tmp_path / "streamed", engine=engines[1], collector=StreamedCollector()
+    )
     assert whole.rollouts[0] == streamed.rollouts[0]
     assert streamed.rows[1].pop("policy/streamed_share") > 0
     for name in ("policy/loss", "policy/grad_norm", "policy/kl_old", "reward/mean"):
