@@ -200,8 +200,9 @@ class Session:
         completions = [completion for _, completion in made]
         try:
             turns = await self.beside(lambda: [self._turn(ask, c) for c in completions])
-        except BaseException:  # nobody will get them
-            for call, _ in made:
+        except BaseException:
+            # Nobody gets them. Of a rollout that is to be made again they are kept all the same.
+            for call, _ in made if not self.aborted else ():
                 self.episode.undelivered(call)
             raise
         return [

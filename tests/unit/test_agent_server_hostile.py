@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from lightning_rl.agents.templates import HermesParser
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError
+from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.limits import RequestLimits
 from tests.unit.test_agent_server import (
     END,
@@ -21,6 +23,7 @@ from tests.unit.test_agent_server import (
     encoded,
     new_rollout,
     opened,
+    until,
 )
 
 pytestmark = pytest.mark.anyio
@@ -304,6 +307,34 @@ async def test_calls_side_by_side_keep_their_order(monkeypatch):
     rollout = desk.rollout
     read = [TOKENIZER.decode(rollout.prompt_of(call)) for call in rollout.calls]
     assert read == [render(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+
+
+async def test_what_was_written_is_kept_when_another_call_is_aborted_as_it_is_read():
+    reading, may_end = threading.Event(), threading.Event()
+
+    class Slow(HermesParser):
+        def parse(self, text):
+            reading.set()
+            assert may_end.wait(60)
+            return super().parse(text)
+
+    class Aborts(Always):
+        async def generate(self, token_ids, sampling, seed):
+            completion = await super().generate(token_ids, sampling, seed)
+            if "other" in TOKENIZER.decode(token_ids):
+                await until(reading.is_set)
+                completion.finish_reason = "abort"
+            return completion
+
+    async with opened(engine=Aborts(), parser=Slow()) as desk:
+        other = [{"role": "user", "content": "other"}]
+        calls = (desk.session.chat(QUESTION, tools=TOOLS), desk.session.chat(other))
+        with pytest.raises(RequestError, match="interrupted"):
+            await asyncio.gather(*calls)
+    may_end.set()
+    assert [(call.finish_reason, call.asked) for call in desk.rollout.calls] == [
+        ("stop", True), ("abort", True),
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------- templates of clients
