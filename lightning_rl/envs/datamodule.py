@@ -1,5 +1,6 @@
 """EnvDataModule: environments behind Lightning's data interface."""
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from lightning_rl.envs.maker import EnvMaker
 from lightning_rl.envs.pool import PooledCollector
 from lightning_rl.envs.stats import episode_metrics, evaluation_metrics
 from lightning_rl.envs.torchrl_collector import TorchRLCollector
+from lightning_rl.envs.watch import Watch
 from lightning_rl.envs.workers import WorkersCollector
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.networks.space import Space
@@ -127,6 +129,9 @@ class EnvDataModule(CollectingDataModule):
             else collector_of(eval_env, max_episode_length, max_step_seconds)
         )
         """What plays the episodes of an evaluation."""
+        self.calls = Watch(self.collector, env.name)
+        """Through which the collector is called, so that none that hangs stops the run."""
+        self.player_calls = self.calls if eval_env is None else Watch(self.player, eval_env.name)
         self._loader: EnvLoader | None = None
         self._loader_state: dict[str, Any] | None = None
         self.episodes: Sequence[EnvEpisode] = ()
@@ -169,9 +174,9 @@ class EnvDataModule(CollectingDataModule):
         own = self.num_envs // ranks
         self.collector.syncing = self._syncing
         with dist.every_rank():
-            self.collector.start(self.seed, dist.rank() * own, own)
+            self.calls.start(self.seed, dist.rank() * own, own)
             if self.player is not self.collector:
-                self.player.start(self.seed, 0, None)
+                self.player_calls.start(self.seed, 0, None)
                 _require_same(self.collector.agents, self.player.agents)
         if self.judged_agent is not None and self.judged_agent not in self.spaces:
             raise ConfigError(
@@ -204,11 +209,20 @@ class EnvDataModule(CollectingDataModule):
         moves = isinstance(batch, TensorDict) and batch["ends", "place"].device != device
         return batch.to(device) if moves else batch
 
+    def on_exception(self, exception: BaseException) -> None:
+        """No environment outlives a run that failed or was interrupted."""
+        self.close()
+
     def teardown(self, stage: str) -> None:
-        self.collector.close()
-        self.player.close()
+        self.close()
         if self.trainer is not None:
             leave_directory(self.trainer)
+
+    def close(self) -> None:
+        """Let go of all environments, and of what processes they have."""
+        self.calls.close()
+        if self.player is not self.collector:
+            self.player_calls.close()
 
     # ---------------------------------------------------------------- collecting
 
@@ -217,9 +231,15 @@ class EnvDataModule(CollectingDataModule):
         module, trainer = self._module(), self.trainer
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
+        precision = trainer.precision_plugin
         begin = time.perf_counter()
-        with module.clock("generate"), trainer.precision_plugin.forward_context():
-            batch = self.collector.collect(module.agents, iteration, self.steps)
+
+        def collected() -> TensorDict:
+            with precision.forward_context():  # of a thread
+                return self.collector.collect(module.agents, iteration, self.steps)
+
+        with module.clock("generate"):
+            batch = self.calls(collected)
         seconds = dist.all_reduce_max(time.perf_counter() - begin)
         told = dist.gather(list(self.collector.finished))
         self.episodes = [episode for share in told for episode in share]
@@ -274,8 +294,19 @@ class EnvDataModule(CollectingDataModule):
         """Episodes apart, in the precision in which the agents learn."""
         module, trainer = self._module(), self.trainer
         assert trainer is not None
-        with module.clock("eval"), trainer.precision_plugin.forward_context():
-            return self.player.play(module.agents, seeds, self.eval_greedy, render)
+        call_hook(trainer, "on_play_start")
+        precision = trainer.precision_plugin
+
+        def played() -> list[EnvEpisode]:
+            with precision.forward_context():  # of a thread
+                return self.player.play(module.agents, seeds, self.eval_greedy, render)
+
+        with module.clock("eval"):
+            return self.player_calls(played)
+
+    def stepping(self) -> tuple[str, threading.Thread] | None:
+        """What is being stepped right now, in words, and the thread in which it is."""
+        return self.calls.hanging() or self.player_calls.hanging()
 
     def _epoch(self) -> int:
         length = self.iterations_per_epoch

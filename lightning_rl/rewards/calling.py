@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import inspect
-import os
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -16,30 +15,28 @@ from typing import Any, TypeVar
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.log import RewardLog
+from lightning_rl.run.exits import EndsProcess, no_exit
 from lightning_rl.run.loop import wait
 from lightning_rl.run.threads import CallingThread
 
 _SIGNALS = ("signal", "alarm", "setitimer")
 
-_inside: ContextVar[int] = ContextVar("lightning_rl_reward", default=0)
-"""The process in which a reward is being called here; 0: in none."""
+_inside: ContextVar[bool] = ContextVar("lightning_rl_reward", default=False)
+"""Whether a reward is being called here."""
 
 
 class UsesSignals(BaseException):
     """A reward needs the main thread. No Exception, as rewards catch those and score 0."""
 
 
-class EndsProcess(BaseException):
-    """A reward called ``os._exit``, which would have ended the run, and told success."""
-
-
 @contextmanager
 def reward_called_here() -> Iterator[None]:
-    """While it lasts, the calls above raise instead of doing harm."""
+    """While it lasts, these calls, and ``os._exit``, raise instead of doing harm."""
     _install()
-    token = _inside.set(os.getpid())
+    token = _inside.set(True)
     try:
-        yield
+        with no_exit():
+            yield
     finally:
         _inside.reset(token)
 
@@ -49,7 +46,6 @@ def _install() -> None:
     # Not for the time of a call: one that never ends would never take it back.
     for name in _SIGNALS:
         setattr(signal, name, _refuse_outside_main(getattr(signal, name)))
-    os._exit = _refuse_exit(os._exit)
 
 
 def _refuse_outside_main(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,16 +54,6 @@ def _refuse_outside_main(function: Callable[..., Any]) -> Callable[..., Any]:
         if _inside.get() and threading.current_thread() is not threading.main_thread():
             raise UsesSignals(f"signal.{function.__name__} works in the main thread only")
         return function(*arguments)
-
-    return checked
-
-
-def _refuse_exit(function: Callable[..., Any]) -> Any:
-    @functools.wraps(function)
-    def checked(status: int) -> None:
-        if _inside.get() == os.getpid():  # a process that it forked may end as it likes
-            raise EndsProcess(f"os._exit({status})")
-        function(status)
 
     return checked
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from lightning_rl import EnvError, GymWorkers, PooledGym
-from tests.env_agents import agent_for
+from tests.env_agents import agent_for, collected
 
 RAISES = r"environment \d in step 3 of its episode 0, of seed \d+ raised ValueError"
 
@@ -25,7 +25,7 @@ RAISES = r"environment \d in step 3 of its episode 0, of seed \d+ raised ValueEr
 def test_what_goes_wrong_in_a_process_says_where(started, kind, how, words):
     made = started(kind("tests.worlds:Faulty-v0", {"how": how}, workers=2), seconds=3.0)
     with pytest.raises(EnvError, match=words):
-        made.collect(agent_for(made), 0, 10)
+        collected(made, agent_for(made), 0, 10)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.networks.actor_critic import joint_log_prob
 from tests import worlds  # registers the environments
-from tests.env_agents import agent_for
+from tests.env_agents import agent_for, collected
 
 WALK = f"{worlds.__name__}:Walk-v0"
 
@@ -162,9 +162,11 @@ def test_all_kinds_of_spaces_are_played():
     ],
 )
 def test_what_goes_wrong_says_where(how, words):
+    worlds.released.clear()
     made = collector("Faulty", how=how, seconds=0.2)
     with pytest.raises(EnvError, match=words):
-        made.collect(agent_for(made), 0, 10)
+        collected(made, agent_for(made), 0, 10)
+    worlds.released.set()
 
 
 def test_an_environment_that_forgets_is_found_out_when_a_run_goes_on():
