@@ -122,8 +122,8 @@ class Watchdog(RLCallback):
         else:
             where = f"{what} hangs and waits at {where_tasks_wait(loop)}"
         error = StalledError(
-            f"no {self._awaited} came to an end for timeout_s={self.timeout_s:g} seconds: {where}; all "
-            f"stacks are in {file}. {advice}, raise timeout_s of Watchdog"
+            f"no {self._awaited} came to an end for timeout_s={self.timeout_s:g} seconds: {where}; "
+            f"all stacks are in {file}. {advice}, raise timeout_s of Watchdog"
         )
         if computing:  # where nothing can be raised now
             _log.error("%s", error)
