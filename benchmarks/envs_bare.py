@@ -18,6 +18,7 @@ from tensordict import TensorDict
 
 from benchmarks.envs_ours import fit, make_data, make_module
 from benchmarks.envs_task import ENVIRONMENT, ENVS, STEPS, arguments_of, cpu_now, made
+from lightning_rl.envs.batches import handed_out
 from lightning_rl.envs.gym import ACTION, Gym
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.gym_player import episode_seed
@@ -44,7 +45,8 @@ class BareLoop:
         """Collect and learn; returns the batch."""
         module = self.module
         agents: Any = module.agents
-        batch = self.collector.collect(agents, module.iteration, STEPS)
+        collected = self.collector.collect(agents, module.iteration, STEPS)
+        batch = handed_out(collected, self.collector.agents)
         rows, _ = rows_of(agents[AGENT], AGENT, batch, module.advantage)
         module.update({AGENT: rows}, (ENVS, STEPS))
         module.iteration += 1
@@ -104,7 +106,7 @@ class Compare(Callback):
         begin = cpu_now()
         over = self.alone.take(actions)
         row = {"fit": fitted, "bare": self.bare_seconds, "alone": cpu_now() - begin}
-        if over != int(batch["steps", "done"].sum()):
+        if over != int(batch["next", "done"].sum()):
             raise RuntimeError("the environments went another way than in training")
         self.rows.append(row)
         self.begin(batch_idx + 1)
@@ -123,7 +125,7 @@ class Compare(Callback):
 
 def actions_of(batch: TensorDict) -> torch.Tensor:
     """(E, T)."""
-    actions: torch.Tensor = batch["steps", AGENT, "actions", ACTION]
+    actions: torch.Tensor = batch[ACTION]
     return actions
 
 

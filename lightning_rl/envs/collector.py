@@ -62,9 +62,10 @@ class EnvCollector(ABC):
     ``terminated`` (E, T), and per agent, under its name, ``observations`` by name, ``actions`` by
     name, ``logprobs`` (E, T, *A) and ``rewards`` (E, T, *A); with a memory ``state`` (E, T, *A, S)
     before each step and ``begins`` (E, T), where an episode begins. ``ends`` holds what followed
-    steps that no step follows (the last, and those at which an episode was cut): their ``place``
-    (M,), e * T + t, and per agent ``observations``. The data module adds to ``steps`` which of them
-    are ``skipped`` (E, T), where its ``min_episode_length`` asks for it.
+    steps that no step of their episode follows (the last, and those at which an episode came to its
+    end or was cut): their ``place`` (M,), e * T + t, and per agent ``observations``. The data
+    module adds to ``steps`` which of them are ``skipped`` (E, T), where its ``min_episode_length``
+    asks for it, and hands all of it out as :mod:`.batches` says.
     """
 
     agents: Mapping[str, Space]

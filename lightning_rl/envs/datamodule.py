@@ -13,6 +13,7 @@ from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule
+from lightning_rl.envs.batches import handed_out
 from lightning_rl.envs.collector import EnvCollector, EnvEpisode, collector_of
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.lengths import too_short
@@ -50,6 +51,8 @@ class EnvDataModule(CollectingDataModule):
             in the batch in which it ends is left out, and counted in ``rollout/skipped_share``.
         max_episode_length: steps after which an episode is cut; None: as the environment has it.
         collector: what steps them; None: what suits ``env``.
+        greedy: collect with the best action (the mode of the agents' distributions), not a drawn
+            one.
         eval_env: the environment to evaluate in; None: ``env``.
         eval_episodes: episodes of an evaluation, always of the same seeds; 0: there is none.
         eval_greedy: take the best action in them, not a drawn one.
@@ -74,6 +77,7 @@ class EnvDataModule(CollectingDataModule):
         min_episode_length: int = 1,
         max_episode_length: int | None = None,
         collector: EnvCollector | None = None,
+        greedy: bool = False,
         eval_env: EnvMaker | None = None,
         eval_episodes: int = 10,
         eval_greedy: bool = True,
@@ -129,6 +133,7 @@ class EnvDataModule(CollectingDataModule):
             else collector_of(eval_env, max_episode_length, max_step_seconds)
         )
         """What plays the episodes of an evaluation."""
+        self.collector.greedy = greedy
         self.calls = Watch(self.collector, env.name)
         """Through which the collector is called, so that none that hangs stops the run."""
         self.player_calls = self.calls if eval_env is None else Watch(self.player, eval_env.name)
@@ -206,7 +211,7 @@ class EnvDataModule(CollectingDataModule):
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         # What is there already need not be looked through, tensor by tensor.
-        moves = isinstance(batch, TensorDict) and batch["ends", "place"].device != device
+        moves = isinstance(batch, TensorDict) and batch["done"].device != device
         return batch.to(device) if moves else batch
 
     def on_exception(self, exception: BaseException) -> None:
@@ -227,7 +232,7 @@ class EnvDataModule(CollectingDataModule):
     # ---------------------------------------------------------------- collecting
 
     def collect(self, iteration: int) -> TensorDict:
-        """This rank's share of an iteration's steps."""
+        """This rank's share of an iteration's steps, [E, T], see :mod:`.batches`."""
         module, trainer = self._module(), self.trainer
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
@@ -248,7 +253,7 @@ class EnvDataModule(CollectingDataModule):
         module.record(dict(self.collector.metrics))
         if self.min_episode_length > 1:
             module.record({"rollout/skipped_share": self._skip_short(batch["steps"]) / frames})
-        return batch
+        return handed_out(batch, self.spaces)
 
     @contextmanager
     def _syncing(self, version: int) -> Iterator[None]:

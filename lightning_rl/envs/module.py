@@ -114,7 +114,7 @@ class ActorCriticModule(EnvModule):
                 metrics |= self.named(name, measured)
                 if any_rank(bool(own.learned["weights"].any())):
                     rows[name] = own
-            metrics |= self.update(rows, tuple(batch["steps"].batch_size))
+            metrics |= self.update(rows, tuple(batch.batch_size))
         self.end_iteration(metrics)
         self.record(metrics)
 

@@ -156,8 +156,8 @@ class TorchRLCollector(EnvCollector):
     def _batch(self, data: Any) -> TensorDict:
         done, terminated = self._flags(data)
         count, steps = done.shape
-        ends = done & ~terminated
-        ends[:, -1] = ~terminated[:, -1]
+        ends = done.clone()
+        ends[:, -1] = True
         place = ends.flatten().nonzero().squeeze(1)
         own: dict[str, Any] = {}
         followed: dict[str, Any] = {}

@@ -39,9 +39,9 @@ def test_a_batch_holds_what_happened():
     assert (steps["terminated"] == (places[..., 0] + moves >= 5)).all()
     cut = steps["done"] & ~steps["terminated"]
     assert cut.any()
-    # What nothing follows: cuts, and the last of each environment that is not at its end.
-    expected = cut.clone()
-    expected[:, -1] |= ~steps["terminated"][:, -1]
+    # What no step of the same episode follows: ends, cuts, and the last of each environment.
+    expected = steps["done"].clone()
+    expected[:, -1] = True
     assert sorted(ends["place"].tolist()) == expected.flatten().nonzero().squeeze(1).tolist()
     led_to = (places[..., 0] + moves).flatten()[ends["place"]]
     assert (ends[AGENT, "observations", "observation"][:, 0] == led_to).all()
@@ -147,7 +147,7 @@ def test_all_kinds_of_spaces_are_played():
     batch = made.collect(agent_for(made), 0, 4)
     assert batch["steps", AGENT, "actions", "action"].shape == (3, 4, 2)
     assert batch["steps", "terminated"].all()
-    assert len(batch["ends"]) == 0
+    assert batch["ends", "place"].tolist() == list(range(12))
 
 
 @pytest.mark.parametrize(
