@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from inspect import signature
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_rl.algos.losses import Metrics, divergence
 from lightning_rl.config.arguments import configurable
-from lightning_rl.config.hints import did_you_mean, import_object
+from lightning_rl.config.hints import did_you_mean, import_object, parameters
 from lightning_rl.envs.maker import built, require_installed
 from lightning_rl.envs.rows import Rows
 from lightning_rl.errors import ConfigError
@@ -68,7 +67,7 @@ class TorchRLLoss(StepLoss):
         self._try()
 
     def __call__(self, made: Made, values: Tensor, rows: Rows) -> tuple[Tensor, Metrics]:
-        tokens = {key: value.flatten() for key, value in rows.learned.items()}
+        tokens: Any = {key: value.flatten() for key, value in rows.learned.items()}
         log_prob = joint_log_prob(made, rows.actions).flatten()
         entropy = joint_entropy(made).flatten()
         self._networks.now = (log_prob, entropy, values.flatten())
@@ -90,7 +89,7 @@ class TorchRLLoss(StepLoss):
             if name.startswith("loss_")
         }
         loss = torch.stack(list(parts.values())).sum(0)
-        moved: Any = divergence(log_prob, tokens)  # type: ignore[arg-type]
+        moved = divergence(log_prob, tokens)
         metrics = {"policy/loss": loss.detach(), "policy/entropy": entropy.detach()}
         metrics |= {f"policy/{name}": value for name, value in moved.items()}
         metrics |= {f"policy/{name}_loss": value.detach() for name, value in parts.items()}
@@ -125,8 +124,7 @@ def _check(make: str, arguments: Mapping[str, Any]) -> None:
         raise ConfigError(f"model.loss.make: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigError(f"model.loss.make: {make} is no loss; name one of torchrl.objectives")
-    # Of all bases: torchrl's take any keyword, and drop what none of them knows.
-    known = {name for base in kind.__mro__ for name in signature(base.__init__).parameters}
+    known = set(parameters(kind))  # torchrl's take any keyword, and drop what none of them knows
     if not {"actor_network", "critic_network", *_OWN} <= known:
         raise ConfigError(_refusal(make))
     for name in arguments:
