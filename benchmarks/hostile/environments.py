@@ -112,10 +112,13 @@ from lightning.pytorch import Trainer
 from lightning_rl import *
 {before}
 print("the script runs")
-data = EnvDataModule({env}, num_envs=2, frames_per_iteration=4, iterations_per_epoch=1)
-Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False).fit(ActorCriticModule({agents}), datamodule=data)
-print("trained")
+try:
+    data = EnvDataModule({env}, num_envs=2, frames_per_iteration=4, iterations_per_epoch=1)
+    Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False).fit(ActorCriticModule({agents}), datamodule=data)
+    print("trained")
+except LightningRLError as error:
+    raise SystemExit(f"{{type(error).__name__}}: {{error}}")
 """
 HERE = """
 from benchmarks.hostile.env_worlds import Rude
@@ -169,7 +172,7 @@ CALLS: list[Call] = [
     meets("PooledGym", "raises", "close", "close raised ValueError", right=True),
     meets("Gym", "exits", "close", "close raised SystemExit", right=True),
     meets("Gym", "hangs", "close", "cannot be closed", right=True),
-    meets("PooledGym", "hangs", "close", right=True),
+    meets("PooledGym", "hangs", "close", "EnvError", "did not come to its end in 5 s"),
     meets("Gym", "no space", "init", "ConfigError", "action_space of Rude is None"),
     meets("PooledGym", "text for a space", "init", "ConfigError", "action_space of Rude is 'left"),
     Call("a script without a guard: PooledGym", unguarded(f"PooledGym('{NAME}')"), ("trained",),

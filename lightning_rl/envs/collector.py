@@ -175,6 +175,7 @@ class Deadline:
         self.seconds = seconds
         self.what = what
         self._end = float("inf")
+        self._given = seconds
         self._broken_off = False
 
     def begin(self, seconds: float | None = None) -> None:
@@ -190,7 +191,8 @@ class Deadline:
         """
         if self._broken_off:
             raise BrokenOff
-        self._end = time.monotonic() + (self.seconds if seconds is None else seconds)
+        self._given = self.seconds if seconds is None else seconds
+        self._end = time.monotonic() + self._given
         note_progress()
 
     def break_off(self) -> None:
@@ -205,6 +207,8 @@ class Deadline:
     def expired(self, where: str = "") -> EnvError:
         """What to say of a step that has taken too long; ``where``: which, and where it hangs."""
         which = f" ({where})" if where else ""
+        if self._given != self.seconds:  # it is no step
+            return EnvError(f"{self.what}: it did not come to its end in {self._given:g} s{which}")
         return EnvError(
             f"{self.what}: a step took longer than max_step_seconds={self.seconds:g}; it hangs, or "
             f"raise that{which}"

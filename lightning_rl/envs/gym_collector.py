@@ -193,7 +193,7 @@ class GymCollector(EnvCollector):
             raise raised(self.env.name, self.where(), error) from error
         finally:
             self._acting = None
-            close(self.env.name, players)
+            close(self.env.name, (player.env for player in players))
         return [replace(episodes[i], pictures=pictures[i]) for i in range(len(seeds))]
 
     # ---------------------------------------------------------------- going on
@@ -229,7 +229,7 @@ class GymCollector(EnvCollector):
 
     def close(self) -> None:
         players, self._players = self._players, []
-        close(self.env.name, players)
+        close(self.env.name, (player.env for player in players))
 
     def abandon(self) -> None:
         self._players = []

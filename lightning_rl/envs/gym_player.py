@@ -113,11 +113,11 @@ class Player:
         return EnvEpisode({AGENT: self.reward}, len(self.actions), self.seed, terminated)
 
 
-def close(name: str, players: Iterable[Player]) -> None:
+def close(name: str, envs: Iterable[Any]) -> None:
     """Let go of environments; of one that cannot be, and is not needed any more, tell."""
-    for player in players:
+    for env in envs:
         try:
-            player.env.close()
+            env.close()
         except (Exception, SystemExit) as error:
             what = f"{type(error).__name__}: {error}"
             _log.warning("%s: close raised %s; it is left as it is", name, what)

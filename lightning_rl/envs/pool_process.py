@@ -25,7 +25,7 @@ def serve(line: Line, places: list[int], env: Gym, seed: int, limit: int | None)
         except BaseException as error:  # whatever an environment raises
             answer = (place, raised(env.name, players[place].where(), error))
         line.send(answer)
-    close(env.name, players.values())
+    close(env.name, (player.env for player in players.values()))
 
 
 def _answer(player: Player, what: str, value: Any) -> tuple[Any, ...]:

@@ -13,8 +13,9 @@ from typing import Any
 from lightning_rl.envs.collector import EnvError
 from lightning_rl.envs.gym import space_of
 from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.envs.gym_player import close
 from lightning_rl.envs.maker import AGENT
-from lightning_rl.envs.watch import END_S
+from lightning_rl.envs.watch import END_S, START_S
 from lightning_rl.errors import LightningRLError
 from lightning_rl.run.spawning import without_main
 
@@ -192,7 +193,9 @@ class ProcessesCollector(GymCollector):
         """Start :class:`EnvProcesses`, once it is known what is seen and done in an environment."""
         one = self.env.made()
         self.agents = {AGENT: space_of(one)}
-        one.close()
+        self.deadline.again(END_S)
+        close(self.env.name, [one])
+        self.deadline.again(START_S)
         own = (self.env.plain, seed, self._limit, *arguments)
         self.processes = EnvProcesses(self.env.name, serve, shares, *own)
 

@@ -119,12 +119,14 @@ def _check(make: str, arguments: Mapping[str, Any]) -> None:
         ConfigError: naming it.
     """
     try:
-        kind = import_object(make)
+        kind: Any = import_object(make)
     except ConfigError as error:
         raise ConfigError(f"model.loss.make: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigError(f"model.loss.make: {make} is no loss; name one of torchrl.objectives")
-    known = set(parameters(kind))  # torchrl's take any keyword, and drop what none of them knows
+    known = set(
+        parameters(import_object(make))
+    )  # torchrl's take any keyword, and drop what none of them knows
     if not {"actor_network", "critic_network", *_OWN} <= known:
         raise ConfigError(_refusal(make))
     for name in arguments:

@@ -21,7 +21,7 @@ from lightning_rl.envs.collector import (
 from lightning_rl.envs.maker import TorchRLEnv, require_installed
 from lightning_rl.envs.torchrl_policy import TorchRLPolicy, own_key
 from lightning_rl.envs.torchrl_space import Places, agents_of
-from lightning_rl.envs.watch import END_S
+from lightning_rl.envs.watch import END_S, START_S
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.run.seeding import derived_seed
 from lightning_rl.run.spawning import without_main
@@ -70,11 +70,16 @@ class TorchRLCollector(EnvCollector):
 
     def start(self, seed: int, first: int, num_envs: int | None) -> None:
         require_installed("torchrl", "TorchRLEnv")
+        import torchrl.collectors  # now, as that takes longer than a step may
+
+        self._kind = torchrl.collectors.Collector
         self._seed = derived_seed(seed, first)
         one = self.env.made()
         found = agents_of(one)
         self._native = _is_native(one)
-        one.close()
+        self.deadline.again(END_S)
+        self._close(one)
+        self.deadline.again(START_S)
         self._envs = self._made(num_envs)
         self.agents = {name: space for name, (space, _) in found.items()}
         self._places: dict[str, Places] = {name: places for name, (_, places) in found.items()}
@@ -131,12 +136,11 @@ class TorchRLCollector(EnvCollector):
         return batch
 
     def _begin(self, agents: Agents, steps: int) -> None:
-        from torchrl.collectors import Collector
         from torchrl.envs.utils import ExplorationType
 
         self._steps = steps
         self._policy = TorchRLPolicy(agents, self.agents, self._places, self.deadline)
-        self._collector = Collector(
+        self._collector = self._kind(
             self._envs,
             self._policy,
             frames_per_batch=steps * self._envs.batch_size[0],

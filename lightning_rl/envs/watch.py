@@ -3,7 +3,8 @@
 import logging
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from lightning_rl.envs.collector import EnvCollector, EnvError, raised
 from lightning_rl.run.exits import no_exit
@@ -91,23 +92,26 @@ class Watch:
             deadline.begin(seconds)
         future = self._thread.submit(made)
         try:
-            while True:
-                limit = None if deadline is None else max(0.0, deadline.left) + _LATE_S
-                try:
-                    return wait(future, limit)
-                except TimeoutError:
-                    assert deadline is not None
-                    if not ended.is_set() and deadline.left < 0:
-                        raise deadline.expired(self._place()) from None
+            return wait(future, None if deadline is None else lambda: deadline.left + _LATE_S)
+        except TimeoutError:
+            assert deadline is not None
+            error = deadline.expired(self._place())
+            self._break_off(future, ended)
+            raise error from None
         except BaseException:
-            if not ended.is_set():
-                if deadline is not None:
-                    deadline.break_off()
-                if not ended.wait(_PAUSE_S):
-                    self._is_lost = True
-                    self._thread.abandon(future)
-                    self.collector.abandon()
+            self._break_off(future, ended)
             raise
+
+    def _break_off(self, future: Future[Any], ended: threading.Event) -> None:
+        """Let the call end with the step at hand; if that never ends, leave all of it behind."""
+        if ended.is_set():
+            return
+        if self.collector.deadline is not None:
+            self.collector.deadline.break_off()
+        if not ended.wait(_PAUSE_S):
+            self._is_lost = True
+            self._thread.abandon(future)
+            self.collector.abandon()
 
     def _place(self) -> str:
         """Which environment is being stepped, and the line of code that it has reached."""

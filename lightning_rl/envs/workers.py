@@ -86,7 +86,7 @@ class WorkersCollector(ProcessesCollector):
         self._found: dict[int, Played] = {}
         """What processes have played of the batch that is waited for."""
         self._heard = False
-        """The processes have started."""
+        """The processes have started, and played a batch."""
         self._has_agents = False
         self._version: int | None = None
         """The iteration that the processes' agents are of; None: they have none yet."""
@@ -156,10 +156,10 @@ class WorkersCollector(ProcessesCollector):
             answers = list(self._running.answers(self.deadline.left))
             if not answers:
                 raise self.deadline.expired(self.where())
-            self._heard = True
             for index, answer in answers:
                 if answer is not None:
                     found[index] = answer
+        self._heard = True
         return [found[index] for index in range(len(found))]
 
     def where(self) -> str:

@@ -49,9 +49,9 @@ def run(folder: Path, env: str, before: str = "", agents: str = "") -> subproces
     ("env", "before"),
     [
         (POOLED, ""),
-        (WORKERS, ""),
-        (TORCHRL, ""),
-        ("PooledGym('Mine-v0')", MADE_ELSEWHERE),
+        pytest.param(WORKERS, "", marks=pytest.mark.slow),
+        pytest.param(TORCHRL, "", marks=pytest.mark.slow),
+        pytest.param("PooledGym('Mine-v0')", MADE_ELSEWHERE, marks=pytest.mark.slow),
     ],
 )
 def test_a_script_without_a_guard_runs_once(tmp_path, env, before):
@@ -61,6 +61,7 @@ def test_a_script_without_a_guard_runs_once(tmp_path, env, before):
     assert ended.stdout.count("trained") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "before", "agents", "words"),
     [
