@@ -20,6 +20,7 @@ from lightning_rl import (
 )
 from lightning_rl.callbacks import IterationCheckpoint
 from lightning_rl.envs.collector import collector_of
+from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.watch import Watch
 from lightning_rl.envs.workers import WorkersCollector
 from lightning_rl.run.loop import stalled_seconds
@@ -59,6 +60,17 @@ def test_a_process_that_is_gone_is_told(started, kind, gone, words):
     process.join()
     with pytest.raises(EnvError, match=f"the process of environments {words} is gone"):
         made.collect(agents, 1, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [PooledGym, GymWorkers])
+def test_a_greedy_collector_takes_the_best_action(started, kind):
+    made = started(kind("tests.worlds:Walk-v0", workers=2))
+    made.greedy = True
+    agents = agent_for(made)
+    own = made.collect(agents, 0, 20)["steps", AGENT]
+    distributions, _ = agents[AGENT](own["observations"])
+    assert (own["actions", "action"] == distributions["action"].mode()).all()
 
 
 class Terminated(Callback):

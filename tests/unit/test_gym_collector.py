@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_rl import ConfigError, EnvError, GRUBody, Gym
+from lightning_rl import ConfigError, EnvDataModule, EnvError, GRUBody, Gym, TorchRLEnv
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.networks.actor_critic import joint_log_prob
@@ -201,3 +201,26 @@ def test_an_environment_that_forgets_is_found_out_when_a_run_goes_on():
 def test_an_environment_that_cannot_be_made_is_refused_by_name(make, words):
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        Gym(WALK),
+        TorchRLEnv(
+            "torchrl.envs.GymEnv", {"env_name": "CartPole-v1", "categorical_action_encoding": True}
+        ),
+    ],
+    ids=["gym", "torchrl"],
+)
+def test_a_greedy_collector_takes_the_best_action(env):
+    data = EnvDataModule(env, num_envs=2, frames_per_iteration=40, greedy=True)
+    made = data.collector
+    made.start(0, 0, 2)
+    agents = agent_for(made)
+    own = made.collect(agents, 0, 20)["steps", AGENT]
+    distributions, _ = agents[AGENT](own["observations"])
+    assert (own["actions", "action"] == distributions["action"].mode()).all()
+    drawn = distributions["action"].log_prob(own["actions", "action"])
+    torch.testing.assert_close(own["logprobs"], drawn, rtol=1e-5, atol=1e-6)
+    made.close()
