@@ -19,6 +19,7 @@ from tensordict import TensorDict
 
 from benchmarks.envs_ours import fit, made_of, make_data, make_module
 from benchmarks.envs_task import ENVS, STEPS, TASKS, arguments_of, cpu_now
+from lightning_rl.envs.batches import handed_out
 from lightning_rl.envs.gym import ACTION
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.gym_player import episode_seed
@@ -46,7 +47,8 @@ class BareLoop:
         """Collect and learn; returns the batch."""
         module = self.module
         agents: Any = module.agents
-        batch = self.collector.collect(agents, module.iteration, STEPS)
+        collected = self.collector.collect(agents, module.iteration, STEPS)
+        batch = handed_out(collected, self.collector.agents)
         rows, _ = rows_of(agents[AGENT], AGENT, batch, module.advantage)
         module.update({AGENT: rows}, (ENVS, STEPS))
         module.iteration += 1
@@ -106,7 +108,7 @@ class Compare(Callback):
         begin = cpu_now()
         over = self.alone.take(actions)
         row = {"fit": fitted, "bare": self.bare_seconds, "alone": cpu_now() - begin}
-        if over != int(batch["steps", "done"].sum()):
+        if over != int(batch["next", "done"].sum()):
             raise RuntimeError("the environments went another way than in training")
         self.rows.append(row)
         self.begin(batch_idx + 1)
@@ -125,7 +127,7 @@ class Compare(Callback):
 
 def actions_of(batch: TensorDict) -> torch.Tensor:
     """(E, T)."""
-    actions: torch.Tensor = batch["steps", AGENT, "actions", ACTION]
+    actions: torch.Tensor = batch[ACTION]
     return actions
 
 

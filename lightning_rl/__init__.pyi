@@ -238,6 +238,7 @@ from lightning_rl.engines.base import (
 )
 from lightning_rl.engines.policy_engines import PolicyEngines as PolicyEngines
 from lightning_rl.envs.base import EnvModule as EnvModule
+from lightning_rl.envs.batches import steps_of as steps_of
 from lightning_rl.envs.collector import (
     EnvCollector as EnvCollector,
     EnvEpisode as EnvEpisode,
@@ -260,6 +261,7 @@ from lightning_rl.envs.off_policy import OffPolicyModule as OffPolicyModule
 from lightning_rl.envs.pool import PooledGym as PooledGym
 from lightning_rl.envs.rows import Clips as Clips
 from lightning_rl.envs.sac import SACModule as SACModule
+from lightning_rl.envs.step_loss import StepLoss as StepLoss, TorchRLLoss as TorchRLLoss
 from lightning_rl.envs.transitions import TransitionBuffer as TransitionBuffer
 from lightning_rl.envs.workers import GymWorkers as GymWorkers
 from lightning_rl.errors import (

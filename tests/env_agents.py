@@ -7,6 +7,7 @@ import torch
 from lightning_rl import ActorCritic
 from lightning_rl.envs.collector import EnvCollector
 from lightning_rl.envs.maker import AGENT
+from lightning_rl.envs.watch import Watch
 
 
 def agent_for(made: EnvCollector, seed: int = 0, **options: Any) -> dict[str, ActorCritic]:
@@ -15,3 +16,8 @@ def agent_for(made: EnvCollector, seed: int = 0, **options: Any) -> dict[str, Ac
     agent = ActorCritic(**options)
     agent.build(made.agents[AGENT])
     return {AGENT: agent}
+
+
+def collected(made: Any, agents: Any, iteration: int, steps: int) -> Any:
+    """A batch, collected as a data module does it."""
+    return Watch(made, made.env.name)(lambda: made.collect(agents, iteration, steps))

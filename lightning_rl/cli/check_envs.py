@@ -13,13 +13,20 @@ def described(module: EnvModule, data: EnvDataModule) -> list[str]:
         ConfigError: if something does not fit.
         EnvError: if an environment goes wrong.
     """
-    data.collector.start(data.seed, 0, data.num_envs)
+    data.calls.start(data.seed, 0, data.num_envs)
+    try:
+        return _described(module, data)
+    finally:
+        data.close()
+
+
+def _described(module: EnvModule, data: EnvDataModule) -> list[str]:
     lines = [f"environment: {data.env.name}, {data.num_envs} of it side by side"]
     lines += [_seen(name, space) for name, space in data.spaces.items()]
     module.configure_model()
     count = sum(p.numel() for p in module.parameters())
     lines.append(f"agents: {module.described_as} ({count:,} parameters)")
-    batch = data.collector.collect(module.agents, 0, data.steps)
+    batch = data.calls(lambda: data.collector.collect(module.agents, 0, data.steps))
     size = sum(value.nbytes for value in batch.values(True, True))
     plan = f"an iteration: {data.steps} steps of each environment, {size / 2**20:.3g} MiB"
     if isinstance(module, ActorCriticModule):

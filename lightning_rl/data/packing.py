@@ -27,6 +27,7 @@ A *batch* is a TensorDict with two parts:
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -38,6 +39,51 @@ from lightning_rl.rollout import Rollout, Row
 from lightning_rl.run.dist import gather, rank, world_size
 
 _column = partial(torch.tensor, device="cpu")  # also where another device is the default
+
+
+class PackedBatch(TensorDict):
+    """Packed rollouts: ``tokens`` [N] of all of them, and ``rollouts`` [R], without a batch size.
+
+    It has no ``next`` and no slices, as a rollout is none of its tokens; asked for them, as by
+    torchrl's buffers and losses, it says what to call.
+
+    Raises:
+        ConfigError: for ``len``, for an index, and for a key that torchrl's batches have.
+    """
+
+    def __len__(self) -> int:
+        raise _no_view("a length")
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str | tuple):
+            _require_own(index)
+        elif index is not Ellipsis:
+            raise _no_view(f"[{index!r:.40}]")
+        return super().__getitem__(index)
+
+    def get(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+        """As a TensorDict's."""
+        _require_own(key)
+        return super().get(key, *args, **kwargs)
+
+
+_TORCHRLS = {
+    "action", "action_log_prob", "advantage", "done", "next", "observation", "reward",
+    "sample_log_prob", "state_value", "terminated", "value_target",
+}  # fmt: skip
+
+
+def _require_own(key: Any) -> None:
+    first = key[0] if isinstance(key, tuple) and key else key
+    if isinstance(first, str) and first in _TORCHRLS:
+        raise _no_view(repr(first))
+
+
+def _no_view(what: str) -> ConfigError:
+    return ConfigError(
+        f"a packed batch of language models has no {what}: lightning_rl.as_torchrl(batch) has a "
+        "row for each rollout, as_steps(batch) one for each token, with next, action, a batch size"
+    )
 
 
 def pack_rollouts(
@@ -115,7 +161,7 @@ def pack_rollouts(
         sampled_by[name] = _column([setting_of(*source, name) for source in sources], dtype=dtype)
     truncated = [rollout.finish_reason == "length" for rollout, _ in sources]
     rewards = [rollout.reward_of(row.role) for rollout, row in sources]
-    return TensorDict(
+    return PackedBatch(
         {
             "tokens": TensorDict(
                 {
@@ -257,7 +303,7 @@ def with_host(batch: TensorDict) -> TensorDict:
     host = host_of(batch)
     if host is batch or "host" in batch:
         return batch
-    return TensorDict(
+    return PackedBatch(
         {"tokens": batch["tokens"], "rollouts": batch["rollouts"], "host": host}, batch_size=[]
     )
 
@@ -279,7 +325,7 @@ def select(batch: TensorDict, rows: Tensor) -> TensorDict:
     }
     if "host" in batch:
         chosen["host"] = select(batch["host"], rows)
-    return TensorDict(chosen, batch_size=[])
+    return PackedBatch(chosen, batch_size=[])
 
 
 def has_zero_advantage(batch: TensorDict) -> Tensor:

@@ -1,14 +1,13 @@
 """EnvCollector: steps environments with agents, and hands out a batch of steps per iteration."""
 
-import signal
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import singledispatch
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -18,12 +17,18 @@ from lightning_rl.envs.maker import EnvMaker
 from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.networks.agent import EnvAgent
 from lightning_rl.networks.space import Space
+from lightning_rl.run.exits import EndsProcess
+from lightning_rl.run.loop import note_progress
 
 Agents = Mapping[str, EnvAgent]
 
 
 class EnvError(LightningRLError):
     """An environment raised, gave NaN, hung, or is not what it was; names which, and where."""
+
+
+class BrokenOff(BaseException):
+    """Ends a collection that nobody waits for; no Exception, as environments catch those."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,10 @@ class EnvCollector(ABC):
     ``terminated`` (E, T), and per agent, under its name, ``observations`` by name, ``actions`` by
     name, ``logprobs`` (E, T, *A) and ``rewards`` (E, T, *A); with a memory ``state`` (E, T, *A, S)
     before each step and ``begins`` (E, T), where an episode begins. ``ends`` holds what followed
-    steps that no step follows (the last, and those at which an episode was cut): their ``place``
-    (M,), e * T + t, and per agent ``observations``. The data module adds to ``steps`` which of them
-    are ``skipped`` (E, T), where its ``min_episode_length`` asks for it.
+    steps that no step of their episode follows (the last, and those at which an episode came to its
+    end or was cut): their ``place`` (M,), e * T + t, and per agent ``observations``. The data
+    module adds to ``steps`` which of them are ``skipped`` (E, T), where its ``min_episode_length``
+    asks for it, and hands all of it out as :mod:`.batches` says.
     """
 
     agents: Mapping[str, Space]
@@ -71,6 +77,10 @@ class EnvCollector(ABC):
     carried: Sequence[int] = ()
     """Steps that the episode at hand of each environment had when the last batch began; ():
     episodes begin with the batch."""
+    greedy = False
+    """Collect with the mode of the agents' distributions, in place of what is drawn from them."""
+    deadline: "Deadline | None" = None
+    """By when the present step has to be over; None: nobody watches for steps that hang."""
 
     syncing: Callable[[int], AbstractContextManager[Any]] = nullcontext
     """Entered with their version where agents are sent to other processes."""
@@ -121,9 +131,16 @@ class EnvCollector(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken."""
 
+    def where(self) -> str:
+        """Which environment is being stepped, and where it is, as far as that is known."""
+        return ""
+
     @abstractmethod
     def close(self) -> None:
         """Let go of all environments."""
+
+    def abandon(self) -> None:
+        """Touch no environment any more, as one of them hangs; end what processes they have."""
 
 
 @singledispatch
@@ -145,7 +162,9 @@ def collector_of(
 
 
 class Deadline:
-    """Ends a step of an environment that takes too long: in the main thread, where signals are.
+    """By when the present step of the environments has to be over.
+
+    Whoever steps says so with ``again`` before each step; who waits looks at ``left``.
 
     Args:
         seconds: that one step may take.
@@ -155,41 +174,70 @@ class Deadline:
     def __init__(self, seconds: float, what: str) -> None:
         self.seconds = seconds
         self.what = what
-        self._watches = False
+        self._end = float("inf")
+        self._given = seconds
+        self._broken_off = False
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield  # Watchdog is what watches then
-            return
-        before = signal.signal(signal.SIGALRM, self._expired)
-        self._watches = True
-        self.again()
-        try:
-            yield
-        finally:
-            self._watches = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+    def begin(self, seconds: float | None = None) -> None:
+        """A call begins, whose first step may take so long; None: as long as any."""
+        self._broken_off = False
+        self.again(seconds)
 
-    def again(self) -> None:
-        """Another step begins."""
-        if self._watches:
-            signal.setitimer(signal.ITIMER_REAL, self.seconds)
-
-    def _expired(self, number: int, frame: FrameType | None) -> NoReturn:
-        self.expired()
-
-    def expired(self) -> NoReturn:
-        """Say that a step has taken too long.
+    def again(self, seconds: float | None = None) -> None:
+        """Another step begins.
 
         Raises:
-            EnvError: always.
+            BrokenOff: if nobody waits for it.
         """
-        raise EnvError(
+        if self._broken_off:
+            raise BrokenOff
+        self._given = self.seconds if seconds is None else seconds
+        self._end = time.monotonic() + self._given
+        note_progress()
+
+    def break_off(self) -> None:
+        """Let the step at hand be the last one."""
+        self._broken_off = True
+
+    @property
+    def left(self) -> float:
+        """Seconds that the present step has."""
+        return self._end - time.monotonic()
+
+    def expired(self, where: str = "") -> EnvError:
+        """What to say of a step that has taken too long; ``where``: which, and where it hangs."""
+        which = f" ({where})" if where else ""
+        if self._given != self.seconds:  # it is no step
+            return EnvError(f"{self.what}: it did not come to its end in {self._given:g} s{which}")
+        return EnvError(
             f"{self.what}: a step took longer than max_step_seconds={self.seconds:g}; it hangs, or "
-            "raise that"
+            f"raise that{which}"
         )
+
+
+def raised(what: str, where: str, error: BaseException) -> BaseException:
+    """What to raise where an environment raised ``error``.
+
+    Args:
+        what: the environments.
+        where: which of them, and where it is.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if isinstance(error, BrokenOff) or (main and isinstance(error, KeyboardInterrupt)):
+        return error  # the user's own
+    place = f" ({where})" if where and where not in str(error) else ""
+    if isinstance(error, EnvError):
+        told = str(error)
+        return EnvError(told + place if told.startswith(what) else f"{what}: {told}{place}")
+    if isinstance(error, LightningRLError):
+        return error
+    which = f"{where} " if where else "it "
+    if isinstance(error, EndsProcess):
+        return EnvError(f"{what}: {which}called {error}, which would have ended the run")
+    advice = ""
+    if isinstance(error, ValueError) and "main thread" in str(error):  # of signal.signal
+        advice = "; PooledGym steps it in the main thread of a process of its own"
+    return EnvError(f"{what}: {which}raised {type(error).__name__}: {error}{advice}")
 
 
 @contextmanager

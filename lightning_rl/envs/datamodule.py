@@ -1,5 +1,6 @@
 """EnvDataModule: environments behind Lightning's data interface."""
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule
+from lightning_rl.envs.batches import handed_out
 from lightning_rl.envs.collector import EnvCollector, EnvEpisode, collector_of
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.lengths import too_short
@@ -20,6 +22,7 @@ from lightning_rl.envs.maker import EnvMaker
 from lightning_rl.envs.pool import PooledCollector
 from lightning_rl.envs.stats import episode_metrics, evaluation_metrics
 from lightning_rl.envs.torchrl_collector import TorchRLCollector
+from lightning_rl.envs.watch import Watch
 from lightning_rl.envs.workers import WorkersCollector
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.networks.space import Space
@@ -48,6 +51,8 @@ class EnvDataModule(CollectingDataModule):
             in the batch in which it ends is left out, and counted in ``rollout/skipped_share``.
         max_episode_length: steps after which an episode is cut; None: as the environment has it.
         collector: what steps them; None: what suits ``env``.
+        greedy: collect with the best action (the mode of the agents' distributions), not a drawn
+            one.
         eval_env: the environment to evaluate in; None: ``env``.
         eval_episodes: episodes of an evaluation, always of the same seeds; 0: there is none.
         eval_greedy: take the best action in them, not a drawn one.
@@ -72,6 +77,7 @@ class EnvDataModule(CollectingDataModule):
         min_episode_length: int = 1,
         max_episode_length: int | None = None,
         collector: EnvCollector | None = None,
+        greedy: bool = False,
         eval_env: EnvMaker | None = None,
         eval_episodes: int = 10,
         eval_greedy: bool = True,
@@ -127,6 +133,10 @@ class EnvDataModule(CollectingDataModule):
             else collector_of(eval_env, max_episode_length, max_step_seconds)
         )
         """What plays the episodes of an evaluation."""
+        self.collector.greedy = greedy
+        self.calls = Watch(self.collector, env.name)
+        """Through which the collector is called, so that none that hangs stops the run."""
+        self.player_calls = self.calls if eval_env is None else Watch(self.player, eval_env.name)
         self._loader: EnvLoader | None = None
         self._loader_state: dict[str, Any] | None = None
         self.episodes: Sequence[EnvEpisode] = ()
@@ -169,9 +179,9 @@ class EnvDataModule(CollectingDataModule):
         own = self.num_envs // ranks
         self.collector.syncing = self._syncing
         with dist.every_rank():
-            self.collector.start(self.seed, dist.rank() * own, own)
+            self.calls.start(self.seed, dist.rank() * own, own)
             if self.player is not self.collector:
-                self.player.start(self.seed, 0, None)
+                self.player_calls.start(self.seed, 0, None)
                 _require_same(self.collector.agents, self.player.agents)
         if self.judged_agent is not None and self.judged_agent not in self.spaces:
             raise ConfigError(
@@ -201,25 +211,40 @@ class EnvDataModule(CollectingDataModule):
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         # What is there already need not be looked through, tensor by tensor.
-        moves = isinstance(batch, TensorDict) and batch["ends", "place"].device != device
+        moves = isinstance(batch, TensorDict) and batch["done"].device != device
         return batch.to(device) if moves else batch
 
+    def on_exception(self, exception: BaseException) -> None:
+        """No environment outlives a run that failed or was interrupted."""
+        self.close()
+
     def teardown(self, stage: str) -> None:
-        self.collector.close()
-        self.player.close()
+        self.close()
         if self.trainer is not None:
             leave_directory(self.trainer)
+
+    def close(self) -> None:
+        """Let go of all environments, and of what processes they have."""
+        self.calls.close()
+        if self.player is not self.collector:
+            self.player_calls.close()
 
     # ---------------------------------------------------------------- collecting
 
     def collect(self, iteration: int) -> TensorDict:
-        """This rank's share of an iteration's steps."""
+        """This rank's share of an iteration's steps, [E, T], see :mod:`.batches`."""
         module, trainer = self._module(), self.trainer
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
+        precision = trainer.precision_plugin
         begin = time.perf_counter()
-        with module.clock("generate"), trainer.precision_plugin.forward_context():
-            batch = self.collector.collect(module.agents, iteration, self.steps)
+
+        def collected() -> TensorDict:
+            with precision.forward_context():  # of a thread
+                return self.collector.collect(module.agents, iteration, self.steps)
+
+        with module.clock("generate"):
+            batch = self.calls(collected)
         seconds = dist.all_reduce_max(time.perf_counter() - begin)
         told = dist.gather(list(self.collector.finished))
         self.episodes = [episode for share in told for episode in share]
@@ -228,7 +253,7 @@ class EnvDataModule(CollectingDataModule):
         module.record(dict(self.collector.metrics))
         if self.min_episode_length > 1:
             module.record({"rollout/skipped_share": self._skip_short(batch["steps"]) / frames})
-        return batch
+        return handed_out(batch, self.spaces)
 
     @contextmanager
     def _syncing(self, version: int) -> Iterator[None]:
@@ -274,8 +299,19 @@ class EnvDataModule(CollectingDataModule):
         """Episodes apart, in the precision in which the agents learn."""
         module, trainer = self._module(), self.trainer
         assert trainer is not None
-        with module.clock("eval"), trainer.precision_plugin.forward_context():
-            return self.player.play(module.agents, seeds, self.eval_greedy, render)
+        call_hook(trainer, "on_play_start")
+        precision = trainer.precision_plugin
+
+        def played() -> list[EnvEpisode]:
+            with precision.forward_context():  # of a thread
+                return self.player.play(module.agents, seeds, self.eval_greedy, render)
+
+        with module.clock("eval"):
+            return self.player_calls(played)
+
+    def stepping(self) -> tuple[str, threading.Thread] | None:
+        """What is being stepped right now, in words, and the thread in which it is."""
+        return self.calls.hanging() or self.player_calls.hanging()
 
     def _epoch(self) -> int:
         length = self.iterations_per_epoch

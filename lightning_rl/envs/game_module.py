@@ -124,13 +124,13 @@ class GameModule(ActorCriticModule):
         Raises:
             ConfigError: if some of its episodes are to be left out.
         """
-        if "skipped" in batch["steps"]:
+        if "skipped" in batch:
             raise ConfigError(
                 "data.min_episode_length leaves out episodes, and GameModule learns from all that "
                 "players did; set it to 1, or use ActorCriticModule"
             )
         rows, measured = rows_of(self.agents[name], name, batch, self.advantage, idle=True)
-        begins = batch["steps", "done"].roll(1, 1)
+        begins = batch["next", "done"].squeeze(-1).roll(1, 1)
         begins[:, 0] = True
         return replace(rows, begins=begins.flatten()), measured
 

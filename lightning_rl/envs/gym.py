@@ -42,6 +42,8 @@ class Gym(EnvMaker):
         self._name = name
         self.arguments = arguments or {}
         self.wrappers = wrappers or []
+        self._registered: Any = None
+        """What gymnasium is to know of it, where it is made in another process."""
 
     @property
     def name(self) -> str:
@@ -49,8 +51,31 @@ class Gym(EnvMaker):
 
     @property
     def plain(self) -> "Gym":
-        """The environment alone, without what is said of processes."""
-        return Gym(self.name, self.arguments, self.wrappers)
+        """The environment alone, without what is said of processes, to be sent to one.
+
+        Raises:
+            ConfigError: if it is defined in the script itself, which no other process imports.
+        """
+        import gymnasium
+
+        plain = Gym(self.name, self.arguments, self.wrappers)
+        if ":" not in self.name:  # else the module that is imported first registers it
+            plain._registered = gymnasium.registry.get(self.name)
+        if any(place.split(":")[0].split(".")[0] == "__main__" for place in plain._places()):
+            raise ConfigError(
+                f"data.env: {self.name}, or a wrapper of it, is defined in the script itself, "
+                "which other processes do not import; move it to a module of its own, and name it "
+                "'that_module:...'"
+            )
+        return plain
+
+    def _places(self) -> list[str]:
+        """Import paths of what it is made of, as far as they are known here."""
+        entry = getattr(self._registered, "entry_point", None)
+        paths = [self.name, entry if isinstance(entry, str) else getattr(entry, "__module__", "")]
+        return paths + [
+            w if isinstance(w, str) else str(w.get("class_path")) for w in self.wrappers
+        ]
 
     def made(self, **further: Any) -> Any:
         """One ``gymnasium.Env``; ``further`` arguments, such as ``render_mode``, go first.
@@ -61,6 +86,8 @@ class Gym(EnvMaker):
         require_installed("gymnasium", "Gym")
         import gymnasium
 
+        if self._registered is not None:
+            gymnasium.registry.setdefault(self._registered.id, self._registered)
         try:
             env = gymnasium.make(
                 self._name, **{"disable_env_checker": True} | self.arguments | further
@@ -90,6 +117,13 @@ def space_of(env: Any) -> Space:
     """
     from gymnasium import spaces
 
+    for name in ("observation_space", "action_space"):
+        space = getattr(env, name, None)
+        if not isinstance(space, spaces.Space):
+            raise ConfigError(
+                f"data.env: {name} of {type(env.unwrapped).__name__} is {space!r:.80}; gymnasium "
+                "asks for one of its spaces, such as Box or Discrete"
+            )
     seen = env.observation_space
     parts = dict(seen.spaces) if isinstance(seen, spaces.Dict) else {OBSERVATION: seen}
     return Space(
@@ -104,12 +138,18 @@ def _observed(name: str, space: Any) -> Observed:
     if isinstance(space, spaces.Discrete):
         return Observed((int(space.n),))  # one-hot
     if isinstance(space, spaces.Box | spaces.MultiBinary | spaces.MultiDiscrete):
-        as_bytes = space.dtype in (np.uint8, np.int8, np.bool_)
-        return Observed(tuple(space.shape), torch.uint8 if as_bytes else torch.float32)
+        return Observed(tuple(space.shape), torch.uint8 if holds_bytes(space) else torch.float32)
     raise ConfigError(
         f"data.env: observation {name!r} is a {type(space).__name__}, which no body reads; wrap it "
         "(gymnasium.wrappers.FlattenObservation), or use TorchRLEnv"
     )
+
+
+def holds_bytes(space: Any) -> bool:
+    """Tell whether its numbers are kept as bytes, which are never negative."""
+    if space.dtype == np.int8:
+        return not hasattr(space, "low") or bool((space.low >= 0).all())
+    return space.dtype in (np.uint8, np.bool_)
 
 
 def _action(space: Any) -> ActionKind:

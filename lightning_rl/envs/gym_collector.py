@@ -15,12 +15,15 @@ from lightning_rl.envs.collector import (
     EnvEpisode,
     EnvError,
     collector_of,
+    raised,
+    require_finite_values,
     seeded,
 )
 from lightning_rl.envs.gym import ACTION, Gym, space_of
 from lightning_rl.envs.gym_player import (
     Player,
     buffer_of,
+    close,
     picture_of,
     same_tensors,
     tensors_of,
@@ -47,6 +50,7 @@ class GymCollector(EnvCollector):
         max_step_seconds: after which an environment hangs.
     """
 
+    deadline: Deadline
     NOT_THERE = (
         "is not where it was when the checkpoint was saved: it does not play the same from the "
         "same seed, so the run cannot be gone on with as it was"
@@ -58,6 +62,7 @@ class GymCollector(EnvCollector):
         self._limit = max_episode_length
         self.deadline = Deadline(max_step_seconds, env.name)
         self._players: list[Player] = []
+        self._acting: Player | None = None
         self._rows: list[Any] = []
         self._state: Tensor | None = None
         self._begins: list[bool] = []
@@ -70,26 +75,25 @@ class GymCollector(EnvCollector):
 
     def start(self, seed: int, first: int, num_envs: int | None) -> None:
         self._seed = derived_seed(seed, first)
+        envs = [self.env.made() for _ in range(num_envs or 1)]
+        self.agents = {AGENT: space_of(envs[0])}
         self._players = [
-            Player(self.env.made(), seed, first + place, self._limit)
-            for place in range(num_envs or 1)
+            Player(env, seed, first + place, self._limit) for place, env in enumerate(envs)
         ]
-        self.agents = {AGENT: space_of(self._players[0].env)}
         self._rows = []
 
     # ---------------------------------------------------------------- collecting
 
     def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
         agent = agents[AGENT]
-        self._begin(agent)
-        self.carried = [len(player.actions) for player in self._players]
         table = StepTable(self.agents[AGENT], steps, len(self._players))
         acted: list[Tensor] = []
         distributions: list[ActionDistribution] = []
         states: list[Tensor] = []
-        place = 0
         try:
-            with seeded(derived_seed(self._seed, iteration)), torch.no_grad(), self.deadline():
+            self._begin(agent)
+            self.carried = [len(player.actions) for player in self._players]
+            with seeded(derived_seed(self._seed, iteration)), torch.no_grad():
                 for step in range(steps):
                     self.deadline.again()
                     write_rows(table.seen, step, self._rows)
@@ -100,15 +104,13 @@ class GymCollector(EnvCollector):
                     now = {n: seen.to(agent.device) for n, seen in now.items()}
                     made, self._state = agent.act(now, self._state)
                     distributions.append(made[ACTION])
-                    acted.append(made[ACTION].sample())
+                    acted.append(sampled(made, self.greedy)[ACTION])
                     chosen = acted[-1].tolist()
                     for place, player in enumerate(self._players):
                         self._step(table, step, place, player, chosen[place])
-        except EnvError as error:
-            raise EnvError(f"{error} ({self._where(place)})") from error
-        except Exception as error:  # whatever an environment raises
-            what = f"{type(error).__name__}: {error}"
-            raise EnvError(f"{self.env.name}: {self._where(place)} raised {what}") from error
+        except BaseException as error:  # whatever an environment raises
+            raise raised(self.env.name, self.where(), error) from error
+        self._acting = None
         self.finished = table.finished
         actions = torch.stack(acted, 1)
         with torch.no_grad():  # for all steps at once: it costs as much as for one
@@ -120,6 +122,7 @@ class GymCollector(EnvCollector):
         return table.batch(self.env.name, acts, self._players[0].place)
 
     def _step(self, table: StepTable, step: int, place: int, player: Player, action: Any) -> None:
+        self._acting = player
         row, reward, over, cut = player.step(action)
         ended = player.over(over) if over or cut else None
         table.note(step, place, reward, row, ended)
@@ -135,16 +138,18 @@ class GymCollector(EnvCollector):
             self._go_on(self._loaded)
             self._loaded = None
         if not self._rows:
-            self._rows = [player.begin(0) for player in self._players]
+            self._rows = [self._reset(player) for player in self._players]
             self._begins = [True] * len(self._players)
             self._state = agent.begin(len(self._players)) if agent.state_size else None
 
-    def _where(self, place: int) -> str:
-        player = self._players[place]
-        return (
-            f"environment {player.place} in step {len(player.actions)} of its episode "
-            f"{player.episode}, of seed {player.seed}"
-        )
+    def _reset(self, player: Player) -> Any:
+        """What a player sees at the begin of its first episode."""
+        self.deadline.again()
+        self._acting = player
+        return player.begin(0)
+
+    def where(self) -> str:
+        return "" if self._acting is None else self._acting.where()
 
     # ---------------------------------------------------------------- episodes apart
 
@@ -154,22 +159,28 @@ class GymCollector(EnvCollector):
         agent, space = agents[AGENT], self.agents[AGENT]
         device = agent.device
         options = {"render_mode": "rgb_array"} if render else {}
-        players = [Player(self.env.made(**options), seed, 0, self._limit) for seed in seeds]
+        players: list[Player] = []
         episodes: dict[int, EnvEpisode] = {}
         pictures: list[list[Any]] = [[] for _ in seeds]
-        rows = [player.begin(0) for player in players]
-        state = agent.begin(len(players)) if agent.state_size else None
-        playing = list(range(len(players)))
         try:
-            with seeded(seeds[0]), torch.no_grad(), self.deadline():
+            for seed in seeds:
+                players.append(Player(self.env.made(**options), seed, 0, self._limit))
+            rows = [self._reset(player) for player in players]
+            state = agent.begin(len(players)) if agent.state_size else None
+            playing = list(range(len(players)))
+            with seeded(seeds[0]), torch.no_grad():
                 while playing:
                     self.deadline.again()
                     seen = {n: buffer_of(o, 1, len(playing)) for n, o in space.observations.items()}
                     write_rows(seen, 0, [rows[place] for place in playing])
-                    observed = {n: torch.from_numpy(b[0]).to(device) for n, b in seen.items()}
-                    made, state = agent.act(observed, state)
+                    observed = {n: torch.from_numpy(b[0]) for n, b in seen.items()}
+                    require_finite_values(
+                        self.env.name, {n: o.unsqueeze(1) for n, o in observed.items()}
+                    )
+                    made, state = agent.act({n: o.to(device) for n, o in observed.items()}, state)
                     chosen = sampled(made, greedy)[ACTION].tolist()
                     for place, action in zip(playing, chosen, strict=True):
+                        self._acting = players[place]
                         if render:
                             pictures[place].append(picture_of(players[place].env, self.env.name))
                         rows[place], _, over, cut = players[place].step(action)
@@ -178,9 +189,11 @@ class GymCollector(EnvCollector):
                     left = [i for i, place in enumerate(playing) if place not in episodes]
                     playing = [playing[i] for i in left]
                     state = None if state is None else state[left]
+        except BaseException as error:  # whatever an environment raises
+            raise raised(self.env.name, self.where(), error) from error
         finally:
-            for player in players:
-                player.env.close()
+            self._acting = None
+            close(self.env.name, (player.env for player in players))
         return [replace(episodes[i], pictures=pictures[i]) for i in range(len(seeds))]
 
     # ---------------------------------------------------------------- going on
@@ -205,17 +218,20 @@ class GymCollector(EnvCollector):
             return  # another number of environments: new episodes
         self._rows, self._begins = [], []
         for player, known in zip(self._players, state["episodes"], strict=True):
+            self.deadline.again()
+            self._acting = player
             row, ended = player.again(known["episode"], known["actions"])
             if ended or not same_tensors(tensors_of(row), known["seen"]):
-                where = self._where(player.place - self._players[0].place)
-                raise EnvError(f"{self.env.name}: {where}, {self.NOT_THERE}")
+                raise EnvError(f"{self.env.name}: {self.where()}, {self.NOT_THERE}")
             self._rows.append(row)
             self._begins.append(not known["actions"])
         self._state = state["state"]
 
     def close(self) -> None:
-        for player in self._players:
-            player.env.close()
+        players, self._players = self._players, []
+        close(self.env.name, (player.env for player in players))
+
+    def abandon(self) -> None:
         self._players = []
 
 

@@ -1,23 +1,33 @@
 """Player: one gymnasium environment and its episodes; and rows of what is seen."""
 
-from collections.abc import Mapping, Sequence
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_rl.envs.collector import EnvEpisode
+from lightning_rl.envs.collector import EnvEpisode, EnvError
 from lightning_rl.envs.gym import OBSERVATION
+from lightning_rl.envs.gym_form import form_of, shown
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.errors import ConfigError
 from lightning_rl.networks.space import Observed
 from lightning_rl.run.seeding import derived_seed
 
+_log = logging.getLogger(__name__)
+
 
 def episode_seed(seed: int, place: int, episode: int) -> int:
     """The seed that an environment is reset with; each episode of each has one of its own."""
     return derived_seed(seed, place, episode) % 2**31
+
+
+def place_of(place: int, step: int, episode: int, seed: int) -> str:
+    """An environment's step of an episode, in words."""
+    return f"environment {place} in step {step} of its episode {episode}, of seed {seed}"
 
 
 class Player:
@@ -42,8 +52,7 @@ class Player:
         self._start = int(getattr(action, "start", 0)) if action.shape == () else 0
         box = hasattr(action, "low")
         self._bounds = (action.low, action.high) if box else None
-        seen = env.observation_space
-        self._one_hot = int(seen.n) if hasattr(seen, "n") and seen.shape == () else 0
+        self.seen = form_of(env.observation_space)
 
     @property
     def seed(self) -> int:
@@ -53,7 +62,12 @@ class Player:
     def begin(self, episode: int) -> Any:
         """Reset to the begin of an episode; returns what is seen."""
         self.episode, self.actions, self.reward = episode, [], 0.0
-        return self.seen(self.env.reset(seed=self.seed)[0])
+        answer = self.env.reset(seed=self.seed)
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise EnvError(
+                f"reset returned {shown(answer)}; gymnasium asks for (observation, info)"
+            )
+        return self.seen(answer[0])
 
     def again(self, episode: int, actions: Sequence[Any]) -> tuple[Any, bool]:
         """Do again what was done in an episode; what is seen then, and whether it has ended."""
@@ -72,23 +86,41 @@ class Player:
             action = np.clip(np.asarray(action, np.float32), *self._bounds)
         elif self._start:
             action = action + self._start
-        observed, reward, terminated, truncated, _ = self.env.step(action)
-        reward = float(reward)
+        answer = self.env.step(action)
+        try:
+            observed, reward, terminated, truncated, _ = answer
+        except (TypeError, ValueError):
+            raise EnvError(
+                f"step returned {shown(answer)}; gymnasium asks for (observation, reward, "
+                "terminated, truncated, info)"
+            ) from None
+        try:
+            reward = float(reward)
+        except (OverflowError, TypeError, ValueError):
+            reward = math.nan
+        if not math.isfinite(reward):
+            raise EnvError(f"step gave {shown(answer[1])} as reward, which is no finite number")
         self.reward += reward
         truncated = truncated or len(self.actions) == self._limit
         return self.seen(observed), reward, bool(terminated), bool(truncated)
 
-    def seen(self, observed: Any) -> Any:
-        """An observation as agents get it: a number of n as a row of n."""
-        if not self._one_hot:
-            return observed
-        row = np.zeros(self._one_hot, np.float32)
-        row[int(observed) - int(self.env.observation_space.start)] = 1
-        return row
+    def where(self) -> str:
+        """Which environment, and which step of which episode, for messages."""
+        return place_of(self.place, len(self.actions), self.episode, self.seed)
 
     def over(self, terminated: bool) -> EnvEpisode:
         """What is to be told of the episode."""
         return EnvEpisode({AGENT: self.reward}, len(self.actions), self.seed, terminated)
+
+
+def close(name: str, envs: Iterable[Any]) -> None:
+    """Let go of environments; of one that cannot be, and is not needed any more, tell."""
+    for env in envs:
+        try:
+            env.close()
+        except (Exception, SystemExit) as error:
+            what = f"{type(error).__name__}: {error}"
+            _log.warning("%s: close raised %s; it is left as it is", name, what)
 
 
 def picture_of(env: Any, name: str) -> np.ndarray:

@@ -41,8 +41,7 @@ class StepTable:
         if over is not None:
             self._done[step, place], self._terminated[step, place] = True, over.terminated
             self.finished.append(over)
-        cut = over is not None and not over.terminated
-        if cut or (over is None and step == self.steps - 1):
+        if over is not None or step == self.steps - 1:
             # A copy: an environment may write the next observation over it.
             self._ends.append((place * self.steps + step, deepcopy(row)))
 

@@ -18,6 +18,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule, Measured, add, summed_up
 from lightning_rl.envs.joint_loss import JointLoss
 from lightning_rl.envs.rows import Clips, Rows, minibatches, normalized, rows_of
+from lightning_rl.envs.step_loss import Made, StepLoss
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.networks.actor_critic import ActorCritic, joint_entropy, joint_log_prob
@@ -27,9 +28,6 @@ from lightning_rl.networks.memory import RecurrentBody
 from lightning_rl.networks.schedules import EveryIteration
 from lightning_rl.run.dist import all_sum, any_rank
 from lightning_rl.run.seeding import derived_generator, run_seed
-
-Made = Mapping[str, ActionDistribution]
-"""An agent's distributions, by action."""
 
 
 @configurable
@@ -42,7 +40,8 @@ class ActorCriticModule(EnvModule):
     Args:
         agents: by the names that the environment has for its groups; a group that is not named,
             and the one agent of a single-agent environment, is an ``ActorCritic()``.
-        loss: policy loss; any that looks at steps alone.
+        loss: policy loss, any that looks at steps alone; or a ``StepLoss``, such as
+            ``TorchRLLoss``, which stands for ``value_loss`` and ``entropy``, too.
         advantage: how rewards become credit.
         value_loss: the critic's loss.
         entropy: bonus; None for none.
@@ -73,7 +72,7 @@ class ActorCriticModule(EnvModule):
     def __init__(
         self,
         agents: dict[str, ActorCritic] | None = None,
-        loss: PolicyLoss = PPOClip(),
+        loss: PolicyLoss | StepLoss = PPOClip(),
         advantage: StepAdvantage = StepGAE(),
         value_loss: ValueLoss = ValueLoss(),
         entropy: EntropyBonus | None = None,
@@ -95,7 +94,7 @@ class ActorCriticModule(EnvModule):
         require_at_least(1, epochs=epochs, minibatches=minibatches)
         require_finite(max_grad_norm=max_grad_norm)
         check_target_kl(target_kl, epochs=epochs)
-        check_step_loss(f"loss={type(loss).__name__}", loss)
+        _check_loss(loss, value_loss, entropy)
         save_primitive_hparams(self)
         self.automatic_optimization = False
         self.given_agents = agents or {}
@@ -130,7 +129,7 @@ class ActorCriticModule(EnvModule):
                 metrics |= self.named(name, measured)
                 if any_rank(bool(own.learned["weights"].any())):
                     rows[name] = own
-            metrics |= self.update(rows, tuple(batch["steps"].batch_size))
+            metrics |= self.update(rows, tuple(batch.batch_size))
         self.end_iteration(metrics)
         self.record(metrics)
 
@@ -207,30 +206,37 @@ class ActorCriticModule(EnvModule):
         self, made: Made, values: Tensor, rows: Rows, old: Made, places: Tensor
     ) -> tuple[Tensor, Metrics]:
         """An agent's loss, summed so that ranks' sum is the mean over steps; and metrics (M,)."""
-        tokens = {key: value.flatten() for key, value in rows.learned.items()}
-        weights = tokens["weights"]
+        weights = rows.learned["weights"].flatten()
         share = weights / all_sum(weights.sum()).clamp(min=1)
+        whole = self.loss if isinstance(self.loss, StepLoss) else self._own_loss
+        loss, metrics = whole(made, values, rows)
+        if self.kl is not None:
+            moved = torch.stack([old[key].at(places).kl(d) for key, d in made.items()]).sum(0)
+            moved = moved.flatten()
+            metrics["policy/kl"] = moved.detach()
+            loss = loss + self.kl.value * moved
+        live = weights > 0
+        if not bool(live.all()):
+            metrics = {key: value[live] for key, value in metrics.items()}
+        return (loss * share).sum(), metrics
+
+    def _own_loss(self, made: Made, values: Tensor, rows: Rows) -> tuple[Tensor, Metrics]:
+        """Of policy, entropy and critic, (M,) each."""
+        assert isinstance(self.loss, PolicyLoss)
+        tokens: Any = {key: value.flatten() for key, value in rows.learned.items()}
         if self.normalize_minibatches:
-            tokens["advantages"] = normalized(tokens["advantages"], weights > 0)
+            tokens["advantages"] = normalized(tokens["advantages"], tokens["weights"] > 0)
         loss, metrics = self.loss(joint_log_prob(made, rows.actions).flatten(), tokens)
         entropy = joint_entropy(made).flatten()
         metrics = {f"policy/{key}": value for key, value in metrics.items()}
         metrics |= {"policy/entropy": entropy.detach(), "policy/loss": loss.detach()}
         if self.entropy is not None:
             loss = loss - self.entropy.at(self.iteration) * entropy
-        if self.kl is not None:
-            moved = torch.stack([old[key].at(places).kl(d) for key, d in made.items()]).sum(0)
-            moved = moved.flatten()
-            metrics["policy/kl"] = moved.detach()
-            loss = loss + self.kl.value * moved
         if self.advantage.needs_values:
             value_loss, of_values = self.value_loss(values.flatten(), tokens)
             metrics |= {f"value/{k.removeprefix('value_')}": v for k, v in of_values.items()}
             loss = loss + value_loss
-        live = weights > 0
-        if not bool(live.all()):
-            metrics = {key: value[live] for key, value in metrics.items()}
-        return (loss * share).sum(), metrics
+        return loss, metrics
 
     def clipped_parts(self, agent: EnvAgent) -> list[list[nn.Parameter]]:
         """All of them together if ``clip_jointly``."""
@@ -290,3 +296,22 @@ class ActorCriticModule(EnvModule):
                     f"and {name!r} is none that learns in every iteration; drop joint_loss, or "
                     "that agent's schedule"
                 )
+
+
+def _check_loss(
+    loss: PolicyLoss | StepLoss, value_loss: ValueLoss, entropy: EntropyBonus | None
+) -> None:
+    """Refuse a loss that needs what steps do not have, or has what is given beside it.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    if not isinstance(loss, StepLoss):
+        check_step_loss(f"loss={type(loss).__name__}", loss)
+        return
+    given = "entropy" if entropy is not None else "value_loss"
+    if entropy is not None or value_loss != ValueLoss():
+        raise ConfigError(
+            f"{given} stands beside loss={type(loss).__name__}, which has its own; leave {given} "
+            "out, and say it there (entropy_coeff, critic_coeff)"
+        )

@@ -14,6 +14,7 @@ from lightning_rl.envs.gym import ACTION, Gym
 from lightning_rl.envs.gym_player import (
     buffer_of,
     episode_seed,
+    place_of,
     same_tensors,
     tensors_of,
     write_rows,
@@ -21,7 +22,8 @@ from lightning_rl.envs.gym_player import (
 from lightning_rl.envs.gym_table import StepTable
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.pool_process import serve
-from lightning_rl.envs.processes import START_S, ProcessesCollector
+from lightning_rl.envs.processes import ProcessesCollector
+from lightning_rl.envs.watch import START_S
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.networks.actor_critic import joint_log_prob, sampled
 from lightning_rl.run.seeding import derived_seed
@@ -81,10 +83,10 @@ class _Seat:
         self.actions: list[Any] = []
         self._seed = seed
 
-    @property
-    def seed(self) -> int:
-        """Of the present episode."""
-        return episode_seed(self._seed, self.place, self.episode)
+    def where(self) -> str:
+        """Which environment, and which step of which episode, for messages."""
+        seed = episode_seed(self._seed, self.place, self.episode)
+        return place_of(self.place, len(self.actions), self.episode, seed)
 
 
 class PooledCollector(ProcessesCollector):
@@ -103,6 +105,8 @@ class PooledCollector(ProcessesCollector):
         self._seed = derived_seed(seed, first)
         self._players: Any = [_Seat(first + place, seed) for place in range(count)]
         self._rows = []
+        self._asked: dict[int, None] = {}
+        """Environments that have something to answer, the longest first."""
         places = [seat.place for seat in self._players]
         shares = [places[i :: self.env.workers] for i in range(min(self.env.workers, count))]
         self._start_processes(serve, shares, seed)
@@ -160,7 +164,7 @@ class PooledCollector(ProcessesCollector):
         state = None if self._state is None else self._state[served]
         seen = {n: torch.from_numpy(buffer).to(agent.device) for n, buffer in rows.items()}
         made, after = agent.act(seen, state)
-        drawn = sampled(made, greedy=False)
+        drawn = sampled(made, self.greedy)
         where = torch.tensor(served), torch.tensor([done[place] for place in served])
         shape = (len(self._players), table.steps)
         _put(acts, "logprobs", joint_log_prob(made, drawn), where, shape)
@@ -172,6 +176,7 @@ class PooledCollector(ProcessesCollector):
             table.begins[done[place], place] = self._begins[place]
             self._players[place].actions.append(action)
             self._send(place, "step", action)
+        self.deadline.again()
 
     def _take(self, place: int, answer: list[Any], done: list[int], table: StepTable) -> None:
         """Note what an environment answered."""
@@ -190,29 +195,34 @@ class PooledCollector(ProcessesCollector):
     # ---------------------------------------------------------------- processes
 
     def _send(self, place: int, what: str, value: Any) -> None:
+        self._asked[place] = None
         number = self._players[place].place
         self._running.send(self._of[number], (number, what, value))
 
-    def _answers(
-        self, since: float, others_wait: bool, starts: bool = False
-    ) -> Iterable[tuple[Any, ...]]:
+    def _answers(self, since: float, others_wait: bool) -> Iterable[tuple[Any, ...]]:
         """Answers that are there, or come before those that wait have waited long enough.
 
         Raises:
-            EnvError: if an environment raised, its process is gone, or none answers at all.
+            EnvError: if an environment raised, its process is gone, or none answers in time.
         """
         patient = others_wait and not self.env.force_sync
-        seconds = START_S if starts else self.deadline.seconds
+        seconds = self.deadline.left
         if patient:
             seconds = max(0.0, since + self.env.max_wait - time.monotonic())
-        ready = list(self._running.answers(seconds))
-        if not ready and not patient:
-            self.deadline.expired()
+        ready = list(self._running.answers(max(0.0, seconds)))
+        if not ready and self.deadline.left <= 0:
+            raise self.deadline.expired(self.where())
         for _, (number, *answer) in ready:
             place = number - self._first
+            self._asked.pop(place, None)
+            self.deadline.again()
             if len(answer) == 1:
-                raise EnvError(f"{self.env.name}: {self._where(place)} raised {answer[0]}")
+                raise answer[0]
             yield place, *answer
+
+    def where(self) -> str:
+        place = next(iter(self._asked), None)
+        return "" if place is None else self._players[place].where()
 
     def _begin(self, agent: Any) -> None:
         loaded, self._loaded = self._loaded, None
@@ -232,17 +242,18 @@ class PooledCollector(ProcessesCollector):
             seat.episode, seat.actions = known["episode"], list(known["actions"])
             self._send(place, "again", (seat.episode, seat.actions))
         self._rows = self._all_rows()
-        for place, known in enumerate(state["episodes"]):
+        for place, (seat, known) in enumerate(zip(self._players, state["episodes"], strict=True)):
             if not same_tensors(tensors_of(self._rows[place]), known["seen"]):
-                raise EnvError(f"{self.env.name}: {self._where(place)}, {self.NOT_THERE}")
+                raise EnvError(f"{self.env.name}: {seat.where()}, {self.NOT_THERE}")
         self._begins = [not known["actions"] for known in state["episodes"]]
         self._state = state["state"]
 
     def _all_rows(self) -> list[Any]:
-        """An answer of each environment, in order of their places."""
+        """An answer of each environment, in order of their places; their processes start first."""
         rows: dict[int, Any] = {}
+        self.deadline.again(START_S)
         while len(rows) < len(self._players):
-            for place, row, *_ in self._answers(time.monotonic(), False, starts=True):
+            for place, row, *_ in self._answers(time.monotonic(), False):
                 rows[place] = row
         return [rows[place] for place in range(len(rows))]
 

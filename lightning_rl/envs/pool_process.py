@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from lightning_rl.envs.collector import raised
 from lightning_rl.envs.gym import Gym
-from lightning_rl.envs.gym_player import Player
+from lightning_rl.envs.gym_player import Player, close
 from lightning_rl.envs.processes import Line
 
 
@@ -13,18 +14,18 @@ def serve(line: Line, places: list[int], env: Gym, seed: int, limit: int | None)
     A request is (place, what, value): ``begin`` an episode by its number, ``step`` with an action,
     or ``again`` (an episode, and the actions in it so far). An answer is (place, row, reward, over,
     cut, episode); of an episode that ended, the row is that of its end, and (place, row) of the
-    next one's begin follow. Instead of an answer there may be (place, what it raised).
+    next one's begin follow. Instead of an answer there may be (place, an error that
+    tells what it raised).
     """
     players = {place: Player(env.made(), seed, place, limit) for place in places}
     while (request := line.receive()) is not None:
         place, what, value = request
         try:
             answer = _answer(players[place], what, value)
-        except Exception as error:  # whatever an environment raises
-            answer = (place, f"{type(error).__name__}: {error}")
+        except BaseException as error:  # whatever an environment raises
+            answer = (place, raised(env.name, players[place].where(), error))
         line.send(answer)
-    for player in players.values():
-        player.env.close()
+    close(env.name, (player.env for player in players.values()))
 
 
 def _answer(player: Player, what: str, value: Any) -> tuple[Any, ...]:

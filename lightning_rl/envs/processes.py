@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,14 +14,12 @@ from typing import Any
 from lightning_rl.envs.collector import EnvError
 from lightning_rl.envs.gym import space_of
 from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.envs.gym_player import close
 from lightning_rl.envs.maker import AGENT
+from lightning_rl.envs.watch import END_S, START_S
 from lightning_rl.errors import LightningRLError
 from lightning_rl.run.keeper import stay_kept
-
-END_S = 5.0
-"""How long a process may take to end by itself."""
-START_S = 300.0
-"""How long it may take to start, on a busy machine."""
+from lightning_rl.run.spawning import without_main
 
 
 class HungUpError(Exception):
@@ -101,7 +100,8 @@ class EnvProcesses:
             ours, theirs = context.Pipe()
             told = (name, serve, theirs, share, *arguments)
             process = context.Process(target=_run, args=told, daemon=True)
-            process.start()
+            with without_main():
+                process.start()
             theirs.close()
             self.processes.append(process)
             self._lines.append(Line(ours))
@@ -135,13 +135,13 @@ class EnvProcesses:
 
     def _gone(self, index: int) -> EnvError:
         numbers = ", ".join(map(str, self.shares[index]))
-        return EnvError(
-            f"{self.name}: the process of environments {numbers} is gone: it was killed, for its "
-            "memory perhaps"
-        )
+        process = self.processes[index]
+        process.join(END_S)
+        how = _end_of(process.exitcode)
+        return EnvError(f"{self.name}: the process of environments {numbers} is gone: {how}")
 
     def close(self) -> None:
-        """End all of them."""
+        """Ask all of them to end; end those that do not, as they hang in a step."""
         for line in self._lines:
             try:
                 line.send(None)
@@ -149,11 +149,29 @@ class EnvProcesses:
                 continue  # it is gone already
             finally:
                 line.close()  # so that none waits to be heard
+        until = time.monotonic() + END_S
+        for process in self.processes:
+            process.join(max(0.0, until - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End all of them at once."""
+        for process in self.processes:
+            process.terminate()  # its keeper, which ends all of it at once
         for process in self.processes:
             process.join(END_S)
-            if process.is_alive():  # it hangs in a step
-                process.terminate()  # its keeper, which ends all of it at once
         self.processes, self._lines = [], []
+
+
+def _end_of(status: int | None) -> str:
+    """How a process came to its end, by its exit status."""
+    if status is None:
+        return "it hung up"
+    if status < 0:
+        name = signal.Signals(-status).name
+        memory = ", for its memory perhaps" if -status == signal.SIGKILL else ""
+        return f"it was killed by {name}{memory}"
+    return f"it ended with status {status}; what it printed is above"
 
 
 class ProcessesCollector(GymCollector):
@@ -177,13 +195,20 @@ class ProcessesCollector(GymCollector):
         """Start :class:`EnvProcesses`, once it is known what is seen and done in an environment."""
         one = self.env.made()
         self.agents = {AGENT: space_of(one)}
-        one.close()
+        self.deadline.again(END_S)
+        close(self.env.name, [one])
+        self.deadline.again(START_S)
         own = (self.env.plain, seed, self._limit, *arguments)
         self.processes = EnvProcesses(self.env.name, serve, shares, *own)
 
     def close(self) -> None:
         if self.processes is not None:
             self.processes.close()
+            self.processes = None
+
+    def abandon(self) -> None:
+        if self.processes is not None:
+            self.processes.kill()
             self.processes = None
 
 
@@ -196,7 +221,7 @@ def _run(name: str, serve: Callable[..., None], connection: Connection, *argumen
         serve(line, *arguments)
     except HungUpError:
         return  # nobody is there to be answered
-    except Exception as error:  # whatever an environment, or an agent, raises
+    except BaseException as error:  # whatever an environment, or an agent, raises
         known = isinstance(error, LightningRLError)
         with suppress(HungUpError):
             line.send(Failed(str(error) if known else f"{name}: {type(error).__name__}: {error}"))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_rl.algos.steps import StepAdvantage, Steps
 from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.batches import last_places, steps_of
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.networks.actor_critic import ActorCritic
 from lightning_rl.networks.memory import RecurrentBody
@@ -100,11 +101,11 @@ def rows_of(
     Raises:
         ConfigError: if the batch lacks something.
     """
-    steps = batch["steps"]
+    steps = steps_of(batch, {name: agent})
     own = steps[name]
     rewards, done, terminated = own["rewards"], steps["done"], steps["terminated"]
     if advantage.needs_values:
-        values, following = _values(agent, name, batch)
+        values, following = _values(agent, own, last_places(steps))
     else:
         values = following = torch.zeros_like(rewards)
     advantages, returns = advantage(Steps(rewards, values, following, terminated, done))
@@ -154,11 +155,10 @@ def _flat(tensors: TensorDict) -> dict[str, Tensor]:
     return {name: value.flatten(0, 1) for name, value in tensors.items()}
 
 
-def _values(agent: ActorCritic, name: str, batch: TensorDict) -> tuple[Tensor, Tensor]:
+def _values(agent: ActorCritic, own: TensorDict, place: Tensor) -> tuple[Tensor, Tensor]:
     """Values (E, T, *A) of what was seen before each step, and after it."""
-    own, ends = batch["steps", name], batch["ends"]
-    seen, last = dict(own["observations"].items()), dict(ends[name, "observations"].items())
-    place = ends["place"]
+    seen = dict(own["observations"].items())
+    last = {n: after.flatten(0, 1)[place] for n, after in own["following"].items()}
     if isinstance(agent.body, RecurrentBody):
         in_time = {n: value.transpose(0, 1) for n, value in seen.items()}
         values = agent.values(in_time, own["state"][:, 0], own["begins"].T).transpose(0, 1)

@@ -1,5 +1,6 @@
 """TorchRLCollector: torchrl's collector, with a seed and fresh episodes for each iteration."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,16 +13,20 @@ from lightning_rl.envs.collector import (
     Deadline,
     EnvCollector,
     EnvEpisode,
-    EnvError,
     collector_of,
+    raised,
     require_finite_values,
     seeded,
 )
 from lightning_rl.envs.maker import TorchRLEnv, require_installed
 from lightning_rl.envs.torchrl_policy import TorchRLPolicy, own_key
 from lightning_rl.envs.torchrl_space import Places, agents_of
+from lightning_rl.envs.watch import END_S, START_S
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.run.seeding import derived_seed
+from lightning_rl.run.spawning import without_main
+
+_log = logging.getLogger(__name__)
 
 LONGEST = 100_000
 """Steps after which an episode of an evaluation is given up, where nothing limits it."""
@@ -40,19 +45,24 @@ class TorchRLCollector(EnvCollector):
         max_step_seconds: after which a step hangs.
     """
 
+    deadline: Deadline
+
     def __init__(
         self, env: TorchRLEnv, max_episode_length: int | None, max_step_seconds: float
     ) -> None:
         require_at_least(1, max_episode_length=max_episode_length)
         self.env = env
         self._limit = max_episode_length
-        self._deadline = Deadline(max_step_seconds, env.name)
+        self.deadline = Deadline(max_step_seconds, env.name)
         self._envs: Any = None
         self._seed = 0
+        self._now = 0  # of what is being collected
         self._policy: TorchRLPolicy | None = None
         self._batches: Any = None
         self._collector: Any = None
         self._steps = 0
+        self._parallel: list[Any] = []
+        """Environments in processes of torchrl's."""
 
     @property
     def exact(self) -> str:
@@ -60,11 +70,16 @@ class TorchRLCollector(EnvCollector):
 
     def start(self, seed: int, first: int, num_envs: int | None) -> None:
         require_installed("torchrl", "TorchRLEnv")
+        import torchrl.collectors  # now, as that takes longer than a step may
+
+        self._kind = torchrl.collectors.Collector
         self._seed = derived_seed(seed, first)
         one = self.env.made()
         found = agents_of(one)
         self._native = _is_native(one)
-        one.close()
+        self.deadline.again(END_S)
+        self._close(one)
+        self.deadline.again(START_S)
         self._envs = self._made(num_envs)
         self.agents = {name: space for name, (space, _) in found.items()}
         self._places: dict[str, Places] = {name: places for name, (_, places) in found.items()}
@@ -84,8 +99,19 @@ class TorchRLCollector(EnvCollector):
                 )
         else:
             env.close()
-            kind = ParallelEnv if self.env.parallel else SerialEnv
-            env = kind(count or 1, self.env.made)
+            if self.env.parallel:
+                env = ParallelEnv(
+                    count or 1,
+                    self.env.made,
+                    mp_start_method="spawn",
+                    daemon=True,
+                    shutdown_timeout=END_S,
+                )
+                self._parallel.append(env)
+                with without_main():
+                    env.start()
+            else:
+                env = SerialEnv(count or 1, self.env.made)
         env = TransformedEnv(env, InitTracker())
         if self._limit is not None:
             env = env.append_transform(StepCounter(self._limit))
@@ -97,28 +123,24 @@ class TorchRLCollector(EnvCollector):
         if self._collector is None or steps != self._steps:
             self._begin(agents, steps)
         assert self._policy is not None
-        self._policy.begin(self._envs.batch_size[0], greedy=False)
-        seed = derived_seed(self._seed, iteration)
+        self._policy.begin(self._envs.batch_size[0], self.greedy)
+        seed = self._now = derived_seed(self._seed, iteration)
         try:
-            with seeded(seed), torch.no_grad(), self._deadline():
+            with seeded(seed), torch.no_grad():
                 self._envs.set_seed(seed % 2**31)
                 data = next(self._batches)
-        except EnvError as error:
-            raise EnvError(f"{error} ({self._where(seed)})") from error
-        except Exception as error:  # whatever an environment raises
-            what = f"{type(error).__name__}: {error}"
-            raise EnvError(f"{self.env.name}: {self._where(seed)} raised {what}") from error
+        except BaseException as error:  # whatever an environment raises
+            raise raised(self.env.name, self.where(), error) from error
         batch = self._batch(data)
         self.finished = self._finished(batch)
         return batch
 
     def _begin(self, agents: Agents, steps: int) -> None:
-        from torchrl.collectors import Collector
         from torchrl.envs.utils import ExplorationType
 
         self._steps = steps
-        self._policy = TorchRLPolicy(agents, self.agents, self._places, self._deadline)
-        self._collector = Collector(
+        self._policy = TorchRLPolicy(agents, self.agents, self._places, self.deadline)
+        self._collector = self._kind(
             self._envs,
             self._policy,
             frames_per_batch=steps * self._envs.batch_size[0],
@@ -130,15 +152,16 @@ class TorchRLCollector(EnvCollector):
         )
         self._batches = iter(self._collector)
 
-    def _where(self, seed: int) -> str:
-        step = 0 if self._policy is None else self._policy.step
-        return f"in step {step} after a reset with seed {seed % 2**31}"
+    def where(self) -> str:
+        if self._policy is None:
+            return ""
+        return f"in step {self._policy.step} after a reset with seed {self._now % 2**31}"
 
     def _batch(self, data: Any) -> TensorDict:
         done, terminated = self._flags(data)
         count, steps = done.shape
-        ends = done & ~terminated
-        ends[:, -1] = ~terminated[:, -1]
+        ends = done.clone()
+        ends[:, -1] = True
         place = ends.flatten().nonzero().squeeze(1)
         own: dict[str, Any] = {}
         followed: dict[str, Any] = {}
@@ -200,14 +223,19 @@ class TorchRLCollector(EnvCollector):
         self, agents: Agents, seeds: Sequence[int], greedy: bool, render: bool = False
     ) -> list[EnvEpisode]:
         envs = self._made(self._envs.batch_size[0] if self._native else len(seeds))
-        policy = TorchRLPolicy(agents, self.agents, self._places, self._deadline)
+        policy = TorchRLPolicy(agents, self.agents, self._places, self.deadline)
         episodes: list[EnvEpisode] = []
+        before, self._policy = self._policy, policy
         try:
-            with torch.no_grad(), self._deadline():
+            with torch.no_grad():
                 while len(episodes) < len(seeds):
-                    episodes += self._round(envs, policy, seeds[len(episodes)], greedy, render)
+                    self._now = seeds[len(episodes)]
+                    episodes += self._round(envs, policy, self._now, greedy, render)
+        except BaseException as error:  # whatever an environment raises
+            raise raised(self.env.name, self.where(), error) from error
         finally:
-            envs.close()
+            self._policy = before
+            self._close(envs)
         return episodes[: len(seeds)]
 
     def _round(
@@ -260,11 +288,28 @@ class TorchRLCollector(EnvCollector):
 
     def close(self) -> None:
         if self._collector is not None:
-            self._collector.shutdown()
+            self._collector.shutdown(close_env=False)
             self._collector = self._batches = None
-        elif self._envs is not None and not self._envs.is_closed:
-            self._envs.close()
-        self._envs = None
+        if self._envs is not None:
+            self._close(self._envs)
+            self._envs = None
+
+    def _close(self, envs: Any) -> None:
+        """Let go of environments; of such that cannot be, and are not needed any more, tell."""
+        try:
+            if not envs.is_closed:
+                envs.close()
+        except (Exception, SystemExit) as error:
+            what = f"{type(error).__name__}: {error}"
+            _log.warning("%s: close raised %s; it is left as it is", self.env.name, what)
+
+    def abandon(self) -> None:
+        processes = [p for envs in self._parallel for p in vars(envs).get("_workers", [])]
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join(END_S)
+        self._collector = self._batches = self._envs = None
 
 
 def _is_native(env: Any) -> bool:

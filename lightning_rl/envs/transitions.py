@@ -1,6 +1,6 @@
 """Transitions: single steps and what followed them, and the buffer that keeps many of them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.batches import Played, steps_of
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.run import dist
 
@@ -45,39 +46,19 @@ class Transitions:
         )
 
 
-def transitions_of(batch: TensorDict, agents: Iterable[str]) -> TensorDict:
-    """The steps of a collector's batch one by one, [T * E], the earliest of all environments first.
+def transitions_of(batch: TensorDict, agents: Mapping[str, Played]) -> TensorDict:
+    """The steps of a batch one by one, [T * E], the earliest of all environments first.
 
     ``terminated`` (N,), and per agent, under its name, ``observations`` and ``following`` by name,
     ``actions`` by name, and ``rewards`` (N, *A). What follows an episode's end is never looked at.
     Steps that are ``skipped`` are not among them.
     """
-    steps, ends = batch["steps"], batch["ends"]
+    steps = steps_of(batch, agents)
+    kept = ("observations", "following", "actions", "rewards")
     rows = {"terminated": steps["terminated"]}
-    for name in agents:
-        own = steps[name]
-        following = {
-            key: _following(seen, ends[name, "observations", key], ends["place"])
-            for key, seen in own["observations"].items()
-        }
-        rows[name] = TensorDict(
-            {
-                "observations": own["observations"],
-                "following": following,
-                "actions": own["actions"],
-                "rewards": own["rewards"],
-            },
-            steps.batch_size,
-        )
+    rows |= {name: steps[name].select(*kept) for name in agents}
     in_time = TensorDict(rows, steps.batch_size).transpose(0, 1).flatten(0, 1)
     return in_time[~steps["skipped"].T.flatten()] if "skipped" in steps else in_time
-
-
-def _following(seen: Tensor, last: Tensor, place: Tensor) -> Tensor:
-    """What was seen after each step (E, T, ...): the next row, or what the batch has beside it."""
-    after = torch.cat([seen[:, 1:], seen[:, -1:]], 1)
-    after.view(-1, *after.shape[2:])[place] = last
-    return after
 
 
 @configurable

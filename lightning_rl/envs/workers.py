@@ -13,9 +13,11 @@ from lightning_rl.engines.base import RunState
 from lightning_rl.envs.collector import Agents, collector_of
 from lightning_rl.envs.gym import Gym
 from lightning_rl.envs.maker import AGENT
-from lightning_rl.envs.processes import END_S, START_S, ProcessesCollector
+from lightning_rl.envs.processes import ProcessesCollector
+from lightning_rl.envs.watch import END_S, START_S
 from lightning_rl.envs.workers_process import Played, serve
 from lightning_rl.errors import ConfigError, require_at_least
+from lightning_rl.run.spawning import without_main
 from lightning_rl.sync.schedule import CollectorStatus, FixedSchedule, SyncSchedule, SyncState
 
 
@@ -81,8 +83,10 @@ class WorkersCollector(ProcessesCollector):
         places = torch.arange(first, first + count)
         self._shares = [s.tolist() for s in places.tensor_split(min(self.env.workers, count))]
         self._start_processes(serve, self._shares, seed, self.deadline.seconds)
+        self._found: dict[int, Played] = {}
+        """What processes have played of the batch that is waited for."""
         self._heard = False
-        """The processes have started."""
+        """The processes have started, and played a batch."""
         self._has_agents = False
         self._version: int | None = None
         """The iteration that the processes' agents are of; None: they have none yet."""
@@ -126,7 +130,8 @@ class WorkersCollector(ProcessesCollector):
             self._told["sync/seconds"] = time.perf_counter() - begin
         kind = agents[AGENT].device.type
         on = torch.is_autocast_enabled(kind)
-        self._tell_all("play", iteration, steps, torch.get_autocast_dtype(kind) if on else None)
+        autocast = torch.get_autocast_dtype(kind) if on else None
+        self._tell_all("play", iteration, steps, autocast, self.greedy)
         self._asked = True
 
     def _is_due(self, trained: int, iteration: int) -> bool:
@@ -144,18 +149,22 @@ class WorkersCollector(ProcessesCollector):
         Raises:
             EnvError: if an environment raised or hangs, or a process is gone.
         """
-        found: dict[int, Played] = {}
+        found = self._found = dict[int, Played]()
         while len(found) < len(self._shares):
             # A process says by itself what hangs, unless it hangs where Python cannot stop it.
-            seconds = self.deadline.seconds + END_S if self._heard else START_S
-            answers = list(self._running.answers(seconds))
+            self.deadline.again(self.deadline.seconds + 2 * END_S if self._heard else START_S)
+            answers = list(self._running.answers(self.deadline.left))
             if not answers:
-                self.deadline.expired()
-            self._heard = True
+                raise self.deadline.expired(self.where())
             for index, answer in answers:
                 if answer is not None:
                     found[index] = answer
+        self._heard = True
         return [found[index] for index in range(len(found))]
+
+    def where(self) -> str:
+        late = [share for index, share in enumerate(self._shares) if index not in self._found]
+        return f"one of environments {', '.join(str(p) for share in late for p in share)}"
 
     # ---------------------------------------------------------------- processes
 
@@ -204,8 +213,10 @@ def _pickled(agents: Agents) -> bytes:
     Raises:
         ConfigError: if one of them cannot be sent.
     """
+    copies = {name: copy.deepcopy(agent).cpu() for name, agent in agents.items()}
     try:
-        return pickle.dumps({name: copy.deepcopy(agent).cpu() for name, agent in agents.items()})
+        with without_main():  # where processes do not find what it has
+            return pickle.dumps(copies)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"GymWorkers sends agents to processes, and one of them cannot be pickled: {error}; "

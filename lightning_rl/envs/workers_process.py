@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from lightning_rl.envs.collector import Deadline, EnvEpisode
 from lightning_rl.envs.gym import Gym
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.processes import Line
+from lightning_rl.envs.watch import Watch
 from lightning_rl.networks.agent import EnvAgent
 
 
@@ -35,8 +37,8 @@ class _Beating(Deadline):
         self._every = min(1.0, seconds / 4)
         self._next = 0.0
 
-    def again(self) -> None:
-        super().again()
+    def again(self, seconds: float | None = None) -> None:
+        super().again(seconds)
         if (now := time.monotonic()) >= self._next:
             self._next = now + self._every
             self._line.send(None)
@@ -47,6 +49,7 @@ class _Worker:
 
     def __init__(self, collector: GymCollector) -> None:
         self.collector = collector
+        self.watch = Watch(collector, collector.env.name)
         self.agents: dict[str, EnvAgent] = {}
 
     def have(self, agents: bytes) -> None:
@@ -62,11 +65,18 @@ class _Worker:
         """Go on where a state was taken."""
         self.collector.load_state_dict(state)
 
-    def play(self, iteration: int, steps: int, autocast: torch.dtype | None) -> Played:
+    def play(
+        self, iteration: int, steps: int, autocast: torch.dtype | None, greedy: bool
+    ) -> Played:
         """Play the next steps of an iteration; ``autocast``: the dtype in which agents act."""
-        with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
-            batch = self.collector.collect(self.agents, iteration, steps)
         own = self.collector
+        own.greedy = greedy
+
+        def collected() -> TensorDict:
+            with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+                return own.collect(self.agents, iteration, steps)
+
+        batch = self.watch(collected)
         return Played(batch, list(own.finished), list(own.carried), own.state_dict())
 
 
@@ -81,11 +91,11 @@ def serve(
     torch.set_num_threads(1)  # each of the processes has a core
     collector = GymCollector(env, limit, max_step_seconds)
     collector.deadline = _Beating(max_step_seconds, env.name, line)
-    collector.start(seed, places[0], len(places))
     worker = _Worker(collector)
+    worker.watch.start(seed, places[0], len(places))
     while (request := line.receive()) is not None:
         what, *arguments = request
         answer = getattr(worker, what)(*arguments)
         if answer is not None:
             line.send(answer)
-    collector.close()
+    worker.watch.close()

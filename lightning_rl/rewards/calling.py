@@ -18,32 +18,30 @@ from typing import Any, TypeVar
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.parts import PlainScore
+from lightning_rl.run.exits import EndsProcess, no_exit
 from lightning_rl.run.keeper import die_with_parent
 from lightning_rl.run.loop import wait
 from lightning_rl.run.threads import CallingThread
 
 _SIGNALS = ("signal", "alarm", "setitimer")
 
-_inside: ContextVar[int] = ContextVar("lightning_rl_reward", default=0)
-"""The process in which a reward is being called here; 0: in none."""
+_inside: ContextVar[bool] = ContextVar("lightning_rl_reward", default=False)
+"""Whether a reward is being called here."""
 
 
 class UsesSignals(BaseException):
     """A reward needs the main thread. No Exception, as rewards catch those and score 0."""
 
 
-class EndsProcess(BaseException):
-    """A reward called ``os._exit``, which would have ended the run, and told success."""
-
-
 @contextmanager
 def reward_called_here() -> Iterator[None]:
-    """While it lasts, the calls above raise instead of doing harm."""
+    """While it lasts, these calls, and ``os._exit``, raise instead of doing harm."""
     _install()
     me = os.getpid()
-    token = _inside.set(me)
+    token = _inside.set(True)
     try:
-        yield
+        with no_exit():
+            yield
     finally:
         _inside.reset(token)
         if os.getpid() != me:  # a process that the reward forked: what is here is not its to do
@@ -55,7 +53,6 @@ def _install() -> None:
     # Not for the time of a call: one that never ends would never take it back.
     for name in _SIGNALS:
         setattr(signal, name, _refuse_outside_main(getattr(signal, name)))
-    os._exit = _refuse_exit(os._exit)
     os.register_at_fork(after_in_child=_end_with_the_run)
     if not faulthandler.is_enabled():
         # Else a reward that crashes Python ends the run without a word.
@@ -73,16 +70,6 @@ def _refuse_outside_main(function: Callable[..., Any]) -> Callable[..., Any]:
         if _inside.get() and threading.current_thread() is not threading.main_thread():
             raise UsesSignals(f"signal.{function.__name__} works in the main thread only")
         return function(*arguments)
-
-    return checked
-
-
-def _refuse_exit(function: Callable[..., Any]) -> Any:
-    @functools.wraps(function)
-    def checked(status: int) -> None:
-        if _inside.get() == os.getpid():  # a process that it forked may end as it likes
-            raise EndsProcess(f"os._exit({status})")
-        function(status)
 
     return checked
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait as wait_for
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -149,18 +149,25 @@ async def beside_loop(call: Callable[[], T]) -> T:
     return result
 
 
-def wait(future: Future[T], timeout: float | None = None) -> T:
+def wait(future: Future[T], timeout: float | Callable[[], float] | None = None) -> T:
     """The result of what another thread works on; in the main thread the wait can be broken off.
 
     By signals, by :func:`abandon_wait`, and by what :func:`guard_waits` was given. Meanwhile the
     main thread makes the calls that :func:`in_waiting_thread` has for it.
 
+    Args:
+        future: what it works on.
+        timeout: seconds; None waits for ever, a function tells again and again how many are left.
+
     Raises:
-        TimeoutError: after ``timeout`` seconds; None waits for ever.
+        TimeoutError: when they are over.
     """
     global _awaited, _abandoned
+    left = timeout if callable(timeout) else _countdown(timeout)
     if threading.current_thread() is not threading.main_thread():
-        return future.result(timeout)
+        while not future.done() and left() > 0:
+            wait_for([future], min(left(), _LISTEN_S))
+        return future.result(0)
     note_progress()
     future.add_done_callback(lambda _: _desk.ring())
     try:
@@ -168,7 +175,7 @@ def wait(future: Future[T], timeout: float | None = None) -> T:
             try:
                 _awaited = future
                 _look_up()  # only now, so that no signal falls in between unheard
-                _serve(future, timeout)
+                _serve(future, left)
             finally:
                 _awaited = None
         return future.result()
@@ -192,15 +199,20 @@ def _open_desk() -> Iterator[None]:
         _desk.close()
 
 
-def _serve(future: Future[Any], timeout: float | None) -> None:
+def _countdown(seconds: float | None) -> Callable[[], float]:
+    """How many of these seconds are left, from now on."""
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    return lambda: end - time.monotonic()
+
+
+def _serve(future: Future[Any], left: Callable[[], float]) -> None:
     """Make the calls that come in, until there is a result."""
-    end = math.inf if timeout is None else time.monotonic() + timeout
     while not future.done():
-        left = end - time.monotonic()
-        if left <= 0:
+        seconds = left()
+        if seconds <= 0:
             raise TimeoutError
         # A signal that comes just before the thread falls asleep does not wake it.
-        _desk.serve(min(left, _LISTEN_S))
+        _desk.serve(min(seconds, _LISTEN_S))
         _look_up()
 
 

@@ -1,12 +1,31 @@
 """Environments in processes: what goes wrong there is told here, whoever chooses the actions."""
 
+import multiprocessing
 import os
 import signal
+import threading
+import time
 
 import pytest
+from lightning.pytorch import Callback
 
-from lightning_rl import EnvError, GymWorkers, PooledGym
-from tests.env_agents import agent_for
+from lightning_rl import (
+    ActorCriticModule,
+    EnvDataModule,
+    EnvError,
+    GymWorkers,
+    PooledGym,
+    RunInterrupted,
+    TorchRLEnv,
+)
+from lightning_rl.callbacks import IterationCheckpoint
+from lightning_rl.envs.collector import collector_of
+from lightning_rl.envs.maker import AGENT
+from lightning_rl.envs.watch import Watch
+from lightning_rl.envs.workers import WorkersCollector
+from lightning_rl.run.loop import stalled_seconds
+from tests.env_agents import agent_for, collected
+from tests.small_run import trainer_of
 
 RAISES = r"environment \d in step 3 of its episode 0, of seed \d+ raised ValueError"
 
@@ -25,7 +44,7 @@ RAISES = r"environment \d in step 3 of its episode 0, of seed \d+ raised ValueEr
 def test_what_goes_wrong_in_a_process_says_where(started, kind, how, words):
     made = started(kind("tests.worlds:Faulty-v0", {"how": how}, workers=2), seconds=3.0)
     with pytest.raises(EnvError, match=words):
-        made.collect(agent_for(made), 0, 10)
+        collected(made, agent_for(made), 0, 10)
 
 
 @pytest.mark.slow
@@ -41,3 +60,58 @@ def test_a_process_that_is_gone_is_told(started, kind, gone, words):
     process.join()
     with pytest.raises(EnvError, match=f"the process of environments {words} is gone"):
         made.collect(agents, 1, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [PooledGym, GymWorkers])
+def test_a_greedy_collector_takes_the_best_action(started, kind):
+    made = started(kind("tests.worlds:Walk-v0", workers=2))
+    made.greedy = True
+    agents = agent_for(made)
+    own = made.collect(agents, 0, 20)["steps", AGENT]
+    distributions, _ = agents[AGENT](own["observations"])
+    assert (own["actions", "action"] == distributions["action"].mode()).all()
+
+
+class Terminated(Callback):
+    """SIGTERM for this process, once an environment hangs in another."""
+
+    def setup(self, trainer, pl_module, stage):
+        threading.Thread(target=self._wait, args=(trainer.datamodule,), daemon=True).start()
+
+    def _wait(self, data):
+        while not (data.collector.processes and stalled_seconds() > 2 and self._started(data)):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _started(self, data):
+        made = data.collector
+        return made._heard if isinstance(made, WorkersCollector) else "step 3" in made.where()
+
+
+@pytest.mark.parametrize("kind", [PooledGym, pytest.param(GymWorkers, marks=pytest.mark.slow)])
+def test_a_signal_ends_a_run_and_its_processes_while_one_hangs(tmp_path, kind):
+    env = kind("tests.rude_worlds:Rude-v0", {"how": "sleeps"}, workers=2)
+    data = EnvDataModule(env, num_envs=2, frames_per_iteration=4, max_step_seconds=300.0)
+    callbacks = [IterationCheckpoint(), Terminated()]
+    trainer = trainer_of(tmp_path, callbacks, enable_checkpointing=True)
+    with pytest.raises(RunInterrupted) as told:
+        trainer.fit(ActorCriticModule(), datamodule=data)
+    assert told.value.status == 128 + signal.SIGTERM
+    assert told.value.checkpoint
+    assert told.value.checkpoint.endswith("iteration_1.ckpt")
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [False, True])
+def test_an_environment_of_torchrls_that_hangs_is_told(parallel):
+    arguments = {"env_name": "tests.rude_worlds:Rude-v0", "how": "sleeps", "device": "cpu"}
+    env = TorchRLEnv("torchrl.envs.GymEnv", arguments, parallel=parallel)
+    made = collector_of(env, None, 2.0)
+    watch = Watch(made, env.name)
+    watch.start(0, 0, 2)
+    with pytest.raises(EnvError, match=r"max_step_seconds=2; .*in step 3 after a reset with seed"):
+        watch(lambda: made.collect(agent_for(made), 0, 10))
+    watch.close()
+    assert multiprocessing.active_children() == []

@@ -307,17 +307,13 @@ def test_two_processes_learn_as_one(tmp_path):
         for what in ("batch", "before", "after")
         for rank in (0, 1)
     }
-    batches = [TensorDict.from_dict(kept[f"batch_{rank}"], auto_batch_size=True) for rank in (0, 1)]
-    batches[1]["ends", "place"] += 2 * 21  # its environments come behind the first two
-    together = torch.cat([b["steps"] for b in batches]), torch.cat([b["ends"] for b in batches])
+    batches = [TensorDict.from_dict(kept[f"batch_{rank}"], batch_size=[2, 21]) for rank in (0, 1)]
     module = ActorCriticModule(entropy=EntropyBonus(0.1))
     agent = ActorCritic()
     agent.build(Space({"observation": Observed((2,))}, {"action": Discrete(2)}))
     module.agents["agent"] = agent
     module.load_state_dict(kept["before_0"])
-    rows, _ = rows_of(
-        agent, "agent", TensorDict({"steps": together[0], "ends": together[1]}), module.advantage
-    )
+    rows, _ = rows_of(agent, "agent", torch.cat(batches), module.advantage)
     loss, _ = module._loss(*agent(rows.observations), rows, {}, torch.arange(84))
     loss.backward()
     for part in agent.separate_parts():

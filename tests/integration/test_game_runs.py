@@ -48,7 +48,7 @@ class Heads(RLCallback):
     def on_update_start(self, trainer, pl_module, batch):
         if isinstance(pl_module, GameModule):
             rows, _ = pl_module.rows_of("row", batch)
-            self.begins = rows.begins.reshape(batch["steps"].batch_size)
+            self.begins = rows.begins.reshape(batch.batch_size)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         seen = {"observation": torch.eye(5)[:1]}

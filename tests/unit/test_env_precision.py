@@ -15,6 +15,7 @@ from lightning_rl import (
     MLPBody,
     RLCallback,
 )
+from lightning_rl.envs.batches import steps_of
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.networks.actor_critic import joint_log_prob
 from tests import worlds  # registers the environments
@@ -39,7 +40,7 @@ class Scored(RLCallback):
         self.gaps = []
 
     def on_update_start(self, trainer, pl_module, batch):
-        own, agent = batch["steps", AGENT], pl_module.agents[AGENT]
+        own, agent = steps_of(batch, pl_module.agents)[AGENT], pl_module.agents[AGENT]
         made, _ = agent(own["observations"])  # in training_step, so autocast is on
         found = joint_log_prob(made, own["actions"])
         assert found.dtype == own["logprobs"].dtype == torch.float32

@@ -29,6 +29,7 @@ from lightning_rl import (
     Surrogate,
 )
 from lightning_rl.algos.losses import ValueLoss
+from lightning_rl.envs.batches import handed_out
 from lightning_rl.envs.rows import Clips, Rows, rows_of
 from lightning_rl.networks.space import Continuous, Discrete, Observed, Space
 
@@ -332,7 +333,7 @@ def test_values_of_a_memory_go_on_behind_the_batch():
         [],
     )
     plain = StepGAE(gamma=1.0, lam=0.0, normalize=False)
-    made, _ = rows_of(agent, "agent", batch, plain)
+    made, _ = rows_of(agent, "agent", handed_out(batch, {"agent": agent.space}), plain)
     torch.testing.assert_close(made.learned["values"].reshape(2, 6), whole[:6].T)
     torch.testing.assert_close(
         made.learned["returns"].reshape(2, 6), whole[1:].T
@@ -344,18 +345,21 @@ def test_there_may_be_credit_for_what_others_did():
         {"mask": Observed(()), "observation": Observed((3,))}, {"action": Discrete(4)}, mask="mask"
     )
     agent, nothing = built(space), torch.zeros(1, 2)
+    seen = {"observation": torch.zeros(1, 2, 3), "mask": torch.tensor([[True, False]])}
     own = {
-        "observations": {
-            "observation": torch.zeros(1, 2, 3),
-            "mask": torch.tensor([[True, False]]),
-        },
+        "observations": seen,
         "actions": {"action": nothing.long()},
         "logprobs": nothing,
         "rewards": torch.tensor([[1.0, 3.0]]),
     }
     done = torch.tensor([[False, True]])
     steps = TensorDict({"agent": own, "done": done, "terminated": done}, [1, 2])
-    batch = TensorDict({"steps": steps}, [])
+    ends = {
+        "place": torch.tensor([1]),
+        "agent": {"observations": {key: value[:, 1] for key, value in seen.items()}},
+    }
+    batch = TensorDict({"steps": steps, "ends": TensorDict(ends, [1])}, [])
+    batch = handed_out(batch, {"agent": space})
     earned = StepReturn(gamma=1.0, baseline=False)
     for idle, expected in ((False, [0, 0]), (True, [1, -1])):  # of returns 4 and 3
         made, _ = rows_of(agent, "agent", batch, earned, idle)

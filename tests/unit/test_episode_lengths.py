@@ -14,6 +14,7 @@ from lightning_rl import (
     SACModule,
     TorchRLEnv,
 )
+from lightning_rl.envs.batches import handed_out
 from lightning_rl.envs.collector import collector_of
 from lightning_rl.envs.datamodule import COLLECTORS
 from lightning_rl.envs.lengths import too_short
@@ -63,7 +64,7 @@ def batch_of(env, least, envs=4, steps=40):
     batch["steps"]["skipped"] = too_short(done, made.carried or [0] * envs, least)
     episodes = made.finished
     made.close()
-    return batch, agent, episodes
+    return handed_out(batch, made.agents), agent, episodes
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def batch_of(env, least, envs=4, steps=40):
 )
 def test_what_is_skipped_teaches_nothing(env, least):
     batch, agent, episodes = batch_of(env, least)
-    skipped, done = batch["steps", "skipped"], batch["steps", "done"]
+    skipped, done = batch["skipped"], batch["next", "done"].squeeze(-1)
     lengths = sorted(e.length for e in episodes if e.length < least)
     assert int((skipped & done).sum()) == len(lengths)
     assert 0 < int(skipped.sum()) < skipped.numel()
@@ -102,7 +103,7 @@ def test_what_is_skipped_teaches_nothing(env, least):
         return [p.grad.clone() for p in agent.parameters()]
 
     before = gradient()
-    batch["steps", AGENT, "rewards"][skipped] = 1e3
+    batch["next", "reward"][skipped] = 1e3
     for one, other in zip(before, gradient(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     assert any(bool(g.any()) for g in before)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from lightning_rl import ConfigError, EnvError, GRUBody, Gym
+from lightning_rl import ConfigError, EnvDataModule, EnvError, GRUBody, Gym, TorchRLEnv
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.networks.actor_critic import joint_log_prob
 from tests import worlds  # registers the environments
-from tests.env_agents import agent_for
+from tests.env_agents import agent_for, collected
 
 WALK = f"{worlds.__name__}:Walk-v0"
 
@@ -39,9 +39,9 @@ def test_a_batch_holds_what_happened():
     assert (steps["terminated"] == (places[..., 0] + moves >= 5)).all()
     cut = steps["done"] & ~steps["terminated"]
     assert cut.any()
-    # What nothing follows: cuts, and the last of each environment that is not at its end.
-    expected = cut.clone()
-    expected[:, -1] |= ~steps["terminated"][:, -1]
+    # What no step of the same episode follows: ends, cuts, and the last of each environment.
+    expected = steps["done"].clone()
+    expected[:, -1] = True
     assert sorted(ends["place"].tolist()) == expected.flatten().nonzero().squeeze(1).tolist()
     led_to = (places[..., 0] + moves).flatten()[ends["place"]]
     assert (ends[AGENT, "observations", "observation"][:, 0] == led_to).all()
@@ -147,7 +147,7 @@ def test_all_kinds_of_spaces_are_played():
     batch = made.collect(agent_for(made), 0, 4)
     assert batch["steps", AGENT, "actions", "action"].shape == (3, 4, 2)
     assert batch["steps", "terminated"].all()
-    assert len(batch["ends"]) == 0
+    assert batch["ends", "place"].tolist() == list(range(12))
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,11 @@ def test_all_kinds_of_spaces_are_played():
     ],
 )
 def test_what_goes_wrong_says_where(how, words):
+    worlds.released.clear()
     made = collector("Faulty", how=how, seconds=0.2)
     with pytest.raises(EnvError, match=words):
-        made.collect(agent_for(made), 0, 10)
+        collected(made, agent_for(made), 0, 10)
+    worlds.released.set()
 
 
 def test_an_environment_that_forgets_is_found_out_when_a_run_goes_on():
@@ -199,3 +201,26 @@ def test_an_environment_that_forgets_is_found_out_when_a_run_goes_on():
 def test_an_environment_that_cannot_be_made_is_refused_by_name(make, words):
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        Gym(WALK),
+        TorchRLEnv(
+            "torchrl.envs.GymEnv", {"env_name": "CartPole-v1", "categorical_action_encoding": True}
+        ),
+    ],
+    ids=["gym", "torchrl"],
+)
+def test_a_greedy_collector_takes_the_best_action(env):
+    data = EnvDataModule(env, num_envs=2, frames_per_iteration=40, greedy=True)
+    made = data.collector
+    made.start(0, 0, 2)
+    agents = agent_for(made)
+    own = made.collect(agents, 0, 20)["steps", AGENT]
+    distributions, _ = agents[AGENT](own["observations"])
+    assert (own["actions", "action"] == distributions["action"].mode()).all()
+    drawn = distributions["action"].log_prob(own["actions", "action"])
+    torch.testing.assert_close(own["logprobs"], drawn, rtol=1e-5, atol=1e-6)
+    made.close()

@@ -1,18 +1,27 @@
 """Transitions of batches, the buffer that keeps them, and what draws from it and explores."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from lightning_rl import ConfigError, CopyEvery, LinearEpsilon, Polyak, TransitionBuffer
+from lightning_rl.envs.batches import handed_out
 from lightning_rl.envs.transitions import Transitions, transitions_of
 from lightning_rl.networks.distributions import TanhGaussian
 from lightning_rl.networks.exploring import EpsilonGreedy, PartlyUniform
+from lightning_rl.networks.space import Discrete, Observed, Space
+
+WALKER = SimpleNamespace(
+    space=Space(
+        {"place": Observed((1,)), "picture": Observed((1,), torch.uint8)}, {"move": Discrete(2)}
+    )
+)
 
 
-def batch(agent="walker"):
+def batch():
     """Two environments, three steps; what is seen is 10 e + t, and 100 more after a step.
 
     Environment 0 is cut after its step 1, environment 1 comes to its end after step 0.
@@ -28,9 +37,9 @@ def batch(agent="walker"):
     }
     last = torch.tensor([[101.0], [102.0], [112.0]])
     after = {"observations": {"place": last, "picture": last.to(torch.uint8)}}
-    steps = TensorDict({"done": done, "terminated": terminated, agent: own}, [2, 3])
-    ends = TensorDict({"place": torch.tensor([1, 2, 5]), agent: after}, [3])
-    return TensorDict({"steps": steps, "ends": ends}, [])
+    steps = TensorDict({"done": done, "terminated": terminated, "walker": own}, [2, 3])
+    ends = TensorDict({"place": torch.tensor([1, 2, 5]), "walker": after}, [3])
+    return handed_out(TensorDict({"steps": steps, "ends": ends}, []), {"walker": WALKER.space})
 
 
 def rows(*numbers):
@@ -45,7 +54,7 @@ def numbers(some):
 
 
 def test_each_step_knows_what_followed_it():
-    found = transitions_of(batch(), ["walker"])
+    found = transitions_of(batch(), {"walker": WALKER})
     own = found["walker"]
     # By time, then by environment: the oldest first.
     assert own["observations", "place"].flatten().tolist() == [0, 10, 1, 11, 2, 12]
@@ -60,7 +69,7 @@ def test_each_step_knows_what_followed_it():
 
 
 def test_an_agents_transitions_have_its_own_shape():
-    data = transitions_of(batch(), ["walker"])
+    data = transitions_of(batch(), {"walker": WALKER})
     data["walker", "rewards"] = torch.ones(6, 2)  # a group of two
     steps = Transitions.of(data, "walker", "move")
     assert steps.terminated.shape == steps.rewards.shape

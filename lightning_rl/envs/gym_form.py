@@ -1,0 +1,96 @@
+"""Forms: what a gymnasium environment says that it shows, and whether it does."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from lightning_rl.envs.collector import EnvError
+from lightning_rl.envs.gym import OBSERVATION, holds_bytes
+
+
+def form_of(space: Any) -> Callable[[Any], Any]:
+    """Reads an observation of that space as agents get it: a number of n as a row of n.
+
+    What is read raises EnvError where it is not of that space.
+    """
+    parts = getattr(space, "spaces", None)
+    if isinstance(parts, Mapping):
+        return _Parts({name: _form(name, part) for name, part in parts.items()})
+    return _form(OBSERVATION, space)
+
+
+def _form(name: str, space: Any) -> Callable[[Any], Any]:
+    one_of = hasattr(space, "n") and space.shape == ()
+    return _OneHot(name, int(space.n), int(space.start)) if one_of else _Array(name, space)
+
+
+class _Parts:
+    """Several observations by name."""
+
+    def __init__(self, forms: Mapping[str, Callable[[Any], Any]]) -> None:
+        self._forms = forms
+
+    def __call__(self, observed: Any) -> dict[str, Any]:
+        if not isinstance(observed, Mapping) or not self._forms.keys() <= observed.keys():
+            names = ", ".join(self._forms)
+            raise EnvError(f"it shows {shown(observed)}, and says that it shows {names}")
+        return {name: form(observed[name]) for name, form in self._forms.items()}
+
+
+class _OneHot:
+    """A number of n, as a row of n."""
+
+    def __init__(self, name: str, n: int, start: int) -> None:
+        self._name, self._n, self._start = name, n, start
+
+    def __call__(self, observed: Any) -> np.ndarray:
+        row = np.zeros(self._n, np.float32)
+        try:
+            index = int(observed) - self._start
+        except (TypeError, ValueError):
+            index = -1
+        if not 0 <= index < self._n:
+            raise EnvError(
+                f"it shows {self._name!r} as {shown(observed)}, and says that it is one of "
+                f"{self._n} from {self._start} on"
+            )
+        row[index] = 1
+        return row
+
+
+class _Array:
+    """Numbers of a shape; what is of another one would be stretched to it without a word."""
+
+    def __init__(self, name: str, space: Any) -> None:
+        self._name = name
+        self._shape = tuple(space.shape or ())
+        self._holds_bytes = holds_bytes(space)
+
+    def __call__(self, observed: Any) -> Any:
+        if getattr(observed, "shape", None) != self._shape:
+            observed = self._array(observed)
+        if self._holds_bytes and observed.dtype.kind == "f":
+            raise EnvError(
+                f"it shows {self._name!r} as {observed.dtype}, and says that it shows bytes, to "
+                "which they would be rounded; cast it, or say so in observation_space"
+            )
+        return observed
+
+    def _array(self, observed: Any) -> np.ndarray:
+        """The same, where it is no array; most are."""
+        try:
+            array = np.asarray(observed)
+        except ValueError:  # rows of several lengths
+            array = np.asarray(None)
+        if array.dtype.kind not in "buif" or array.shape != self._shape:
+            raise EnvError(
+                f"it shows {self._name!r} as {shown(observed)}, and says that it shows numbers of "
+                f"shape {self._shape}"
+            )
+        return array
+
+
+def shown(answer: Any) -> str:
+    """What an environment answered, in a line."""
+    return " ".join(f"{answer!r:.80}".split())

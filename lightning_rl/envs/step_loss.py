@@ -1,0 +1,197 @@
+"""StepLoss: all that an agent learns from a step, of its policy and of its critic."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from lightning_rl.algos.losses import Metrics, divergence
+from lightning_rl.config.arguments import configurable
+from lightning_rl.config.hints import did_you_mean, import_object, parameters
+from lightning_rl.envs.maker import built, require_installed
+from lightning_rl.envs.rows import Rows
+from lightning_rl.errors import ConfigError
+from lightning_rl.networks.actor_critic import joint_entropy, joint_log_prob
+from lightning_rl.networks.distributions import ActionDistribution, Categorical
+
+Made = Mapping[str, ActionDistribution]
+"""An agent's distributions, by action."""
+
+
+class StepLoss(ABC):
+    """A loss that stands for policy loss, critic's loss and entropy bonus at once."""
+
+    @abstractmethod
+    def __call__(self, made: Made, values: Tensor, rows: Rows) -> tuple[Tensor, Metrics]:
+        """The loss of each step, (M,), and metrics (M,), named ``policy/...`` and ``value/...``.
+
+        Args:
+            made: distributions of what is done in M steps, with gradient.
+            values: of the critic, (*B), M of them, with gradient.
+            rows: the steps.
+        """
+
+
+@configurable
+class TorchRLLoss(StepLoss):
+    """A loss of torchrl's for an actor and a critic, such as ``torchrl.objectives.ClipPPOLoss``.
+
+    It gets the module's agents as its networks, and from the module's ``advantage`` its
+    ``advantage`` and ``value_target``. Its critic's loss and entropy bonus, if it has them, take
+    the places of ``value_loss`` and ``entropy``. What it makes of each step is averaged as of any
+    loss, so ``reduction`` is the module's.
+
+    Args:
+        make: the import path of a class that takes ``actor_network`` and ``critic_network``:
+            ``ClipPPOLoss``, ``PPOLoss`` or ``A2CLoss``.
+        arguments: for it, such as ``clip_epsilon``, ``entropy_coeff`` and ``critic_coeff``.
+
+    Raises:
+        ConfigError: if there is no such class, it refuses an argument, or looks at more than steps.
+    """
+
+    def __init__(self, make: str, arguments: dict[str, Any] | None = None) -> None:
+        require_installed("torchrl", "TorchRLLoss")
+        self.make = make
+        self.arguments = arguments or {}
+        self._networks = _Networks()
+        _check(make, self.arguments)
+        networks = {
+            "actor_network": _Actor(self._networks),
+            "critic_network": _Critic(self._networks),
+        }
+        self._loss: nn.Module = built(make, networks | _OWN | self.arguments, "model.loss.make")
+        self._try()
+
+    def __call__(self, made: Made, values: Tensor, rows: Rows) -> tuple[Tensor, Metrics]:
+        tokens: Any = {key: value.flatten() for key, value in rows.learned.items()}
+        log_prob = joint_log_prob(made, rows.actions).flatten()
+        entropy = joint_entropy(made).flatten()
+        self._networks.now = (log_prob, entropy, values.flatten())
+        data = TensorDict(
+            {
+                "action": torch.zeros_like(tokens["old_logprobs"]),  # what it is, the actor knows
+                "action_log_prob": tokens["old_logprobs"],
+                "advantage": tokens["advantages"].unsqueeze(-1),
+                "value_target": tokens["returns"].unsqueeze(-1),
+                "state_value": tokens["values"].unsqueeze(-1),
+            },
+            [len(log_prob)],
+        )
+        found = self._loss.to(log_prob.device)(data)
+        del self._networks.now  # with the gradients that it would keep
+        parts = {
+            name.removeprefix("loss_"): value.reshape(len(log_prob))
+            for name, value in found.items()
+            if name.startswith("loss_")
+        }
+        loss = torch.stack(list(parts.values())).sum(0)
+        moved = divergence(log_prob, tokens)
+        metrics = {"policy/loss": loss.detach(), "policy/entropy": entropy.detach()}
+        metrics |= {f"policy/{name}": value for name, value in moved.items()}
+        metrics |= {f"policy/{name}_loss": value.detach() for name, value in parts.items()}
+        return loss, metrics
+
+    def _try(self) -> None:
+        """Refuse a loss that asks for what steps do not have."""
+        logits = torch.zeros(2, 2, requires_grad=True, device="cpu")
+        one = torch.zeros(2, device="cpu")
+        names = ("old_logprobs", "advantages", "values", "returns", "weights")
+        rows = Rows({}, {"action": one.long()}, dict.fromkeys(names, one))
+        try:
+            loss, _ = self({"action": Categorical(logits)}, one.clone().requires_grad_(), rows)
+            loss.sum().backward()
+        except Exception as error:  # whatever a class of others raises
+            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ConfigError(f"{_refusal(self.make)} ({what})") from error
+
+
+_OWN = {"reduction": "none", "functional": False}
+
+
+def _check(make: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse what is no loss of an actor and a critic, or an argument that it would not look at.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    try:
+        kind: Any = import_object(make)
+    except ConfigError as error:
+        raise ConfigError(f"model.loss.make: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise ConfigError(f"model.loss.make: {make} is no loss; name one of torchrl.objectives")
+    known = set(
+        parameters(import_object(make))
+    )  # torchrl's take any keyword, and drop what none of them knows
+    if not {"actor_network", "critic_network", *_OWN} <= known:
+        raise ConfigError(_refusal(make))
+    for name in arguments:
+        if name in _OWN:
+            raise ConfigError(f"model.loss: {name} is not to be given; steps are averaged alike")
+        if name not in known:
+            raise ConfigError(
+                f"model.loss: {make} takes no {name!r}{did_you_mean(name, sorted(known))}"
+            )
+
+
+def _refusal(make: str) -> str:
+    return (
+        f"model.loss.make: {make} cannot be had for single steps of an actor and a critic; "
+        "ClipPPOLoss, PPOLoss and A2CLoss can, others in a loop of your own"
+    )
+
+
+class _Networks:
+    """What the agent has made of the present steps: log probs, entropies and values, (M,)."""
+
+    now: tuple[Tensor, Tensor, Tensor]
+
+
+class _Actor(nn.Module):
+    """The agent, as torchrl's losses ask an actor: for its distribution."""
+
+    in_keys, out_keys = ("observation",), ("action",)
+    dist_sample_keys, log_prob_keys = ("action",), ("action_log_prob",)
+
+    def __init__(self, networks: _Networks) -> None:
+        super().__init__()
+        self._networks = networks
+
+    def get_dist(self, tensordict: Any) -> "_Distribution":
+        """Of the actions in all steps."""
+        log_prob, entropy, _ = self._networks.now
+        return _Distribution(log_prob, entropy)
+
+
+class _Critic(nn.Module):
+    """The agent, as torchrl's losses ask a critic."""
+
+    in_keys, out_keys = ("observation",), ("state_value",)
+
+    def __init__(self, networks: _Networks) -> None:
+        super().__init__()
+        self._networks = networks
+
+    def forward(self, tensordict: Any) -> Any:
+        """With the values of all steps."""
+        return tensordict.set("state_value", self._networks.now[2].unsqueeze(-1))
+
+
+class _Distribution(torch.distributions.Distribution):
+    """Of what was done, which alone is asked for."""
+
+    arg_constraints, has_rsample = {}, False
+
+    def __init__(self, log_prob: Tensor, entropy: Tensor) -> None:
+        super().__init__(log_prob.shape, validate_args=False)
+        self._log_prob, self._entropy = log_prob, entropy
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self._log_prob
+
+    def entropy(self) -> Tensor:
+        return self._entropy

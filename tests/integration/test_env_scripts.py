@@ -1,0 +1,87 @@
+"""Scripts that start environments in processes, as a newcomer writes them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.two_ranks import ROOT
+
+SCRIPT = """
+import gymnasium
+from lightning.pytorch import Trainer
+from lightning_rl import (
+    ActorCritic, ActorCriticModule, EnvDataModule, GymWorkers, MLPBody, PooledGym, TorchRLEnv
+)
+{before}
+print("the script runs")
+data = EnvDataModule({env}, num_envs=2, frames_per_iteration=4, iterations_per_epoch=1)
+Trainer(
+    max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+    enable_progress_bar=False,
+).fit(ActorCriticModule({agents}), datamodule=data)
+print("trained")
+"""
+MADE_ELSEWHERE = "gymnasium.register('Mine-v0', 'tests.worlds:Walk')"
+MADE_HERE = """
+from tests.worlds import Walk
+class Mine(Walk):
+    pass
+gymnasium.register('Mine-v0', Mine)
+"""
+BODY_HERE = "class Mine(MLPBody):\n    pass"
+POOLED, WORKERS = "PooledGym('tests.worlds:Walk-v0')", "GymWorkers('tests.worlds:Walk-v0')"
+TORCHRL = (
+    "TorchRLEnv('torchrl.envs.GymEnv', {'env_name': 'CartPole-v1', 'device': 'cpu'}, parallel=True)"
+)
+
+
+def run(folder: Path, env: str, before: str = "", agents: str = "") -> subprocess.CompletedProcess:
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(env=env, before=before, agents=agents))
+    return subprocess.run(
+        [sys.executable, script], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "before"),
+    [
+        (POOLED, ""),
+        pytest.param(WORKERS, "", marks=pytest.mark.slow),
+        pytest.param(TORCHRL, "", marks=pytest.mark.slow),
+        pytest.param("PooledGym('Mine-v0')", MADE_ELSEWHERE, marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_without_a_guard_runs_once(tmp_path, env, before):
+    ended = run(tmp_path, env, before)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("the script runs") == 1
+    assert ended.stdout.count("trained") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "before", "agents", "words"),
+    [
+        (
+            "PooledGym('Mine-v0')",
+            MADE_HERE,
+            "",
+            "data.env: Mine-v0, or a wrapper of it, is defined in the script itself, which other",
+        ),
+        (
+            WORKERS,
+            BODY_HERE,
+            "{'agent': ActorCritic(Mine())}",
+            "cannot be pickled",
+        ),
+    ],
+)
+def test_what_is_defined_in_the_script_is_refused(tmp_path, env, before, agents, words):
+    ended = run(tmp_path, env, before, agents)
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert words in last
+    assert "module of " in last
