@@ -49,7 +49,8 @@ from tests.bad_configs import complaint
 
 # Records that a run makes in great numbers, and what only code puts together.
 NO_CONFIGURATION = {
-    "AgentClient", "AgentServer", "Answer", "Call", "CollectorStatus", "Completion", "Decision",
+    "AgentClient", "AgentServer", "Answer", "Call", "CollectorStatus", "Completion", "CrossFitted",
+    "Decision", "Move",
     "Entry", "Environment", "Episode", "Finding", "GroupSource", "MasterWeights", "PackLayout",
     "ParsedCall", "Prompt", "Reply", "RewardFailure", "Rollout", "RolloutFile", "RolloutPipeline",
     "ReplicaStatus", "RolloutStore", "Row", "Session", "SyncState",

@@ -130,7 +130,7 @@ def test_pairs_come_from_any_rollout_file(make_rollout, tmp_path):
 def test_a_line_that_is_no_rollout_is_named(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_text('{"prompt": "1="}\n')
-    with pytest.raises(DataError, match=r"rollouts.jsonl:1: expected a rollout"):
+    with pytest.raises(DataError, match=r"rollouts.jsonl:1: not a rollout as"):
         list(RolloutPairs(str(path)).read())
 
 
