@@ -46,8 +46,8 @@ class RLCallback(Callback):
         """
         return None
 
-    def on_play_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before episodes of environments are played apart, to evaluate or to be seen."""
+    def on_evaluation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called before episodes of environments are played apart, to evaluate the agents."""
 
     def on_sync_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before weights are pushed to the engine, or to ``GymWorkers``."""

@@ -135,7 +135,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         if trainer.state.fn == "fit":
             self._begin(trainer, pl_module)
 
-    def on_play_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_evaluation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.on_sync_start(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

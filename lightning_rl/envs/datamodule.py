@@ -25,7 +25,7 @@ from lightning_rl.envs.torchrl_collector import TorchRLCollector
 from lightning_rl.envs.watch import Watch
 from lightning_rl.envs.workers import WorkersCollector
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.networks.space import Space
+from lightning_rl.networks.space import Space, require_same
 from lightning_rl.run import dist
 from lightning_rl.run.cores import share_cores
 from lightning_rl.run.hooks import call_hook
@@ -182,7 +182,7 @@ class EnvDataModule(CollectingDataModule):
             self.calls.start(self.seed, dist.rank() * own, own)
             if self.player is not self.collector:
                 self.player_calls.start(self.seed, 0, None)
-                _require_same(self.collector.agents, self.player.agents)
+                require_same(self.collector.agents, self.player.agents)
         if self.judged_agent is not None and self.judged_agent not in self.spaces:
             raise ConfigError(
                 f"judged_agent={self.judged_agent!r}: the environment has {', '.join(self.spaces)}"
@@ -236,15 +236,12 @@ class EnvDataModule(CollectingDataModule):
         module, trainer = self._module(), self.trainer
         assert trainer is not None
         call_hook(trainer, "on_collect_start")
-        precision = trainer.precision_plugin
         begin = time.perf_counter()
-
-        def collected() -> TensorDict:
-            with precision.forward_context():  # of a thread
-                return self.collector.collect(module.agents, iteration, self.steps)
-
         with module.clock("generate"):
-            batch = self.calls(collected)
+            batch = self.calls(
+                lambda: self.collector.collect(module.agents, iteration, self.steps),
+                trainer.precision_plugin.forward_context,
+            )
         seconds = dist.all_reduce_max(time.perf_counter() - begin)
         told = dist.gather(list(self.collector.finished))
         self.episodes = [episode for share in told for episode in share]
@@ -278,6 +275,8 @@ class EnvDataModule(CollectingDataModule):
         """
         if not self.evaluates:
             raise ConfigError(f"there is nothing to evaluate on; {self.nothing_to_evaluate}")
+        if self.trainer is not None:
+            call_hook(self.trainer, "on_evaluation_start")
         seeds = [derived_seed(self.seed, EVALUATION, i) % 2**31 for i in range(self.eval_episodes)]
         with dist.every_rank():
             own = dist.shard(seeds)
@@ -299,15 +298,11 @@ class EnvDataModule(CollectingDataModule):
         """Episodes apart, in the precision in which the agents learn."""
         module, trainer = self._module(), self.trainer
         assert trainer is not None
-        call_hook(trainer, "on_play_start")
-        precision = trainer.precision_plugin
-
-        def played() -> list[EnvEpisode]:
-            with precision.forward_context():  # of a thread
-                return self.player.play(module.agents, seeds, self.eval_greedy, render)
-
         with module.clock("eval"):
-            return self.player_calls(played)
+            return self.player_calls(
+                lambda: self.player.play(module.agents, seeds, self.eval_greedy, render),
+                trainer.precision_plugin.forward_context,
+            )
 
     def stepping(self) -> tuple[str, threading.Thread] | None:
         """What is being stepped right now, in words, and the thread in which it is."""
@@ -325,16 +320,3 @@ class EnvDataModule(CollectingDataModule):
                 "language models use RLDataModule"
             )
         return module
-
-
-def _require_same(ours: Mapping[str, Space], theirs: Mapping[str, Space]) -> None:
-    if ours.keys() != theirs.keys():
-        raise ConfigError(
-            f"data.eval_env has agents {', '.join(theirs)}, and data.env has {', '.join(ours)}"
-        )
-    for name, space in ours.items():
-        if space.observations != theirs[name].observations:
-            raise ConfigError(
-                f"data.eval_env shows agent {name!r} something else than data.env does: "
-                f"{theirs[name].observations} and {space.observations}"
-            )

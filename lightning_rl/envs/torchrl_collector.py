@@ -1,6 +1,5 @@
 """TorchRLCollector: torchrl's collector, with a seed and fresh episodes for each iteration."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,14 +18,12 @@ from lightning_rl.envs.collector import (
     seeded,
 )
 from lightning_rl.envs.maker import TorchRLEnv, require_installed
+from lightning_rl.envs.torchrl_envs import close, is_native, kill, side_by_side
 from lightning_rl.envs.torchrl_policy import TorchRLPolicy, own_key
 from lightning_rl.envs.torchrl_space import Places, agents_of
 from lightning_rl.envs.watch import END_S, START_S
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.run.seeding import derived_seed
-from lightning_rl.run.spawning import without_main
-
-_log = logging.getLogger(__name__)
 
 LONGEST = 100_000
 """Steps after which an episode of an evaluation is given up, where nothing limits it."""
@@ -61,8 +58,7 @@ class TorchRLCollector(EnvCollector):
         self._batches: Any = None
         self._collector: Any = None
         self._steps = 0
-        self._parallel: list[Any] = []
-        """Environments in processes of torchrl's."""
+        self._open: list[Any] = []
 
     @property
     def exact(self) -> str:
@@ -76,46 +72,18 @@ class TorchRLCollector(EnvCollector):
         self._seed = derived_seed(seed, first)
         one = self.env.made()
         found = agents_of(one)
-        self._native = _is_native(one)
+        self._native = is_native(one)
         self.deadline.again(END_S)
-        self._close(one)
+        close(self.env.name, one)
         self.deadline.again(START_S)
         self._envs = self._made(num_envs)
         self.agents = {name: space for name, (space, _) in found.items()}
         self._places: dict[str, Places] = {name: places for name, (_, places) in found.items()}
 
     def _made(self, count: int | None) -> Any:
-        """``count`` environments side by side: the environment's own, or made so."""
-        from torchrl.envs import InitTracker, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
-
-        env = self.env.made()
-        if _is_native(env):
-            if count is not None and tuple(env.batch_size) != (count,):
-                env.close()
-                raise ConfigError(
-                    f"data.env: {self.env.name} steps {tuple(env.batch_size)} environments side by "
-                    f"side, and each process is to step {count}; set data.num_envs, or the "
-                    "environment's own argument"
-                )
-        else:
-            env.close()
-            if self.env.parallel:
-                env = ParallelEnv(
-                    count or 1,
-                    self.env.made,
-                    mp_start_method="spawn",
-                    daemon=True,
-                    shutdown_timeout=END_S,
-                )
-                self._parallel.append(env)
-                with without_main():
-                    env.start()
-            else:
-                env = SerialEnv(count or 1, self.env.made)
-        env = TransformedEnv(env, InitTracker())
-        if self._limit is not None:
-            env = env.append_transform(StepCounter(self._limit))
-        return env
+        """``count`` environments side by side."""
+        self._open.append(side_by_side(self.env, count, self._limit))
+        return self._open[-1]
 
     # ---------------------------------------------------------------- collecting
 
@@ -295,26 +263,14 @@ class TorchRLCollector(EnvCollector):
             self._envs = None
 
     def _close(self, envs: Any) -> None:
-        """Let go of environments; of such that cannot be, and are not needed any more, tell."""
-        try:
-            if not envs.is_closed:
-                envs.close()
-        except (Exception, SystemExit) as error:
-            what = f"{type(error).__name__}: {error}"
-            _log.warning("%s: close raised %s; it is left as it is", self.env.name, what)
+        close(self.env.name, envs)
+        self._open.remove(envs)
 
     def abandon(self) -> None:
-        processes = [p for envs in self._parallel for p in vars(envs).get("_workers", [])]
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join(END_S)
-        self._collector = self._batches = self._envs = None
-
-
-def _is_native(env: Any) -> bool:
-    """Tell whether an environment steps several side by side by itself."""
-    return env.batch_size.numel() > 1 or len(env.batch_size) == 1
+        for envs in self._open:
+            kill(envs)
+        self._open, self._envs = [], None
+        self._collector = self._batches = None
 
 
 def _over_agents(rewards: Tensor, dims: int) -> Tensor:

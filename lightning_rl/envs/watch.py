@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from lightning_rl.envs.collector import EnvCollector, EnvError, raised
@@ -53,13 +54,24 @@ class Watch:
         self._is_lost = False
         self._call(lambda: self.collector.start(seed, first, num_envs), START_S)
 
-    def __call__(self, call: Callable[[], T]) -> T:
+    def __call__(
+        self, call: Callable[[], T], within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> T:
         """What a call of the collector returns, such as a batch.
+
+        Args:
+            call: of the collector.
+            within: a context for it that is a thread's own, such as autocast.
 
         Raises:
             EnvError: if an environment raises, or takes longer than its time limit.
         """
-        return self._call(call, None)
+
+        def called() -> T:
+            with within():
+                return call()
+
+        return self._call(called, None)
 
     def hanging(self) -> tuple[str, threading.Thread] | None:
         """What is being stepped right now, and the thread in which it is."""

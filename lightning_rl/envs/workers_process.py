@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 
 from lightning_rl.envs.collector import Deadline, EnvEpisode
 from lightning_rl.envs.gym import Gym
@@ -71,12 +70,10 @@ class _Worker:
         """Play the next steps of an iteration; ``autocast``: the dtype in which agents act."""
         own = self.collector
         own.greedy = greedy
-
-        def collected() -> TensorDict:
-            with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
-                return own.collect(self.agents, iteration, steps)
-
-        batch = self.watch(collected)
+        batch = self.watch(
+            lambda: own.collect(self.agents, iteration, steps),
+            lambda: nullcontext() if autocast is None else torch.autocast("cpu", autocast),
+        )
         return Played(batch, list(own.finished), list(own.carried), own.state_dict())
 
 

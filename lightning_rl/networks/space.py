@@ -124,3 +124,21 @@ class Space:
         if not found:
             raise ConfigError(f"{what}: the environment shows nothing that it could read")
         return found
+
+
+def require_same(ours: Mapping[str, Space], theirs: Mapping[str, Space]) -> None:
+    """Refuse an environment to evaluate in that shows agents something else than the other.
+
+    Raises:
+        ConfigError: naming the agent.
+    """
+    if ours.keys() != theirs.keys():
+        raise ConfigError(
+            f"data.eval_env has agents {', '.join(theirs)}, and data.env has {', '.join(ours)}"
+        )
+    for name, space in ours.items():
+        if space.observations != theirs[name].observations:
+            raise ConfigError(
+                f"data.eval_env shows agent {name!r} something else than data.env does: "
+                f"{theirs[name].observations} and {space.observations}"
+            )

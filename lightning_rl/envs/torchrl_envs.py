@@ -1,0 +1,71 @@
+"""Environments of torchrl's side by side: its own, one after the other, or in processes."""
+
+import logging
+from typing import Any
+
+from lightning_rl.envs.maker import TorchRLEnv
+from lightning_rl.envs.watch import END_S
+from lightning_rl.errors import ConfigError
+from lightning_rl.run.spawning import without_main
+
+_log = logging.getLogger(__name__)
+
+
+def is_native(env: Any) -> bool:
+    """Tell whether an environment steps several side by side by itself."""
+    return env.batch_size.numel() > 1 or len(env.batch_size) == 1
+
+
+def side_by_side(maker: TorchRLEnv, count: int | None, limit: int | None) -> Any:
+    """``count`` environments side by side, episodes cut after ``limit`` steps.
+
+    Raises:
+        ConfigError: if the environment steps another number of them by itself.
+    """
+    from torchrl.envs import InitTracker, SerialEnv, StepCounter, TransformedEnv
+
+    env = maker.made()
+    if is_native(env):
+        if count is not None and tuple(env.batch_size) != (count,):
+            env.close()
+            raise ConfigError(
+                f"data.env: {maker.name} steps {tuple(env.batch_size)} environments side by side, "
+                f"and each process is to step {count}; set data.num_envs, or the environment's own "
+                "argument"
+            )
+    else:
+        env.close()
+        parallel = _in_processes if maker.parallel else SerialEnv
+        env = parallel(count or 1, maker.made)
+    env = TransformedEnv(env, InitTracker())
+    return env if limit is None else env.append_transform(StepCounter(limit))
+
+
+def _in_processes(count: int, make: Any) -> Any:
+    from torchrl.envs import ParallelEnv
+
+    env = ParallelEnv(count, make, mp_start_method="spawn", daemon=True, shutdown_timeout=END_S)
+    with without_main():
+        env.start()
+    return env
+
+
+def close(name: str, env: Any) -> None:
+    """Let go of environments; of such that cannot be, and are not needed any more, tell."""
+    try:
+        if not env.is_closed:
+            env.close()
+    except (Exception, SystemExit) as error:
+        what = f"{type(error).__name__}: {error}"
+        _log.warning("%s: close raised %s; it is left as it is", name, what)
+
+
+def kill(env: Any) -> None:
+    """End the processes of environments, if they have any."""
+    while env is not None:
+        processes = vars(env).get("_workers", [])
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join(END_S)
+        env = vars(env).get("_modules", {}).get("base_env")
