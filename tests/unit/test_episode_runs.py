@@ -105,7 +105,7 @@ def test_columns_tell_of_all_rows(talk, tmp_path):
         (lambda r: r["further"][0]["logprobs"].pop(), "differ in length"),
         (lambda r: r["calls"][3].update(row=3), "0 to 1 of row 3, which are not there"),
         (lambda r: r["calls"][2].update(stop=3), "0 to 3 of row 1, which are not there"),
-        (lambda r: r["further"][0].pop("prompt_ids"), "expected a rollout"),
+        (lambda r: r["further"][0].pop("prompt_ids"), "prompt_ids is missing"),
     ],
 )
 def test_damaged_rows_and_calls_are_named(talk, tmp_path, damage, words):

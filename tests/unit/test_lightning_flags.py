@@ -12,7 +12,13 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.collect.pipeline import GroupSource
-from lightning_rl.config.lightning_flags import CALLBACKS, TRAINER, Verdict, compute_dtype
+from lightning_rl.config.lightning_flags import (
+    CALLBACKS,
+    TRAINER,
+    Verdict,
+    compute_dtype,
+    refuse_flags,
+)
 from lightning_rl.data.curriculum import RepeatedPrompts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling
@@ -83,8 +89,15 @@ def test_a_refused_callback(name, tiny_model, tmp_path):
     assert module.policy is None
 
 
+def test_processes_that_are_spawned_are_refused(tmp_path):
+    """By the command line, before it starts any: Lightning's fit pickles the module first."""
+    with pytest.raises(ConfigError, match=r"^trainer.strategy='DDPStrategy': .*use ddp"):
+        refuse_flags(trainer_of(tmp_path, logger=False, strategy="ddp_spawn", devices=2))
+    refuse_flags(trainer_of(tmp_path, logger=False, strategy="ddp", devices=2))
+
+
 def test_nothing_refused_is_left_out():
-    tried = {name for flags, _ in REFUSED_FLAGS for name in flags}
+    tried = {name for flags, _ in REFUSED_FLAGS for name in flags} | {"strategy"}
     refused = (Verdict.REFUSED, Verdict.PARTLY)
     assert tried == {name for name, entry in TRAINER.items() if entry.verdict in refused}
     assert set(REFUSED_CALLBACKS) == {

@@ -17,6 +17,7 @@ from lightning_rl import (
     RLCallback,
     StepGAE,
 )
+from lightning_rl.envs.batches import handed_out
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.rows import Rows, rows_of
@@ -73,15 +74,15 @@ def walked(right, steps):
     with torch.no_grad():
         agent.heads["action"].layer.bias.copy_(torch.tensor([-50.0, 50.0] if right else [50, -50]))
         agent.value_layer.weight.copy_(torch.tensor([[1.0, 0.0]]))
-    return agent, made.collect({AGENT: agent}, 0, steps)
+    return agent, handed_out(made.collect({AGENT: agent}, 0, steps), made.agents)
 
 
 def test_where_an_episode_is_cut_at_its_time_limit_the_value_of_what_was_seen_last_stands_in():
     agent, batch = walked(right=False, steps=9)
     rows, _ = rows_of(agent, AGENT, batch, StepGAE(gamma=0.5, lam=1.0, normalize=False))
     start = float(rows.observations["observation"][0, 0])
-    assert batch["steps", "done"].flatten().nonzero().flatten().tolist() == [7]
-    assert not batch["steps", "terminated"].any()
+    assert batch["next", "done"].flatten().nonzero().flatten().tolist() == [7]
+    assert not batch["next", "terminated"].any()
     # Eight steps of -1, and then the place where it was cut, not where the next episode begins.
     earned = -sum(0.5**t for t in range(8))
     assert float(rows.learned["returns"][0]) == pytest.approx(earned + 0.5**8 * (start - 8))
@@ -96,7 +97,7 @@ def test_nothing_stands_in_where_an_episode_came_to_its_end():
     rows, _ = rows_of(agent, AGENT, batch, StepGAE(gamma=0.5, lam=1.0, normalize=False))
     start = int(rows.observations["observation"][0, 0])
     last = 5 - start - 1
-    assert bool(batch["steps", "terminated"][0, last])
+    assert bool(batch["next", "terminated"][0, last, 0])
     earned = -sum(0.5**t for t in range(last)) + 0.5**last * 4
     assert float(rows.learned["returns"][0]) == pytest.approx(earned)
     assert float(rows.learned["returns"][last]) == 4
