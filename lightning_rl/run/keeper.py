@@ -84,6 +84,11 @@ def stay_kept(parent: int, told: int = 0, grace_s: float = GRACE_S) -> None:
         if os.getppid() != keeper:
             os._exit(1)
         return
+    # Who reads what the command says hears of its end, or that it closed its output.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1):
+        os.dup2(nothing, stream)
+    os.close(nothing)
     adopt_orphans()
     asked = _when_told_to_end()
     childs_end = os.pidfd_open(child)
