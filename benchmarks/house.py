@@ -20,6 +20,7 @@ leaves out the helpers of ``run/``, which are called everywhere. The last line i
 import argparse
 import ast
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -217,7 +218,8 @@ def ways(root: Path) -> dict[str, int]:
         RuntimeError: if the trainings that go them fail.
     """
     command = [sys.executable, str(Path(__file__).with_name("house_ways.py"))]
-    done = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True)
+    env = {"OMP_NUM_THREADS": "1"} | os.environ
+    done = subprocess.run(command, cwd=root, env=env, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"house_ways.py failed in {root}:\n{done.stderr[-3000:]}")
     counts = {}
