@@ -222,7 +222,7 @@ def ways(root: Path) -> dict[str, int]:
     done = subprocess.run(command, cwd=root, env=env, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"house_ways.py failed in {root}:\n{done.stderr[-3000:]}")
-    counts = {}
+    counts: dict[str, int] = {}
     for name, files in json.loads(done.stdout.splitlines()[-1]).items():
         print(f"{name}: {' > '.join(files)}")
         above = [file for file in files if not file.startswith("run/")]

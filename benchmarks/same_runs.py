@@ -240,7 +240,8 @@ def main() -> int:
     parser.add_argument("--only", choices=RUNS, nargs="+", default=list(RUNS))
     args = parser.parse_args()
     if args.compare is not None:
-        count = compare(*args.compare, args.only)
+        before, after = args.compare
+        count = compare(before, after, args.only)
         print(json.dumps({"runs": len(args.only), "differences": count}))
         return int(bool(count))
     with ExitStack() as folders:

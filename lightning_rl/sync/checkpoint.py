@@ -85,11 +85,12 @@ class CheckpointTransport(StagedTransport):
             self.directory = Path(self._scratch.name)
 
     def stage(self, weights: WeightStream) -> Iterator[Bucket]:
-        before = self._by_age("weights")[-1:]
+        before = next(reversed(self._by_age("weights")), None)
         path = self._write(weights)
+        names = None
         # A file that was written over is gone, and cannot be compared with.
-        comparable = weights.changed_only and before not in ([], [path])
-        names = _changed(*before, path) if comparable else None
+        if weights.changed_only and before is not None and before != path:
+            names = _changed(before, path)
         yield {"path": str(path), "version": weights.version, "names": names}
 
     @staticmethod
