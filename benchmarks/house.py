@@ -2,18 +2,25 @@
 
     python -m benchmarks.house
     python -m benchmarks.house --at 4badfb1     (the same of another commit)
-    python -m benchmarks.house --paths          (also runs one iteration: what lies on its way?)
+    python -m benchmarks.house --no-ways        (without the tiny trainings of house_ways.py)
     python -m benchmarks.house --picture docs/images/house.svg
 
 An import counts wherever it stands: at the top of a file, in a function, or for type checkers only.
 ``ORDER`` is the library's floor plan: a room may import those that stand before it, and no other. A
-unit test holds the code against it, and the picture in docs/architecture.md too. The last line is
-JSON.
+unit test holds the code against it, and the picture in docs/architecture.md too.
+
+``rooms`` are the folders and files of ``lightning_rl/`` (but ``__init__`` and ``__main__``),
+``arrows`` the pairs of them of which one imports the other. The spine, the wings ``envs`` and
+``games``, and the rest are as ``house_parts.py`` says; ``core_lines`` are those of all but the
+optional rooms. ``root_names`` are the public names of the package, ``shared_names`` those of
+classes in two modules. ``files_*`` are entered on a way, see ``house_ways.py``; ``*_above_run``
+leaves out the helpers of ``run/``, which are called everywhere. The last line is JSON.
 """
 
 import argparse
 import ast
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -25,6 +32,7 @@ from io import BytesIO
 from itertools import combinations
 from pathlib import Path
 
+from benchmarks.house_parts import lines_of, root_names, shared_names, sizes
 from benchmarks.house_picture import draw
 
 ROOT = Path(__file__).parents[1]
@@ -156,11 +164,6 @@ def _reached(start: str, targets: dict[str, list[str]]) -> set[str]:
     return seen
 
 
-def lines_of(paths: Iterable[Path]) -> int:
-    """All lines: code, comments, docstrings and blank ones."""
-    return sum(len(path.read_text("utf-8").splitlines()) for path in paths)
-
-
 def measure(root: Path) -> dict[str, int]:
     """The counts of a checkout."""
     library = modules_of(root, "lightning_rl", "callbacks")
@@ -169,6 +172,7 @@ def measure(root: Path) -> dict[str, int]:
     found = arrows(library)
     folders = {(room(a.importer), room(a.imported)) for a in found}
     return {
+        "rooms": len({room(name) for name in library} - {"lightning_rl", "__main__"}),
         "files": len(library) + len(stubs),
         "lines": lines_of([*library.values(), *stubs]),
         "root_files": len(list((root / "lightning_rl").glob("*.py"))),
@@ -180,6 +184,9 @@ def measure(root: Path) -> dict[str, int]:
         "circles_in_benchmarks": len(circles(arrows(modules_of(root, "benchmarks")))),
         "test_files": len(tests),
         "test_lines": lines_of(tests),
+        "root_names": root_names(root),
+        "shared_names": len(shared_names(library, root)),
+        **sizes(library),
     }
 
 
@@ -204,12 +211,31 @@ def checkout(commit: str, folder: str) -> Path:
     return Path(folder)
 
 
+def ways(root: Path) -> dict[str, int]:
+    """How many files are entered on each way; prints which.
+
+    Raises:
+        RuntimeError: if the trainings that go them fail.
+    """
+    command = [sys.executable, str(Path(__file__).with_name("house_ways.py"))]
+    env = {"OMP_NUM_THREADS": "1"} | os.environ
+    done = subprocess.run(command, cwd=root, env=env, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"house_ways.py failed in {root}:\n{done.stderr[-3000:]}")
+    counts: dict[str, int] = {}
+    for name, files in json.loads(done.stdout.splitlines()[-1]).items():
+        print(f"{name}: {' > '.join(files)}")
+        above = [file for file in files if not file.startswith("run/")]
+        counts |= {f"files_{name}": len(files), f"files_{name}_above_run": len(above)}
+    return counts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--at", help="a commit; default: the files as they are")
-    parser.add_argument("--paths", action="store_true", help="run an iteration of it, too")
+    parser.add_argument("--no-ways", action="store_true", help="do not run it")
     parser.add_argument("--picture", type=Path, help="write the floor plan there, as SVG")
     args = parser.parse_args()
     if args.picture is not None:
@@ -217,12 +243,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = ROOT if args.at is None else checkout(args.at, folder)
         counts = measure(root)
-        if args.paths:
-            command = [sys.executable, str(Path(__file__).with_name("house_paths.py"))]
-            out = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
-            *told, last = out.stdout.splitlines()
-            print("\n".join(told))
-            counts |= json.loads(last)
+        library = modules_of(root, "lightning_rl", "callbacks")
+        for name, places in shared_names(library, root).items():
+            print(f"{name} is a class in {', '.join(places)}")
+        if not args.no_ways:
+            counts |= ways(root)
     for name, count in counts.items():
         print(f"{name:>28} {count}")
     print(json.dumps(counts))

@@ -1,165 +1,258 @@
-"""Four runs whose every bit is written down: what was collected, trained on, measured and learned.
+"""Eight runs of which everything is written down: rollouts, metrics and weights, to the last bit.
 
-    python -m benchmarks.same_runs --out before.json
-    python -m benchmarks.same_runs --out after.json --compare before.json
+    python -m benchmarks.same_runs --out before --at 3c66317     (a commit)
+    python -m benchmarks.same_runs --out before --checkout FOLDER
+    python -m benchmarks.same_runs --out after                   (this checkout)
+    python -m benchmarks.same_runs --compare before after
 
-Run it before and after a change that must change nothing. The runs are the quickstart's (28
-iterations), one that works one step ahead of the trainer, one on two processes and one of several
-turns (six iterations each), all with real vLLM and seed 0. Of each it holds a hash of every packed
-batch, all metrics but times, and a hash of the weights at the end. With ``--compare`` it says where
-two files first differ, and exits with 1 if they do. The last line is JSON.
+Record before and after a change that must change nothing, and compare. Each run is a command in
+the checkout it is of, so modules may have moved: configurations name classes by their bare names.
+Compared are rollouts (prompts, tokens, logprobs, masks, rewards, seeds, however the files keep
+them), metrics but times, and the bits of all weights, by value where they have other names. The
+first comparison is of the models that the runs began with, which each checkout makes.
+
+The runs, with real vLLM and seed 0: the quickstart (28 iterations); one step ahead of the trainer;
+two processes; several turns; SAC on Pendulum; a protocol between two policies; programs that are
+agents; and training by fine-tune jobs, in stages. The last line is JSON; the exit status is 1 if
+there are differences.
 """
 
 import argparse
-import hashlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from benchmarks import same_runs_recorder
+from benchmarks.house import ROOT, checkout
+from benchmarks.same_runs_compare import STAGED_FILES, differences
 
-SORT, GAME = "recipes/sort_digits", "recipes/guess_digit"
-SIX = ["--data.iterations_per_epoch", "6"]
-RUNS = {
-    "quickstart": [f"{SORT}/grpo.yaml"],
-    "one_step_ahead": [
-        f"{SORT}/grpo.yaml",
-        f"{SORT}/variants/async.yaml",
-        *SIX,
-        "--data.collector",
-        "OneStepOffCollector",
-    ],
-    "two_processes": [f"{SORT}/grpo.yaml", f"{SORT}/variants/ddp.yaml", *SIX],
-    "several_turns": [f"{GAME}/grpo.yaml", *SIX],
-}
-PREPARED = {
-    "runs/sort_digits/sft/hf": [
-        ["recipes.sort_digits.prepare"],
-        ["lightning_rl", "fit", "--config", f"{SORT}/sft.yaml"],
-    ],
-    "runs/guess_digit/sft/hf": [
-        ["recipes.guess_digit.prepare", "--out", "runs/guess_digit"],
-        ["lightning_rl", "fit", "--config", f"{GAME}/sft.yaml"],
-    ],
-}
-TIMES = ("time/", "cpu_s", "wall_s", "sync/seconds", "tokens_per_s")
+SORT, GUESS, POINT = "recipes/sort_digits", "recipes/guess_digit", "recipes/pointing"
+PROGRAM = "recipes/openai_agent"
 
 
-class Digests(Callback):
-    """Writes a line of JSON per iteration into ``folder``: a hash of the batch, all metrics."""
+@dataclass(frozen=True)
+class Checkout:
+    """A folder with the code, and how to run it."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
+    root: Path
+    path: tuple[Path, ...]
+    """Folders to import from, before all others."""
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        digest = hashlib.sha256()
-        for part in ("tokens", "rollouts"):
-            for name in sorted(batch[part].keys()):
-                digest.update(name.encode())
-                digest.update(batch[part, name].detach().contiguous().cpu().numpy().tobytes())
-        row = {"batch": digest.hexdigest(), "metrics": self._metrics(trainer)}
-        with (self.folder / f"rank{trainer.global_rank}.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    def run(self, *command: str) -> str:
+        """``python -m``, in the checkout and with its modules; what it printed.
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        digest = hashlib.sha256()
-        for name, tensor in sorted(pl_module.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.contiguous().cpu().numpy().tobytes())
-        (self.folder / f"weights{trainer.global_rank}").write_text(digest.hexdigest())
-
-    @staticmethod
-    def _metrics(trainer: Trainer) -> dict[str, float]:
-        return {
-            name: float(value)
-            for name, value in sorted(trainer.callback_metrics.items())
-            if not name.startswith(TIMES) and not name.endswith(TIMES)
-        }
+        Raises:
+            RuntimeError: if it fails; with the end of what it said.
+        """
+        folders = os.pathsep.join(map(str, (self.root, *self.path)))
+        # One thread: sums are in another order with another number of them.
+        fixed = {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": ""}
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=self.root,
+            env=os.environ | fixed,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            told = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
+            raise RuntimeError(f"{' '.join(command)} in {self.root} failed:\n{told}")
+        return done.stdout
 
 
-def prepare() -> None:
-    """Data and warm-started models, where they are not there yet."""
-    for made, commands in PREPARED.items():
-        if not (Path(made) / "config.json").exists():
-            for command in commands:
-                run_module(*command)
+@dataclass(frozen=True)
+class Prepared:
+    """A warm-started model, and the commands that make it."""
+
+    model: str
+    commands: tuple[tuple[str, ...], ...]
+
+    def make(self, place: Checkout) -> dict[str, str]:
+        """Make it where it is not there yet; its name and a hash of its weights."""
+        folder = place.root / self.model
+        if not (folder / "config.json").exists():
+            for command in self.commands:
+                place.run(*command)
+        weights = sorted(folder.glob("*.safetensors"))
+        return {f"{self.model}/{file.name}": _hash(file) for file in weights}
 
 
-def run_module(*command: str) -> None:
-    subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
+def warm_started(recipe: str, *options: str) -> Prepared:
+    """As a recipe's page says to make it."""
+    name = Path(recipe).name
+    prepare = (f"recipes.{name}.prepare", "--out", f"runs/{name}")
+    fit = ("lightning_rl", "fit", "--config", f"{recipe}/sft.yaml", *options)
+    return Prepared(f"runs/{name}/sft/hf", (prepare, fit))
 
 
-def record(name: str, options: list[str]) -> dict[str, Any]:
-    """One run, as what its ranks wrote down."""
-    with tempfile.TemporaryDirectory() as folder:
-        configs = [part for option in options for part in _as_config(option)]
-        run_module(
+@dataclass(frozen=True)
+class Run(ABC):
+    """A command, and what it begins with."""
+
+    options: tuple[str, ...]
+    begins_with: Prepared | None = None
+
+    def record(self, place: Checkout, folder: Path) -> None:
+        """Run it; the folder is there, and empty."""
+        made = {} if self.begins_with is None else self.begins_with.make(place)
+        (folder / "prepared.json").write_text(json.dumps(made, indent=1))
+        with tempfile.TemporaryDirectory() as work:
+            self.leave(place, folder, Path(work))
+
+    @abstractmethod
+    def leave(self, place: Checkout, folder: Path, work: Path) -> None:
+        """Run it, with its own files in ``work``, and leave in the folder what is compared."""
+
+    def arguments(self) -> list[str]:
+        """The options, configurations among them."""
+        pairs = (["--config", o] if o.endswith(".yaml") else [o] for o in self.options)
+        return [part for pair in pairs for part in pair]
+
+
+class Fit(Run):
+    """``lightning-rl fit``: what it was trained on, a line per iteration, and the weights."""
+
+    def leave(self, place: Checkout, folder: Path, work: Path) -> None:
+        recorder = f"{same_runs_recorder.Digests.__module__.rpartition('.')[2]}.Digests"
+        place.run(
             "lightning_rl",
             "fit",
-            *configs,
+            *self.arguments(),
             "--trainer.logger.save_dir",
-            folder,
-            "--trainer.callbacks+=benchmarks.same_runs.Digests",
+            str(work),
+            f"--trainer.callbacks+={recorder}",
             "--trainer.callbacks.folder",
-            folder,
+            str(folder),
         )
-        ranks = sorted(Path(folder).glob("rank*.jsonl"))
-        return {
-            "batches": {p.stem: [json.loads(line) for line in p.open()] for p in ranks},
-            "weights": {p.name: p.read_text() for p in sorted(Path(folder).glob("weights*"))},
+        for rerun in work.rglob("rerun"):  # none where there are no rollouts
+            shutil.copytree(rerun, folder / "rerun")
+        for end in folder.glob("rank*.json"):
+            library = Path(json.loads(end.read_text())["library"])
+            if not library.is_relative_to(place.root):
+                raise RuntimeError(f"{library} was run, and not what is in {place.root}")
+
+
+class Staged(Run):
+    """``lightning-rl staged``: interactions, metrics, and every model that its jobs made."""
+
+    def leave(self, place: Checkout, folder: Path, work: Path) -> None:
+        place.run("lightning_rl", "staged", *self.arguments(), "--run_dir", str(work))
+        for name in (*STAGED_FILES, "metrics.jsonl"):
+            shutil.copy(work / name, folder)
+        run = json.loads((work / "state.json").read_text())["run"]  # drawn anew by each
+        models = {
+            str(file.relative_to(work)).replace(run, "RUN"): _hash(file)
+            for file in sorted(work.rglob("*.safetensors"))
         }
+        (folder / "rank0.json").write_text(json.dumps({"weights": models}, indent=1))
 
 
-def _as_config(option: str) -> list[str]:
-    return ["--config", option] if option.endswith(".yaml") else [option]
+SIX = ("--data.iterations_per_epoch", "6")
+SORTER, POINTER = warm_started(SORT), warm_started(POINT)
+RUNS: dict[str, Run] = {
+    "quickstart": Fit((f"{SORT}/grpo.yaml",), SORTER),
+    "one_step_ahead": Fit(
+        (
+            f"{SORT}/grpo.yaml",
+            f"{SORT}/variants/async.yaml",
+            *SIX,
+            "--data.collector",
+            "OneStepOffCollector",
+        ),
+        SORTER,
+    ),
+    "two_processes": Fit((f"{SORT}/grpo.yaml", f"{SORT}/variants/ddp.yaml", *SIX), SORTER),
+    "several_turns": Fit((f"{GUESS}/grpo.yaml", *SIX), warm_started(GUESS)),
+    # 32 iterations of random actions, then updates.
+    "sac": Fit(("recipes/pendulum/sac.yaml", "--data.iterations_per_epoch", "60")),
+    "protocol": Fit((f"{POINT}/adp.yaml", *SIX), POINTER),
+    # One program at a time: of several, which asks first is the machine's to say, and requests in
+    # another order make other batches, whose sums are rounded otherwise.
+    "program": Fit(
+        (
+            f"{PROGRAM}/grpo.yaml",
+            *("--data.iterations_per_epoch", "3"),
+            *("--data.groups_per_iteration", "4"),
+            *("--data.eval_samples", "1"),
+            *("--data.agent.max_concurrency", "1"),
+        ),
+        warm_started(PROGRAM),
+    ),
+    "staged": Staged(
+        (
+            f"{POINT}/expert_iteration.yaml",
+            *("--iterations", "2"),
+            *("--rows_per_iteration", "200"),
+        ),
+        POINTER,
+    ),
+}
 
 
-def differences(before: Any, after: Any, place: str = "") -> list[str]:
-    """Where two recordings differ, in the order of their keys."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        return [
-            line
-            for key in {**before, **after}
-            for line in differences(before.get(key), after.get(key), f"{place}/{key}")
-        ]
-    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        pairs = enumerate(zip(before, after, strict=True))
-        return [line for i, (a, b) in pairs for line in differences(a, b, f"{place}[{i}]")]
-    same = before == after or (before != before and after != after)  # NaN is itself here
-    return [] if same else [f"{place}: {before} before, {after} after"]
+def record(place: Checkout, out: Path, names: Sequence[str]) -> None:
+    """Run these in a checkout, each into a folder of its name, in place of what was there."""
+    for name in names:
+        folder = out / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        RUNS[name].record(place, folder)
+        print(f"{name}: recorded in {folder}", flush=True)
+
+
+def compare(before: Path, after: Path, names: Sequence[str]) -> int:
+    """Print the first differences of each run, and count all; a run that is missing is one."""
+    count = 0
+    for name in names:
+        missing = [str(p / name) for p in (before, after) if not (p / name).is_dir()]
+        found = [f"{name}: {place} is not there" for place in missing]
+        found = found or differences(before / name, after / name)
+        print(f"{name}: {len(found) or 'no'} differences", *found[:10], sep="\n  ")
+        count += len(found)
+    return count
+
+
+def _hash(file: Path) -> str:
+    return sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--compare", type=Path)
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--out", type=Path, help="record into this folder")
+    task.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
+    code = parser.add_mutually_exclusive_group()
+    code.add_argument("--at", metavar="COMMIT", help="record a commit's runs")
+    code.add_argument(
+        "--checkout", type=Path, default=ROOT, help="record a folder's; default: this"
+    )
     parser.add_argument("--only", choices=RUNS, nargs="+", default=list(RUNS))
     args = parser.parse_args()
-    prepare()
-    recorded = {}
-    for name in args.only:
-        recorded[name] = record(name, RUNS[name])
-        rows = recorded[name]["batches"]["rank0"]
-        print(
-            f"{name}: {len(rows)} iterations, weights {recorded[name]['weights']['weights0'][:16]}"
-        )
-        args.out.write_text(json.dumps(recorded, indent=1))
-    if args.compare is None:
-        print(json.dumps({"runs": len(recorded)}))
-        return 0
-    before = json.loads(args.compare.read_text())
-    found = differences({name: before.get(name) for name in recorded}, recorded)
-    for line in found[:20]:
-        print(line)
-    print(json.dumps({"runs": len(recorded), "differences": len(found)}))
-    return int(bool(found))
+    if args.compare is not None:
+        before, after = args.compare
+        count = compare(before, after, args.only)
+        print(json.dumps({"runs": len(args.only), "differences": count}))
+        return int(bool(count))
+    with ExitStack() as folders:
+        root = args.checkout.resolve()
+        if args.at is not None:
+            root = checkout(args.at, folders.enter_context(tempfile.TemporaryDirectory()))
+        alone = Path(folders.enter_context(tempfile.TemporaryDirectory()))
+        shutil.copy(same_runs_recorder.__file__, alone)  # the checkout has another, or none
+        record(Checkout(root, (alone,)), args.out.resolve(), args.only)
+    print(json.dumps({"runs": len(args.only)}))
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,15 @@
 
 from typing import Any
 
+from lightning_rl.errors import ImportNameError
+
+# Under another name each class would be there twice, and isinstance fail.
+if __name__ != "lightning_rl.callbacks":
+    raise ImportNameError(
+        f"callbacks/ is the package lightning_rl.callbacks, and was imported as {__name__!r}; "
+        "write `from lightning_rl.callbacks import Evaluate`, or lightning_rl.callbacks.evaluate"
+    )
+
 from lightning_rl.callbacks.artifacts import RunArtifacts
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.batch_guards import (

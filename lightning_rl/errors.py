@@ -13,6 +13,10 @@ class ConfigError(LightningRLError, ValueError):
     """A setting is impossible, or contradicts another one."""
 
 
+class ImportNameError(ConfigError, ImportError):
+    """A module is imported under a name that is not its own; names the right one."""
+
+
 class DataError(LightningRLError, ValueError):
     """A prompt or rollout file does not hold what it should; names file and line."""
 

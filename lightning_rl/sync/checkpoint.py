@@ -14,7 +14,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
 from lightning_rl.run.rundir import sync_directory
 from lightning_rl.sync.adapters import unit_of
-from lightning_rl.sync.base import Bucket, Weights, WeightStream
+from lightning_rl.sync.base import Bucket, Kind, Weights, WeightStream
 from lightning_rl.sync.staged import StagedTransport
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -85,9 +85,12 @@ class CheckpointTransport(StagedTransport):
             self.directory = Path(self._scratch.name)
 
     def stage(self, weights: WeightStream) -> Iterator[Bucket]:
-        before = max(self.directory.glob(f"weights-*{_SUFFIX}"), default=None)
+        before = next(reversed(self._by_age("weights")), None)
         path = self._write(weights)
-        names = _changed(before, path) if weights.changed_only and before is not None else None
+        names = None
+        # A file that was written over is gone, and cannot be compared with.
+        if weights.changed_only and before is not None and before != path:
+            names = _changed(before, path)
         yield {"path": str(path), "version": weights.version, "names": names}
 
     @staticmethod
@@ -107,13 +110,19 @@ class CheckpointTransport(StagedTransport):
             ) from error
         os.replace(temporary, path)
         sync_directory(self.directory)
-        # By age, not by number: a run that is resumed from an earlier version writes that anew.
-        files = sorted(
-            self.directory.glob(f"{weights.kind}-*{_SUFFIX}"), key=lambda f: f.stat().st_mtime_ns
-        )
-        for old in files[: -1 if weights.kind == "base" else -self.keep]:
+        earlier = [file for file in self._by_age(weights.kind) if file != path]
+        kept = 0 if weights.kind == "base" else self.keep - 1
+        for old in earlier[: max(len(earlier) - kept, 0)]:
             old.unlink()
         return path
+
+    def _by_age(self, kind: Kind) -> list[Path]:
+        """Files of this kind, oldest first.
+
+        By age, not by number: a run that is resumed from an earlier version writes that anew.
+        """
+        files = self.directory.glob(f"{kind}-*{_SUFFIX}")
+        return sorted(files, key=lambda file: (file.stat().st_mtime_ns, file.name))
 
 
 def write_safetensors(path: Path, weights: WeightStream) -> None:

@@ -16,6 +16,7 @@ from benchmarks.house import (
     circles,
     modules_of,
 )
+from benchmarks.house_parts import PARTS, lines_of, part, root_names, shared_names, sizes
 from benchmarks.house_picture import draw
 
 
@@ -84,3 +85,50 @@ def test_a_new_room_needs_a_place():
     arrow = Arrow("lightning_rl.garage.car", "lightning_rl.run.dist")
     with pytest.raises(ValueError, match="garage has no place in ORDER"):
         back_up([arrow])
+
+
+def test_every_file_is_in_one_part_wherever_it_stands():
+    places = {
+        "envs.gym": "envs",
+        "algos.td": "envs",
+        "envs.networks.bodies": "envs",
+        "algos.tree": "spine",  # not algos.td, nor a wing's
+        "networks.space": "envs",
+        "envs.game_module": "games",
+        "games.staged.trainer": "games",
+        "staged": "games",
+        "offline.solo": "games",
+        "offline.dpo": "offline",
+        "cli.convert.verl": "optional",
+        "cli.view": "spine",
+        "module": "spine",
+    }
+    assert {name: part(f"lightning_rl.{name}") for name in places} == places
+    library = modules_of(ROOT, "lightning_rl", "callbacks")
+    found = sizes(library)
+    lines = {name: found[f"{name}_lines"] for name in ("spine", *PARTS)}
+    assert all(lines.values())
+    assert sum(lines.values()) == lines_of(library.values())
+    assert found["core_lines"] == sum(lines.values()) - lines["optional"]
+
+
+def test_names_that_two_classes_share_are_found_with_their_places(tmp_path):
+    root = write(
+        tmp_path,
+        data__calls="class Call:\n    class Row: ...\nclass _Own: ...\n",
+        run__desk="\nclass Call: ...\nclass _Own: ...\n",
+        run__loop="def f():\n    class Row: ...\n",
+    )
+    assert shared_names(modules_of(root, "lightning_rl"), root) == {
+        "Call": ["lightning_rl/data/calls.py:1", "lightning_rl/run/desk.py:2"],
+        "Row": ["lightning_rl/data/calls.py:2", "lightning_rl/run/loop.py:2"],
+    }
+
+
+def test_the_names_at_the_door_are_those_of_the_checkout_that_is_asked(tmp_path):
+    package = tmp_path / "lightning_rl"
+    package.mkdir()
+    (package / "__init__.py").write_text("__all__ = ['a', 'b']\n")
+    assert root_names(tmp_path) == 2
+    with pytest.raises(RuntimeError, match="was imported, and not what is in"):
+        root_names(package)  # from there it is the one that these tests run with

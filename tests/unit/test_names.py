@@ -1,5 +1,9 @@
 """Names of earlier releases: refused with the new name said, and still read in recorded runs."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import lightning_rl
@@ -31,6 +35,33 @@ def test_callbacks_refuse_it_too():
         from lightning_rl.callbacks import ReplayRecorder  # noqa: F401
     with pytest.raises(AttributeError, match=r"callbacks' has no attribute 'Replay'"):
         lightning_rl.callbacks.__getattr__("Replay")
+
+
+IMPORTS = """
+from lightning_rl.errors import LightningRLError
+from lightning_rl.config.hints import import_object
+for path in ("callbacks.evaluate.Evaluate", "callbacks.Evaluate"):
+    try:
+        import_object(path)
+    except LightningRLError as error:
+        print(error)
+try:
+    import callbacks.evaluate
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_from_a_checkout_callbacks_have_one_name():
+    """The folder callbacks/ is in the working directory, and so may be imported by that name."""
+    checkout = Path(lightning_rl.__file__).parents[1]
+    command = [sys.executable, "-c", IMPORTS]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+    refusals = done.stdout.splitlines()
+    assert len(refusals) == 3
+    for line in refusals:
+        assert "callbacks/ is the package lightning_rl.callbacks" in line
+        assert "from lightning_rl.callbacks import Evaluate" in line
 
 
 def test_recorded_configurations_are_read_with_new_names():

@@ -248,6 +248,39 @@ def test_old_files_are_removed_by_age(tmp_path, tiny_model):
     assert all(torch.equal(held[name], weight) for name, weight in weights.items())
 
 
+def test_after_a_resume_what_changed_is_told_from_the_file_before(tmp_path):
+    """Version 9 is of the run that was resumed, from version 4: its file is older, not newer."""
+    base = {"a.q.weight": torch.zeros(2), "b.q.weight": torch.zeros(2)}
+    changed = {"b.q.weight": torch.ones(2)}
+    transport = CheckpointTransport(str(tmp_path), keep=2, changed_only=True)
+    held, told = {}, []
+    versions = [(9, base | changed, False), (4, base, False), (5, base | changed, True)]
+    for age, (version, weights, changed_only) in enumerate(versions):
+        shapes = {name: weight.shape for name, weight in weights.items()}
+        stream = WeightStream(
+            weights.items(), shapes, torch.float32, version, "weights", changed_only
+        )
+        (bucket,) = transport.stage(stream)
+        told.append(bucket["names"])
+        held |= dict(transport.fetch(bucket))  # as an engine has it that goes from each to the next
+        os.utime(bucket["path"], ns=(age, age))
+    assert told == [None, None, ["b.q.weight"]]
+    assert all(torch.equal(held[name], weight) for name, weight in (base | changed).items())
+
+
+def test_a_file_is_kept_whatever_its_age(tmp_path):
+    """Where a clock is behind, or too coarse, the file that was just written seems old."""
+    transport = CheckpointTransport(str(tmp_path), keep=1)
+    ahead = tmp_path / "weights-00000007.safetensors"
+    write(ahead, {"a.w": torch.zeros(1)}, 7)
+    os.utime(ahead, (2**33, 2**33))
+    weights = {"a.w": torch.ones(1)}
+    shapes = {"a.w": torch.Size([1])}
+    (bucket,) = transport.stage(WeightStream(weights.items(), shapes, torch.float32, 8))
+    assert [name for name, _ in transport.fetch(bucket)] == ["a.w"]
+    assert [file.name for file in tmp_path.iterdir()] == ["weights-00000008.safetensors"]
+
+
 def test_a_file_that_cannot_be_written_leaves_the_engine_as_it_is(
     tmp_path, tiny_model, monkeypatch
 ):

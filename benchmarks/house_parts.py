@@ -1,0 +1,89 @@
+"""The parts of the house, the names at its door, and the names that two of its classes share."""
+
+import ast
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+PARTS = {
+    "envs": ("envs", "networks", "algos.steps", "algos.step_kl", "algos.td"),
+    "games": (
+        "games",
+        "protocols",
+        "roles",
+        "staged",
+        "algos.games",
+        "algos.game_moves",
+        "algos.game_scores",
+        "algos.game_steps",
+        "algos.game_updates",
+        "envs.game_module",
+        "envs.joint_loss",
+        "offline.solo",
+        "offline.labelled",
+        "offline.label_heads",
+    ),
+    "offline": ("offline",),
+    "view": ("view",),
+    "optional": ("convert", "cli.convert", "verifiers", "serving.verifiers"),
+}
+"""What is in which part, by folders and files of ``lightning_rl/``; all else is the spine.
+
+The longest name that fits decides. So a file of a wing counts as the wing's also while it is still
+on a shelf of the spine.
+"""
+
+
+def part(module: str) -> str:
+    """The part that a module is in."""
+    inside = module.partition(".")[2]
+    fitting = [
+        (len(name), part)
+        for part, names in PARTS.items()
+        for name in names
+        if f"{inside}.".startswith(f"{name}.")
+    ]
+    return max(fitting)[1] if fitting else "spine"
+
+
+def sizes(library: Mapping[str, Path]) -> dict[str, int]:
+    """Files and lines of each part; ``core_lines``: of all but the optional one."""
+    found: dict[str, int] = {"core_lines": 0}
+    for name in ("spine", *PARTS):
+        paths = [path for module, path in library.items() if part(module) == name]
+        found |= {f"{name}_files": len(paths), f"{name}_lines": lines_of(paths)}
+        found["core_lines"] += 0 if name == "optional" else found[f"{name}_lines"]
+    return found
+
+
+def lines_of(paths: Iterable[Path]) -> int:
+    """All lines: code, comments, docstrings and blank ones."""
+    return sum(len(path.read_text("utf-8").splitlines()) for path in paths)
+
+
+def root_names(root: Path) -> int:
+    """How many public names the package has, as who imports it sees them."""
+    code = "import lightning_rl; print(lightning_rl.__file__, len(lightning_rl.__all__))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+    file, count = done.stdout.split()
+    if not Path(file).resolve().is_relative_to(root.resolve()):
+        raise RuntimeError(f"{file} was imported, and not what is in {root}")
+    return int(count)
+
+
+def shared_names(library: Mapping[str, Path], root: Path) -> dict[str, list[str]]:
+    """Public names that classes of several modules have, and where they are defined."""
+    places: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for module, path in library.items():
+        for node in _public_classes(ast.parse(path.read_text("utf-8"))):
+            places[node.name][module] = f"{path.relative_to(root)}:{node.lineno}"
+    return {name: [*of.values()] for name, of in sorted(places.items()) if len(of) > 1}
+
+
+def _public_classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node
