@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Parameter
 
@@ -137,6 +138,7 @@ class RLCLI(LightningCLI):
         unlogged = config["logger"] is False or config["fast_dev_run"]
         if has_rollouts and lacks(RerunRecorder) and not unlogged:
             callbacks = [*callbacks, RerunRecorder()]
+        _require_own_states(given)
         return super()._instantiate_trainer(config, callbacks)
 
     def _parse_ckpt_path(self) -> None:
@@ -248,6 +250,23 @@ def _check_steps(module: Any, key: str) -> None:
     except Exception as error:  # a learning rate below 0, say
         what = f"{key}init_args.optimizer, lr_scheduler: {innermost(error)}"
         raise ConfigError(what) from error
+
+
+def _require_own_states(callbacks: list[Callback]) -> None:
+    """Have each callback's state in a checkpoint under a name of its own, as a Trainer needs it.
+
+    Raises:
+        ConfigError: naming the callback that is there twice.
+    """
+    stateful = [c for c in callbacks if is_overridden("state_dict", instance=c)]
+    names_of_states = [callback.state_key for callback in stateful]
+    for callback in stateful:
+        count = names_of_states.count(callback.state_key)
+        if count > 1:
+            raise ConfigError(
+                f"trainer.callbacks: there are {count} {type(callback).__name__} with the same "
+                "settings, which a checkpoint cannot tell apart; leave one"
+            )
 
 
 def _as_list(value: Any) -> list[Any]:
