@@ -44,6 +44,7 @@ def played(make: Callable[[Path], object] | None, *arguments: str) -> Callable[[
 
 
 CHECK = ("check", "--config", "good.yaml", "--no_rollout")
+FIT = ("fit", "--config", "good.yaml")
 
 
 def file(name: str, content: str | bytes, *says: str, right: bool = False) -> Call:
@@ -72,6 +73,12 @@ def thing(name: str, make: Callable[[Path], object], *says: str, option: str = "
     return Call(name, played(lambda f: make(f / path), *CHECK, option, path), says)
 
 
+def prompts(name: str, make: Callable[[Path], object], *says: str) -> Call:
+    """Something else in the place of the prompts' file."""
+    path = "data.train_prompts.path"
+    return Call(name, played(lambda f: make(f / "other"), *CHECK, f"--{path}", "other"), says)
+
+
 def module(name: str, content: str, *says: str, path: str = "mine.f") -> Call:
     """A reward of a module with this content."""
 
@@ -97,9 +104,13 @@ def _bomb_of_merges(levels: int) -> str:
     return "\n".join(["a0: &a0 {x: 1}", *lines])
 
 
-BOMB = "{a: &a [x,x,x,x,x,x,x,x,x], b: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a], " + ", ".join(
-    f"{n}: &{n} [{', '.join([f'*{of}'] * 9)}]" for of, n in zip("bcdefg", "cdefgh", strict=True)
-) + "}"
+BOMB = (
+    "{a: &a [x,x,x,x,x,x,x,x,x], b: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a], "
+    + ", ".join(
+        f"{n}: &{n} [{', '.join([f'*{of}'] * 9)}]" for of, n in zip("bcdefg", "cdefgh", strict=True)
+    )
+    + "}"
+)
 HUGE = 10**30
 
 CALLS: list[Call] = [
@@ -114,7 +125,7 @@ CALLS: list[Call] = [
     file("Latin-1", "# é\nseed_everything: 1\n".encode("latin-1"), "c.yaml: cannot be read"),
     file("a byte order mark", b"\xef\xbb\xbfseed_everything: 1\n", "would start", right=True),
     file("lines of another system", b"seed_everything: 1\r\n", "would start", right=True),
-    file("nothing but a comment", "# nothing\n", "would start", right=True),
+    file("nothing but a comment", "# nothing\n", "c.yaml: holds nothing"),
     file("two documents", "seed_everything: 1\n---\nseed_everything: 2\n", "c.yaml:2: not valid"),
     file("tabs", "trainer:\n\tmax_epochs: 1\n", "c.yaml:2: not valid YAML"),
     file("an anchor that is not there", "seed_everything: *nowhere", "c.yaml:1: not valid YAML"),
@@ -125,7 +136,7 @@ CALLS: list[Call] = [
     file("a key that is a switch", "trainer: {on: 2}\n", "no such key"),
     file("a key that is a date", "data: {init_args: {2024-01-01: 2}}\n", "no such key"),
     file("a key that a terminal obeys", '"\\e[2Jx": 2\n', "␛[2Jx: no such key"),
-    file("a value that a terminal obeys", 'data: {class_path: "\\e]0;x\\a"}', "␛]0;x␇"),
+    file("a value that a terminal obeys", 'data: {class_path: "\\e]0;x\\a"}', "'\\x1b]0;x\\x07'"),
     file("half a surrogate pair", 'model: {class_path: "a\\ud83db"}', "model.class_path"),
     file("a key of 100,000 letters", "k" * 100_000 + ": 1", "not valid YAML"),
     file("a word of 100,000 letters", "seed_everything: " + "k" * 100_000, "seed_everything"),
@@ -145,17 +156,18 @@ CALLS: list[Call] = [
     values("the data is null", "data: is missing", data=None),
     values("the trainer is a list", "trainer: expected keys", trainer=[]),
     values("callbacks are a mapping", "trainer.callbacks", trainer__callbacks={"a": 1}),
-    values("a callback is null", "trainer.callbacks[0]", trainer__callbacks=[None]),
+    values("a callback is null", "trainer.callbacks", trainer__callbacks=[None]),
     values("a callback is a number", "trainer.callbacks[0]", trainer__callbacks=[5]),
     values("a callback in a list", "trainer.callbacks[0]", trainer__callbacks=[["Evaluate"]]),
     values("class_path is a number", "model.class_path", model__class_path=5),
-    values("class_path is null", "model.class_path", model__class_path=None),
+    values("class_path is null", "model: needs a class_path", model__class_path=None),
     values("class_path is a mapping", "model.class_path", model__class_path={"a": 1}),
     values("class_path is empty", "model.class_path", model__class_path=""),
     values("class_path is two dots", "model.class_path", model__class_path=".."),
     values("class_path ends in a dot", "model.class_path", model__class_path="torch.nn."),
-    values("class_path is a module", "model.class_path", model__class_path="torch.nn"),
-    values("class_path is a function", "model.class_path", model__class_path="torch.load"),
+    values("class_path is a module", "model.class_path: torch.nn is no Li",
+           model__class_path="torch.nn"),
+    values("class_path is a function", "no such key in load", model__class_path="torch.load"),
     values("class_path is abstract", "engine", data__init_args__engine="Engine"),
     values("init_args is a list", "model.init_args", model__init_args=[1]),
     values("init_args is a text", "data.init_args", data__init_args="rewards"),
@@ -164,23 +176,32 @@ CALLS: list[Call] = [
     values("an engine is a list", "engine", data__init_args__engine=["TransformersEngine"]),
     # ------------------------------------------------------------------------ numbers
     file("a number of 5,000 digits", "seed_everything: " + "9" * 5000, "c.yaml: not valid YAML"),
-    values("groups without end", "groups_per_iteration", data__init_args__groups_per_iteration=HUGE),
+    values("groups without end", "groups_per_iteration",
+           data__init_args__groups_per_iteration=HUGE),
     values("a group without end", "group_size", data__init_args__group_size=HUGE),
     values("iterations without end", "iterations_per", data__init_args__iterations_per_epoch=HUGE),
     values("completions without end", "max_tokens", data__init_args__sampling={"max_tokens": HUGE}),
-    values("epochs without end", "would start", right=True, trainer__max_epochs=HUGE),
-    values("packs without end", "would start", right=True, model__init_args__max_tokens_per_pack=HUGE),
+    values("epochs without end", "max_epochs", trainer__max_epochs=HUGE),
+    values("epochs for longer than there will be a sun", "would start", right=True,
+           trainer__max_epochs=10**17),
+    values("iterations for as long", "would start", right=True,
+           data__init_args__iterations_per_epoch=10**17),
+    values("a group of a billion", "rollouts, which no iteration holds",
+           data__init_args__group_size=10**9),
+    values("packs without end", "max_tokens_per_pack", model__init_args__max_tokens_per_pack=HUGE),
     values("a group of a half", "group_size", data__init_args__group_size=2.5),
     values("a group of yes", "group_size", data__init_args__group_size=True),
     values("a group of infinity", "group_size", data__init_args__group_size=float("inf")),
     values("a seed below 0", "seed_everything", seed_everything=-1),
     values("a seed of 30 digits", "seed_everything", seed_everything=HUGE),
-    values("a billion devices", "devices", trainer__devices=10**9),
+    values("a billion devices", "by 1000000000 processes", trainer__devices=10**9),
     values("devices in words", "devices", trainer__devices="a,b"),
     values("no device of a list", "devices", trainer__devices=[]),
-    values("a time that is none", "max_time", trainer__max_time="soon"),
-    values("runs in a file", "good.yaml", trainer__default_root_dir="good.yaml", trainer__logger=True),
-    values("runs in a device", "/dev/null", trainer__default_root_dir="/dev/null", trainer__logger=True),
+    values("a time that is none", "'soon') is not a valid duration", trainer__max_time="soon"),
+    values("runs in a file", "good.yaml", trainer__default_root_dir="good.yaml",
+           trainer__logger=True),
+    values("runs in a device", "/dev/null", trainer__default_root_dir="/dev/null",
+           trainer__logger=True),
     # ------------------------------------------------------------------------ options
     options("an option without a name", "--", ("--",)),
     options("an option of dots", "--..", "5", ("no such key",)),
@@ -196,7 +217,8 @@ CALLS: list[Call] = [
     options("an open bracket", "--data.reward_weights", "[" * 5000, ("reward_weights",)),
     # ------------------------------------------------------------------------ checkpoints
     thing("a checkpoint that is a pipe", os.mkfifo, "thing.ckpt", option="--ckpt_path"),
-    thing("a checkpoint that is a folder", Path.mkdir, "thing.ckpt", option="--ckpt_path"),
+    Call("a checkpoint that is an empty folder",
+         played(lambda f: (f / "x.ckpt").mkdir(), *FIT, "--ckpt_path", "x.ckpt"), ("x.ckpt",)),
     thing("a checkpoint that is empty", Path.touch, "is damaged", option="--ckpt_path"),
     thing("a checkpoint of zeros", lambda p: p.symlink_to("/dev/zero"), "thing.ckpt",
           option="--ckpt_path"),
@@ -206,13 +228,19 @@ CALLS: list[Call] = [
     checkpoint("a checkpoint that is a tensor", torch.zeros(3), "thing.ckpt"),
     checkpoint("hyper-parameters that are a number", {"hyper_parameters": 5}, "thing.ckpt"),
     checkpoint("hyper-parameters of another run", {"hyper_parameters": {"colour": 5}}, "colour"),
-    options("a path that is a number", "--ckpt_path", "5", ("'5' does not exist",)),
+    options("a path that is a number", "--ckpt_path", "5", ("ckpt_path: expected",)),
     options("a path of a list", "--ckpt_path", "[a]", ("ckpt_path",)),
-    options("a checkpoint of nobody", "--ckpt_path", "http://127.0.0.1:9/x.ckpt", ("ckpt_path",)),
-    options("a checkpoint of no scheme", "--ckpt_path", "foo://x.ckpt", ("ckpt_path",)),
+    Call("a checkpoint of no server", played(None, *FIT, "--ckpt_path", "http://127.0.0.1:9/x.ckpt"),
+         ("127.0.0.1:9/x.ckpt",)),
+    Call("a checkpoint of no scheme", played(None, *FIT, "--ckpt_path", "foo://x.ckpt"),
+         ("foo://x.ckpt",)),
+    # ------------------------------------------------------------------------ prompts
+    prompts("prompts in a named pipe", os.mkfifo, "'other' is a named pipe, not a file"),
+    prompts("prompts in a device", lambda p: p.symlink_to("/dev/zero"), "'other' is a device"),
+    prompts("prompts in a loop of links", lambda p: p.symlink_to(p), "path='other'"),
     # ------------------------------------------------------------------------ modules
     module("a module that ends well", "raise SystemExit(0)", "mine"),
-    module("a module that is interrupted", "raise KeyboardInterrupt", "mine"),
+    module("a module that stops in its own way", "class Q(BaseException): ...\nraise Q", "mine"),
     module("a module that never comes back to itself", "def f(): f()\nf()", "mine"),
     module("a module of zero bytes", "x = '\0'", "mine"),
     module("a module that imports itself", "from mine import f", "mine"),

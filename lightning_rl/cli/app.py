@@ -1,6 +1,7 @@
 """LightningCLI for RL: what a run gets by default, and messages that name key, value and fix."""
 
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from lightning_rl.config.layers import flatten
 from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision
 from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.errors import CheckpointError, ConfigError
+from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
@@ -282,8 +283,11 @@ def _require_checkpoint(path: Any) -> None:
     special = ("last", "registry")  # registry:name:version
     if path is None or str(path).split(":")[0] in special or "://" in str(path):
         return
-    if not Path(path).exists():
+    if not os.path.exists(path):  # False too for a name that no file can have
         raise ConfigError(f"ckpt_path: {path!r} does not exist (working directory: {Path.cwd()})")
+    kind = kind_of_path(Path(path))
+    if kind not in (None, "a folder"):  # that of a sharded checkpoint
+        raise ConfigError(f"ckpt_path: {path!r} is {kind}, not a file; name a file")
     try:
         require_good(Path(path))
     except CheckpointError as error:
