@@ -32,7 +32,7 @@ from lightning_rl.collect.checks import check_sync
 from lightning_rl.config import names
 from lightning_rl.config.hints import import_object
 from lightning_rl.config.layers import flatten
-from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision
+from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision, require_few_devices
 from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path
@@ -140,6 +140,7 @@ class RLCLI(LightningCLI):
         if has_rollouts and lacks(RerunRecorder) and not unlogged:
             callbacks = [*callbacks, RerunRecorder()]
         _require_own_states(given)
+        require_few_devices(config["devices"])
         return super()._instantiate_trainer(config, callbacks)
 
     def _parse_ckpt_path(self) -> None:

@@ -54,7 +54,7 @@ class Sources:
     def add_option(self, option: str, text: str) -> None:
         """Set one key: ``--data.group_size 16``; append to a list: ``--trainer.callbacks+=X``."""
         name, append = option.removeprefix("--").removesuffix("+"), option.endswith("+")
-        value = _parse_value(text)
+        value = _parse_value(text, option)
         node: Any = self.tree
         key: Key = ()
         parts = name.split(".")
@@ -149,11 +149,13 @@ def _record_lines(node: yaml.Node | None, key: Key, lines: dict[Key, int], path:
             _record_lines(item, inner, lines, path)
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(text: str, option: str) -> Any:
     """A command-line value: YAML where that is a structure, number or the like, else the text."""
     try:
-        value = parse_yaml(text, "option")
-    except ConfigError:
+        value = parse_yaml(text, f"option {option}")
+    except ConfigError as error:
+        if error.__cause__ is None:  # it is YAML, but without bounds: the parser would hang
+            raise
         return text
     return text if isinstance(value, str) else value
 
