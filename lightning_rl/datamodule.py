@@ -20,6 +20,7 @@ from lightning_rl.collect.checks import (
     check_experts,
     check_groups,
     check_policies,
+    check_rollouts,
     check_streaming,
     room_for_prompts,
 )
@@ -141,6 +142,7 @@ class RLDataModule(CollectingDataModule):
             eval_limit=eval_limit,
             max_rounds=max_rounds,
         )
+        check_rollouts(groups_per_iteration, group_size)
         require_finite(success_reward=success_reward)
         self.train_prompts = train_prompts
         self.eval_prompts = eval_prompts

@@ -1,7 +1,9 @@
 """The library's errors: each message names the value, the bound it broke and the fix."""
 
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -125,6 +127,17 @@ class StaleWeightsError(WeightSyncError):
 
 class SyncTimeoutError(WeightSyncError):
     """A process did not do its part of a push in time."""
+
+
+def kind_of_path(path: Path) -> str | None:
+    """What is there in place of a file, which reading would wait for or never end.
+
+    None: a file, or nothing at all.
+    """
+    if not os.path.exists(path) or os.path.isfile(path):  # False too for names that cannot be
+        return None
+    kinds = {"a named pipe": path.is_fifo, "a socket": path.is_socket, "a folder": path.is_dir}
+    return next((name for name, holds in kinds.items() if holds()), "a device")
 
 
 def require_at_least(bound: float, **values: float | None) -> None:

@@ -221,6 +221,10 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--model.trust_engine_logprobs true --model.correction TokenTIS": ["nothing to correct"],
         "--data.eval_prompts null": ["Evaluate has nothing to evaluate on", "data.eval_prompts"],
         "--trainer.callbacks+=WeightSync": ["there are 2 WeightSync", "leave one"],
+        "--trainer.callbacks+=RunReport --trainer.callbacks+=RunReport": [
+            "there are 2 RunReport",
+            "leave one",
+        ],
         "--data.collector AsyncCollector --trainer.callbacks '[{class_path: WeightSync, "
         "init_args: {schedule: {class_path: FixedSchedule, "
         "init_args: {every_n_iterations: 3}}}}]'": [

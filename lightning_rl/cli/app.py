@@ -1,6 +1,7 @@
 """LightningCLI for RL: what a run gets by default, and messages that name key, value and fix."""
 
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Parameter
 
@@ -30,10 +32,10 @@ from lightning_rl.collect.checks import check_sync
 from lightning_rl.config import names
 from lightning_rl.config.hints import import_object
 from lightning_rl.config.layers import flatten
-from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision
+from lightning_rl.config.lightning_flags import refuse_flags, refuse_precision, require_few_devices
 from lightning_rl.config.mistakes import innermost
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.errors import CheckpointError, ConfigError
+from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
@@ -137,6 +139,8 @@ class RLCLI(LightningCLI):
         unlogged = config["logger"] is False or config["fast_dev_run"]
         if has_rollouts and lacks(RerunRecorder) and not unlogged:
             callbacks = [*callbacks, RerunRecorder()]
+        _require_own_states(given)
+        require_few_devices(config["devices"])
         return super()._instantiate_trainer(config, callbacks)
 
     def _parse_ckpt_path(self) -> None:
@@ -250,6 +254,23 @@ def _check_steps(module: Any, key: str) -> None:
         raise ConfigError(what) from error
 
 
+def _require_own_states(callbacks: list[Callback]) -> None:
+    """Have each callback's state in a checkpoint under a name of its own, as a Trainer needs it.
+
+    Raises:
+        ConfigError: naming the callback that is there twice.
+    """
+    stateful = [c for c in callbacks if is_overridden("state_dict", instance=c)]
+    names_of_states = [callback.state_key for callback in stateful]
+    for callback in stateful:
+        count = names_of_states.count(callback.state_key)
+        if count > 1:
+            raise ConfigError(
+                f"trainer.callbacks: there are {count} {type(callback).__name__} with the same "
+                "settings, which a checkpoint cannot tell apart; leave one"
+            )
+
+
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
@@ -263,8 +284,11 @@ def _require_checkpoint(path: Any) -> None:
     special = ("last", "registry")  # registry:name:version
     if path is None or str(path).split(":")[0] in special or "://" in str(path):
         return
-    if not Path(path).exists():
+    if not os.path.exists(path):  # False too for a name that no file can have
         raise ConfigError(f"ckpt_path: {path!r} does not exist (working directory: {Path.cwd()})")
+    kind = kind_of_path(Path(path))
+    if kind not in (None, "a folder"):  # that of a sharded checkpoint
+        raise ConfigError(f"ckpt_path: {path!r} is {kind}, not a file; name a file")
     try:
         require_good(Path(path))
     except CheckpointError as error:

@@ -58,7 +58,7 @@ class BatchPlan:
 
     def updates(self, epochs: int) -> int:
         """Iterations of the first so many epochs in which it learns."""
-        return sum(map(self.schedule.due, range(epochs * self.iterations_per_epoch)))
+        return self.schedule.count(epochs * self.iterations_per_epoch)
 
     def lines(self) -> Iterator[str]:
         """Yield lines for a person."""

@@ -1,6 +1,9 @@
 """What ``lightning-rl check`` tries: built as for ``fit``, and writing to a scratch directory."""
 
+from pathlib import Path
+
 from lightning_rl.cli.app import RLCLI
+from lightning_rl.run.rundir import require_writable
 
 
 class Built(RLCLI):
@@ -18,6 +21,9 @@ class Built(RLCLI):
         super().__init__(["fit", *arguments])
 
     def before_instantiate_classes(self) -> None:
+        given = self.config.fit.trainer.default_root_dir
+        if given is not None and "://" not in str(given):
+            require_writable(Path(given), "trainer.default_root_dir")
         self.config.fit.trainer.default_root_dir = self._scratch
         if self._fast_dev_run:
             self.config.fit.trainer.fast_dev_run = self._fast_dev_run

@@ -1,6 +1,7 @@
 """``--trusted_only``: configurations of strangers, which may name no code but what is trusted."""
 
 import inspect
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -157,7 +158,7 @@ def require_trusted(tree: Any, trusted: Sequence[str], place: str = "") -> None:
     """
     for key, value in _texts(tree, ()):
         where = f"{place}{name_of(key)}"
-        if value.endswith((".yaml", ".yml")) and Path(value).is_file():
+        if value.endswith((".yaml", ".yml")) and os.path.isfile(value):
             raise ConfigError(
                 f"{where}: {value!r} is a configuration of its own, which is not looked into; give "
                 "it with --config"
@@ -206,7 +207,7 @@ def _refusal(where: str, value: str, trusted: Sequence[str]) -> ConfigError:
         )
     return ConfigError(
         f"{where}: {value!r} is not among the trusted modules ({', '.join(trusted)}); read "
-        f"its code, then add --trust {value.split('.')[0]}"
+        f"its code, then add --trust {value.strip().split('.')[0]}"
     )
 
 
@@ -224,7 +225,7 @@ def _is_import_path(text: str) -> bool:
     parts = text.strip().split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return False
-    if Path(f"{parts[0]}.py").exists() or Path(parts[0], "__init__.py").exists():
+    if os.path.exists(f"{parts[0]}.py") or os.path.exists(os.path.join(parts[0], "__init__.py")):
         return True  # which --trust would find
     # Nothing is imported to find this out: all finders are asked, as an import would.
     try:

@@ -49,6 +49,8 @@ def require_safe_texts(
             continue
         if kind == "imported" and is_trusted(text):
             continue
+        if _is_default(component, name, text):
+            continue
         if kind == "code":
             reason = "may be run, or say what is run"
         elif kind == "registered":
@@ -76,6 +78,12 @@ def kind_of(component: type, name: str) -> str | None:
     if known is None or takes_text(known.annotation):
         return "imported" if known is not None and _takes_function(known.annotation) else None
     return "choice"
+
+
+def _is_default(component: type, name: str, text: str) -> bool:
+    """Tell whether it is what the argument is without any: the parser fills it in."""
+    known = parameters(component).get(name)
+    return known is not None and known.default == text
 
 
 _OBJECTS = ("lightning_rl", "lightning", "torch", "transformers", "datetime")

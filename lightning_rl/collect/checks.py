@@ -71,6 +71,24 @@ def check_groups(groups_per_iteration: int, minibatches: int, ranks: int | None 
         )
 
 
+MOST_ROLLOUTS = 1 << 20
+"""In an iteration, which are in memory at once; the largest that are known take a tenth."""
+
+
+def check_rollouts(groups_per_iteration: int, group_size: int) -> None:
+    """Check that an iteration's rollouts can be held.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    if groups_per_iteration * group_size > MOST_ROLLOUTS:
+        raise ConfigError(
+            f"groups_per_iteration={groups_per_iteration} x group_size={group_size} are more than "
+            f"{MOST_ROLLOUTS:,} rollouts, which no iteration holds at once; lower one, and raise "
+            "iterations_per_epoch"
+        )
+
+
 def check_policies(count: int, *, streams: bool, buffer: bool, experts: bool) -> None:
     """Check that several policies can share what is collected."""
     reasons = {

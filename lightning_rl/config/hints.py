@@ -175,6 +175,8 @@ def named_class(name: str, bases: list[type]) -> Any:
             "by its import path, e.g. my_module.MyClass)"
         )
     found = import_object(name)
+    if not callable(found):
+        raise ConfigError(f"{name} is no {wanted}, but a {type(found).__name__}")
     if inspect.isclass(found) and not issubclass(found, tuple(bases)):
         raise ConfigError(f"{name} is no {wanted}, but a {found.__mro__[1].__name__}")
     return found

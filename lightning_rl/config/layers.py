@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from torch import nn
 
 from lightning_rl.config.yaml_text import parse_yaml, parse_yaml_nodes
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, kind_of_path
 
 Key = tuple[str | int, ...]
 SPEC = ("class_path", "init_args", "dict_kwargs")
@@ -43,7 +43,9 @@ class Sources:
         """Merge a YAML file; its keys win over those before."""
         tree, lines = load_yaml(path)
         if tree is None:
-            return
+            raise ConfigError(
+                f"--config {path}: holds nothing; write keys into it, or leave it out"
+            )
         if not isinstance(tree, dict):
             raise ConfigError(f"{path}: expected keys (model, data, trainer), got {tree!r:.60}")
         self.tree = _merge(self.tree, tree)
@@ -52,7 +54,7 @@ class Sources:
     def add_option(self, option: str, text: str) -> None:
         """Set one key: ``--data.group_size 16``; append to a list: ``--trainer.callbacks+=X``."""
         name, append = option.removeprefix("--").removesuffix("+"), option.endswith("+")
-        value = _parse_value(text)
+        value = _parse_value(text, option)
         node: Any = self.tree
         key: Key = ()
         parts = name.split(".")
@@ -113,6 +115,9 @@ def read_sources(arguments: Sequence[str]) -> Sources:
 
 def load_yaml(path: str) -> tuple[Any, dict[Key, int]]:
     """The content of a YAML file, and the line of every key and list item."""
+    kind = kind_of_path(Path(path))
+    if kind is not None:
+        raise ConfigError(f"--config {path}: is {kind}, not a file; name a file")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -144,11 +149,13 @@ def _record_lines(node: yaml.Node | None, key: Key, lines: dict[Key, int], path:
             _record_lines(item, inner, lines, path)
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(text: str, option: str) -> Any:
     """A command-line value: YAML where that is a structure, number or the like, else the text."""
     try:
-        value = parse_yaml(text, "option")
-    except ConfigError:
+        value = parse_yaml(text, f"option {option}")
+    except ConfigError as error:
+        if error.__cause__ is None:  # it is YAML, but without bounds: the parser would hang
+            raise
         return text
     return text if isinstance(value, str) else value
 

@@ -157,3 +157,17 @@ def _found(trainer: Trainer, *verdicts: Verdict) -> Iterator[str]:
             used = entry.verdict in verdicts and isinstance(callback, getattr(theirs, name))
             if used and entry.used(callback) is not None:
                 yield f"trainer.callbacks: {type(callback).__name__}: {entry.words}"
+
+
+MOST_DEVICES = 4096
+"""Of one machine. For each a Trainer makes an object, also where there are none."""
+
+
+def require_few_devices(devices: Any) -> None:
+    """Refuse a number of processes that only exhausts memory, before a Trainer is made.
+
+    Raises:
+        ConfigError: naming it and the bound.
+    """
+    if str(devices).isdecimal() and int(devices) > MOST_DEVICES:
+        raise ConfigError(f"trainer.devices={devices} must be <= {MOST_DEVICES}, per machine")

@@ -7,6 +7,7 @@ value what the parser takes for its type hint.
 """
 
 import inspect
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ from lightning_rl.config.names import MODULE_OF
 from lightning_rl.errors import ConfigError, LightningRLError
 
 _SCALARS = (bool, int, float, str)
+_BITS = 63
+"""Of a number, with which Lightning, torch and engines count."""
 
 
 def check_sources(
@@ -105,6 +108,10 @@ class _Walk:
             if default is not None and not {type(None), Any} & set(branches(hint)):
                 raise _Mistake(key, f"expected {describe(hint)}, got null")
             return
+        if isinstance(value, int) and value.bit_length() > _BITS:
+            raise _Mistake(
+                key, f"{value!s:.20}... has {value.bit_length()} bits, and may have {_BITS}"
+            )
         made = classes(hint)
         other = {str, Path, Any} & set(branches(hint))
         if (made or not other) and self._stands_for_a_part(value, key):
@@ -128,7 +135,7 @@ class _Walk:
 
     def _stands_for_a_part(self, value: Any, key: Key) -> bool:
         """Tell whether it is a configuration of its own, which the parser reads."""
-        if not isinstance(value, str) or not Path(value).is_file():
+        if not isinstance(value, str) or not os.path.isfile(value):
             return False
         if not self._files:
             what = f"{value!r} is a configuration of its own, which is not looked into"

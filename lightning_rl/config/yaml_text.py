@@ -1,5 +1,6 @@
 """YAML that somebody else wrote: read without hanging, and refused in one line."""
 
+from copy import deepcopy
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
@@ -23,7 +24,7 @@ def parse_yaml(text: str, place: str) -> Any:
 
 
 def parse_yaml_nodes(text: str, place: str) -> tuple[yaml.Node | None, Any]:
-    """The nodes of a YAML text, which know their lines, and its content.
+    """The nodes of a YAML text as they are written, which know their lines, and its content.
 
     Raises:
         ConfigError: as :func:`parse_yaml` does.
@@ -35,7 +36,8 @@ def parse_yaml_nodes(text: str, place: str) -> tuple[yaml.Node | None, Any]:
         if root is None:
             return None, None
         _size(root, place, {}, [])
-        return root, loader.construct_document(root)
+        written = deepcopy(root)  # to construct is to write out in the nodes what `<<` merges
+        return written, loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
-from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.errors import ConfigError, DataError, kind_of_path
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from lightning_rl.run import dist
 
@@ -32,6 +32,9 @@ def _existing_file(path: str | Path, what: str) -> Path:
         inside = sorted(file.name for file in found.iterdir() if file.is_file())[:3]
         held = f"it holds {', '.join(inside)}" if inside else "there is no file in it"
         raise DataError(f"{what} path={str(path)!r} is a directory ({held}); name a file")
+    kind = kind_of_path(found)
+    if kind is not None:
+        raise DataError(f"{what} path={str(path)!r} is {kind}, not a file; name a file")
     return found
 
 

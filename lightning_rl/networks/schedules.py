@@ -14,6 +14,10 @@ class UpdateSchedule(ABC):
     def due(self, iteration: int) -> bool:
         """Tell it for an iteration, counted from 0."""
 
+    def count(self, iterations: int) -> int:
+        """In how many of the first iterations it learns; asks for each of them."""
+        return sum(map(self.due, range(iterations)))
+
 
 @dataclass(frozen=True)
 class EveryIteration(UpdateSchedule):
@@ -21,6 +25,9 @@ class EveryIteration(UpdateSchedule):
 
     def due(self, iteration: int) -> bool:
         return True
+
+    def count(self, iterations: int) -> int:
+        return iterations
 
 
 @configurable
@@ -45,6 +52,9 @@ class Periodic(UpdateSchedule):
 
     def due(self, iteration: int) -> bool:
         return iteration >= self.first and (iteration - self.first) % self.every == 0
+
+    def count(self, iterations: int) -> int:
+        return max(0, (iterations - self.first + self.every - 1) // self.every)
 
 
 @configurable
@@ -72,3 +82,8 @@ class Alternating(UpdateSchedule):
 
     def due(self, iteration: int) -> bool:
         return iteration // self.iterations % self.turns == self.turn
+
+    def count(self, iterations: int) -> int:
+        rounds, rest = divmod(iterations, self.iterations * self.turns)
+        begun = rest - self.turn * self.iterations
+        return rounds * self.iterations + min(max(0, begun), self.iterations)

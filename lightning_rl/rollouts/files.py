@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.errors import ConfigError, DataError, kind_of_path
 from lightning_rl.rollout import Call, Group, Rollout, Row
 from lightning_rl.rollouts.form import checked
 
@@ -124,10 +124,9 @@ def require_plain_file(path: Path, folder: bool = False) -> None:
     Raises:
         DataError: saying what it is.
     """
-    if not path.exists() or path.is_file() or (folder and path.is_dir()):
+    kind = kind_of_path(path)
+    if kind is None or (folder and path.is_dir()):
         return
-    kinds = {"a named pipe": path.is_fifo, "a socket": path.is_socket, "a folder": path.is_dir}
-    kind = next((name for name, holds in kinds.items() if holds()), "a device")
     raise DataError(f"{path} is {kind}, not a file; name a file, or remove it")
 
 

@@ -45,14 +45,21 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             write_checkpoint(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if not _is_remote(path):
-            if Path(path).is_dir():
+        if _is_remote(path):
+            try:
+                return super().load_checkpoint(path, *args, **kwargs)
+            except Exception as error:  # whatever the client of a service raises
                 raise CheckpointError(
-                    f"{path} is a folder of shards, which only ModelParallelStrategy reads; set "
-                    "trainer.strategy to it, with data_parallel_size the number of processes (1 "
-                    "will do) and tensor_parallel_size: 1"
-                )
-            require_good(Path(path))
+                    f"{path} cannot be loaded ({type(error).__name__}: {error}); download it, and "
+                    "name the file"
+                ) from error
+        if Path(path).is_dir():
+            raise CheckpointError(
+                f"{path} is a folder of shards, which only ModelParallelStrategy reads; set "
+                "trainer.strategy to it, with data_parallel_size the number of processes (1 "
+                "will do) and tensor_parallel_size: 1"
+            )
+        require_good(Path(path))
         return super().load_checkpoint(path, *args, **kwargs)
 
 

@@ -187,7 +187,7 @@ def test_callbacks_do_their_part(trained):
     assert [row["iteration"] for row in history if "eval/accuracy" in row] == [0, 4, 8, 10]
     lines = (directory / "rollouts.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [
-        i for i in range(10) for _ in "abc"
+        i for i in range(1, 11) for _ in "abc"
     ]
     assert json.loads((directory / "summary.json").read_text())["status"] == "completed"
     rewards = [row["reward/mean"] for row in history if "reward/mean" in row]

@@ -66,7 +66,7 @@ def test_ten_iterations_raise_the_reward_and_every_callback_does_its_part(
 
     lines = (directory / "rollouts.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [
-        i for i in range(10) for _ in "abc"
+        i for i in range(1, 11) for _ in "abc"
     ]
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["status"] == "completed"

@@ -230,6 +230,19 @@ def test_aliases_of_aliases_are_refused_and_plain_ones_are_not(tmp_path):
         parse_yaml("a: 2024-13-01", "p")
 
 
+def test_what_overrides_a_merge_is_set_once_and_what_is_written_twice_is_refused(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\nc:\n  <<: [*a, {z: 4}]\n  y: 5\n")
+    sources = read_sources(["--config", str(path)])
+    assert sources.tree["b"] == {"x": 3, "y": 2}
+    assert sources.tree["c"] == {"x": 1, "y": 5, "z": 4}
+    assert sources.place(("b", "x")) == f"{path}:2"
+    assert sources.place(("c", "y")) == f"{path}:5"
+    path.write_text("a: &a {x: 1}\nb:\n  <<: *a\n  x: 3\n  x: 4\n")
+    with pytest.raises(ConfigError, match=r"c.yaml:5: b.x is set twice \(also in line 4\)"):
+        read_sources(["--config", str(path)])
+
+
 def test_adapters_of_peft_beside_a_config():
     peft = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"],
             "bias": "none", "lora_dropout": 0.0, "init_lora_weights": True,
