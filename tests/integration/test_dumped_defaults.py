@@ -1,4 +1,4 @@
-"""A class with its defaults, as --print_config and config.yaml tell it: whole, and the same when read again."""
+"""A class with its defaults, as --print_config tells it: whole, and the same when read again."""
 
 import inspect
 from collections.abc import Callable, Iterator
