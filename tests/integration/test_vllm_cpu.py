@@ -119,8 +119,10 @@ def test_other_types_than_the_weights_stay_vllms():
 
 
 BINDS = """
-import os, torch, vllm._C
+import os, torch
+from vllm.platforms import current_platform
 from lightning_rl.engines.vllm_cpu import leave_memory_nodes_unsaid
+current_platform.import_kernels()
 torch.ops._C.init_cpu_memory_env([0])
 os.write(2, b"--\\n")
 leave_memory_nodes_unsaid()
