@@ -105,6 +105,8 @@ class _Walk:
             if default is not None and not {type(None), Any} & set(branches(hint)):
                 raise _Mistake(key, f"expected {describe(hint)}, got null")
             return
+        if isinstance(value, str) and any(accepts(form, value) for form in _text_forms(hint)):
+            return
         made = classes(hint)
         other = {str, Path, Any} & set(branches(hint))
         if (made or not other) and self._stands_for_a_part(value, key):
@@ -195,6 +197,12 @@ class _Walk:
         for name, parameter in known.items():
             if self._complete and complete and name not in given and _required(parameter):
                 raise _Mistake((*key, name), _missing(owner, parameter.annotation))
+
+
+def _text_forms(hint: Any) -> list[Any]:
+    """Kinds of texts that a hint names, such as ``PromptPath``."""
+    kinds = [branch for branch in branches(hint) if inspect.isclass(branch)]
+    return [kind for kind in kinds if issubclass(kind, str) and kind is not str]
 
 
 def _implied_class(bases: list[type], default: Any) -> Any | None:
