@@ -21,6 +21,7 @@ from lightning_rl.callbacks.weight_sync import WeightSync
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.run.hooks import callbacks_of, datamodule_of, find_callbacks, is_fast_dev_run
+from lightning_rl.run.noise import ignore_known_warnings
 
 
 class ParameterSummary(ModelSummary):
@@ -52,11 +53,12 @@ IN_PLACE_OF: dict[type[Callback], type[Callback]] = {
 
 
 def own_display(trainer: Trainer) -> list[Callback]:
-    """Our progress bar and summary, in the place of Lightning's.
+    """Our progress bar and summary, in the place of Lightning's, and none of its false alarms.
 
-    Only of those that the Trainer made, or that have their default settings: what was chosen stays,
-    and what was switched off stays off.
+    Only in the place of those that the Trainer made, or that have their default settings: what was
+    chosen stays, and what was switched off stays off.
     """
+    ignore_known_warnings()
     callbacks = callbacks_of(trainer)
     replaced = [c for c in callbacks if type(c) in IN_PLACE_OF and vars(c) == vars(type(c)())]
     for callback in replaced:  # Lightning would tell of each that it overrides

@@ -22,6 +22,7 @@ LABELS = {
     "rollout/tokens_per_s": "tok/s",
     "rollout/frames_per_s": "frames/s",
 }
+HELD_OUT = ("eval/accuracy", "eval/reward_mean")
 
 
 @configurable
@@ -41,6 +42,8 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
     def __init__(self, refresh_rate: int = 1) -> None:
         super().__init__(refresh_rate=refresh_rate)
         self._metrics: dict[str, Any] = {}
+        self._held_out: dict[str, float] = {}
+        self._steps = math.inf
         self._since = 0.0
 
     @property
@@ -54,6 +57,8 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
         super().on_train_start(trainer, pl_module)
         if isinstance(pl_module, RecordingModule):
             pl_module.clock.listeners.append(self._show_stage)
+        else:
+            self._steps = trainer.estimated_stepping_batches
 
     def on_train_epoch_start(self, trainer: Trainer, *arguments: Any) -> None:
         super().on_train_epoch_start(trainer, *arguments)
@@ -64,9 +69,11 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
     ) -> None:
         iteration = self.module_of(pl_module).iteration
         last = last_iteration(trainer, iteration)
-        figures = _figures(metrics)
-        if figures and (iteration % max(self.refresh_rate, 1) == 0 or iteration == last):
-            self._write_line(f"iteration {iteration}", last, figures)
+        held_out = {name: value for name, value in metrics.items() if name in HELD_OUT}
+        self._held_out = held_out or self._held_out  # they stand until the next evaluation
+        if _figures(metrics) and (iteration % max(self.refresh_rate, 1) == 0 or iteration == last):
+            of = f"/{last}" if last < math.inf else ""
+            self._write_line(f"iteration {iteration}{of}", _figures(self._held_out | metrics))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -76,8 +83,10 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
             return
         batch, last = batch_idx + 1, trainer.num_training_batches
         if batch % max(self.refresh_rate, trainer.log_every_n_steps, 1) == 0 or batch == last:  # type: ignore[attr-defined]
-            where = f"epoch {trainer.current_epoch}, batch {batch}"
-            self._write_line(where, last, self.get_metrics(trainer, pl_module))
+            of = f" of {self._steps}" if self._steps < math.inf else ""
+            figures = self.get_metrics(trainer, pl_module)
+            said = {name: _in_four_digits(value) for name, value in figures.items()}
+            self._write_line(f"epoch {trainer.current_epoch}, step {trainer.global_step}{of}", said)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """The few figures that tell how it goes."""
@@ -86,13 +95,12 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
         self._metrics = logged | _figures(trainer.callback_metrics)
         return self._metrics
 
-    def _write_line(self, where: str, last: float, figures: Mapping[str, Any]) -> None:
+    def _write_line(self, where: str, figures: Mapping[str, Any]) -> None:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         if self.is_enabled and not draws():
-            of = f"/{last}" if last < math.inf else ""
             said = "".join(f"{name} {value}, " for name, value in figures.items())
-            print(f"{where}{of}: {said}{seconds:.2g} s", flush=True)
+            print(f"{where}: {said}{seconds:.2g} s", flush=True)
 
     def _show_stage(self, stage: str) -> None:
         if self.is_enabled and self._train_progress_bar is not None:
@@ -109,6 +117,10 @@ def _figures(metrics: Mapping[str, Any]) -> dict[str, str]:
     names = dict.fromkeys(["reward/mean", *headline([metrics]), *speeds])
     known = {name: float(metrics[name]) for name in names if name in metrics}
     return {LABELS[n]: f"{v:.3g}" if abs(v) < 1000 else f"{v:,.0f}" for n, v in known.items()}
+
+
+def _in_four_digits(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class StepTimer(RLCallback):

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_rl.collect.checks import (
 from lightning_rl.collect.collector import Collector, GroupFilter, SyncCollector
 from lightning_rl.collect.loader import LazyLoader, RolloutBatches, RolloutLoader, limited_epoch
 from lightning_rl.collect.mixture import naming
+from lightning_rl.collect.peek import Peek
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
 from lightning_rl.collect.stats import evaluation_metrics, own_metrics, set_metrics
@@ -35,8 +37,8 @@ from lightning_rl.collect.tasks import Task, by_name, grader_of, tasks_of
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.curriculum import RepeatedPrompts
-from lightning_rl.data.prompts import PromptDataset, Prompts
-from lightning_rl.data.sources import expert_rollouts, prompts_of
+from lightning_rl.data.prompts import Prompts
+from lightning_rl.data.sources import AnyPrompts, expert_rollouts, prompts_of
 from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, RunState, drives_engine
 from lightning_rl.engines.sampling import Sampling
@@ -107,11 +109,11 @@ class RLDataModule(CollectingDataModule):
 
     def __init__(
         self,
-        train_prompts: PromptDataset,
+        train_prompts: AnyPrompts,
         rewards: list[Callable[..., list[float]]] | None = None,
         engine: Engine | None = None,
-        eval_prompts: PromptDataset | None = None,
-        expert_prompts: PromptDataset | None = None,
+        eval_prompts: AnyPrompts | None = None,
+        expert_prompts: AnyPrompts | None = None,
         expert_per_iteration: int = 0,
         buffer: ReplayBuffer | None = None,
         filters: list[GroupFilter] | None = None,
@@ -181,6 +183,7 @@ class RLDataModule(CollectingDataModule):
         self._loader: RolloutLoader | None = None
         self._loader_state: dict[str, Any] | None = None
         self.first_iteration = 0  # of those collected without training
+        self.predict_series: LazyLoader | None = None  # in place of these
         self.generated: list[Rollout] = []
         """All ranks' rollouts of the last iteration (where there are several, without logprobs)."""
 
@@ -242,6 +245,7 @@ class RLDataModule(CollectingDataModule):
 
     def setup(self, stage: str) -> None:
         """Load prompts and start the engine, after Lightning has made its process group."""
+        self._module()  # is there one, and a Trainer?
         assert self.trainer is not None
         share_cores(self.trainer)
         enter_directory(self.trainer)
@@ -438,7 +442,7 @@ class RLDataModule(CollectingDataModule):
 
     def predict_dataloader(self) -> Any:
         """Batches of graded rollouts, as ``lightning-rl rollout`` runs through."""
-        return LazyLoader(
+        return self.predict_series or LazyLoader(
             lambda place: self.collect(self.first_iteration + place), self.iterations_per_epoch
         )
 
@@ -568,6 +572,28 @@ class RLDataModule(CollectingDataModule):
         prompts = self.train_prompts.first(groups)
         return self._pipeline.run(prompts, group_size, self.sampling, self.seed)
 
+    def peek(self, module: RolloutModule, groups: int = 2, group_size: int | None = None) -> Peek:
+        """A small batch to look at, in a notebook say: collected, graded and packed.
+
+        It is of the first prompts, and of the module's policy as it is. The engine starts and ends
+        for it; a run afterwards is the same as without.
+
+        Args:
+            module: whose policy writes; trained already or not.
+            groups: prompts.
+            group_size: rollouts of each; None: as in training.
+
+        Raises:
+            ConfigError: while either is in a run, or if the two do not go together.
+            EngineError: if the engine does not start, or fails.
+            RewardError: if too large a share could not be graded.
+        """
+        require_at_least(1, groups=groups, group_size=group_size)
+        # By name: callbacks know the data module, not the other way round.
+        look = import_module("lightning_rl.callbacks.peek").peek
+        found: Peek = look(self, module, groups, group_size or self.group_size)
+        return found
+
     def _epoch(self) -> int:
         """Iterations in an epoch, within the Trainer's limits."""
         length = self.iterations_per_epoch
@@ -578,7 +604,12 @@ class RLDataModule(CollectingDataModule):
         return self._batches
 
     def _module(self) -> RolloutModule:
-        module = None if self.trainer is None else self.trainer.lightning_module
+        if self.trainer is None:
+            raise ConfigError(
+                "RLDataModule collects with the policy of a run, and belongs to none yet; look at "
+                "a batch with datamodule.peek(module), or give both to trainer.fit"
+            )
+        module = self.trainer.lightning_module
         if not isinstance(module, RolloutModule):
             raise ConfigError(
                 f"RLDataModule works with a PolicyModule or RolesModule, not "

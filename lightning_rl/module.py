@@ -364,6 +364,7 @@ class PolicyModule(StreamingLoop, RolloutModule):
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One RL iteration on a packed batch: compute, let callbacks decide, update."""
+        self.require_packed(batch)
         batch = self.compute_all(batch)
         objective = self.decided(batch)
         metrics = {} if objective is None else self.update(batch, objective)

@@ -2,9 +2,14 @@
 
 import math
 from argparse import SUPPRESS
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from inspect import isclass, isroutine
+from os import PathLike
 from typing import Any, NoReturn
 
+from jsonargparse import Namespace
+from jsonargparse.typing import get_registered_type
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -54,6 +59,13 @@ class RLArgumentParser(LightningArgumentParser):
             super().error(message, ex)
         raise innermost(ex or ValueError(message)) from ex
 
+    def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
+        """The configuration as text, defaults included, but for those that are objects.
+
+        No text says what these are. Where a configuration leaves them out, they are the defaults.
+        """
+        return str(super().dump(without_objects(namespace), *args, **kwargs))
+
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         if not self.command:
             return super().format_help(*args, **kwargs)
@@ -68,6 +80,34 @@ class RLArgumentParser(LightningArgumentParser):
             description=self.description,
             own="\n".join(own),
         )
+
+
+def without_objects(arguments: Namespace) -> Namespace:
+    """The arguments but for those that hold an object, as only a constructor's default can."""
+    held = {name: _without_objects(value) for name, value in vars(arguments).items()}
+    return Namespace(**{name: value for name, value in held.items() if _is_sayable(value)})
+
+
+def _without_objects(value: Any) -> Any:
+    if isinstance(value, Namespace):
+        return without_objects(value)
+    if isinstance(value, list):
+        return [_without_objects(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_objects(item) for name, item in value.items()}
+    return value
+
+
+def _is_sayable(value: Any) -> bool:
+    """Tell whether a text can say it: a number, a name of code, or what is made of such."""
+    if isinstance(value, Mapping):
+        return all(map(_is_sayable, value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_sayable, value))
+    said = (Namespace, bool, int, float, str, Enum, PathLike)
+    if value is None or isinstance(value, said) or isclass(value) or isroutine(value):
+        return True
+    return get_registered_type(type(value)) is not None  # such as a timedelta
 
 
 def checked_sources(

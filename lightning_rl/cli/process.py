@@ -12,20 +12,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from lightning_rl.errors import ConfigError
-
-IGNORED_WARNINGS = (
-    # Lightning calls what torch deprecated; fixed by neither of us here.
-    r".*isinstance\(treespec, LeafSpec\)` is deprecated",
-    # During fit there is no validation loader: the Evaluate callback evaluates.
-    r"Total length of `list` across ranks is zero",
-    # We log each iteration ourselves; the Trainer's interval concerns self.log only.
-    r"The number of training batches \(\d+\) is smaller than the logging interval",
-    # We do pass sync_dist; Lightning drops it on one device, then sees vLLM's process group.
-    r"It is recommended to use `self.log\('eval/",
-    # SFT's rows are in memory: worker processes would only cost.
-    r"The '\w+_dataloader' does not have many workers",
-)
-
+from lightning_rl.run.noise import ignore_known_warnings
 
 _UNPRINTABLE = {
     **{code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"},
@@ -59,10 +46,6 @@ class CommandParser(argparse.ArgumentParser):
 @contextmanager
 def quiet() -> Iterator[None]:
     """Filter warnings, tips and progress bars of the libraries; real warnings stay."""
-    # On CPUs there is no Triton, and nothing here needs it.
-    triton = logging.getLogger("torch._library.triton")
-    level = triton.level
-    triton.setLevel(logging.ERROR)
     lightning = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     lightning.addFilter(_no_tips)
     from transformers.utils import logging as transformers_logging
@@ -70,12 +53,10 @@ def quiet() -> Iterator[None]:
     # "Loading weights" and "Writing model shards" bars, of a model that is there in a second.
     transformers_logging.disable_progress_bar()
     with warnings.catch_warnings():
-        for message in IGNORED_WARNINGS:
-            warnings.filterwarnings("ignore", message)
+        ignore_known_warnings()
         try:
             yield
         finally:
-            triton.setLevel(level)
             lightning.removeFilter(_no_tips)
             transformers_logging.enable_progress_bar()
 

@@ -11,6 +11,7 @@ from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.rollout import Group, Rollout, RolloutStatus
+from lightning_rl.run.loop import require_awaited
 from lightning_rl.sync.schedule import CollectorStatus
 
 
@@ -64,6 +65,7 @@ class Collector(ABC):
 
     def issue(self) -> Group:
         """A restored group, or a new one; from now on remembered."""
+        require_awaited()  # to tokenise the prompts of many groups takes a while
         return self._remember(self._restored.pop(0) if self._restored else self.source.next())
 
     def _remember(self, group: Group) -> Group:

@@ -13,7 +13,7 @@ from lightning_rl.agents.base import Agent
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.mixing import FixedWeights, Mixing
 from lightning_rl.data.prompts import PromptDataset
-from lightning_rl.data.sources import prompts_of
+from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import (
     ConfigError,
@@ -53,7 +53,7 @@ class PromptSet:
     """
 
     name: str
-    prompts: PromptDataset
+    prompts: AnyPrompts
     weight: float = 1.0
     agent: Agent | None = None
     rewards: list[Callable[..., list[float]]] | None = None

@@ -24,7 +24,7 @@ from lightning_rl.rewards.by_set import RewardsBySet
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
 from lightning_rl.run import dist
 from lightning_rl.run.hooks import StageClock
-from lightning_rl.run.loop import note_progress, run_async
+from lightning_rl.run.loop import note_progress, require_awaited, run_async
 
 
 class GroupSource:
@@ -240,6 +240,7 @@ class RolloutPipeline:
 
         async with asyncio.TaskGroup() as tasks:
             for group in groups:
+                require_awaited()
                 for rollout in group:
                     tasks.create_task(fill(group, rollout))
         for group in groups:

@@ -53,6 +53,7 @@ def classes(hint: Any) -> list[type]:
             inspect.isclass(branch)
             and get_origin(branch) is None
             and branch.__module__ not in ("builtins", "datetime", "pathlib", "typing")
+            and not issubclass(branch, str)  # a text of some form, such as PromptPath
         ):
             found.append(branch)
     return found

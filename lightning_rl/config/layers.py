@@ -4,7 +4,6 @@ And as one flat table of keys, of what a run was configured with, and how two su
 """
 
 import inspect
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,7 +179,6 @@ def _merge(old: Any, new: Any) -> Any:
 Table = dict[str, Any]
 _UNKNOWN = object()
 _DEPTH = 5
-_ADDRESS = re.compile(r"(?<= object) at 0x[0-9a-f]+(?=>)")
 
 
 class Change(NamedTuple):
@@ -212,8 +210,6 @@ def flatten(tree: Any, key: str = "") -> Table:
             name = _class_name(str(item["class_path"])) if named else str(index)
             table |= flatten(item, f"{key}.{name}")
         return table
-    if isinstance(tree, str):  # of an object that no configuration can say; it differs every time
-        tree = _ADDRESS.sub("", tree)
     return {key: list(tree) if isinstance(tree, list | tuple) else tree}
 
 

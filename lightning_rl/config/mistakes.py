@@ -112,6 +112,8 @@ class _Walk:
             raise _Mistake(
                 key, f"{value!s:.20}... has {value.bit_length()} bits, and may have {_BITS}"
             )
+        if isinstance(value, str) and any(accepts(form, value) for form in _text_forms(hint)):
+            return
         made = classes(hint)
         other = {str, Path, Any} & set(branches(hint))
         if (made or not other) and self._stands_for_a_part(value, key):
@@ -202,6 +204,12 @@ class _Walk:
         for name, parameter in known.items():
             if self._complete and complete and name not in given and _required(parameter):
                 raise _Mistake((*key, name), _missing(owner, parameter.annotation))
+
+
+def _text_forms(hint: Any) -> list[Any]:
+    """Kinds of texts that a hint names, such as ``PromptPath``."""
+    kinds = [branch for branch in branches(hint) if inspect.isclass(branch)]
+    return [kind for kind in kinds if issubclass(kind, str) and kind is not str]
 
 
 def _implied_class(bases: list[type], default: Any) -> Any | None:

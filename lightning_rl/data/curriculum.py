@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset, Prompts
-from lightning_rl.data.sources import prompts_of
+from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.errors import ConfigError, DataError, require_finite
 from lightning_rl.rollout import Prompt, Rollout
 
@@ -36,7 +36,7 @@ class PassRateCurriculum(PromptDataset):
 
     def __init__(
         self,
-        prompts: PromptDataset,
+        prompts: AnyPrompts,
         success_reward: float = 1.0,
         floor: float = 0.05,
         memory: float = 0.5,

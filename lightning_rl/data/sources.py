@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from jsonargparse.typing import register_type
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
@@ -209,12 +210,31 @@ class ReasoningGymPrompts(PromptDataset):
             raise ConfigError(f"reasoning-gym task={self.task!r} {self.config}: {error}") from error
 
 
+class PromptPath(str):
+    """A ``.jsonl`` or ``.parquet`` file of prompts, or a folder that ``save_to_disk`` wrote."""
+
+    def __new__(cls, path: str) -> "PromptPath":
+        if Path(path).suffix not in _KINDS and not Path(path).is_dir():
+            raise ValueError(f"{path!r} is neither a .jsonl or .parquet file nor a folder")
+        return super().__new__(cls, path)
+
+
+register_type(PromptPath)
+
+if TYPE_CHECKING:
+    AnyPrompts: TypeAlias = PromptDataset
+else:
+    AnyPrompts = PromptPath | PromptDataset
+"""What a constructor takes for prompts, of which :func:`prompts_of` makes a ``PromptDataset``."""
+
+
 def prompts_of(value: Any) -> Any:
     """The dataset that a path or rows in Python stand for; what is neither, as it is.
 
     A path is a ``.jsonl`` or ``.parquet`` file, or a folder that ``Dataset.save_to_disk`` wrote.
-    Rows are a list, or a 🤗 ``Dataset``.
+    Rows are a list, a 🤗 ``Dataset``, or a table of pandas, Polars or Arrow.
     """
+    value = _rows_of_table(value)
     if isinstance(value, list | tuple) or (
         hasattr(value, "column_names") and not isinstance(value, Mapping)
     ):
@@ -232,6 +252,17 @@ def prompts_of(value: Any) -> Any:
             "Dataset.save_to_disk; read anything else into a list of rows"
         )
     return value
+
+
+def _rows_of_table(value: Any) -> Any:
+    """A table as a list of its rows; anything else as it is."""
+    if isinstance(value, Mapping | PromptDataset | type):
+        return value
+    for method in ("to_pylist", "to_dicts"):  # of Arrow and of Polars
+        if hasattr(value, method):
+            return getattr(value, method)()
+    is_frame = hasattr(value, "iloc") and hasattr(value, "to_dict")  # of pandas
+    return value.to_dict("records") if is_frame else value
 
 
 _KINDS: dict[str, type[JSONLPrompts | ParquetPrompts]] = {

@@ -86,6 +86,7 @@ class TransformersEngine(Engine):
     def start(self, model_dir: Path) -> None:
         if self._lm is not None:
             return
+        self._require_device()
         trust = self.trust_remote_code
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust)
         with torch.random.fork_rng([]):  # building must not advance the run's random state
@@ -98,6 +99,16 @@ class TransformersEngine(Engine):
         # As vLLM does: the collector goes through all libraries' objects each time it is due, which
         # takes longer than an iteration of a small model.
         gc.freeze()
+
+    def _require_device(self) -> None:
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"engine device={str(self.device)!r} cannot be used here ({reason}); set a device "
+                "that there is, such as cpu, or leave it out"
+            ) from error
 
     def close(self) -> None:
         if self._lm is not None:

@@ -19,6 +19,7 @@ import torch
 from lightning_rl.engines.server_process import validation_failure
 from lightning_rl.engines.vllm_cpu import (
     keep_global_randomness,
+    leave_memory_nodes_unsaid,
     skip_rank_compilation,
     use_cpu_kernels,
 )
@@ -38,8 +39,11 @@ def contained(device: int | None) -> Iterator[None]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     set_threads, threads, hook = torch.set_num_threads, torch.get_num_threads(), sys.excepthook
+    triton = logging.getLogger("torch._library.triton")  # on CPUs there is none, nor a need of it
     with ExitStack() as undo, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        undo.callback(triton.setLevel, triton.level)
+        triton.setLevel(logging.ERROR)
         for restore in (*_random_states(device), *_precisions(), *_devices(device)):
             undo.callback(restore)
         try:
@@ -146,6 +150,7 @@ def started(arguments: Mapping[str, Any], variables: Mapping[str, str], device: 
         if on_cpu:
             skip_rank_compilation()
             keep_global_randomness()
+            leave_memory_nodes_unsaid()
         if device:
             os.environ["VLLM_CACHE_ROOT"] = _cache_of(device, envs.VLLM_CACHE_ROOT)
         # By the context vLLM chooses how many tokens a step takes, where that is not set.

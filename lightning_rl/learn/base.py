@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from tensordict import TensorDict
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
@@ -86,6 +87,19 @@ class FiniteStepsModule(LightningModule):
 
 class LanguageModule(FiniteStepsModule):
     """A module that trains language models."""
+
+    def require_packed(self, batch: Any) -> None:
+        """Check that a batch is of packed rollouts.
+
+        Raises:
+            ConfigError: if it is of anything else, such as rows.
+        """
+        if not isinstance(batch, TensorDict) or not {"tokens", "rollouts"} <= set(batch.keys()):
+            raise ConfigError(
+                f"{type(self).__name__} learns from packed rollouts, not from a batch of type "
+                f"{type(batch).__name__}: give trainer.fit no DataLoader but a data module, which "
+                "makes them of rows (RLDataModule, SFTDataModule, PairDataModule)"
+            )
 
     @property
     @abstractmethod
@@ -196,6 +210,11 @@ class RecordingModule(FiniteStepsModule):
 
     def validation_step(self, batch: dict[str, float], batch_idx: int) -> None:
         """Log ``eval/*`` of what was held out (``lightning-rl validate`` and ``test``)."""
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"{type(self).__name__} is evaluated by its data module, not on a batch of type "
+                f"{type(batch).__name__}: give trainer.validate no DataLoader but datamodule=..."
+            )
         self.log_dict(batch, batch_size=1, sync_dist=True)
 
     test_step = validation_step

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import pack_rollouts, token_rows
 from lightning_rl.data.prompts import PromptDataset
-from lightning_rl.data.sources import prompts_of, supervised_rollout
+from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.models.lora import LoRA, as_lora
@@ -109,6 +109,7 @@ class DPOModule(SupervisedModule):
 
     def _loss(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
         """Mean loss, and how far (P,) the policy's margin exceeds the reference's."""
+        self.require_packed(batch)
         policy = self.loaded_policy
         assert self.reference is not None  # it comes with the policy
         with torch.no_grad(), self.reference.scoring(policy) as reference:
@@ -143,8 +144,8 @@ class PairDataModule(SFTDataModule):
 
     def __init__(
         self,
-        train: PromptDataset,
-        val: PromptDataset | None = None,
+        train: AnyPrompts,
+        val: AnyPrompts | None = None,
         chosen_column: str = "chosen",
         rejected_column: str = "rejected",
         batch_size: int = 32,

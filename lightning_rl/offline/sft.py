@@ -14,7 +14,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import refuse_precision
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
-from lightning_rl.data.sources import prompts_of, supervised_rollout
+from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LearningModule, save_primitive_hparams
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
@@ -126,6 +126,7 @@ class SFTModule(SupervisedModule):
         self.log("sft/val_loss", self._loss(batch), batch_size=len(batch["rollouts"]))
 
     def _loss(self, batch: TensorDict) -> Tensor:
+        self.require_packed(batch)
         scores = self.loaded_policy(batch)
         return -(scores.logprobs * self.aggregation(batch)[scores.live]).sum()
 
@@ -147,8 +148,8 @@ class SFTDataModule(LightningDataModule):
 
     def __init__(
         self,
-        train: PromptDataset,
-        val: PromptDataset | None = None,
+        train: AnyPrompts,
+        val: AnyPrompts | None = None,
         completion_column: str = "completion",
         batch_size: int = 32,
         seed: int | None = None,

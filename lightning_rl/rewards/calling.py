@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -186,7 +186,7 @@ def _call(function: RewardFunction, arguments: dict[str, Any]) -> Any:
     try:
         with reward_called_here():
             result = function(**arguments)
-            return result if inspect.isawaitable(result) else list(result)
+            return result if inspect.isawaitable(result) else _scores(result)
     except BaseException as error:  # a user's code may raise anything; it is kept, not hidden
         main = threading.current_thread() is threading.main_thread()
         if isinstance(error, KeyboardInterrupt) and main:
@@ -198,11 +198,22 @@ async def _call_async(call: Callable[[], Any]) -> Any:
     """The list of scores of an ``async`` function, or why there is none."""
     try:
         with reward_called_here():
-            return list(await call())
+            return _scores(await call())
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # SystemExit would end the loop's thread
         return _failure(error)
+
+
+def _scores(result: Any) -> list[Any]:
+    """What a function returned, as a list.
+
+    Raises:
+        ValueError: for a single score, say.
+    """
+    if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
+        raise ValueError(f"returned {result!r:.200}, not a list with a score for each completion")
+    return list(result)
 
 
 def _failure(error: BaseException) -> RewardFailure:

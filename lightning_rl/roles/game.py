@@ -146,6 +146,7 @@ class GameRolesModule(RolesModule):
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One RL iteration: an update of all policies that are due and have written anything."""
+        self.require_packed(batch)
         parts = {}
         for name, group in self.policies.items():
             rows = self.rows_of(name, batch)

@@ -129,6 +129,7 @@ class RolesModule(RolloutModule, LanguageModule):
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:
         """One RL iteration: an update of every policy that is due and has written anything."""
+        self.require_packed(batch)
         for name, group in self.policies.items():
             rows = self.rows_of(name, batch)
             if not group.schedule.due(self.iteration) or not any_rank(len(rows) > 0):

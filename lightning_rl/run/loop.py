@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, wait as wait_for
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from lightning_rl.run.desk import Desk
@@ -35,6 +36,7 @@ _progress = 0.0
 _guard: Callable[[], None] | None = None
 _desk = Desk()  # of the main thread
 _beside = CallingThread("lightning_rl engine")
+_broken_off: ContextVar[threading.Event | None] = ContextVar("broken_off", default=None)
 
 
 def is_waiting() -> bool:
@@ -124,6 +126,19 @@ def background_loop() -> asyncio.AbstractEventLoop:
             _thread = threading.Thread(target=_loop.run_forever, name="lightning_rl", daemon=True)
             _thread.start()
         return _loop
+
+
+def require_awaited() -> None:
+    """Look, in a long computation of the loop's, whether its result is still waited for.
+
+    The loop does not turn meanwhile, and cannot cancel it.
+
+    Raises:
+        asyncio.CancelledError: if :func:`run_async` was broken off.
+    """
+    broken_off = _broken_off.get()
+    if broken_off is not None and broken_off.is_set():
+        raise asyncio.CancelledError
 
 
 async def in_waiting_thread(call: Callable[[], T]) -> T:
@@ -232,23 +247,27 @@ def run_async(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -
         TimeoutError: after ``timeout`` seconds; None waits for ever.
     """
     loop = background_loop()
-    done = threading.Event()
+    done, broken_off = threading.Event(), threading.Event()
     with _open_desk():  # before the loop can have a call for it
-        future = asyncio.run_coroutine_threadsafe(_tell(coroutine, done), loop)
+        future = asyncio.run_coroutine_threadsafe(_tell(coroutine, done, broken_off), loop)
         try:
             return wait(future, timeout)
         except BaseExceptionGroup as group:
             raise innermost(group) from group
         except BaseException:
-            broken_off = future.cancel() or future.cancelled()
-            waits = broken_off and timeout is None and loop is _loop  # else it was given up
+            broken_off.set()
+            cancelled = future.cancel() or future.cancelled()
+            waits = cancelled and timeout is None and loop is _loop  # else it was given up
             # Let it clean up, but never hang on an interrupt.
             if waits and not done.wait(_CLEAN_UP_S):
                 replace_loop_if_blocked()
             raise
 
 
-async def _tell(coroutine: Coroutine[Any, Any, T], done: threading.Event) -> T:
+async def _tell(
+    coroutine: Coroutine[Any, Any, T], done: threading.Event, broken_off: threading.Event
+) -> T:
+    _broken_off.set(broken_off)
     try:
         return await coroutine
     finally:

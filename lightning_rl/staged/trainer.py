@@ -12,8 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_rl.callbacks.report import LABELS
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.schema import require_pydantic
-from lightning_rl.data.prompts import PromptDataset
-from lightning_rl.data.sources import prompts_of
+from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.engines.sampling import seed_of
 from lightning_rl.errors import ConfigError, DataError, FineTuneError, require_at_least
 from lightning_rl.protocols.base import Protocol
@@ -80,10 +79,10 @@ class StagedTrainer:
         run_dir: str,
         protocol: Protocol,
         scenario: Scenario,
-        train: PromptDataset,
+        train: AnyPrompts,
         groups: dict[str, ChatGroup],
         algorithm: StagedAlgorithm,
-        test: PromptDataset | None = None,
+        test: AnyPrompts | None = None,
         iterations: int = 1,
         rows_per_iteration: int | None = None,
         test_limit: int | None = None,

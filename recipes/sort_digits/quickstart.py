@@ -47,8 +47,9 @@ def report(directory: Path, seconds: float) -> int:
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     lines = (directory / "rollouts.jsonl").read_text().splitlines()
     rollouts = [json.loads(line) for line in lines]
-    first = [r for r in rollouts if r["iteration"] == 0]
-    last = [r for r in rollouts if r["iteration"] == rollouts[-1]["iteration"]]
+    first, last = (
+        [r for r in rollouts if r["iteration"] == rollouts[end]["iteration"]] for end in (0, -1)
+    )
     print("\nThe model knew three ways to answer; only ascending order was rewarded.")
     for title, shown in (("first", first), ("last", last)):
         print(f"\n  {title} iteration: prompt, completion, reward")

@@ -3,11 +3,13 @@
 import io
 import json
 import logging
+import re
 import sys
+import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 
@@ -37,18 +39,28 @@ def small(**options):
     return data_module(**({"iterations_per_epoch": 3, "groups_per_iteration": 4} | options))
 
 
-def test_a_script_gets_lines_the_outcome_and_the_run_directory(tiny_model, tmp_path, capfd, caplog):
+class Warns(Callback):
+    def on_train_start(self, trainer, pl_module) -> None:
+        warnings.warn("the number of training batches is odd", stacklevel=1)
+
+
+def test_a_script_gets_lines_the_outcome_and_the_run_directory(
+    tiny_model, tmp_path, capfd, caplog, recwarn
+):
     caplog.set_level(logging.INFO)
     module = grpo(tiny_model)
-    script(tmp_path).fit(module, small())
+    script(tmp_path, Warns()).fit(module, small())
     out, _ = capfd.readouterr()
     told = caplog.text
+    # Fewer iterations than log_every_n_steps, and no validation loader: Lightning warns of both.
+    assert [str(w.message) for w in recwarn] == ["the number of training batches is odd"]
     lines = out.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"iteration {i}/3" for i in range(4)]
     assert "held-out reward" in lines[0]
     assert "reward" in lines[1]
     assert "tok/s" in lines[1]
-    assert "accuracy" not in lines[1]  # not evaluated in this one
+    held_out = [re.search("held-out reward ([^,]*),", line).group(1) for line in lines]
+    assert held_out[1] == held_out[0]  # it stands until the next evaluation
     for noise in ("v_num", "FLOPs", "it/s", "Sanity"):
         assert noise not in out + told
     directory = tmp_path / "lightning_logs" / "version_0"
@@ -110,8 +122,8 @@ def test_supervised_training_writes_lines_too(tiny_model, tmp_path, capfd):
     )
     out, _ = capfd.readouterr()
     lines = out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [f"epoch 0, batch {n}/5" for n in (2, 4, 5)]
-    assert all("sft/loss" in line for line in lines)
+    assert [line.split(":")[0] for line in lines] == [f"epoch 0, step {n} of 5" for n in (2, 4, 5)]
+    assert all(re.search(r": sft/loss \d\.\d{1,3}, [\d.e-]+ s$", line) for line in lines)
     assert "v_num" not in out
 
 

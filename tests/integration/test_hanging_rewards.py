@@ -23,7 +23,9 @@ from lightning_rl.callbacks import (
     WeightSync,
 )
 from lightning_rl.collect.ahead import AsyncCollector
+from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import RunInterrupted, StalledError
+from lightning_rl.run.loop import background_loop, require_awaited, run_async
 from lightning_rl.run.threads import hanging_threads
 from tests.bad_configs import CONFIG
 from tests.small_run import data_module, grpo, share_of_sevens, trainer_of
@@ -286,3 +288,46 @@ def test_the_command_ends_with_its_status_whatever_the_reward_has_started(workpl
                           text=True)  # fmt: skip
     assert done.returncode == 143, done.stderr
     assert "run interrupted: SIGTERM; saved runs/" in done.stderr
+
+
+class SignalsWhileDrawn(IterablePrompts):
+    """After some prompts sends a signal, and then takes its time for each."""
+
+    drawn = 0
+
+    def draw(self, count):
+        self.drawn += 1
+        if self.drawn == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.drawn > 5:
+            time.sleep(0.01)
+        return super().draw(count)
+
+
+def test_a_signal_is_heard_while_a_batch_of_many_groups_is_issued(tiny_model, tmp_path):
+    prompts = SignalsWhileDrawn([{"prompt": f"{n}="} for n in range(100, 140)])
+    many = {"train_prompts": prompts, "groups_per_iteration": 3000}
+    loop = background_loop()
+    with pytest.raises(RunInterrupted, match=r"SIGTERM; saved .*iteration_0.ckpt"):
+        fit(tiny_model, tmp_path, share_of_sevens, **many)
+    assert 5 <= prompts.drawn < 3000
+    assert background_loop() is loop  # nothing had to be given up
+    state = torch.load(saved(tmp_path), weights_only=True)["RLDataModule"]
+    [rank] = state["loader"]["ranks"]
+    issued = rank["source"]["collector"]["groups"]
+    assert len(issued) == rank["source"]["source"]["drawn"] == prompts.drawn  # none is lost
+
+
+def test_a_long_computation_of_the_loop_ends_when_nobody_waits_for_it():
+    async def compute():
+        while True:
+            require_awaited()
+
+    async def answer():
+        return 7
+
+    loop = background_loop()
+    with pytest.raises(TimeoutError):
+        run_async(compute(), timeout=0.05)
+    assert run_async(answer()) == 7
+    assert background_loop() is loop

@@ -1,0 +1,98 @@
+"""A small batch collected beside training: neither module nor data module are changed by it."""
+
+import copy
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch import Trainer
+
+from lightning_rl.callbacks.preview import as_markdown, preview_table
+from lightning_rl.collect.loader import LazyLoader, trainable
+from lightning_rl.collect.peek import Peek
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.errors import ConfigError
+from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.rollout import Rollout
+from lightning_rl.run.hooks import StageClock
+from lightning_rl.run.seeding import gather_random_states, restore_random_states
+
+
+def peek(data: RLDataModule, module: RolloutModule, groups: int, group_size: int) -> Peek:
+    """Collect with the module's policy as it is, in a Trainer that keeps nothing.
+
+    Raises:
+        ConfigError: if one of the two is in a run, or they do not go together.
+        EngineError: if the engine does not start, or fails.
+        RewardError: if too large a share could not be graded.
+    """
+    for part in (data.trainer, module._trainer):
+        if part is not None and part.state.status == "running":
+            raise ConfigError(
+                "peek is for before or after a run, and this one is under way; in a callback take "
+                "what on_collect_end is given"
+            )
+    with _unchanged(module) as own_module:
+        rollouts, decode = _collect(_copy_of(data), own_module, groups, group_size)
+        columns, rows = preview_table(rollouts, decode)
+    batch = pack_rollouts(trainable(rollouts), rollouts, list(module.roles))
+    return Peek(rollouts, batch, columns, rows, as_markdown(columns, rows))
+
+
+def _collect(
+    data: RLDataModule, module: RolloutModule, groups: int, group_size: int
+) -> tuple[list[Rollout], Callable[[list[int]], str]]:
+    """Graded rollouts, and what makes text of their tokens."""
+    states = gather_random_states()
+    data.predict_series = LazyLoader(lambda _: data.try_out(groups, group_size), 1)
+    with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch, _without_info():
+        trainer = Trainer(
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=scratch,
+        )
+        try:
+            [rollouts] = trainer.predict(module, datamodule=data) or []
+        finally:
+            restore_random_states(states)
+    return rollouts, lambda ids: str(module.tokenizer.decode(ids))  # type: ignore[return-value]
+
+
+def _copy_of(data: RLDataModule) -> RLDataModule:
+    """One with the same parts, but for those that a run writes to."""
+    own = copy.copy(data)
+    own.trainer, own.buffer = None, None
+    return own
+
+
+@contextmanager
+def _unchanged(module: RolloutModule) -> Iterator[RolloutModule]:
+    """The module, or a copy where it is not loaded yet; afterwards it is as it was."""
+    if not all(policy.policy is not None for policy in module.policies.values()):
+        trainer = module._trainer  # of a run that failed before it was loaded
+        yield copy.deepcopy(module, {id(trainer): None})
+        return
+    before = vars(module) | {"_modules": dict(module._modules)}
+    module._recorded, module.clock = {}, StageClock()
+    try:
+        yield module
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+@contextmanager
+def _without_info() -> Iterator[None]:
+    """Leave out what Lightning says of devices: it is about the Trainer that is made here."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,22 @@
+"""Warnings of Lightning's that our modules cause, and that nobody who runs them can act on."""
+
+import warnings
+
+IGNORED_WARNINGS = (
+    # Lightning calls what torch deprecated; fixed by neither of us here.
+    r".*isinstance\(treespec, LeafSpec\)` is deprecated",
+    # During fit there is no validation loader: the Evaluate callback evaluates.
+    r"Total length of `list` across ranks is zero",
+    # We log each iteration ourselves; the Trainer's interval concerns self.log only.
+    r"The number of training batches \(\d+\) is smaller than the logging interval",
+    # We do pass sync_dist; Lightning drops it on one device, then sees vLLM's process group.
+    r"It is recommended to use `self.log\('eval/",
+    # SFT's rows are in memory: worker processes would only cost.
+    r"The '\w+_dataloader' does not have many workers",
+)
+
+
+def ignore_known_warnings() -> None:
+    """Ignore these where Lightning raises them, until filters are reset; others stay."""
+    for message in IGNORED_WARNINGS:
+        warnings.filterwarnings("ignore", message, module=r"lightning\.pytorch\.")

@@ -1,0 +1,238 @@
+"""A class with its defaults, as --print_config tells it: whole, and the same when read again."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import pytest
+import yaml
+from jsonargparse import ActionConfigFile
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import Strategy
+
+from lightning_rl import (
+    Environment,
+    Prompt,
+    RewardThreshold,
+    Selection,
+    StagedAlgorithm,
+    StagedTrainer,
+)
+from lightning_rl.cli.parser import RLArgumentParser, checked_sources
+from lightning_rl.cli.trusted_texts import TABLE
+from lightning_rl.config import names
+from lightning_rl.config.hints import classes, item_hint, mapping_hint, parameters
+
+ROOTS = (LightningModule, LightningDataModule, Callback, CheckpointIO, Precision, Strategy)
+"""What a configuration of ``lightning-rl fit`` names."""
+
+HERE = __name__
+
+
+def world(prompt: Prompt) -> Environment: ...
+
+
+def of(name, /, **arguments):
+    return {"class_path": name, "init_args": arguments}
+
+
+FUNCTION = "builtins.len"
+PROMPTS = of("JSONLPrompts", path="rows.jsonl")
+PROTOCOL = "Debate"
+SCENARIO = of("TextScenario", prompts={"judge": {"user": "{question}"}})
+NEEDED = {
+    "Branching": {"agent": "SingleTurn"},
+    "ChatGroup": {"agents": ["judge"], "model": "gpt"},
+    "CheckpointTransport": {"directory": "weights"},
+    "ClassHead": {"classes": 3},
+    "Coefficient": {"value": 0.1},
+    "DPOModule": {"model": "base"},
+    "EngineJudge": {"model": "base"},
+    "EnvDataModule": {"env": of("Gym", name="CartPole-v1")},
+    "FunctionAgent": {"function": FUNCTION},
+    "FunctionData": {"make": FUNCTION},
+    "GameRolesModule": {"model": "base", "policies": {"all": {"policies": {"a": {}}}}},
+    "Guard": {"bound": 1.0},
+    "Gym": {"name": "CartPole-v1"},
+    "GymWorkers": {"name": "CartPole-v1"},
+    "HFDatasetPrompts": {"path": "folder"},
+    "Isolated": {"function": FUNCTION},
+    "IterablePrompts": {"rows": FUNCTION},
+    "JSONLPrompts": {"path": "rows.jsonl"},
+    "LLMJudge": {"judge": of("OpenAIJudge", base_url="http://there", model="gpt")},
+    "MetricFloorGuard": {"metric": "reward/mean", "bound": 0.1},
+    "MetricGuard": {"metric": "reward/mean", "bound": 0.1},
+    "Mixture": {"sets": [{"name": "a", "prompts": PROMPTS}]},
+    "MultiTurn": {"environment": f"{HERE}.world"},
+    "OfflineDataModule": {"path": "rows.jsonl"},
+    "OpenAIJudge": {"base_url": "http://there", "model": "gpt"},
+    "OverlongPenalty": {"max_tokens": 20, "buffer": 4},
+    "PairDataModule": {"train": PROMPTS},
+    "ParquetPrompts": {"path": "rows.parquet"},
+    "PassRateCurriculum": {"prompts": PROMPTS},
+    "PolicyEngines": {"engines": {"a": "TransformersEngine"}},
+    "PolicyModule": {"model": "base"},
+    "PooledGym": {"name": "CartPole-v1"},
+    "ProgramAgent": {"command": "true"},
+    "PromptSet": {"name": "a", "prompts": PROMPTS},
+    "ProtocolAgent": {"protocol": PROTOCOL, "scenario": SCENARIO},
+    "RLDataModule": {"train_prompts": PROMPTS, "rewards": [FUNCTION]},
+    "ReasoningGymPrompts": {"task": "chain_sum"},
+    "Remote": {"function": FUNCTION},
+    "ReplayBuffer": {"path": "buffer.sqlite"},
+    "RolesModule": {"model": "base", "policies": {"all": {"policies": {"a": {}}}}},
+    "RolloutPairs": {"path": "rows.jsonl"},
+    "RolloutWriter": {"path": "rows.jsonl"},
+    "SFTDataModule": {"train": PROMPTS},
+    "SFTModule": {"model": "base"},
+    "ScriptAgent": {"script": "agent.py"},
+    "SoloDataModule": {"train": of("FunctionData", make=FUNCTION)},
+    "SoloModule": {"head": "NumberHead"},
+    "StagedLoggers": {"loggers": [of("CSVLogger", save_dir="logs")]},
+    "StagedTrainer": {
+        "run_dir": "run",
+        "protocol": PROTOCOL,
+        "scenario": SCENARIO,
+        "train": PROMPTS,
+        "groups": {"all": {"agents": ["judge"], "model": "gpt"}},
+        "algorithm": "ExpertIteration",
+    },
+    "TextScenario": {"prompts": {"judge": {"user": "{question}"}}},
+    "TheseCalls": {"numbers": [1]},
+    "TokenSum": {"max_tokens": 20},
+    "ToolAgent": {"tools": [FUNCTION]},
+    "TorchRLEnv": {"make": FUNCTION},
+    "TorchRLLoss": {"make": FUNCTION},
+    "VLLMParser": {"name": "hermes"},
+    "VerifiersAgent": {"environment": "game", "python": "python"},
+    "VerifiersPrompts": {"environment": "game", "python": "python"},
+    "WarmupCosine": {"total_steps": 10},
+    "WarmupLinear": {"total_steps": 10},
+    "ZeroKnowledge": {"protocol": PROTOCOL},
+}
+"""Arguments that a class cannot do without."""
+GIVEN_BY_LIGHTNING = {"optimizer"}
+"""Of schedulers, which are called with it."""
+
+
+REWARDS = ("EnvironmentReward", "Isolated", "LLMJudge", "OverlongPenalty", "PythonTests", "Remote")
+"""Classes of functions, so named with their package."""
+
+
+def hints_in(hint: Any) -> Iterator[Any]:
+    """A hint, and those of the items that it lets a list or mapping hold."""
+    yield hint
+    for inner in (item_hint(hint), mapping_hint(hint)):
+        if inner is not None:
+            yield from hints_in(inner)
+
+
+def nameable() -> dict[str, Any]:
+    """Public classes that a configuration can name, each with the hint of an argument for it."""
+    names.load_all()
+    public = [names.public(name) for name in names.MODULE_OF]
+    public = [c for c in public if inspect.isclass(c) and not inspect.isabstract(c)]
+    public = [c for c in public if c.__name__ in NEEDED or c.__name__ not in TABLE["records"]]
+    found: dict[str, Any] = dict.fromkeys(REWARDS, Callable[..., list[float]])
+    todo: list[Any] = [*ROOTS, StagedTrainer]
+    todo += [p.annotation for name in REWARDS for p in parameters(names.public(name)).values()]
+    looked_at = set()
+    while todo:
+        for hint in hints_in(todo.pop()):
+            if str(hint) in looked_at or not (bases := tuple(classes(hint))):
+                continue
+            looked_at.add(str(hint))
+            for component in public:
+                if issubclass(component, bases) and component.__name__ not in found:
+                    found[component.__name__] = hint
+                    todo += [p.annotation for p in parameters(component).values()]
+    return found
+
+
+NAMEABLE = nameable()
+
+
+def dumped(parser, file):
+    """What --print_config would print, and a run would keep."""
+    arguments = ["--config", str(file)]
+    checked_sources(arguments, parser, None)
+    return parser.dump(parser.parse_args(arguments), skip_unset=False)
+
+
+def require_same_again(hint, part, file):
+    """The text that tells a part, which is read without a mistake and tells the same."""
+    parser = RLArgumentParser(description="")
+    parser.add_argument("-c", "--config", action=ActionConfigFile)
+    parser.add_argument("--parts", type=list[hint])
+    file.write_text(yaml.safe_dump({"parts": [part]}))
+    told = dumped(parser, file)
+    assert " at 0x" not in told
+    assert "Unable to serialize" not in told
+    file.write_text(told)
+    assert dumped(parser, file) == told
+    return parser, yaml.safe_load(told)["parts"][0]
+
+
+def test_every_needed_argument_is_of_a_class_that_can_be_named():
+    assert set(NEEDED) <= set(NAMEABLE)
+    assert {"RLDataModule", "PolicyModule", "ExpertIteration", "LLMJudge", "Gym"} <= set(NAMEABLE)
+
+
+@pytest.mark.parametrize("name", sorted(NAMEABLE))
+def test_a_class_with_its_defaults_is_told_whole_and_read_again(name, tmp_path):
+    component, hint = names.public(name), NAMEABLE[name]
+    called = f"lightning_rl.{name}" if name in REWARDS else name
+    part: Any = of(called, **NEEDED[name]) if name in NEEDED else called
+    if is_dataclass(component) and hint is component:
+        part = NEEDED.get(name, {})  # there is no other class
+    _, told = require_same_again(hint, part, tmp_path / "part.yaml")
+    arguments = told if "class_path" not in told else told.get("init_args", {})
+    assert parameters(component).keys() - arguments.keys() <= GIVEN_BY_LIGHTNING
+
+
+THRESHOLD = RewardThreshold(0.7)
+
+
+class Staged(StagedAlgorithm):
+    def training_set(self, trees, agents, iteration, seed): ...
+
+
+class ByConstant(Staged):
+    def __init__(self, selection: Selection = THRESHOLD, share: float = 0.5) -> None:
+        self.selection = selection
+
+
+class WithoutHint(Staged):
+    def __init__(self, selection=THRESHOLD, share: float = 0.5) -> None:
+        self.selection = selection
+
+
+@dataclass
+class ByFactory(Staged):
+    selection: Selection = field(default_factory=lambda: RewardThreshold(0.7))
+    share: float = 0.5
+
+
+@dataclass
+class Inside(Staged):
+    selections: list[Selection] = field(default_factory=lambda: [RewardThreshold(0.7)])
+    share: float = 0.5
+    inner: StagedAlgorithm | None = None
+
+    @property
+    def selection(self):
+        return self.selections[0]
+
+
+@pytest.mark.parametrize("own", [ByConstant, WithoutHint, ByFactory, Inside])
+def test_a_default_that_no_text_can_say_is_left_out_and_the_default_again(own, tmp_path):
+    part = f"{HERE}.{own.__name__}"
+    if own is Inside:
+        part = of(part, inner=f"{HERE}.ByConstant")
+    parser, told = require_same_again(StagedAlgorithm, part, tmp_path / "part.yaml")
+    assert told["init_args"]["share"] == 0.5
+    assert not {"selection", "selections"} & told["init_args"].keys()
+    [made] = parser.instantiate(parser.parse_path(tmp_path / "part.yaml")).parts
+    assert made.selection.least == 0.7
