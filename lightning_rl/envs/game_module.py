@@ -24,7 +24,6 @@ from lightning_rl.envs.rows import Rows, rows_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.networks.actor_critic import ActorCritic, joint_entropy, joint_log_prob
-from lightning_rl.networks.distributions import ActionDistribution
 from lightning_rl.protocols.base import VERIFIER
 from lightning_rl.protocols.leaders import check_order, levels_of
 from lightning_rl.run.dist import world_size
@@ -198,11 +197,27 @@ class GameModule(ActorCriticModule):
         assert begins is not None
         # No other kernel of attention can be differentiated twice.
         with sdpa_kernel(SDPBackend.MATH):
-            seen = {name: self.agents[name](rows.observations) for name, rows in own.items()}
-        made = {name: distributions for name, (distributions, _) in seen.items()}
-        values = {name: values for name, (_, values) in seen.items()}
-        losses = self._players_losses(own, made, begins[places], measured)
-        return losses, self._critics_loss(own, values, measured)
+            said = {name: self._said(name, of_one) for name, of_one in own.items()}
+        losses = self._players_losses(own, said, begins[places], measured)
+        return losses, self._critics_loss(own, measured)
+
+    def _said(self, name: str, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Log probabilities and entropies (M, T, *A) of what an agent did; 0 where it did not act.
+
+        Only steps in which it acts go through its actor, which is differentiated many times.
+        """
+        acts = rows.learned["weights"] > 0
+        logprobs, entropies = torch.zeros(2, *acts.shape, device=acts.device)
+        here = acts.flatten(2).any(2) if acts.ndim > 2 else acts
+        if bool(here.any()):
+            seen = {key: value[here] for key, value in rows.observations.items()}
+            made, _ = self.agents[name].act(seen)
+            done = {key: value[here] for key, value in rows.actions.items()}
+            mine = joint_log_prob(made, done).where(acts[here], 0.0)
+            logprobs = logprobs.to(mine.dtype).index_put((here,), mine)
+            mine = joint_entropy(made).where(acts[here], 0.0)
+            entropies = entropies.to(mine.dtype).index_put((here,), mine)
+        return logprobs, entropies
 
     def _actors_loss(self, names: list[str], game: CrossFitted, measured: Measured) -> Tensor:
         """A scalar whose gradients are the directions that the update has for all players."""
@@ -215,14 +230,13 @@ class GameModule(ActorCriticModule):
     def _players_losses(
         self,
         own: Mapping[str, Rows],
-        made: Mapping[str, Mapping[str, ActionDistribution]],
+        made: Mapping[str, tuple[Tensor, Tensor]],
         begins: Tensor,
         measured: Measured,
     ) -> list[Tensor]:
         """Each player's loss, a scalar that knows what the others did, from steps (M, T)."""
         acts = {name: rows.learned["weights"] > 0 for name, rows in own.items()}
-        now = {name: joint_log_prob(made[name], rows.actions) for name, rows in own.items()}
-        said = _all_said(now, acts)
+        said = _all_said({name: logprobs for name, (logprobs, _) in made.items()}, acts)
         was = _all_said({n: rows.learned["old_logprobs"] for n, rows in own.items()}, acts)
         before, losses = said_before(said, begins), []
         for name, rows in own.items():
@@ -234,7 +248,7 @@ class GameModule(ActorCriticModule):
             logprobs = said.unsqueeze(2).expand_as(credit).flatten()
             loss, metrics = self.game_update.step_loss(logprobs, tokens)
             metrics = {f"policy/{key}": value for key, value in metrics.items()}
-            entropy = joint_entropy(made[name]).where(acts[name], 0.0)
+            entropy = made[name][1]
             metrics |= {
                 "policy/loss": loss.detach(),
                 "policy/entropy": entropy.detach()[acts[name]],
@@ -247,16 +261,15 @@ class GameModule(ActorCriticModule):
             losses.append(game_loss(of_steps, before))
         return losses
 
-    def _critics_loss(
-        self, own: Mapping[str, Rows], values: Mapping[str, Tensor], measured: Measured
-    ) -> Tensor:
+    def _critics_loss(self, own: Mapping[str, Rows], measured: Measured) -> Tensor:
         """The sum of all critics' losses, a scalar; of steps in which others act, too."""
         total = torch.zeros((), device=self.device)
         if not self.advantage.needs_values:
             return total
         for name, rows in own.items():
+            values = self.agents[name].values(rows.observations)
             tokens = {key: value.flatten() for key, value in rows.learned.items()}
-            loss, metrics = self.value_loss(values[name].flatten(), tokens)
+            loss, metrics = self.value_loss(values.flatten(), tokens)
             metrics = {f"value/{k.removeprefix('value_')}": v for k, v in metrics.items()}
             add(measured, self.named(name, metrics))
             total = total + loss.mean()

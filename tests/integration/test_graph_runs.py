@@ -3,10 +3,12 @@
 import json
 from math import isfinite
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
 
 from lightning_rl.cli import main
 from recipes.graph_isomorphism.evaluate import NEVER, Played, evaluate
@@ -14,11 +16,28 @@ from recipes.graph_isomorphism.evaluate import NEVER, Played, evaluate
 RECIPE = Path("recipes/graph_isomorphism")
 
 
+class Seen(Callback):
+    """How many steps go through each agent's actor while it learns."""
+
+    steps: ClassVar[dict[str, set[int]]] = {}
+
+    def on_train_start(self, trainer, pl_module):
+        for name, agent in pl_module.agents.items():
+            of_one = self.steps[name] = set()
+            agent.body.register_forward_hook(
+                lambda _, __, made, of_one=of_one: self.note(made, of_one)
+            )
+
+    def note(self, made, of_one):
+        if torch.is_grad_enabled():
+            of_one.add(len(made))
+
+
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
     """The run of a recipe's file, with few and small environments."""
 
-    def fit(name: str, iterations: int = 2, still: str | None = None) -> Path:
+    def fit(name: str, iterations: int = 2, still: str | None = None, **model: object) -> Path:
         config = yaml.safe_load((RECIPE / name).read_text())
         data, trainer = config["data"]["init_args"], config["trainer"]
         directory = tmp_path_factory.mktemp(name)
@@ -26,6 +45,9 @@ def fitted(tmp_path_factory):
         data["env"]["init_args"]["arguments"] |= {"num_envs": 8, "twins": 5, "nodes": [8, 9]}
         data |= {"num_envs": 8, "frames_per_iteration": 8 * rounds, "eval_episodes": 8}
         data["iterations_per_epoch"] = iterations
+        config["model"]["init_args"] |= model
+        if model:
+            trainer["callbacks"].append({"class_path": f"{__name__}.Seen"})
         if still is not None:
             config["model"]["init_args"]["agents"][still] |= {"body_lr": 0.0, "actor_lr": 0.0}
         trainer["logger"]["init_args"]["save_dir"] = str(directory)
@@ -52,6 +74,17 @@ def test_a_run_of_each_file(fitted, name):
         classes = metrics["accuracy_isomorphic"] + metrics["accuracy_different"]
         assert metrics["accuracy"] == pytest.approx(classes / 2)
         assert metrics["accuracy_worst_pair"] <= metrics["accuracy"]
+
+
+def test_in_a_game_only_the_steps_in_which_an_agent_acts_go_through_its_actor(fitted):
+    run = fitted("spg.yaml", iterations=1, epochs=1, minibatches=1)
+    # In each half, four interactions: four turns of the verifier, and three of the prover.
+    assert Seen.steps == {"verifier": {16}, "prover": {12}}
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    # What was drawn is as likely as it was, so each step has what was seen and done in it.
+    for name in Seen.steps:
+        assert abs(row[f"policy/{name}/kl_old"]) < 1e-6
+        assert row[f"policy/{name}/clip_frac"] == 0
 
 
 @pytest.mark.parametrize(

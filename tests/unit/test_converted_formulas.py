@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from lightning_rl import ValueLoss
+from lightning_rl import PolicyModule, ValueLoss
 from lightning_rl.algos.objective import Objective, loss_tokens
 from lightning_rl.cli.convert.checked import PARTS, part_of
 from lightning_rl.cli.convert.conversion import Conversion, sections, table
@@ -317,6 +317,22 @@ EXACT = [
 def test_nothing_is_said_to_differ_where_nothing_has_to(library, said):
     result = converted(library, BASES[library] | said)
     assert [item.key for item in result.left if item.key in SWEEPS[library]] == []
+
+
+@pytest.mark.parametrize(
+    ("library", "said"),
+    [*EXACT, ("verl", BYPASS | SEQUENCES), *(("verl", BYPASS | x) for x in REJECTED)],
+)
+def test_what_is_written_is_accepted_together(library, said):
+    """A correction beside bypass_mode once was not."""
+    written = converted(library, BASES[library] | said).config["model"]["init_args"]
+    parts = {name: part_of(written[name]) for name in (*PARTS, "value_head") if name in written}
+    if "value_loss" in written:
+        parts["value_loss"] = ValueLoss(**written["value_loss"])
+    plain = ("ppo_epochs", "minibatches", "mask_truncated", "trust_engine_logprobs")
+    given = {name: written[name] for name in plain if name in written}
+    module = PolicyModule("model", **parts, **given)
+    assert module.objective.correction is parts.get("correction")
 
 
 def test_the_bounds_of_verls_rejection_are_on_one_over_w():

@@ -221,6 +221,27 @@ def test_an_inverse_keeps_its_own_bias_but_is_multiplied_by_no_other(form):
     assert abs(float(mean - update(game, draw())[0])) > 1e-3
 
 
+@FORMS
+def test_sos_is_unbiased_as_long_as_it_weighs_all_batches_alike(form):
+    """Its p, min(p_1, p_2), is a ratio of estimates: 1 in every batch at the first rate."""
+    for rate, unbiased in ((0.3, True), (1.0, False)):
+        update = SOS(rate=rate, bound=None, b=1e-6)
+        lola = LOLA(rate=rate, bound=None)
+        wanted = torch.cat(update(exact(2, None), draw()))
+
+        def found(chosen, update=update):
+            return torch.cat(update(crossed(form, 2, None, chosen, 2), draw()))
+
+        def same_as_lola(chosen, found=found, lola=lola):
+            theirs = torch.cat(lola(crossed(form, 2, None, chosen, 2), draw()))
+            return torch.isclose(found(chosen), theirs, rtol=1e-12, atol=1e-14).all()
+
+        weighed_alike = all(same_as_lola(chosen) for chosen, _ in batches(2, 2))
+        off = float((expectation(found, 2, 2) - wanted).abs().max())
+        assert weighed_alike == unbiased
+        assert off < 1e-14 if unbiased else off > 1e-3
+
+
 # ---------------------------------------------------------------- the bound
 
 BATCH = torch.tensor([0, 3, 2, 1, 3, 0])
