@@ -27,6 +27,11 @@ from lightning_rl.errors import (
 )
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.models.soundness import require_finite_weights
+from lightning_rl.run.checkpoint_folders import (
+    remove_checkpoint,
+    save_folder,
+    writes_folders,
+)
 from lightning_rl.run.checkpoint_io import (
     BackgroundCheckpointIO,
     VerifiedCheckpointIO,
@@ -128,7 +133,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self.dirpath = str(self._directory)
         if trainer.is_global_zero:
             for left in self._directory.glob("*.ckpt.partial"):  # by a killed run
-                left.unlink()
+                remove_checkpoint(left)
 
     def on_sync_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Of the first sync on: what it is followed by, an evaluation, may hang.
@@ -238,7 +243,10 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         require_finite_weights(module, f"saved as {self._directory / name}")
         self.saved = [*(old for old in before if old != name), name]
         try:
-            trainer.save_checkpoint(self._directory / name, weights_only=False)
+            if writes_folders(trainer):
+                save_folder(trainer, self._directory / name)
+            else:
+                trainer.save_checkpoint(self._directory / name, weights_only=False)
         except CheckpointError:
             self.saved = before
             raise
@@ -278,7 +286,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             self._announce(trainer, there)
             for name in there:
                 if name not in kept:
-                    (self._directory / name).unlink()
+                    remove_checkpoint(self._directory / name)
             for link, names in (("last.ckpt", there[-1:]), ("best.ckpt", best[:1])):
                 for name in names:
                     _link(self._directory / link, name)
