@@ -8,6 +8,10 @@ from typing import Any
 class LightningRLError(Exception):
     """Root of every error raised on purpose by lightning_rl."""
 
+    def described(self) -> tuple[Any, ...]:
+        """What another process makes the same error of; the first is the message."""
+        return (str(self),)
+
 
 class ConfigError(LightningRLError, ValueError):
     """A setting is impossible, or contradicts another one."""
@@ -75,6 +79,9 @@ class RunInterrupted(LightningRLError):
         self.checkpoint: str | None = None
         """The file to go on from; empty if there is none, None before it was tried to save one."""
 
+    def described(self) -> tuple[Any, ...]:
+        return (self.reason, self.status)
+
     def __str__(self) -> str:
         if self.checkpoint is None:
             return self.reason
@@ -88,6 +95,9 @@ class GuardError(RunInterrupted):
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, status=1)
+
+    def described(self) -> tuple[Any, ...]:
+        return (self.reason,)
 
     def __str__(self) -> str:
         if not self.checkpoint:

@@ -42,6 +42,7 @@ from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.offline.sft import SFTModule
 from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO, require_good
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
+from lightning_rl.run.interrupts import leave_signals
 from lightning_rl.run.resume import KeepConfigs, configured_as, going_on_from
 from lightning_rl.run.rundir import require_writable_dirs
 from lightning_rl.run.seeding import LARGEST_SEED, drawn_seed
@@ -204,6 +205,8 @@ class RLCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         _start_loggers(self.trainer)
+        if not find_callbacks(self.trainer, IterationCheckpoint):
+            leave_signals()  # which it would listen to
         try:
             super()._run_subcommand(subcommand)
         except MisconfigurationException as error:  # Lightning's own: what it cannot do

@@ -6,7 +6,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -33,16 +34,21 @@ class Interrupts:
         self._safe: Callable[[], bool] = lambda: False
         self._raised = False
 
-    def install(self, safe: Callable[[], bool]) -> None:
-        """Listen from now on; ``safe`` tells whether the main thread may be interrupted at once."""
+    def install(self, safe: Callable[[], bool], further: signal.Signals | None = None) -> None:
+        """Listen from now on.
+
+        Args:
+            safe: tells whether the main thread may be interrupted at once.
+            further: a signal to listen to beside the usual ones.
+        """
         self._safe, self._raised = safe, False
         if threading.current_thread() is not threading.main_thread():
             return
         guard_waits(self._raise_if_safe)
-        for number in SIGNALS:
+        for number in {*SIGNALS, further} - {None}:
             before = signal.getsignal(number)
-            # Lightning has SIGUSR1 itself where it puts SLURM jobs back into the queue.
-            if number != signal.SIGUSR1 or before in (signal.SIG_DFL, signal.SIG_IGN):
+            # A handler of the user's own for what is the user's signal stays.
+            if number != signal.SIGUSR1 or before in (*_NO_HANDLERS, _stop_starting):
                 self._before[number] = before
                 signal.signal(number, self._on_signal)
         if signal.SIGUSR1 in self._before and self._end < math.inf:
@@ -55,14 +61,14 @@ class Interrupts:
             self._timer.start()
 
     def remove(self) -> None:
-        """Put back what handled the signals before."""
+        """Put back what handled the signals before; a command that has begun only has to end."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         guard_waits(None)
         before, self._before = self._before, {}
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, _AFTERWARDS[number] if handler is _stop_starting else handler)
 
     def requested(self) -> RunInterrupted | None:
         """The error to raise, if the run is to stop."""
@@ -88,6 +94,52 @@ class Interrupts:
         if interruption is not None and self._safe():
             self._raised = True
             raise interruption
+
+
+# ---------------------------------------------------------------- while a command starts
+
+_NO_HANDLERS = (signal.SIG_DFL, signal.SIG_IGN)
+_before_start: dict[int, Any] = {}
+
+
+@contextmanager
+def stopped_while_starting() -> Iterator[None]:
+    """Until a run listens itself, a signal is an error like any other: one message, and an end.
+
+    Raises:
+        RunInterrupted: wherever the main thread is.
+    """
+    if threading.current_thread() is threading.main_thread():
+        _before_start.update((n, signal.signal(n, _stop_starting)) for n in SIGNALS)
+    try:
+        yield
+    finally:
+        leave_signals()
+
+
+def leave_signals() -> None:
+    """Of a run that does not listen: signals do again what they did before the command."""
+    while _before_start:
+        signal.signal(*_before_start.popitem())
+
+
+def _stop_starting(number: int, frame: FrameType | None) -> None:
+    for other, handler in _AFTERWARDS.items():
+        signal.signal(other, handler)
+    raise RunInterrupted(
+        f"{signal.Signals(number).name} came while the run was starting, so there is nothing to "
+        "save; give the same command again",
+        128 + number,
+    )
+
+
+def _end_anyway(number: int, frame: FrameType | None) -> None:
+    os.write(2, f"\n{signal.Signals(number).name}: the run is ending already\n".encode())
+
+
+_AFTERWARDS = dict.fromkeys(SIGNALS, _end_anyway) | {
+    signal.SIGINT: signal.default_int_handler  # once more: at once
+}
 
 
 def seconds_of(max_time: str) -> float:

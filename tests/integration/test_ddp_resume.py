@@ -178,7 +178,7 @@ def test_last_passes_over_a_folder_that_is_not_whole(stopped_folders, tmp_path):
     with pytest.raises(CheckpointError, match=f"use {before}"):
         require_good(newest)
     (before / "meta.pt").unlink()
-    with pytest.raises(CheckpointError, match="a folder without meta.pt, so not all of it was"):
+    with pytest.raises(CheckpointError, match=r"a folder without meta\.pt, so not all of it was"):
         newest_good(newest.parent)
 
 
