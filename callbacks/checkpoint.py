@@ -43,6 +43,7 @@ from lightning_rl.run.checkpoint_io import (
 from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.interrupts import Interrupts, seconds_of
 from lightning_rl.run.loop import is_waiting, replace_loop_if_blocked
+from lightning_rl.run.peers import lost_peer
 from lightning_rl.run.resume import enter_run, going_on_from, run_id_of, tell_of_beginning
 from lightning_rl.run.rundir import continue_in, output_path, own_runs, require_free
 from lightning_rl.run.slurm import requeue_job, requeue_signal, take_signals
@@ -55,9 +56,11 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     SIGTERM, SIGUSR1, SIGINT (Ctrl-C) and ``max_time`` stop a run: at once while it waits for
     rollouts, their rewards or the engine, whatever hangs there, else after the update that is under
     way; with several processes always after the update, when all agree. What was collected so far
-    is saved too, and ``RunInterrupted`` raised. A second Ctrl-C stops without saving. Under ``srun``
-    the job goes back into Slurm's queue after SIGUSR1, as Lightning would have it, if the run goes
-    on with ``last``; Lightning's own handlers, which save at once in each process, are not used.
+    is saved too, and ``RunInterrupted`` raised. A second Ctrl-C stops without saving.
+
+    Under ``srun`` the job goes back into Slurm's queue after SIGUSR1, as Lightning would have it,
+    if the run goes on with ``last``. Lightning's own handlers, which save at once in each process,
+    are not used.
 
     Loggers are told of each, so that ``WandbLogger(log_model="all")`` uploads it.
 
@@ -218,6 +221,9 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     ) -> None:
         if trainer.state.fn != "fit":
             return
+        lost = lost_peer(exception)  # now, while the others look, too
+        if lost is not None:
+            exception.add_note(str(lost))
         if not self._training:
             self._stop_children(trainer, exception)
             return

@@ -105,6 +105,10 @@ class GuardError(RunInterrupted):
         return f"{self.reason}; saved {self.checkpoint}"
 
 
+class PeerLostError(LightningRLError):
+    """Another training process is gone; names its rank and node."""
+
+
 class PackMemoryError(LightningRLError):
     """Memory is too small for the smallest pack."""
 

@@ -24,6 +24,7 @@ from lightning_rl.config.layers import (
 from lightning_rl.errors import ConfigError
 from lightning_rl.run import dist
 from lightning_rl.run.checkpoint_io import about, checkpoints_in, iteration_of
+from lightning_rl.run.peers import introduce
 from lightning_rl.run.rundir import hold, release, run_dir, write_whole
 
 # What the weights or the optimizer's state are made for.
@@ -76,6 +77,7 @@ def enter_directory(trainer: Trainer) -> Path:
         ConfigError: if another process runs in it.
     """
     directory = run_dir(trainer)
+    introduce()
     if trainer.state.fn == "fit":
         with dist.every_rank():
             if dist.rank() == 0:
