@@ -251,8 +251,9 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     def _requeue(self, trainer: Trainer, exception: BaseException) -> None:
         """Under Slurm, after its signal: what Lightning would do, when all ranks have saved."""
         number = requeue_signal(trainer)
-        told = isinstance(exception, RunInterrupted) and number is not None
-        if told and exception.status == 128 + number:
+        if number is None or not isinstance(exception, RunInterrupted):
+            return
+        if exception.status == 128 + number:
             requeue_job(trainer, goes_on=self._asked_for_last)
 
     # ---------------------------------------------------------------- saving

@@ -45,7 +45,8 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             return
         guard_waits(self._raise_if_safe)
-        for number in {*SIGNALS, further} - {None}:
+        numbers: set[int] = {*SIGNALS} if further is None else {*SIGNALS, further}
+        for number in numbers:
             before = signal.getsignal(number)
             # A handler of the user's own for what is the user's signal stays.
             if number != signal.SIGUSR1 or before in (*_NO_HANDLERS, _stop_starting):
@@ -100,21 +101,60 @@ class Interrupts:
 
 _NO_HANDLERS = (signal.SIG_DFL, signal.SIG_IGN)
 _before_start: dict[int, Any] = {}
+_HEARD_S = 10.0
+"""How long a main thread may take to hear of a signal while a run starts."""
 
 
 @contextmanager
 def stopped_while_starting() -> Iterator[None]:
     """Until a run listens itself, a signal is an error like any other: one message, and an end.
 
+    A main thread that is not in Python does not hear of it: one that waits for ranks that will not
+    come, say. After ten seconds the process then ends without it.
+
     Raises:
         RunInterrupted: wherever the main thread is.
     """
-    if threading.current_thread() is threading.main_thread():
-        _before_start.update((n, signal.signal(n, _stop_starting)) for n in SIGNALS)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _before_start.update((n, signal.signal(n, _stop_starting)) for n in SIGNALS)
+    threading.Thread(target=_end_if_unheard, args=(reader,), daemon=True).start()
     try:
         yield
     finally:
         leave_signals()
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def _end_if_unheard(reader: int) -> None:
+    """In a thread: wait for signals, until the other end of the pipe is closed."""
+    while number := os.read(reader, 1):
+        time.sleep(_HEARD_S)
+        if signal.getsignal(number[0]) is _stop_starting:  # it would be another, had it run
+            os.write(2, f"lightning-rl: run interrupted: {_while_starting(number[0])}\n".encode())
+            os._exit(128 + number[0])
+    os.close(reader)
+
+
+def _while_starting(number: int) -> str:
+    return (
+        f"{signal.Signals(number).name} came while the run was starting, so there is nothing to "
+        "save; give the same command again"
+    )
+
+
+def _forget_pipe() -> None:
+    """What a forked child hears is not for this process."""
+    if _before_start:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_pipe)
 
 
 def leave_signals() -> None:
@@ -126,19 +166,17 @@ def leave_signals() -> None:
 def _stop_starting(number: int, frame: FrameType | None) -> None:
     for other, handler in _AFTERWARDS.items():
         signal.signal(other, handler)
-    raise RunInterrupted(
-        f"{signal.Signals(number).name} came while the run was starting, so there is nothing to "
-        "save; give the same command again",
-        128 + number,
-    )
+    raise RunInterrupted(_while_starting(number), 128 + number)
 
 
 def _end_anyway(number: int, frame: FrameType | None) -> None:
     os.write(2, f"\n{signal.Signals(number).name}: the run is ending already\n".encode())
 
 
-_AFTERWARDS = dict.fromkeys(SIGNALS, _end_anyway) | {
-    signal.SIGINT: signal.default_int_handler  # once more: at once
+_AFTERWARDS: dict[int, Callable[[int, FrameType | None], object]] = {
+    signal.SIGTERM: _end_anyway,
+    signal.SIGUSR1: _end_anyway,
+    signal.SIGINT: signal.default_int_handler,  # once more: at once
 }
 
 

@@ -5,7 +5,9 @@ Every test pushes first, so each finds the engine as it wants it, whatever the o
 
 import asyncio
 import os
+import re
 import signal
+import sys
 from pathlib import Path
 
 import aiohttp
@@ -15,6 +17,7 @@ from transformers import AutoTokenizer
 import benchmarks
 from lightning_rl import ScriptAgent
 from lightning_rl.engines import Sampling, StructuredOutputs, VLLMServer
+from lightning_rl.engines.server_process import ServerProcess, free_port
 from lightning_rl.errors import (
     DamagedWeightsError,
     EngineError,
@@ -411,6 +414,34 @@ def test_a_stuck_peer_that_is_not_ours_is_waited_for(
         os.kill(hung, signal.SIGCONT)
         visitor.close()
     assert is_running(hung)  # it was not ours to end
+
+
+@pytest.mark.slow
+def test_a_server_started_as_the_page_says_can_be_worked_with(
+    monkeypatch, tiny_model, skeleton, weights
+):
+    """The command for GPUs, and what it says to add on CPUs."""
+    page = (Path(__file__).parents[2] / "docs" / "sync.md").read_text("utf-8")
+    section = page.partition("### Servers that run already")[2]
+    command, further = re.findall(r"```text\n(.*?)```", section, re.DOTALL)[:2]
+    port = free_port("127.0.0.1")
+    monkeypatch.setenv(KEY, "secret")
+    script = f"{command.strip()} \\\n{further.strip()} --port {port} --host 127.0.0.1\n"
+    script = script.replace("VLLM_API_KEY=...", "VLLM_API_KEY=secret VLLM_PLUGINS=")
+    script = script.replace("MODEL ", f"{skeleton} ").replace(
+        "python -m", f"exec {sys.executable} -m"
+    )
+    server = ServerProcess(["bash", "-c", script], {})
+    visitor = VLLMServer(
+        urls=[f"http://127.0.0.1:{port}"], api_key_env=KEY, dtype="float32", start_timeout_s=200
+    )
+    try:
+        visitor.start(skeleton)
+        visitor.load_weights(weights.items(), 1)
+        assert gap(visitor.replicas[0], plain_model(tiny_model, weights)) < ROUNDING
+    finally:
+        visitor.close()
+        server.kill()
 
 
 @pytest.mark.slow
