@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 from pathlib import Path
 from typing import Any
 from weakref import proxy
@@ -27,6 +28,12 @@ from lightning_rl.errors import (
 )
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.models.soundness import require_finite_weights
+from lightning_rl.run import dist
+from lightning_rl.run.checkpoint_folders import (
+    remove_checkpoint,
+    save_folder,
+    writes_folders,
+)
 from lightning_rl.run.checkpoint_io import (
     BackgroundCheckpointIO,
     VerifiedCheckpointIO,
@@ -36,8 +43,10 @@ from lightning_rl.run.checkpoint_io import (
 from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.interrupts import Interrupts, seconds_of
 from lightning_rl.run.loop import is_waiting, replace_loop_if_blocked
-from lightning_rl.run.resume import begin_only_if_new, enter_run, going_on_from, run_id_of
+from lightning_rl.run.peers import lost_peer
+from lightning_rl.run.resume import enter_run, going_on_from, run_id_of, tell_of_beginning
 from lightning_rl.run.rundir import continue_in, output_path, own_runs, require_free
+from lightning_rl.run.slurm import requeue_job, requeue_signal, take_signals
 
 
 @configurable
@@ -48,6 +57,10 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     rollouts, their rewards or the engine, whatever hangs there, else after the update that is under
     way; with several processes always after the update, when all agree. What was collected so far
     is saved too, and ``RunInterrupted`` raised. A second Ctrl-C stops without saving.
+
+    Under ``srun`` the job goes back into Slurm's queue after SIGUSR1, as Lightning would have it,
+    if the run goes on with ``last``. Lightning's own handlers, which save at once in each process,
+    are not used.
 
     Loggers are told of each, so that ``WandbLogger(log_model="all")`` uploads it.
 
@@ -108,6 +121,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self._training = False
         self._fresh = True  # nothing happened since the last save
         self._updating: int | None = None  # the iteration whose update began last
+        self._asked_for_last = False
 
     # ---------------------------------------------------------------- Lightning's hooks
 
@@ -123,12 +137,13 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
                 f"IterationCheckpoint counts RL iterations, which {type(pl_module).__name__} has "
                 "none of; use ModelCheckpoint"
             )
+        take_signals(trainer)
         if self.asynchronous and not isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
             strategy.checkpoint_io = BackgroundCheckpointIO(strategy.checkpoint_io)
         self.dirpath = str(self._directory)
         if trainer.is_global_zero:
             for left in self._directory.glob("*.ckpt.partial"):  # by a killed run
-                left.unlink()
+                remove_checkpoint(left)
 
     def on_sync_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Of the first sync on: what it is followed by, an evaluation, may hang.
@@ -154,7 +169,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             # While the main thread waits, nothing but the collector's state grows.
             return alone and self._training and is_waiting() and self._updating != module.iteration
 
-        self._interrupts.install(safe)
+        self._interrupts.install(safe, requeue_signal(trainer))
 
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fresh = False
@@ -189,10 +204,12 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     ) -> None:
         if self._monitor is not None:
             self._monitor.look(metrics, bool(find_callbacks(trainer, Evaluate)))
-        interruption = self._interrupts.requested()
+        told = self._interrupts.requested()
         # Any rank's signal stops all of them, in the same iteration.
-        if trainer.strategy.reduce_boolean_decision(interruption is not None, all=False):
-            raise interruption or RunInterrupted("a signal to another process", 143)
+        if dist.any_rank(told is not None):
+            reasons = dist.gather(None if told is None else (told.reason, told.status))
+            number, reason = next((n, r) for n, r in enumerate(reasons) if r is not None)
+            raise told or RunInterrupted(f"{reason[0]} to rank {number}", reason[1])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._fresh:
@@ -202,13 +219,20 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        if not self._training or trainer.state.fn != "fit":
+        if trainer.state.fn != "fit":
+            return
+        lost = lost_peer(exception)  # now, while the others look, too
+        if lost is not None:
+            exception.add_note(str(lost))
+        if not self._training:
+            self._stop_children(trainer, exception)
             return
         module, self._training = self.module_of(pl_module), False
         try:
             if self._may_save(trainer, module, exception):
                 replace_loop_if_blocked()  # else saving what is in flight would wait for ever
                 self._save(trainer, module)
+                self._requeue(trainer, exception)
             self._finish(trainer)
         except CheckpointError as error:  # what stopped the run comes first
             rank_zero_warn(str(error))
@@ -216,6 +240,21 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             exception.checkpoint = self.last_model_path
         elif self.last_model_path:
             rank_zero_info(f"The run failed; its last checkpoint is {self.last_model_path}")
+
+    @staticmethod
+    def _stop_children(trainer: Trainer, exception: BaseException) -> None:
+        """Of a start that a signal ended: processes that Lightning started wait for this one."""
+        launcher = trainer.strategy.launcher
+        if isinstance(exception, RunInterrupted) and launcher is not None:
+            launcher.kill(signal.SIGTERM)
+
+    def _requeue(self, trainer: Trainer, exception: BaseException) -> None:
+        """Under Slurm, after its signal: what Lightning would do, when all ranks have saved."""
+        number = requeue_signal(trainer)
+        if number is None or not isinstance(exception, RunInterrupted):
+            return
+        if exception.status == 128 + number:
+            requeue_job(trainer, goes_on=self._asked_for_last)
 
     # ---------------------------------------------------------------- saving
 
@@ -238,7 +277,10 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         require_finite_weights(module, f"saved as {self._directory / name}")
         self.saved = [*(old for old in before if old != name), name]
         try:
-            trainer.save_checkpoint(self._directory / name, weights_only=False)
+            if writes_folders(trainer):
+                save_folder(trainer, self._directory / name)
+            else:
+                trainer.save_checkpoint(self._directory / name, weights_only=False)
         except CheckpointError:
             self.saved = before
             raise
@@ -278,7 +320,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             self._announce(trainer, there)
             for name in there:
                 if name not in kept:
-                    (self._directory / name).unlink()
+                    remove_checkpoint(self._directory / name)
             for link, names in (("last.ckpt", there[-1:]), ("best.ckpt", best[:1])):
                 for name in names:
                     _link(self._directory / link, name)
@@ -313,12 +355,13 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """Answer Lightning on ``ckpt_path="last"``."""
+        self._asked_for_last = True
         if self._given is None:
             _continue_newest_run(trainer)
         directory = output_path(trainer, self._given, "checkpoints")
         found = newest_good(directory, run_id_of(directory))
         if found is None:
-            begin_only_if_new(trainer, directory)
+            tell_of_beginning(trainer, directory)
             return set()
         going_on_from[trainer] = found
         return {str(found)}

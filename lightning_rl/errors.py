@@ -10,6 +10,10 @@ from typing import Any
 class LightningRLError(Exception):
     """Root of every error raised on purpose by lightning_rl."""
 
+    def described(self) -> tuple[Any, ...]:
+        """What another process makes the same error of; the first is the message."""
+        return (str(self),)
+
 
 class ConfigError(LightningRLError, ValueError):
     """A setting is impossible, or contradicts another one."""
@@ -81,6 +85,9 @@ class RunInterrupted(LightningRLError):
         self.checkpoint: str | None = None
         """The file to go on from; empty if there is none, None before it was tried to save one."""
 
+    def described(self) -> tuple[Any, ...]:
+        return (self.reason, self.status)
+
     def __str__(self) -> str:
         if self.checkpoint is None:
             return self.reason
@@ -95,10 +102,17 @@ class GuardError(RunInterrupted):
     def __init__(self, reason: str) -> None:
         super().__init__(reason, status=1)
 
+    def described(self) -> tuple[Any, ...]:
+        return (self.reason,)
+
     def __str__(self) -> str:
         if not self.checkpoint:
             return f"{self.reason}; no checkpoint was saved: IterationCheckpoint would do so"
         return f"{self.reason}; saved {self.checkpoint}"
+
+
+class PeerLostError(LightningRLError):
+    """Another training process is gone; names its rank and node."""
 
 
 class PackMemoryError(LightningRLError):

@@ -116,8 +116,8 @@ def rows(count: int = 40) -> Iterable[dict[str, str]]:
     return [{"prompt": f"{i % 10}{i // 10}="} for i in range(count)]
 
 
-def sharded(save_distributed_checkpoint: bool = False) -> ModelParallelStrategy:
-    return ModelParallelStrategy(2, 1, save_distributed_checkpoint=save_distributed_checkpoint)
+def sharded(save_distributed_checkpoint: bool = False, ranks: int = 2) -> ModelParallelStrategy:
+    return ModelParallelStrategy(ranks, 1, save_distributed_checkpoint=save_distributed_checkpoint)
 
 
 def fit(

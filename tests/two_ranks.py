@@ -25,21 +25,26 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_two(module: str, model: Path, folder: Path) -> Results:
-    """What each scenario of a module left, by rank; two processes run them all."""
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
-        "HF_HUB_OFFLINE": "1",
+def environment_of(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun tells each of its processes."""
+    return os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
+        "HF_HUB_OFFLINE": "1", "RANK": str(rank), "LOCAL_RANK": str(rank),
     }  # fmt: skip
+
+
+def run_two(module: str, model: Path, folder: Path, *only: str, ranks: int = 2) -> Results:
+    """What each scenario of a module left, by rank; two processes run them all, or those named."""
+    port = free_port()
     processes = [
         forked.started(
             module,
-            [model, folder],
+            [model, folder, *only],
             folder / f"output_{rank}",
-            environment | {"RANK": rank, "LOCAL_RANK": rank},
+            environment_of(rank, ranks, port),
         )
-        for rank in ("0", "1")
+        for rank in range(ranks)
     ]
     try:
         for process in processes:
@@ -49,11 +54,12 @@ def run_two(module: str, model: Path, folder: Path) -> Results:
         for process in processes:
             process.kill()
             process.join()
-    outputs = [(folder / f"output_{rank}").read_text()[-3000:] for rank in range(2)]
-    assert statuses == [0, 0], "\n\n".join(outputs)
+    outputs = [(folder / f"output_{rank}").read_text()[-3000:] for rank in range(ranks)]
+    assert statuses == [0] * ranks, "\n\n".join(outputs)
 
     def of(scenario: str) -> list[dict[str, Any]]:
-        return [json.loads((folder / f"{scenario}_{rank}.json").read_text()) for rank in range(2)]
+        files = [folder / f"{scenario}_{rank}.json" for rank in range(ranks)]
+        return [json.loads(file.read_text()) for file in files]
 
     return of
 

@@ -117,6 +117,11 @@ def _run(arguments: list[str]) -> int:
     with quiet():
         # Lightning's parser wants the command itself.
         options = arguments if command.module == "app" else options
+        if name == "fit" and command.module == "app":
+            from lightning_rl.run.interrupts import stopped_while_starting
+
+            with stopped_while_starting():
+                return int(import_module(f"{__name__}.{command.module}").main(options))
         return int(import_module(f"{__name__}.{command.module}").main(options))
 
 

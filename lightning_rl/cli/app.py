@@ -44,6 +44,8 @@ from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.offline.sft import SFTModule
 from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO, require_good
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
+from lightning_rl.run.interrupts import leave_signals
+from lightning_rl.run.peers import lost_peer
 from lightning_rl.run.resume import KeepConfigs, configured_as, going_on_from
 from lightning_rl.run.rundir import require_writable_dirs
 from lightning_rl.run.seeding import LARGEST_SEED, drawn_seed
@@ -208,10 +210,17 @@ class RLCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         _start_loggers(self.trainer)
+        if not find_callbacks(self.trainer, IterationCheckpoint):
+            leave_signals()  # which it would listen to
         try:
             super()._run_subcommand(subcommand)
         except MisconfigurationException as error:  # Lightning's own: what it cannot do
             raise innermost(error) from error
+        except RuntimeError as error:
+            lost = lost_peer(error)
+            if lost is None:
+                raise
+            raise lost from error
 
 
 def _start_loggers(trainer: Trainer) -> None:

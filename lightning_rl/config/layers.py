@@ -216,13 +216,15 @@ def flatten(tree: Any, key: str = "") -> Table:
 def differences(then: Table, now: Table) -> list[Change]:
     """Keys of both whose values differ, without those below such a key; and callbacks of one only.
 
-    A key that only one of them has is one of another release.
+    A key that only one of them has is one of another release. Values that read the same are the
+    same: Lightning keeps ``--trainer.devices 1`` as text, and ``devices: 1`` of a file as a number.
     """
     changes: list[Change] = []
     for key in dict.fromkeys([*then, *now]):
         old, new = _value(then, key), _value(now, key)
         callback = key.startswith("trainer.callbacks.") and key.count(".") == 2
-        if old == new or (_UNKNOWN in (old, new) and not callback):
+        same = old == new or str(old) == str(new)
+        if same or (_UNKNOWN in (old, new) and not callback):
             continue
         if not any(key.startswith(f"{change.key}.") for change in changes):
             values = (None if value is _UNKNOWN else value for value in (old, new))

@@ -234,6 +234,9 @@ class ServerRefusal(EngineError):
         super().__init__(message)
         self.status = status
 
+    def described(self) -> tuple[Any, ...]:
+        return (str(self), self.status)
+
 
 def _with_hint(tail: str) -> str:
     """The end of what a server printed, and what may be behind it."""

@@ -151,6 +151,12 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
                 ray.init(**{**options, **self.ray_options})
             except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
                 where = "on this machine" if address is None else f"at address={address!r}"
+                if _lacks_token(error):
+                    raise ReplicaError(
+                        f"the Ray cluster {where} wants a token: set RAY_AUTH_MODE=token for this "
+                        "command, with the cluster's token in ~/.ray/auth_token (`ray "
+                        "get-auth-token`) or in RAY_AUTH_TOKEN"
+                    ) from error
                 raise ReplicaError(
                     f"no Ray {where}: {last_line(error)}; is this machine a node of a cluster "
                     "(`ray status`)?"
@@ -187,6 +193,14 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
         if self._connected_here:
             self._connected_here = False
             ray.shutdown()
+
+
+def _lacks_token(error: BaseException) -> bool:
+    """Tell it from a cluster that is not there: Ray says it of what led to its last error only."""
+    cause: BaseException | None = error
+    while cause is not None and "AuthenticationError" not in f"{type(cause).__name__}: {cause}":
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 def _require_node_address(address: str) -> None:

@@ -13,14 +13,9 @@ from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import EngineError, ReplicaError, SyncTimeoutError
 from lightning_rl.run.loop import background_loop
+from lightning_rl.run.machine import this_machine
 
 _WORKER = "lightning_rl.sync.vllm_worker"
-
-
-def this_machine() -> str:
-    """Equal for two processes that can open each other's files under ``/proc``."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 class _HostedVLLM(VLLMLocal):

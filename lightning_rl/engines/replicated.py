@@ -1,7 +1,6 @@
 """ReplicatedEngine: several engine processes as one, of which any may die."""
 
 import asyncio
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import Tensor
 from lightning_rl.config import names
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, ReplicaStatus, RunState
+from lightning_rl.engines.outages import Outages
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_adapter import weight_shapes
@@ -23,7 +23,6 @@ from lightning_rl.run.loop import run_async
 OUR_TRANSFER = "lightning_rl"
 """The weight transfer that most transports go by; ``options`` may name one of vLLM's own."""
 
-_log = logging.getLogger(__name__)
 _ATTEMPTS = 4
 """Replicas that one request may lose before it is taken for the cause."""
 
@@ -37,9 +36,10 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 class ReplicatedEngine(Engine):
     """Spreads requests over replicas, and outlives the death of any of them.
 
-    A request goes to the replica with the fewest in flight. When a replica dies, its requests are
-    generated again elsewhere, from their prompts and with their seeds; it is started anew if it is
-    ours, and gets the weights of the last push before it serves again. No request is answered
+    A request goes to the replica with the fewest in flight. When a replica dies, hangs or is cut
+    off, its requests are generated again elsewhere, from their prompts and with their seeds; it is
+    started anew if it is ours, else waited for, and gets the weights of the last push before it
+    serves again. No request is answered
     twice, and none by weights other than ``version``.
 
     Args:
@@ -82,7 +82,7 @@ class ReplicatedEngine(Engine):
         self.refill: Callable[[Replica], None] | None = None
         """Set by a transport that can give a restarted replica the weights of the last push."""
         self._supervisors: list[asyncio.Task[None]] = []
-        self._failures: dict[str, str] = {}
+        self._outages = Outages()
         self._paused = False
         self._changed = asyncio.Event()
         self._weights_ready = asyncio.Event()  # unset while weights change
@@ -154,7 +154,7 @@ class ReplicatedEngine(Engine):
                 replica.load -= 1
         raise EngineError(
             f"a request of {len(token_ids)} tokens lost {_ATTEMPTS} replicas one after the other; "
-            f"the last one: {self._failure_summary()}"
+            f"the last one: {self._outages}"
         )
 
     async def _pick_replica(self) -> Replica:
@@ -176,11 +176,8 @@ class ReplicatedEngine(Engine):
             except TimeoutError as error:
                 raise ReplicaError(
                     f"none of {len(self.replicas)} replicas came back within recovery_timeout_s="
-                    f"{self.recovery_timeout_s:g}: {self._failure_summary()}"
+                    f"{self.recovery_timeout_s:g}: {self._outages}"
                 ) from error
-
-    def _failure_summary(self) -> str:
-        return "; ".join(f"{name}: {why}" for name, why in self._failures.items()) or "no failure"
 
     @property
     def in_flight(self) -> int:
@@ -218,7 +215,7 @@ class ReplicatedEngine(Engine):
         async def one(replica: Replica) -> None:
             try:
                 await act(replica)  # type: ignore[misc]
-            except ReplicaLost as error:
+            except (ReplicaLost, SyncTimeoutError) as error:
                 self.lost(replica, error)
 
         await asyncio.gather(*(one(replica) for replica in self.replicas if replica.alive))
@@ -227,8 +224,7 @@ class ReplicatedEngine(Engine):
 
     def lost(self, replica: Replica, error: Exception) -> None:
         """A replica did not answer: send it nothing until it is back. Call it in the loop."""
-        self._failures[replica.name] = str(error)
-        _log.warning("lost a replica of the engine: %s", error)
+        self._outages.note(replica, str(error))
         replica.gone.set()
         self._changed.set()
 
@@ -239,17 +235,26 @@ class ReplicatedEngine(Engine):
             await self._wait_until_lost(replica)
             replica.version = -1
             try:
-                await replica.start()
-                if self._paused:
-                    await replica.pause()
-                if self.refill is not None:
-                    await asyncio.to_thread(self.refill, replica)
-                wait = _FIRST_WAIT_S
-                self._changed.set()
+                await self._bring_back(replica)
             except EngineError as error:
                 self.lost(replica, error)
+            if replica.alive:
+                wait = _FIRST_WAIT_S
+                self._outages.over(replica)
+                self._changed.set()
+            else:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, _LONGEST_WAIT_S)
+
+    async def _bring_back(self, replica: Replica) -> None:
+        """Start it anew or wait for it, and give it the weights of the last push."""
+        await replica.start()
+        if self._paused:
+            await replica.pause()
+        elif not replica.can_restart:  # the same process, which a push may have paused
+            await replica.resume()
+        if self.refill is not None:
+            await asyncio.to_thread(self.refill, replica)
 
     async def _wait_until_lost(self, replica: Replica) -> None:
         silent = 0

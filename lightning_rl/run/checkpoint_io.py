@@ -15,6 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_rl.errors import CheckpointError
+from lightning_rl.run.checkpoint_folders import damage_of_folder
 from lightning_rl.run.dist import fell_back
 from lightning_rl.run.rundir import free_space, sync_directory
 
@@ -92,10 +93,12 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """Say what is wrong with a checkpoint file; None if nothing is, or it has no checksum.
+    """Say what is wrong with a checkpoint; None if nothing is, or it has no checksum.
 
     A file without a checksum was not written here; it must at least end like a torch file.
     """
+    if path.is_dir():
+        return damage_of_folder(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(max(0, size - _COMMENT_SIZE))
@@ -119,12 +122,12 @@ def damage(path: Path) -> str | None:
 
 
 def require_good(path: Path) -> None:
-    """Check the checksum.
+    """Check the checksum, of a folder of shards the sizes.
 
     Raises:
-        CheckpointError: if the file is damaged; names the newest good one beside it.
+        CheckpointError: if it is damaged; names the newest good one beside it.
     """
-    if not path.is_file():  # a folder (a sharded checkpoint), or missing, which Lightning reports
+    if not path.exists():  # which Lightning reports
         return
     what = damage(path)
     if what is None:
@@ -164,7 +167,7 @@ def newest_good(directory: Path, run_id: str | None = None) -> Path | None:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """All checkpoint files of a folder, that of the highest iteration first; without links.
+    """All checkpoints of a folder, that of the highest iteration first; without links.
 
     Not the one written last: copying a run gives its files other times.
     """

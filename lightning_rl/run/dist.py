@@ -246,8 +246,10 @@ def every_rank() -> Iterator[None]:
     if any_rank(failure is not None):
         told = gather(None if failure is None else _description(failure))
         if failure is None:
-            number, (kind, message) = next((n, d) for n, d in enumerate(told) if d is not None)
-            failure = kind(f"rank {number}: {message}")
+            number, (kind, message, *more) = next(
+                (n, d) for n, d in enumerate(told) if d is not None
+            )
+            failure = kind(f"rank {number}: {message}", *more)
         setattr(failure, _KNOWN, True)
         raise failure
 
@@ -255,10 +257,10 @@ def every_rank() -> Iterator[None]:
 _KNOWN = "known_to_all_ranks"
 
 
-def _description(error: Exception) -> tuple[type[LightningRLError], str]:
-    """A class that the other ranks can raise, and a message."""
+def _description(error: Exception) -> tuple[Any, ...]:
+    """A class that the other ranks can raise, a message, and what else it is made of."""
     if isinstance(error, LightningRLError):
-        return type(error), str(error)
+        return type(error), *error.described()
     return LightningRLError, f"{type(error).__name__}: {error}"
 
 

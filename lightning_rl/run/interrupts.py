@@ -6,7 +6,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -33,16 +34,22 @@ class Interrupts:
         self._safe: Callable[[], bool] = lambda: False
         self._raised = False
 
-    def install(self, safe: Callable[[], bool]) -> None:
-        """Listen from now on; ``safe`` tells whether the main thread may be interrupted at once."""
+    def install(self, safe: Callable[[], bool], further: signal.Signals | None = None) -> None:
+        """Listen from now on.
+
+        Args:
+            safe: tells whether the main thread may be interrupted at once.
+            further: a signal to listen to beside the usual ones.
+        """
         self._safe, self._raised = safe, False
         if threading.current_thread() is not threading.main_thread():
             return
         guard_waits(self._raise_if_safe)
-        for number in SIGNALS:
+        numbers: set[int] = {*SIGNALS} if further is None else {*SIGNALS, further}
+        for number in numbers:
             before = signal.getsignal(number)
-            # Lightning has SIGUSR1 itself where it puts SLURM jobs back into the queue.
-            if number != signal.SIGUSR1 or before in (signal.SIG_DFL, signal.SIG_IGN):
+            # A handler of the user's own for what is the user's signal stays.
+            if number != signal.SIGUSR1 or before in (*_NO_HANDLERS, _stop_starting):
                 self._before[number] = before
                 signal.signal(number, self._on_signal)
         if signal.SIGUSR1 in self._before and self._end < math.inf:
@@ -55,14 +62,14 @@ class Interrupts:
             self._timer.start()
 
     def remove(self) -> None:
-        """Put back what handled the signals before."""
+        """Put back what handled the signals before; a command that has begun only has to end."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         guard_waits(None)
         before, self._before = self._before, {}
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, _AFTERWARDS[number] if handler is _stop_starting else handler)
 
     def requested(self) -> RunInterrupted | None:
         """The error to raise, if the run is to stop."""
@@ -88,6 +95,89 @@ class Interrupts:
         if interruption is not None and self._safe():
             self._raised = True
             raise interruption
+
+
+# ---------------------------------------------------------------- while a command starts
+
+_NO_HANDLERS = (signal.SIG_DFL, signal.SIG_IGN)
+_before_start: dict[int, Any] = {}
+_HEARD_S = 10.0
+"""How long a main thread may take to hear of a signal while a run starts."""
+
+
+@contextmanager
+def stopped_while_starting() -> Iterator[None]:
+    """Until a run listens itself, a signal is an error like any other: one message, and an end.
+
+    A main thread that is not in Python does not hear of it: one that waits for ranks that will not
+    come, say. After ten seconds the process then ends without it.
+
+    Raises:
+        RunInterrupted: wherever the main thread is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _before_start.update((n, signal.signal(n, _stop_starting)) for n in SIGNALS)
+    threading.Thread(target=_end_if_unheard, args=(reader,), daemon=True).start()
+    try:
+        yield
+    finally:
+        leave_signals()
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def _end_if_unheard(reader: int) -> None:
+    """In a thread: wait for signals, until the other end of the pipe is closed."""
+    while number := os.read(reader, 1):
+        time.sleep(_HEARD_S)
+        if signal.getsignal(number[0]) is _stop_starting:  # it would be another, had it run
+            os.write(2, f"lightning-rl: run interrupted: {_while_starting(number[0])}\n".encode())
+            os._exit(128 + number[0])
+    os.close(reader)
+
+
+def _while_starting(number: int) -> str:
+    return (
+        f"{signal.Signals(number).name} came while the run was starting, so there is nothing to "
+        "save; give the same command again"
+    )
+
+
+def _forget_pipe() -> None:
+    """What a forked child hears is not for this process."""
+    if _before_start:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_pipe)
+
+
+def leave_signals() -> None:
+    """Of a run that does not listen: signals do again what they did before the command."""
+    while _before_start:
+        signal.signal(*_before_start.popitem())
+
+
+def _stop_starting(number: int, frame: FrameType | None) -> None:
+    for other, handler in _AFTERWARDS.items():
+        signal.signal(other, handler)
+    raise RunInterrupted(_while_starting(number), 128 + number)
+
+
+def _end_anyway(number: int, frame: FrameType | None) -> None:
+    os.write(2, f"\n{signal.Signals(number).name}: the run is ending already\n".encode())
+
+
+_AFTERWARDS: dict[int, Callable[[int, FrameType | None], object]] = {
+    signal.SIGTERM: _end_anyway,
+    signal.SIGUSR1: _end_anyway,
+    signal.SIGINT: signal.default_int_handler,  # once more: at once
+}
 
 
 def seconds_of(max_time: str) -> float:

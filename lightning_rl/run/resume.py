@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.config.layers import (
     Change,
@@ -24,6 +24,7 @@ from lightning_rl.config.layers import (
 from lightning_rl.errors import ConfigError
 from lightning_rl.run import dist
 from lightning_rl.run.checkpoint_io import about, checkpoints_in, iteration_of
+from lightning_rl.run.peers import introduce
 from lightning_rl.run.rundir import hold, release, run_dir, write_whole
 
 # What the weights or the optimizer's state are made for.
@@ -76,6 +77,7 @@ def enter_directory(trainer: Trainer) -> Path:
         ConfigError: if another process runs in it.
     """
     directory = run_dir(trainer)
+    introduce()
     if trainer.state.fn == "fit":
         with dist.every_rank():
             if dist.rank() == 0:
@@ -132,11 +134,11 @@ def _identity(checkpoints: Path) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def begin_only_if_new(trainer: Trainer, checkpoints: Path) -> None:
-    """``ckpt_path="last"`` found nothing: begin a run, but not one that there is elsewhere.
+def tell_of_beginning(trainer: Trainer, checkpoints: Path) -> None:
+    """``ckpt_path="last"`` found nothing: begin a run, and say where there is one like it.
 
-    Raises:
-        ConfigError: if a run of the same configuration lies beside it, under another name.
+    Whoever gives a run another name means another run, as of a script that is submitted twice; but
+    who changed the name without meaning to would wait for a run that began anew.
     """
     now = configured_as.get(trainer)
     for path in _neighbours(trainer, checkpoints) if now is not None else ():
@@ -144,11 +146,12 @@ def begin_only_if_new(trainer: Trainer, checkpoints: Path) -> None:
         if then and all(
             kind_of(c, then, now or {}) == "harmless" for c in differences(then, now or {})
         ):
-            raise ConfigError(
-                f"ckpt_path: 'last' found no checkpoint in {checkpoints}, but {path} is of a run "
-                "of the same configuration under another name; set trainer.logger back to go on "
-                "with that, or leave --ckpt_path out to begin another"
+            rank_zero_warn(
+                f"ckpt_path: 'last' found no checkpoint in {checkpoints}, so a new run begins; "
+                f"{path} is of a run of the same configuration under another name: to go on with "
+                "that, set trainer.logger back"
             )
+            return
     rank_zero_info(f"there is no checkpoint in {checkpoints} to go on from: a new run begins")
 
 

@@ -336,9 +336,7 @@ class StagedTransport(WeightTransport):
         try:
             yield
         except (ReplicaLost, SyncTimeoutError) as error:
-            # Stuck is as good as dead, if another takes its place.
-            if isinstance(error, SyncTimeoutError) and not replica.can_restart:
-                raise
+            # Stuck, or cut off, is as good as dead: the engine waits for it, or starts it anew.
             if replica in live:
                 live.remove(replica)
             self._leave(replica)  # on a GPU, a broadcast that waits for it keeps the device busy

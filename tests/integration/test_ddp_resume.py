@@ -1,10 +1,13 @@
 """Runs of two processes go on: with two, with one, and those of one with two."""
 
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from multiprocessing import get_context
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.errors import CheckpointError, LightningRLError
+from lightning_rl.run.checkpoint_io import newest_good, require_good
 from tests.ranks_resume import StopsWhenCollected, checkpoint_of, gone_on, saved
 from tests.ranks_run import GROUP_SIZE, GROUPS, replaying
 from tests.two_ranks import SECONDS, TOLERANCE, Results, comparable, run_two
@@ -60,9 +64,9 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(results, scenario, t
 
 def require_rest(rest, whole, trained, tolerance=TOLERANCE):
     """What was left of a run after ``trained`` iterations, as if nothing had happened."""
-    shares, expected = rest[0]["rollouts"], whole["rollouts"][trained:]
-    if len(rest) == 2:
-        shares = [one + two for one, two in zip(shares, rest[1]["rollouts"], strict=True)]
+    batches = zip(*(rank["rollouts"] for rank in rest), strict=True)
+    shares = [[rollout for share in batch for rollout in share] for batch in batches]
+    expected = whole["rollouts"][trained:]
     for ours, theirs in zip(shares, expected, strict=True):
         assert sorted(map(list, ours)) == sorted(map(list, theirs))
     left = len(expected)  # before these there may be a row of the first sync
@@ -127,6 +131,55 @@ def test_one_process_goes_on_with_what_two_were_generating(results, tiny_model, 
     prompts = [name.split("/")[2] for name in trained[::GROUP_SIZE]]
     assert len(set(prompts)) == len(prompts)
     assert all(row["rollout/staleness_max"] <= 1 for row in rest["rows"][1:])
+
+
+# ------------------------------------------------------------------------------ folders, by "last"
+
+
+@pytest.fixture(scope="module")
+def stopped_folders(tiny_model, folder) -> Path:
+    """A run of two whose checkpoints are folders, and that failed in its third iteration."""
+    where = folder / "folders"
+    where.mkdir()
+    for rank in run_two("tests.ranks_folders", tiny_model, where, "stopped")("stopped"):
+        assert rank == {"error": "LightningRLError", "message": "stopped"}
+    return where
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 1])
+def test_last_goes_on_from_a_folder_on_any_number_of_processes(
+    stopped_folders, alone, tiny_model, folder, ranks
+):
+    where = folder / f"folders_on_{ranks}"
+    copytree(stopped_folders, where, symlinks=True)
+    rest = run_two("tests.ranks_folders", tiny_model, where, "rest", ranks=ranks)("rest")
+    assert [len(rank["rollouts"]) for rank in rest] == [2] * ranks
+    require_rest(rest, alone(False), 2)
+    saved = checkpoint_of(where, "last.ckpt").parent
+    assert {path.name for path in saved.iterdir() if path.is_dir() and not path.is_symlink()} == {
+        f"iteration_{n}.ckpt" for n in (1, 2, 3, 4)
+    }
+    assert os.readlink(saved / "last.ckpt") == "iteration_4.ckpt"
+    shards = len(list((saved / "iteration_4.ckpt").glob("*.distcp")))
+    assert shards == ranks
+
+
+def test_last_passes_over_a_folder_that_is_not_whole(stopped_folders, tmp_path):
+    copytree(stopped_folders, tmp_path / "run", symlinks=True)
+    newest = checkpoint_of(tmp_path / "run", "iteration_2.ckpt")
+    before = newest.with_name("iteration_1.ckpt")
+    assert newest_good(newest.parent) == newest
+    shard = newest / "__1_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.warns(
+        UserWarning, match=r"iteration_2.ckpt is damaged: its __1_0.distcp has \d+ of"
+    ):
+        assert newest_good(newest.parent) == before
+    with pytest.raises(CheckpointError, match=f"use {before}"):
+        require_good(newest)
+    (before / "meta.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"a folder without meta\.pt, so not all of it was"):
+        newest_good(newest.parent)
 
 
 def test_shards_are_for_strategies_that_shard(results, tiny_model, folder):

@@ -103,6 +103,48 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch, skeleton, by_environm
     assert not ray.is_initialized()
 
 
+@pytest.mark.slow
+def test_a_cluster_that_wants_a_token_says_so(monkeypatch, tmp_path, skeleton):
+    """In a process of its own: Ray reads once in a process whether it is to show a token."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    port = free_port("127.0.0.1")
+    head = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    head += ["--port", str(port), "--num-cpus", "1", "--include-dashboard", "false"]
+    program = f"""
+from pathlib import Path
+from lightning_rl.engines import RayEngine
+engine = RayEngine("127.0.0.1:{port}", replicas=1)
+try:
+    engine._connect()
+    print("connected")
+    engine.close()
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+    def drive(**environment: str) -> str:
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+        )
+        return done.stdout.strip().splitlines()[-1]
+
+    with subprocess.Popen(
+        head, env=os.environ | {"RAY_AUTH_MODE": "token"}, start_new_session=True,
+        stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert any("Ray runtime started" in line for line in process.stdout)
+            refused = drive()
+            assert refused.startswith("ReplicaError the Ray cluster at address='127.0.0.1:")
+            assert "wants a token: set RAY_AUTH_MODE=token for this command" in refused
+            assert drive(RAY_AUTH_MODE="token") == "connected"
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+
+
 # -------------------------------------------------------------------- tokens
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -119,13 +120,34 @@ def test_a_new_schedule_is_where_it_would_have_been(tiny_model, tmp_path):
     assert fit(0.8, 2, allow=["model.optimizer"]) == [pytest.approx(0.2)]  # 0.8 / 2 / 2
 
 
-def test_last_does_not_begin_the_same_run_under_another_name(run, capsys):
-    assert go_on("--trainer.logger.name", "two") == 2
-    said = capsys.readouterr().err
-    assert "'last' found no checkpoint in runs/two" in said
-    assert "iteration_1.ckpt is of a run of the same configuration under another name" in said
-    # Another experiment may begin beside it with the command that will go on with it.
-    assert go_on("--trainer.logger.name", "two", "--data.group_size", "4") == 0
+def test_last_begins_the_same_run_under_another_name_and_names_the_one_beside_it(run):
+    """As of a job script that is submitted twice."""
+    told = (
+        r"'last' found no checkpoint in runs/two/.*, so a new run begins; .*"
+        r"iteration_1\.ckpt is of a run of the same configuration under another name"
+    )
+    with pytest.warns(UserWarning, match=told):
+        assert go_on("--trainer.logger.name", "two") == 0
+    # Another experiment beside it is none that one may have meant.
+    with warnings.catch_warnings(record=True) as caught:
+        assert go_on("--trainer.logger.name", "three", "--data.group_size", "4") == 0
+    assert not [w for w in caught if "under another name" in str(w.message)]
+    for name in ("one", "two", "three"):
+        there = run.parents[1] / name / "version_0"
+        assert (there / "checkpoints" / "iteration_1.ckpt").exists()
+
+
+def test_the_same_value_as_text_and_as_a_number_is_no_change(run, caplog):
+    """``--trainer.devices 1`` on a command line is text, ``devices: 1`` of a file is a number."""
+    configuration = yaml.safe_load(Path("run.yaml").read_text())
+    configuration["trainer"] |= {"devices": 1, "max_epochs": 2}
+    Path("run.yaml").write_text(yaml.safe_dump(configuration))
+    assert go_on() == 0
+    assert "trainer.devices: auto then, 1 now" in caplog.text
+    caplog.clear()
+    assert go_on("--trainer.devices", "1", "--trainer.max_epochs", "3") == 0
+    assert "trainer.max_epochs: 2 then, 3 now" in caplog.text
+    assert "trainer.devices" not in caplog.text
 
 
 def test_the_newest_is_of_the_highest_iteration_and_of_this_run(run):

@@ -53,9 +53,10 @@ class ThreadReplica(Replica):
         super().__init__(name, "127.0.0.1")
         self.held, self.receiver, self.buckets, self.said = {}, None, [], "default"
         self.generated, self.dies_at, self.starts = 0, None, True
+        self.cut_off, self.paused = False, False
 
     async def start(self):
-        if not self.starts:
+        if not self.starts or self.cut_off:
             raise ReplicaError(f"{self.name} does not start")
         self.life += 1
         self.held = {}
@@ -75,15 +76,17 @@ class ThreadReplica(Replica):
         return Completion([seed], [0.0], "length", [self.version])
 
     async def pause(self):
-        pass
+        self.paused = True
 
     async def resume(self):
-        pass
+        self.paused = False
 
     async def transfer(self, step, timeout_s, **arguments):
         if self.dies_at == step:
             self.dies_at = None
             raise ReplicaLost(f"{self.name} died")
+        if self.cut_off and step == "update_weights":
+            raise SyncTimeoutError(f"{self.name} did not answer within {timeout_s:g} s")
         return await asyncio.to_thread(getattr(self, step), **arguments)
 
     def init_weight_transfer_engine(self, init_info):
@@ -226,6 +229,79 @@ def test_the_group_of_a_replica_that_dies_is_left_at_once(engine, weights):
     assert transport._groups == {}
     transport.push(weights.items(), 3)
     assert holds(other, weights)
+    transport.close()
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_servers_that_are_cut_off_in_a_push_are_waited_for(connect, engine, weights, lost):
+    """They are not ours to start anew, so they come back as the processes that they were."""
+    transport = connect()
+    transport.push(weights.items(), 0)
+    state = halved(weights)
+    cut = engine.replicas[:lost]
+    for replica in cut:
+        replica.can_restart, replica.cut_off = False, True
+    transport.push(state.items(), 1)
+    assert engine.version == 1
+    assert [replica.alive for replica in engine.replicas] == [False] * lost + [True] * (2 - lost)
+
+    async def generate_meanwhile():
+        waiting = asyncio.create_task(engine.generate([3], ONE, 0))
+        await asyncio.sleep(0.05)
+        assert waiting.done() == (lost == 1)  # the other one, or nobody
+        for replica in cut:
+            replica.cut_off = False
+        return await waiting
+
+    assert run_async(generate_meanwhile()).versions == [1]
+    wait_for(lambda: all(replica.version == 1 for replica in engine.replicas))
+    assert all(holds(replica, state) for replica in engine.replicas)
+    assert not any(replica.paused for replica in engine.replicas)
+
+
+def test_a_server_that_is_cut_off_while_it_is_paused_is_waited_for(engine, weights):
+    engine.load_weights(weights.items(), 0)
+    replica, other = engine.replicas
+    transport = MemoryTransport()
+    transport.connect(engine)
+    pause = replica.pause
+
+    async def too_late():
+        replica.pause = pause
+        raise SyncTimeoutError(f"{replica.name}/pause did not answer within 60 s")
+
+    replica.pause = too_late
+    transport.push(halved(weights).items(), 1)
+    assert other.version == 1
+    wait_for(lambda: replica.version == 1)
+    transport.close()
+
+
+def test_equal_losses_of_a_replica_are_told_once_and_then_counted(engine, weights, caplog):
+    transport = MemoryTransport()
+    transport.connect(engine)
+    transport.push(weights.items(), 0)
+    doomed = engine.replicas[0]
+    doomed.starts = False
+
+    async def lose_often():
+        for _ in range(292):
+            engine.lost(doomed, ReplicaLost("replica 0: connection refused"))
+        engine.lost(doomed, ReplicaLost("replica 0: no route to host"))
+
+    run_async(lose_often())
+    told = [r.getMessage() for r in caplog.records if "connection refused" in r.getMessage()]
+    assert told == [
+        "lost a replica of the engine: replica 0: connection refused",
+        "lost a replica of the engine, 10 times by now: replica 0: connection refused",
+        "lost a replica of the engine, 100 times by now: replica 0: connection refused",
+    ]
+    assert "lost a replica of the engine: replica 0: no route to host" in caplog.text
+    doomed.starts = True
+    wait_for(lambda: doomed.version == 0)
+    assert "replica 0 is back (failures meanwhile: 29" in caplog.text
+    run_async(lose(engine, doomed))  # another time, which is told again
+    assert caplog.text.count("lost a replica of the engine: injected") == 1
     transport.close()
 
 

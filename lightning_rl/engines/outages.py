@@ -1,0 +1,37 @@
+"""What is said of replicas that are lost: each thing once, then how often."""
+
+import logging
+from collections import Counter
+
+from lightning_rl.engines.replica import Replica
+
+_log = logging.getLogger(__name__)
+_TOLD_AGAIN = {10**n for n in range(1, 10)}
+"""Equal failures after which their number is told."""
+
+
+class Outages:
+    """Failures of replicas; equal ones, of all requests in flight and all attempts, are counted."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}
+        self._since: dict[Replica, Counter[str]] = {}  # each was lost
+
+    def note(self, replica: Replica, why: str) -> None:
+        """It failed once more."""
+        self._last[replica.name] = why
+        said = self._since.setdefault(replica, Counter())
+        said[why] += 1
+        if said[why] == 1:
+            _log.warning("lost a replica of the engine: %s", why)
+        elif said[why] in _TOLD_AGAIN:
+            _log.warning("lost a replica of the engine, %d times by now: %s", said[why], why)
+
+    def over(self, replica: Replica) -> None:
+        """It serves again."""
+        failures = self._since.pop(replica, Counter()).total()
+        _log.warning("%s is back (failures meanwhile: %d)", replica.name, failures)
+
+    def __str__(self) -> str:
+        """The last failure of each."""
+        return "; ".join(f"{name}: {why}" for name, why in self._last.items()) or "no failure"
