@@ -9,12 +9,13 @@ An import counts wherever it stands: at the top of a file, in a function, or for
 ``ORDER`` is the library's floor plan: a room may import those that stand before it, and no other. A
 unit test holds the code against it, and the picture in docs/architecture.md too.
 
-``rooms`` are the folders and files of ``lightning_rl/`` (but ``__init__`` and ``__main__``),
-``arrows`` the pairs of them of which one imports the other. The spine, the wings ``envs`` and
-``games``, and the rest are as ``house_parts.py`` says; ``core_lines`` are those of all but the
-optional rooms. ``root_names`` are the public names of the package, ``shared_names`` those of
-classes in two modules. ``files_*`` are entered on a way, see ``house_ways.py``; ``*_above_run``
-leaves out the helpers of ``run/``, which are called everywhere. The last line is JSON.
+``rooms`` are all folders of ``lightning_rl/``, those in others included, and the files at its root;
+``arrows`` the pairs of them of which one imports the other (``floor_arrows``: of what ``ORDER``
+names, without folders in others). The spine, the wings ``envs`` and ``games``, and the rest are as
+``house_parts.py`` says; ``core_lines`` are those of all but the optional rooms. ``root_names`` are
+the public names of the package, ``shared_names`` those of classes in two modules. ``files_*`` are
+entered on a way, see ``house_ways.py``; ``*_above_run`` leaves out the helpers of ``run/``, which
+are called everywhere. The last line is JSON.
 """
 
 import argparse
@@ -109,6 +110,16 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
+DOORS = {"lightning_rl", "lightning_rl.__main__"}
+"""What is no room: the package itself, and its command."""
+
+
+def folder_of(module: str, path: Path) -> str:
+    """The folder that a module is in, however deep; at the root the module itself."""
+    folder = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    return module if folder == "lightning_rl" else folder
+
+
 def back_up(found: Iterable[Arrow], order: tuple[str, ...] = ORDER) -> list[Arrow]:
     """Arrows from a room to one that does not stand before it; the package itself may be named.
 
@@ -171,14 +182,17 @@ def measure(root: Path) -> dict[str, int]:
     tests = list((root / "tests").rglob("*.py"))
     found = arrows(library)
     folders = {(room(a.importer), room(a.imported)) for a in found}
+    rooms = {name: folder_of(name, path) for name, path in library.items()}
+    between = {(rooms[a.importer], rooms[a.imported]) for a in found}
     return {
-        "rooms": len({room(name) for name in library} - {"lightning_rl", "__main__"}),
+        "rooms": len({*rooms.values()} - DOORS),
+        "arrows": len({(a, b) for a, b in between if a != b and not {a, b} & DOORS}),
         "files": len(library) + len(stubs),
         "lines": lines_of([*library.values(), *stubs]),
         "root_files": len(list((root / "lightning_rl").glob("*.py"))),
         "folders": len({p.parent for p in library.values()}),
         "longest_file": max(lines_of([p]) for p in library.values()),
-        "arrows": len({(a, b) for a, b in folders if a != b}),
+        "floor_arrows": len({(a, b) for a, b in folders if a != b}),
         "both_way_pairs": len(both_ways(found)),
         "circles": len(circles(found)),
         "circles_in_benchmarks": len(circles(arrows(modules_of(root, "benchmarks")))),

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.house import (
+    DOORS,
     FLOORS,
     ORDER,
     ROOT,
@@ -14,6 +15,7 @@ from benchmarks.house import (
     both_ways,
     captions,
     circles,
+    folder_of,
     modules_of,
 )
 from benchmarks.house_parts import PARTS, lines_of, part, root_names, shared_names, sizes
@@ -110,6 +112,13 @@ def test_every_file_is_in_one_part_wherever_it_stands():
     assert all(lines.values())
     assert sum(lines.values()) == lines_of(library.values())
     assert found["core_lines"] == sum(lines.values()) - lines["optional"]
+
+
+def test_a_folder_in_a_folder_is_a_room():
+    library = modules_of(ROOT, "lightning_rl", "callbacks")
+    rooms = {folder_of(name, path) for name, path in library.items()} - DOORS
+    assert {f"lightning_rl.{name}" for name in ("module", "callbacks", "cli", "cli.rerun")} <= rooms
+    assert not {"lightning_rl", "lightning_rl.cli.main"} & rooms
 
 
 def test_names_that_two_classes_share_are_found_with_their_places(tmp_path):
