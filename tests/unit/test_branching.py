@@ -218,7 +218,7 @@ def collected(agent, engine, tokenizer, group_size: int = 2, prompt=None) -> lis
 
 
 def groups_of(prompt: Prompt, size: int) -> list[list[Rollout]]:
-    return [[Rollout(prompt, "g", index, 100 + index, 1.0) for index in range(size)]]
+    return [[Rollout(prompt, "g", index, 100 + index) for index in range(size)]]
 
 
 def length_reward(completion_ids, **columns):

@@ -163,8 +163,7 @@ class Says(Agent):
 
     async def run(self, rollout, engine, sampling):
         self.asked.append((rollout.prompt.set, sampling.max_tokens))
-        rollout.token_ids, rollout.loss_mask = [self.token, 1], [True, True]
-        rollout.logprobs, rollout.versions = [-1.0, -1.0], [0, 0]
+        rollout.rows[0].append_written([self.token, 1], [-1.0, -1.0], [0, 0])
         rollout.status, rollout.finish_reason = RolloutStatus.COMPLETED, "stop"
         return rollout
 

@@ -63,16 +63,17 @@ def test_every_token_is_recorded_as_it_was_used(tiny_model, tmp_path, minibatche
     )
     assert [r["iteration"] for r in records] == [1] * 12 + [2] * 12
     assert len({r["id"] for r in records}) == 24
-    assert [r["advantages"] for r in records] == used.advantages
+    assert [r["rows"][0]["advantages"] for r in records] == used.advantages
     # On policy, so the trainer's logprobs before the update are the engine's: after it they would
     # differ by much more (lr 1e-2), as would zeros.
     for record in records:
-        assert record["trainer_logprobs"] == pytest.approx(record["logprobs"], abs=1e-4)
+        [row] = record["rows"]
+        assert row["trainer_logprobs"] == pytest.approx(row["logprobs"], abs=1e-4)
         assert find_flags(record) == {}
         # A completion's text is without special tokens.
-        text = "".join(record["pieces"]).replace("<eos>", "").replace("<pad>", "")
+        text = "".join(row["pieces"]).replace("<eos>", "").replace("<pad>", "")
         assert text == record["completion"]
-        assert "".join(record["prompt_pieces"]) == record["prompt"]["prompt"]
+        assert "".join(row["prompt_pieces"]) == record["prompt"]["prompt"]
 
 
 def test_a_critic_adds_its_values(tiny_model, tmp_path):
@@ -86,22 +87,24 @@ def test_a_critic_adds_its_values(tiny_model, tmp_path):
     )
     for record in records:
         # Advantages are whitened after returns were made, so these two are enough.
-        assert len(record["values"]) == len(record["returns"]) == len(record["token_ids"])
-        assert record["returns"][-1] == pytest.approx(record["reward"], abs=1e-5)  # lambda is 1
+        [row] = record["rows"]
+        assert len(row["values"]) == len(row["returns"]) == len(row["token_ids"])
+        assert row["returns"][-1] == pytest.approx(record["reward"], abs=1e-5)  # lambda is 1
 
 
 def test_engine_logprobs_that_are_trusted_are_still_compared(tiny_model, tmp_path):
     class Shifted(RLCallback):
         def on_collect_end(self, trainer, pl_module, rollouts) -> None:
             for rollout in rollouts:
-                rollout.logprobs = [logprob - 2 for logprob in rollout.logprobs]
+                rollout.rows[0].logprobs = [logprob - 2 for logprob in rollout.logprobs]
 
     records = fit(
         tiny_model, tmp_path, Shifted(), RolloutRecorder(), iterations=1, trust_engine_logprobs=True
     )
     for record in records:
-        gaps = zip(record["trainer_logprobs"], record["logprobs"], strict=True)
-        assert [a - b for a, b in gaps] == pytest.approx([2.0] * len(record["pieces"]), abs=1e-4)
+        [row] = record["rows"]
+        gaps = zip(row["trainer_logprobs"], row["logprobs"], strict=True)
+        assert [a - b for a, b in gaps] == pytest.approx([2.0] * len(row["pieces"]), abs=1e-4)
         assert list(find_flags(record)) == ["gap"]
 
 

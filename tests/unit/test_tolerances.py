@@ -71,7 +71,8 @@ def test_so_are_a_shift_a_mask_and_what_another_rollout_sees(tiny_model, policy,
     bound = scores_rounding(policy.lm.config, right)
     assert float((right.roll(1) - right).abs().max()) > 1000 * bound
     for rollout in rollouts:  # the mask of a token is its neighbour's
-        rollout.loss_mask = rollout.loss_mask[1:] + rollout.loss_mask[:1]
+        [row] = rollout.rows
+        row.loss_mask = row.loss_mask[1:] + row.loss_mask[:1]
     shifted = scores(policy, rollouts).logprobs
     assert len(shifted) == len(right)
     assert float((shifted - right).abs().max()) > 1000 * bound
