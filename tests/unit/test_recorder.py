@@ -20,6 +20,7 @@ from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.rollouts.files import as_record, open_rollouts
+from lightning_rl.rollouts.form import upgraded
 from lightning_rl.rollouts.log import RerunLog
 from lightning_rl.view.flags import find_flags
 from tests.small_run import data_module, numbers, trainer_of
@@ -124,9 +125,10 @@ def test_what_failed_is_recorded_whatever_its_group(tiny_model, tmp_path):
     records = fit(tiny_model, tmp_path, Break(), RolloutRecorder(num_groups=1), iterations=1)
     assert len(records) == 5
     assert records[-1]["error"] == "boom"
-    assert "trainer_logprobs" not in records[-1]
-    assert "advantages" not in records[-1]
-    assert all("trainer_logprobs" in record for record in records[:-1])
+    *others, failed = (record["rows"][0] for record in records)
+    assert "trainer_logprobs" not in failed
+    assert "advantages" not in failed
+    assert all("trainer_logprobs" in row for row in others)
     assert find_flags(records[-1]) == {"failed": []}
 
 
@@ -192,7 +194,10 @@ def test_every_file_of_a_run_holds_its_rollouts_in_the_same_form(tiny_model, tmp
     # As the viewer reads them: the record, and what else the recorder tells.
     [last], count = recorded.tail(1)
     assert count == 24
-    assert as_record(collected.rollouts[-1][1]).items() <= last.items()
+    expected = upgraded(as_record(collected.rollouts[-1][1]))
+    for row, told in zip(expected.pop("rows"), last.pop("rows"), strict=True):
+        assert row.items() <= told.items()
+    assert expected.items() <= last.items()
     files = (run / "rollouts.jsonl", log.path / "iteration-000002-000.parquet")
     for [record], _ in (open_rollouts(file).tail(1) for file in files):
         assert set(record) == {"iteration", *as_record(collected.rollouts[0][1])}

@@ -72,12 +72,10 @@ def alone(rollouts, role: str):
     found = []
     for rollout in rollouts:
         [row] = [row for row in rollout.rows if row.role == role]
-        names = ("token_ids", "loss_mask", "logprobs", "versions", "role")
-        fields = {name: getattr(row, name) for name in names}
         prompt = type(rollout.prompt)("p", "", row.prompt_ids)
         reward = rollout.role_rewards[role]
         made = type(rollout)(
-            prompt, rollout.group_id, rollout.sample_index, 0, rollout.temperature, **fields,
+            prompt, rollout.group_id, rollout.sample_index, 0, rollout.sampling, [row],
             status=rollout.status, finish_reason="stop", reward=reward,
         )  # fmt: skip
         found.append(made)
