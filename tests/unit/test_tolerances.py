@@ -45,9 +45,11 @@ def scores(policy, rollouts):
 
 
 FAULTS = {
-    "another temperature": lambda r: setattr(r, "temperature", r.temperature * 1.001),
-    "top-p of another rollout": lambda r: setattr(r, "top_p", 0.95),
-    "top-k of another rollout": lambda r: setattr(r, "top_k", 8),
+    "another temperature": lambda r: setattr(
+        r.sampling, "temperature", r.sampling.temperature * 1.001
+    ),
+    "top-p of another rollout": lambda r: setattr(r.sampling, "top_p", 0.95),
+    "top-k of another rollout": lambda r: setattr(r.sampling, "top_k", 8),
     "a prompt without its first token": lambda r: r.prompt.token_ids.__delitem__(0),
     "another token in the prompt": lambda r: r.prompt.token_ids.__setitem__(0, 13),
 }
