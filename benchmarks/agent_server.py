@@ -75,7 +75,7 @@ async def served(
 ) -> tuple[float, list[Rollout]]:
     """Seconds of one rollout per list of prompts, side by side; and the rollouts."""
     rollouts = [
-        Rollout(queue[0], str(number), 0, number, sampling.temperature)
+        Rollout(queue[0], str(number), 0, number, sampling.distribution)
         for number, queue in enumerate(prompts)
     ]
     async with AsyncExitStack() as stack:
@@ -102,7 +102,7 @@ async def direct(engine: Engine, sampling: Sampling, rollouts: list[Rollout]) ->
 
     async def ask(rollout: Rollout) -> None:
         for call in rollout.calls:
-            row = rollout.rows()[call.row]
+            row = rollout.rows[call.row]
             prompt = row.prompt_ids + row.token_ids[: call.start]
             completion = await engine.generate(prompt, sampling, call.seed)
             if completion.token_ids != row.token_ids[call.start : call.stop]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import parser_of, report, write_block
-from lightning_rl.rollout import Call, Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import Call, Prompt, Rollout, RolloutStatus, Row
 
 GROUP_SIZE = 4
 
@@ -104,7 +104,7 @@ class Game:
             zip(fields.tolist(), actions.tolist(), strict=True)
         ):
             group, sample = divmod(place, GROUP_SIZE)
-            rollout = Rollout(prompt, str(group), sample, place, 1.0)
+            rollout = Rollout(prompt, str(group), sample, place)
             rollout.status, paid = RolloutStatus.COMPLETED, []
             for turn, (field, action) in enumerate(zip(before, chosen, strict=True)):
                 if field >= 0:
@@ -114,8 +114,8 @@ class Game:
                     rollout.calls.append(call)
             count = 2 * len(paid) - 1
             mask = [n % 2 == 0 for n in range(count)]
-            rollout.token_ids, rollout.loss_mask = [1] * count, mask
-            rollout.logprobs, rollout.versions = [0.0] * count, [0 if own else -1 for own in mask]
+            versions = [0 if own else -1 for own in mask]
+            rollout.rows = [Row(prompt.token_ids, [1] * count, mask, [0.0] * count, versions)]
             rollout.reward = sum(paid)
             rollouts.append(rollout)
         return rollouts

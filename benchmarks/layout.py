@@ -25,7 +25,7 @@ from benchmarks.results import parser_of, report
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models import attention_batches
 from lightning_rl.models.attention import build_layout
-from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.rollout import Prompt, Rollout, Row
 
 PACKS = {"60x256": (60, 256), "8x2000": (8, 2_000), "1x16000": (1, 16_000), "1x32000": (1, 32_000)}
 GROUP_SIZE = 4
@@ -37,12 +37,12 @@ def make_pack(count: int, tokens: int) -> TensorDict:
     return pack_rollouts(
         [
             Rollout(
-                Prompt(str(i // GROUP_SIZE), "", [i // GROUP_SIZE + 3] * (tokens - size)),
-                str(i // GROUP_SIZE), i % GROUP_SIZE, seed=0, temperature=1.0,
-                token_ids=[4] * size, loss_mask=[True] * size, logprobs=[0.0] * size,
-                versions=[0] * size,
+                Prompt(str(i // GROUP_SIZE), "", prompt_ids),
+                str(i // GROUP_SIZE), i % GROUP_SIZE, seed=0,
+                rows=[Row(prompt_ids, [4] * size, [True] * size, [0.0] * size, [0] * size)],
             )
             for i in range(count)
+            for prompt_ids in [[i // GROUP_SIZE + 3] * (tokens - size)]
         ]
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ from benchmarks.results import parser_of, report
 from benchmarks.task import LR, OUT
 from lightning_rl.data.packing import pack_rollouts, select, split_packs, token_rows
 from lightning_rl.models.policy import Policy
-from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.rollout import Prompt, Rollout, Row
 from recipes.sort_digits.prepare import prepare
 
 MODEL = OUT / "model"
@@ -54,8 +54,9 @@ def make_batch(groups: int, prompt_length: int, longest: int) -> TensorDict:
         for i, length in enumerate(spread.long().clamp(1, longest).tolist()):
             rollouts.append(
                 Rollout(
-                    prompt, str(group), i, seed=0, temperature=1.0, token_ids=draw(length),
-                    loss_mask=[True] * length, logprobs=[0.0] * length, versions=[0] * length,
+                    prompt, str(group), i, seed=0,
+                    rows=[Row(prompt.token_ids, draw(length), [True] * length, [0.0] * length,
+                              [0] * length)],
                 )
             )  # fmt: skip
     batch = pack_rollouts(rollouts)

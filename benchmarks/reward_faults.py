@@ -23,7 +23,7 @@ def group_of(completions: list[str]) -> list[Rollout]:
     """One completed rollout each."""
     prompt = Prompt("p", "", [1])
     return [
-        Rollout(prompt, "g", i, 0, 1.0, completion=text, status=RolloutStatus.COMPLETED)
+        Rollout(prompt, "g", i, 0, completion=text, status=RolloutStatus.COMPLETED)
         for i, text in enumerate(completions)
     ]
 

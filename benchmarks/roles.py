@@ -94,7 +94,7 @@ class Turns(RLCallback):
     def on_collect_end(
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
     ) -> None:
-        self.tokens = sum(sum(rollout.column("loss_mask")) for rollout in rollouts)
+        self.tokens = sum(sum(rollout.loss_mask) for rollout in rollouts)
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]

@@ -185,7 +185,7 @@ class LearningAlarms(RLCallback):
         if not groups:
             return
         self.rewards.add([sum(group) / len(group) for group in groups.values()])
-        written = [(r.column("logprobs"), r.column("loss_mask")) for r in rollouts if r.logprobs]
+        written = [(r.logprobs, r.loss_mask) for r in rollouts if r.logprobs]
         surprises = [-p for ps, mask in written for p, by in zip(ps, mask, strict=True) if by]
         if surprises:
             self.entropies.add([sum(surprises) / len(surprises)])

@@ -134,7 +134,7 @@ def preview_table(
     for r in rollouts:
         parts = ", ".join(f"{name} {score}" for name, score in r.reward_parts.items())
         end = r.error or f"{r.status.value}, {r.finish_reason}, {r.length} tokens"
-        end += f" in {len(packed_rows([r]))} rows" if r.further and not r.error else ""
+        end += f" in {len(packed_rows([r]))} rows" if len(r.rows) > 1 and not r.error else ""
         end += f", branched off after {r.fork.calls} calls" if r.fork and not r.error else ""
         logged = [_shown(r.extra.get(column)) for column in extra]
         said = _told(r, decode)
@@ -147,4 +147,4 @@ def preview_table(
 def _told(rollout: Rollout, decode: Callable[[list[int]], str]) -> str:
     if turns := turns_of(rollout.completion):
         return turns_as_text(turns)
-    return calls_as_text(rollout, decode) if rollout.further else as_text(rollout.completion)
+    return calls_as_text(rollout, decode) if len(rollout.rows) > 1 else as_text(rollout.completion)

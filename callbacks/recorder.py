@@ -151,18 +151,15 @@ class RolloutRecorder(RolloutSelection):
         return [r for r in rollouts if r.group_id in kept or r.id not in good]
 
     def _told(self, rollout: Rollout, columns: list[dict[str, list[float]]]) -> Record:
-        """What a record tells beyond the rollout: of its first row, and with each of the others."""
+        """The rollout's rows as they are recorded, with what is told of each beyond the rollout."""
         left = iter(columns)  # of rows with tokens; of none if it was not trained on
-        first, *further = (
-            {
-                "pieces": self._pieces(row.token_ids),
-                "prompt_pieces": self._pieces(row.prompt_ids),
-                **(next(left, {}) if row.token_ids else {}),
-            }
-            for row in rollout.rows()
-        )
-        rows = as_record(rollout)["further"]
-        return first | {"further": [row | told for row, told in zip(rows, further, strict=True)]}
+        rows = [
+            record
+            | {"pieces": self._pieces(row.token_ids), "prompt_pieces": self._pieces(row.prompt_ids)}
+            | (next(left, {}) if row.token_ids else {})
+            for record, row in zip(as_record(rollout)["rows"], rollout.rows, strict=True)
+        ]
+        return {"rows": rows}
 
 
 @configurable

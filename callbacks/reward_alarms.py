@@ -152,12 +152,12 @@ class RewardAlarms(RLCallback):
 
 def duplicate_shares(rollouts: Sequence[Rollout]) -> tuple[float, float]:
     """Shares of rollouts whose tokens another of the group has, and a rollout of another prompt."""
-    in_group = Counter((r.group_id, *r.completion_ids) for r in rollouts)
+    in_group = Counter((r.group_id, *r.token_ids) for r in rollouts)
     prompts: dict[tuple[int, ...], set[str]] = defaultdict(set)
     for rollout in rollouts:
-        prompts[tuple(rollout.completion_ids)].add(rollout.prompt.key)
-    within = sum(in_group[(r.group_id, *r.completion_ids)] > 1 for r in rollouts)
-    across = sum(len(prompts[tuple(r.completion_ids)]) > 1 for r in rollouts)
+        prompts[tuple(rollout.token_ids)].add(rollout.prompt.key)
+    within = sum(in_group[(r.group_id, *r.token_ids)] > 1 for r in rollouts)
+    across = sum(len(prompts[tuple(r.token_ids)]) > 1 for r in rollouts)
     return within / len(rollouts), across / len(rollouts)
 
 

@@ -448,6 +448,7 @@ from lightning_rl.rollout import (
     Rollout as Rollout,
     RolloutStatus as RolloutStatus,
     Row as Row,
+    SamplingDistribution as SamplingDistribution,
 )
 from lightning_rl.rollouts.files import RolloutFile as RolloutFile, open_rollouts as open_rollouts
 from lightning_rl.rollouts.store import RolloutStore as RolloutStore

@@ -1,11 +1,12 @@
 """The records a run is made of: prompts, and the rollouts sampled from them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Message = dict[str, Any]
 """One chat message: ``{"role": ..., "content": ...}``."""
 
@@ -43,17 +44,31 @@ class Prompt:
         return f"{self.set}/{self.id}" if self.set else self.id
 
 
-SAMPLED_BY = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-)
-"""Settings that change what is sampled from: a rollout keeps them, to be scored under the same."""
+@dataclass(slots=True)
+class SamplingDistribution:
+    """What tokens were sampled from: all that changes their probabilities, to score them under it.
+
+    The defaults change nothing. :class:`~lightning_rl.engines.sampling.Sampling` says what each
+    does, and what besides it a request asks for.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+
+    @property
+    def penalizes(self) -> bool:
+        """True if what was written makes tokens more or less likely."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+SAMPLED_BY = tuple(f.name for f in fields(SamplingDistribution))
+"""Names of the settings that change what is sampled from."""
 
 
 @dataclass(slots=True)
@@ -96,11 +111,13 @@ class Fork:
 
 @dataclass(slots=True)
 class Row:
-    """Tokens that go on from one prompt: what is scored in one pass, and trained on.
+    """Tokens that go on from one prompt: they are scored in one pass, and trained on.
 
-    A rollout has one, or several if its agent began anew in between: after it had shortened its
-    history, or as another role. The lists are as a rollout's. ``role`` is the policy that wrote it,
-    ``sampling`` what of ``SAMPLED_BY`` was otherwise than the rollout says.
+    The other lists have one entry for each token after the prompt: ``loss_mask`` is True where the
+    model wrote it (False where it was given, as by an environment), ``logprobs`` are the engine's
+    (0.0 where the token was given), and ``versions`` the version of the weights that wrote it (-1
+    where it was given). ``role`` is the policy that wrote the row. ``sampling`` is None where the
+    row was sampled as its rollout says.
     """
 
     prompt_ids: list[int]
@@ -109,127 +126,141 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     role: str = ""
-    sampling: dict[str, float] = field(default_factory=dict)
+    sampling: SamplingDistribution | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens with those of the prompt."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    def append_written(
+        self, token_ids: list[int], logprobs: list[float], versions: list[int], loss: bool = True
+    ) -> None:
+        """Append tokens that the model wrote; without ``loss`` they are not trained on."""
+        self.token_ids += token_ids
+        self.loss_mask += [loss] * len(token_ids)
+        self.logprobs += logprobs
+        self.versions += versions
+
+    def append_given(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the model reads and did not write."""
+        self.token_ids += token_ids
+        self.loss_mask += [False] * len(token_ids)
+        self.logprobs += [0.0] * len(token_ids)
+        self.versions += [-1] * len(token_ids)
 
 
 @dataclass(slots=True)
 class Rollout:
     """One trajectory, at the level of tokens. Text is only ever decoded from it, never encoded.
 
-    The per-token lists cover the completion (everything after the prompt) and have equal length C:
-    ``loss_mask`` is True for tokens the model wrote (False for an environment's), ``logprobs`` are
-    the engine's at the sampling temperature (0.0 where the token was given) and ``versions`` the
-    weight version that wrote each token (-1 where the token was given). ``expert`` marks a given
-    completion to imitate, which no engine wrote. ``environment_reward`` is what an environment
-    paid, for rewards to use. ``reward_parts`` are the scores of the reward functions by name, and
-    as ``name/part`` what a score consists of. ``extra`` and ``logged`` are what reward functions
-    and agents told: a value per column for this rollout (such as ``session_id`` and ``tools``, the
-    schemas that its models were offered), and numbers for all of its group. ``structured``: it was
-    held to a form that scoring does not know.
+    ``rows`` hold the tokens. The first row goes on from the prompt, and may be without tokens; an
+    agent that begins anew in between, with a shorter history or as another role, makes more of
+    them. ``sampling`` is what the tokens were sampled from, unless a row says otherwise.
+    ``calls`` are the models' calls in their order; without any recorded, each stretch of tokens
+    that a model wrote is one (:meth:`model_calls`). ``fork`` is where the rollout branched off,
+    None for one that began with its prompt. ``dropped`` counts tokens that a model wrote for it and
+    that are not in its rows (any more). ``expert`` marks a given completion to imitate, which no
+    engine wrote. ``structured``: it was held to a form that scoring does not know.
 
-    An agent may call models as it likes, so that not all of it is one row of tokens (an episode):
-    ``further`` are the rows after the first, which is the rollout's own; ``role`` and ``sampling``
-    are the first row's. ``calls`` are the models' calls in their order; without any recorded, each
-    stretch of tokens that a model wrote is one (:meth:`model_calls`). ``role_rewards`` are rewards
-    of roles that are paid otherwise than the rollout. ``dropped`` counts tokens that a model wrote
-    for it and that are not in its rows (any more). ``fork`` is where it branched off, None for one
-    that began with its prompt.
+    ``environment_reward`` is what an environment paid, for rewards to use. ``reward_parts`` are the
+    scores of the reward functions by name, and as ``name/part`` what a score consists of.
+    ``role_rewards`` are rewards of roles that are paid otherwise than the rollout. ``extra`` and
+    ``logged`` are what reward functions and agents told: a value per column for this rollout (such
+    as ``session_id`` and ``tools``, the schemas that its models were offered), and numbers for all
+    of its group.
     """
 
     prompt: Prompt
     group_id: str
     sample_index: int
     seed: int
-    temperature: float
-    token_ids: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    sampling: SamplingDistribution = field(default_factory=SamplingDistribution)
+    rows: list[Row] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    fork: Fork | None = None
     completion: str | list[Message] = ""
     status: RolloutStatus = RolloutStatus.INIT
     finish_reason: str | None = None
+    error: str | None = None
     reward: float | None = None
     reward_parts: dict[str, float | None] = field(default_factory=dict)
-    error: str | None = None
-    top_k: int = 0
-    top_p: float = 1.0
-    min_tokens: int = 0
-    expert: bool = False
+    role_rewards: dict[str, float] = field(default_factory=dict)
     environment_reward: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    structured: bool = False
-    role: str = ""
-    further: list[Row] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    role_rewards: dict[str, float] = field(default_factory=dict)
-    sampling: dict[str, float] = field(default_factory=dict)
     dropped: int = 0
-    fork: Fork | None = None
+    expert: bool = False
+    structured: bool = False
 
-    def rows(self) -> list[Row]:
-        """All rows; the first shares the rollout's lists, and may be without any tokens."""
-        columns = self.prompt.token_ids, self.token_ids, self.loss_mask, self.logprobs
-        return [Row(*columns, self.versions, self.role, self.sampling), *self.further]
+    def __post_init__(self) -> None:
+        if not self.rows:
+            self.rows = [Row(self.prompt.token_ids)]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens after the prompts of all rows, row by row; to write some, see :class:`Row`."""
+        return _joined([row.token_ids for row in self.rows])
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """Of each token in ``token_ids``, whether the model wrote it and is trained on it."""
+        return _joined([row.loss_mask for row in self.rows])
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of each token in ``token_ids``, the engine's logprob."""
+        return _joined([row.logprobs for row in self.rows])
+
+    @property
+    def versions(self) -> list[int]:
+        """Of each token in ``token_ids``, the version of the weights that wrote it."""
+        return _joined([row.versions for row in self.rows])
 
     @property
     def length(self) -> int:
         """Tokens after the prompts of all rows, whoever wrote them."""
-        return len(self.token_ids) + sum(len(row.token_ids) for row in self.further)
+        return sum(len(row.token_ids) for row in self.rows)
 
     def shared(self) -> list[int]:
         """Of each row, how many of its tokens were there before the fork."""
-        counts = [0] * (1 + len(self.further))
+        counts = [0] * len(self.rows)
         if self.fork is not None:
             for call in self.model_calls()[: self.fork.calls]:
                 counts[call.row] = max(counts[call.row], call.stop)
         return counts
 
     def own_rows(self) -> list[Row]:
-        """All rows, in which what was there before the fork has no loss."""
+        """All rows; what was there before the fork has no loss."""
         if self.fork is None:
-            return self.rows()
+            return self.rows
         return [
             replace(row, loss_mask=[False] * count + row.loss_mask[count:])
-            for row, count in zip(self.rows(), self.shared(), strict=True)
+            for row, count in zip(self.rows, self.shared(), strict=True)
         ]
-
-    @property
-    def completion_ids(self) -> list[int]:
-        """The tokens after the prompts of all rows, row by row; the own list of a single row."""
-        return self.column("token_ids")
-
-    def column(self, name: str) -> list[Any]:
-        """A per-token list over all rows, row by row; the own list of a single row."""
-        own: list[Any] = getattr(self, name)
-        if not self.further:
-            return own
-        return [*own, *chain.from_iterable(getattr(row, name) for row in self.further)]
 
     def written_versions(self) -> list[int]:
         """The versions of the tokens that are trained on, row by row."""
-        pairs = zip(self.column("versions"), self.column("loss_mask"), strict=True)
+        pairs = zip(self.versions, self.loss_mask, strict=True)
         return [version for version, mine in pairs if mine]
 
     def prompt_of(self, call: Call) -> list[int]:
         """The tokens that a call was asked to go on from."""
-        row = self.rows()[call.row]
+        row = self.rows[call.row]
         return row.prompt_ids + row.token_ids[: call.start]
 
     def model_calls(self) -> list[Call]:
         """The models' calls: as recorded, or else the stretches that a model wrote."""
         if self.calls:
             return self.calls
-        calls, begin = [], 0
-        for mine, run in groupby(self.loss_mask):
-            end = begin + sum(1 for _ in run)
-            if mine:
-                calls.append(Call(0, begin, end))
-            begin = end
+        calls = []
+        for place, row in enumerate(self.rows):
+            begin = 0
+            for mine, run in groupby(row.loss_mask):
+                end = begin + sum(1 for _ in run)
+                if mine:
+                    calls.append(Call(place, begin, end))
+                begin = end
         return calls
 
     def reward_of(self, role: str) -> float:
@@ -264,19 +295,17 @@ class Rollout:
         """Make it FAILED for this reason. What it has so far stays, where its lists agree."""
         self.status, self.error = RolloutStatus.FAILED, error
         self.reward = self.finish_reason = None
-        columns: list[list[Any]]
-        columns = [self.token_ids, self.loss_mask, self.logprobs, self.versions]
-        length = min(map(len, columns))
-        for column in columns:
-            del column[length:]
-        self.calls = [call for call in self.calls if call.row or call.stop <= length]
+        for row in self.rows:
+            columns: list[list[Any]] = [row.token_ids, row.loss_mask, row.logprobs, row.versions]
+            length = min(map(len, columns))
+            for column in columns:
+                del column[length:]
+        self.calls = [c for c in self.calls if c.stop <= len(self.rows[c.row].token_ids)]
 
     def clear(self) -> None:
         """Make it INIT again, as if nothing had been written; what had been counts as dropped."""
-        self.dropped += sum(self.column("loss_mask"))
-        self.token_ids, self.loss_mask, self.logprobs, self.versions = [], [], [], []
-        self.further, self.calls, self.role_rewards = [], [], {}
-        self.role, self.sampling = "", {}
+        self.dropped += sum(self.loss_mask)
+        self.rows, self.calls, self.role_rewards = [Row(self.prompt.token_ids)], [], {}
         self.completion, self.environment_reward = "", None
         self.status, self.finish_reason = RolloutStatus.INIT, None
 
@@ -284,6 +313,10 @@ class Rollout:
         """Primitives only, so that it survives JSON and ``torch.load(weights_only=True)``."""
         record = asdict(self)
         record["status"] = self.status.value
+        prompt_ids = record["prompt"]["token_ids"]
+        for row in record["rows"]:
+            if row["prompt_ids"] == prompt_ids:
+                row["prompt_ids"] = prompt_ids  # the same list, which pickle writes once
         return record
 
     @classmethod
@@ -292,11 +325,22 @@ class Rollout:
         values = _known(cls, record)
         values["prompt"] = Prompt(**record["prompt"])
         values["status"] = RolloutStatus(record["status"])
-        values["further"] = [Row(**_known(Row, row)) for row in record.get("further", ())]
+        values["sampling"] = _made(SamplingDistribution, record.get("sampling", {}))
+        values["rows"] = [Row(**_known(Row, row)) for row in record.get("rows", ())]
+        for row in values["rows"]:
+            row.sampling = _made(SamplingDistribution, row.sampling)
         values["calls"] = [Call(**_known(Call, call)) for call in record.get("calls", ())]
-        fork = record.get("fork")
-        values["fork"] = None if fork is None else Fork(**fork)
+        values["fork"] = _made(Fork, record.get("fork"))
         return cls(**values)
+
+
+def _made(kind: Callable[..., T], record: dict[str, Any] | None) -> T | None:
+    return None if record is None else kind(**record)
+
+
+def _joined(lists: list[list[T]]) -> list[T]:
+    """One list after the other; a single one as it is."""
+    return lists[0] if len(lists) == 1 else list(chain.from_iterable(lists))
 
 
 def _known(kind: type, record: dict[str, Any]) -> dict[str, Any]:

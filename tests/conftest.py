@@ -22,7 +22,14 @@ from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import (
+    SAMPLED_BY,
+    Prompt,
+    Rollout,
+    RolloutStatus,
+    Row,
+    SamplingDistribution,
+)
 from recipes.sort_digits.prepare import make_tokenizer
 from tests.bad_configs import furnish
 from tests.small_run import trainer_of
@@ -103,7 +110,10 @@ def furnished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def make_rollout() -> Callable[..., Rollout]:
-    """A completed rollout from prompt and completion tokens; keywords set any other field."""
+    """A completed rollout of one row from prompt and completion tokens.
+
+    Keywords set any other field: of the rollout, of its row, and of what it was sampled from.
+    """
 
     def make(prompt: list[int], completion: list[int], /, **fields: Any) -> Rollout:
         columns = fields.pop("columns", {})
@@ -111,16 +121,19 @@ def make_rollout() -> Callable[..., Rollout]:
             "group_id": "g",
             "sample_index": 0,
             "seed": 0,
-            "temperature": 1.0,
             "loss_mask": [True] * len(completion),
             "logprobs": [-1.0] * len(completion),
             "versions": [0] * len(completion),
             "status": RolloutStatus.COMPLETED,
             "finish_reason": "stop",
             "reward": 0.0,
-        }
+        } | fields
+        of_row = ("loss_mask", "logprobs", "versions", "role")
+        row = {name: values.pop(name) for name in of_row if name in values}
+        sampled = {name: values.pop(name) for name in SAMPLED_BY if name in values}
+        values.setdefault("sampling", SamplingDistribution(**sampled))
         return Rollout(
-            prompt=Prompt("p", "text", prompt, columns), token_ids=completion, **(values | fields)
+            Prompt("p", "text", prompt, columns), rows=[Row(prompt, completion, **row)], **values
         )
 
     return make

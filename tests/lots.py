@@ -25,7 +25,8 @@ def draw_by_lot(logits: Tensor, rows: Sequence[Request]) -> tuple[list[int], lis
     tokens = [_lot(row) for row in rows]
     for row in rows:
         sampling = row.sampling
-        if sampling.penalizes or sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
+        penalized = sampling.distribution.penalizes
+        if penalized or sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
             raise NotImplementedError(f"lots know of temperatures alone, not of {sampling}")
     # Logits as they are at temperature 0, where an engine takes the likeliest.
     temperatures = logits.new_tensor([row.sampling.temperature or 1.0 for row in rows])

@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,23 @@ PLACES = {"mask": [1], "gap": [2], "version": [2], "number": [2]}
 """Of the tokens that the flags are about; the others are about the rollout."""
 
 
-def good_rollout(**changes: Any) -> dict[str, Any]:
-    """A completed rollout of four tokens, as RolloutRecorder writes it."""
+def good_rollout(more_rows: Sequence[dict[str, Any]] = (), **changes: Any) -> dict[str, Any]:
+    """A completed rollout of four tokens, as RolloutRecorder writes it.
+
+    ``changes`` are of the rollout, or of its row.
+    """
+    row: dict[str, Any] = {
+        "prompt_ids": [5, 6],
+        "token_ids": [7, 8, 9, 1],
+        "loss_mask": [True, True, True, True],
+        "logprobs": [-0.5, -0.25, -1.0, -0.125],
+        "versions": [3, 3, 3, 3],
+        "pieces": ["hel", "lo", " you", "<eos>"],
+        "prompt_pieces": ["Say", " hello."],
+        "trainer_logprobs": [-0.5, -0.25, -1.0, -0.125],
+        "advantages": [0.5, 0.5, 0.5, 0.5],
+    }
+    row = {name: changes.pop(name, value) for name, value in row.items()}
     record: dict[str, Any] = {
         "iteration": 3,
         "id": "3/0/0/0",
@@ -43,21 +59,14 @@ def good_rollout(**changes: Any) -> dict[str, Any]:
         "group_id": "3/0/0",
         "sample_index": 0,
         "seed": 1,
-        "temperature": 1.0,
-        "token_ids": [7, 8, 9, 1],
-        "loss_mask": [True, True, True, True],
-        "logprobs": [-0.5, -0.25, -1.0, -0.125],
-        "versions": [3, 3, 3, 3],
+        "sampling": {"temperature": 1.0},
+        "rows": [row, *more_rows],
         "completion": "hello you",
         "status": "completed",
         "finish_reason": "stop",
         "reward": 1.0,
         "reward_parts": {"exact": 1.0, "style": 0.5},
         "error": None,
-        "pieces": ["hel", "lo", " you", "<eos>"],
-        "prompt_pieces": ["Say", " hello."],
-        "trainer_logprobs": [-0.5, -0.25, -1.0, -0.125],
-        "advantages": [0.5, 0.5, 0.5, 0.5],
     }
     return record | changes
 

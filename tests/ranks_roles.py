@@ -77,7 +77,7 @@ class Watch(RLCallback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         self.learned.append({})
         told = trainer.train_dataloader.current
-        self.rollouts.append([(r.id, [row.token_ids for row in r.rows()]) for r in told])
+        self.rollouts.append([(r.id, [row.token_ids for row in r.rows]) for r in told])
 
     def on_update_start(self, trainer, pl_module, batch) -> None:
         self.learned[-1][pl_module.name] = len(batch["rollouts"])

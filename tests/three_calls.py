@@ -34,11 +34,9 @@ class ThreeCalls(Agent):
 
 def cut_in_two(rollout: Rollout) -> Rollout:
     """The same tokens, of which the second half is a row that goes on from the first."""
-    half = len(rollout.token_ids) // 2
-    columns = {
-        name: getattr(rollout, name) for name in ("token_ids", "loss_mask", "logprobs", "versions")
-    }
-    prompt = rollout.prompt.token_ids + rollout.token_ids[:half]
-    further = Row(prompt, **{name: column[half:] for name, column in columns.items()})
-    first = {name: column[:half] for name, column in columns.items()}
-    return replace(rollout, **first, further=[further])
+    [row] = rollout.rows
+    half = len(row.token_ids) // 2
+    columns = row.token_ids, row.loss_mask, row.logprobs, row.versions
+    first = Row(row.prompt_ids, *(column[:half] for column in columns))
+    second = Row(row.prompt_ids + row.token_ids[:half], *(column[half:] for column in columns))
+    return replace(rollout, rows=[first, second])

@@ -15,17 +15,15 @@ def played(turns: list[Turn], reward: float, **fields) -> Rollout:
     """A prompt of one token; turns of 4s, with a token of the environment's, 3, between two."""
     rollout = Rollout(
         Prompt("p", "text", [2]),
-        **({"group_id": "g", "sample_index": 0, "seed": 0, "temperature": 1.0} | fields),
+        **({"group_id": "g", "sample_index": 0, "seed": 0} | fields),
     )
     rollout.status, rollout.finish_reason = RolloutStatus.COMPLETED, "stop"
     rollout.reward = reward
     for state, size, paid in turns:
-        begin = len(rollout.token_ids) + bool(rollout.token_ids)
-        mask = [False] * (begin - len(rollout.token_ids)) + [True] * size
-        rollout.token_ids += [4 if mine else 3 for mine in mask]
-        rollout.loss_mask += mask
-        rollout.logprobs += [-1.0 if mine else 0.0 for mine in mask]
-        rollout.versions += [0 if mine else -1 for mine in mask]
+        [row] = rollout.rows
+        row.append_given([3] * bool(row.token_ids))
+        begin = len(row.token_ids)
+        row.append_written([4] * size, [-1.0] * size, [0] * size)
         rollout.calls.append(Call(0, begin, begin + size, reward=paid, state=state))
     return rollout
 
@@ -36,23 +34,21 @@ def random_episodes(seed: int, groups: int = 4, group_size: int = 3) -> list[Rol
     for place in range(groups * group_size):
         rollout = played([], rng.randint(0, 4) / 4, group_id=str(place // group_size))
         rollout.sample_index = place % group_size
-        rollout.further = [Row([2, 3]) for _ in range(rng.randint(0, 2))]
-        rows, used = rollout.rows(), set()
+        rollout.rows += [Row([2, 3]) for _ in range(rng.randint(0, 2))]
+        rows, used = rollout.rows, set()
         for number in range(rng.randint(1, 5)):
             at = rng.choice([*used, min(len(used), len(rows) - 1)])
             used.add(at)
             row, size = rows[at], rng.randint(1, 3)
             given = rng.randint(1, 2) if row.token_ids else 0
-            row.token_ids += [3] * given + [4 + number] * size
-            row.loss_mask += [False] * given + [True] * size
-            row.logprobs += [0.0] * given + [-1.0] * size
-            row.versions += [-1] * given + [0] * size
+            row.append_given([3] * given)
+            row.append_written([4 + number] * size, [-1.0] * size, [0] * size)
             stop = len(row.token_ids)
             paid = rng.choice([None, 0.0, 0.25, -0.5, 0.1])
             rollout.calls.append(
                 Call(at, stop - size, stop, reward=paid, state=rng.choice(["s", "t"]))
             )
-        rollout.further = [row for row in rows[1:] if row.token_ids]
+        rollout.rows = [rows[0], *(row for row in rows[1:] if row.token_ids)]
         rollouts.append(rollout)
     return rollouts
 

@@ -17,10 +17,10 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.clock import settle, used_bytes
 from benchmarks.gpu.made import model_of, prompts_of, quantiles, warm_model
 from lightning_rl import MemoryTransport, Prompt, Rollout, RolloutStatus, VLLMLocal, pack_rollouts
+from lightning_rl.agents.base import append_written
 from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.models.policy import Policy, save_skeleton
-from lightning_rl.rollout import SAMPLED_BY
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.base import push as push_weights
 
@@ -251,15 +251,13 @@ def _gaps(
             group_id=str(index),
             sample_index=0,
             seed=0,
-            token_ids=completion.token_ids,
-            loss_mask=[True] * len(completion.token_ids),
-            logprobs=completion.logprobs,
-            versions=completion.versions,
+            sampling=sampling.distribution,
             status=RolloutStatus.COMPLETED,
-            **{name: getattr(sampling, name) for name in SAMPLED_BY},
         )
-        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+        for index, prompt in enumerate(prompts)
     ]
+    for rollout, completion in zip(rollouts, completions, strict=True):
+        append_written(rollout, completion)
     batch = pack_rollouts(rollouts).to(next(policy.parameters()).device)
     with torch.no_grad():
         scores = policy(batch)

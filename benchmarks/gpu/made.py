@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.task import quiet_trainer
-from lightning_rl import Prompt, Rollout, RolloutStatus
+from lightning_rl import Prompt, Rollout, RolloutStatus, Row
 from recipes.sort_digits.prepare import make_tokenizer
 
 FIRST, LAST = 2, 12
@@ -104,11 +104,15 @@ def rollouts_of(
             group_id=str(index // group_size),
             sample_index=index % group_size,
             seed=0,
-            temperature=1.0,
-            token_ids=[rng.randint(FIRST, LAST) for _ in range(tokens)],
-            loss_mask=[True] * tokens,
-            logprobs=[-2.0] * tokens,
-            versions=[0] * tokens,
+            rows=[
+                Row(
+                    prompts[index // group_size],
+                    [rng.randint(FIRST, LAST) for _ in range(tokens)],
+                    [True] * tokens,
+                    [-2.0] * tokens,
+                    [0] * tokens,
+                )
+            ],
             status=RolloutStatus.COMPLETED,
             reward=1.0 + index % 2,
         )

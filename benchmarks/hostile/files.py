@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hostile.call import Call, command
-from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row
 from lightning_rl.rollouts.files import as_record, open_rollouts
 
 ESCAPES = "\x1b]52;c;aGFja2Vk\x07\x1b[2Jblank\x9b31m\u202e"
@@ -26,11 +26,7 @@ def good() -> dict[str, Any]:
         "1/0/p",
         0,
         seed=1,
-        temperature=1.0,
-        token_ids=[7, 8],
-        loss_mask=[True, True],
-        logprobs=[-0.5, -0.25],
-        versions=[0, 0],
+        rows=[Row([5, 6], [7, 8], [True, True], [-0.5, -0.25], [0, 0])],
         completion="hello",
         status=RolloutStatus.COMPLETED,
         finish_reason="stop",
@@ -45,7 +41,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     *folders, name = path.split(".")
     place = record
     for folder in folders:
-        place = place[folder]
+        place = place[int(folder) if isinstance(place, list) else folder]
     if value is ...:
         del place[name]
     else:
@@ -62,15 +58,19 @@ WRONG: dict[str, tuple[Any, str]] = {
     "prompt.token_ids": ("abc", "prompt.token_ids is 'abc', and must be a list"),
     "prompt.prompt": (3, "prompt.prompt is 3, and must be a text or a list"),
     "prompt.id": (..., "prompt.id is missing"),
-    "token_ids": ([1e30, 2], "token_ids[0] is 1e+30, and must be an integer"),
-    "logprobs": (["low", 0.0], "logprobs[0] is 'low', and must be a number"),
-    "versions": ([2**40, 0], "versions holds 1099511627776, and must have 32 bits"),
-    "loss_mask": ({}, "loss_mask is {}, and must be a list"),
+    "rows": ([3], "rows[0] is 3, and must be an object"),
+    "rows.0.prompt_ids": (..., "rows[0].prompt_ids is missing"),
+    "rows.0.token_ids": ([1e30, 2], "rows[0].token_ids[0] is 1e+30, and must be an integer"),
+    "rows.0.logprobs": (["low", 0.0], "rows[0].logprobs[0] is 'low', and must be a number"),
+    "rows.0.versions": ([2**40, 0], "rows[0].versions holds 1099511627776, and must have 32 bits"),
+    "rows.0.loss_mask": ({}, "rows[0].loss_mask is {}, and must be a list"),
+    "rows.0.sampling": ("hot", "rows[0].sampling is 'hot', and must be an object or null"),
+    "sampling": (0.5, "sampling is 0.5, and must be an object"),
+    "sampling.top_p": ("most", "sampling.top_p is 'most', and must be a number"),
     "reward": ("high", "reward is 'high', and must be a number or null"),
     "reward_parts": ([1], "reward_parts is [1], and must be an object"),
     "status": ("done", "status is 'done', and must be one of init"),
     "iteration": ("first", "iteration is 'first', and must be an integer"),
-    "further": ([3], "further[0] is 3, and must be an object"),
     "calls": ([{"row": "x"}], "calls[0].row is 'x', and must be an integer"),
     "fork": (7, "fork is 7, and must be an object or null"),
     "completion": ([1, 2], "completion[0] is 1, and must be an object"),

@@ -84,7 +84,7 @@ def http_call(
 async def _played(folder: Path, say: Said, limits: RequestLimits) -> str:
     policy, engine = _engine(folder)
     server = AgentServer(policy.tokenizer, limits=limits)
-    rollout = Rollout(Prompt("p", "?", [5]), "g", 0, seed=1, temperature=1.0)
+    rollout = Rollout(Prompt("p", "?", [5]), "g", 0, seed=1)
     try:
         async with server.session(rollout, engine, Sampling(max_tokens=8)) as session:
             desk = Desk(server, session)

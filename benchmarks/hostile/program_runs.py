@@ -14,7 +14,7 @@ from benchmarks.hostile.call import Call
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.pool import Isolated
 from lightning_rl.rewards.rules import PythonTests
-from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row
 from lightning_rl.serving.programs import Launcher, ProgramRequest
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -27,14 +27,10 @@ def graded(reward: Any, texts: list[str], columns: dict[str, list[Any]] | None =
     group = [
         Rollout(
             prompt=Prompt("p", "1+2=", [3], {name: rows[name][index] for name in rows}),
-            token_ids=[4, 5],
             group_id="g",
             sample_index=index,
             seed=0,
-            temperature=1.0,
-            loss_mask=[True, True],
-            logprobs=[-1.0, -1.0],
-            versions=[0, 0],
+            rows=[Row([3], [4, 5], [True, True], [-1.0, -1.0], [0, 0])],
             status=RolloutStatus.COMPLETED,
             finish_reason="stop",
             completion=text,

@@ -58,7 +58,7 @@ class SingleTurn(Agent):
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
         completion = await engine.generate(rollout.prompt.token_ids, sampling, rollout.own_seed)
-        _append_written(rollout, completion)
+        append_written(rollout, completion)
         end(rollout, completion.finish_reason)
         return rollout
 
@@ -94,23 +94,18 @@ async def generate_turn(
         replace(sampling, max_tokens=max_tokens, min_tokens=least),
         continuation_seed(rollout.own_seed, len(rollout.token_ids)),
     )
-    _append_written(rollout, completion)
+    append_written(rollout, completion)
     return completion
 
 
-def _append_written(rollout: Rollout, completion: Completion) -> None:
-    rollout.token_ids += completion.token_ids
-    rollout.loss_mask += [True] * len(completion.token_ids)
-    rollout.logprobs += completion.logprobs
-    rollout.versions += completion.versions
+def append_written(rollout: Rollout, completion: Completion) -> None:
+    """Append what the model wrote to the row that goes on from the prompt."""
+    rollout.rows[0].append_written(completion.token_ids, completion.logprobs, completion.versions)
 
 
 def append_given(rollout: Rollout, token_ids: Sequence[int]) -> None:
     """Append tokens that the model reads and did not write: no loss, no logprob, no version."""
-    rollout.token_ids += token_ids
-    rollout.loss_mask += [False] * len(token_ids)
-    rollout.logprobs += [0.0] * len(token_ids)
-    rollout.versions += [-1] * len(token_ids)
+    rollout.rows[0].append_given(token_ids)
 
 
 def end(rollout: Rollout, reason: str) -> None:
@@ -261,7 +256,8 @@ def new_rollouts(
             group_id=f"{named}/{place}/{prompt.key}",
             sample_index=index,
             seed=request_seed(seed, f"{place}/{prompt.id}", index, iteration),
-            **sampling.of_rollout(),
+            sampling=sampling.distribution,
+            structured=sampling.structured_outputs is not None,
         )
         for place, prompt in enumerate(prompts, first_place)
         for index in range(group_size)

@@ -14,7 +14,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling, seed_of
 from lightning_rl.errors import ConfigError, EpisodeError, require_at_least
-from lightning_rl.rollout import SAMPLED_BY, Fork, Rollout
+from lightning_rl.rollout import Fork, Rollout
 
 
 class ForkPoints(ABC):
@@ -181,9 +181,9 @@ def forked(rollout: Rollout, calls: int, number: int) -> Rollout:
         rollout.group_id,
         rollout.sample_index,
         rollout.seed,
-        structured=rollout.structured,
+        rollout.sampling,
         fork=Fork(calls, number, seed),
-        **{name: getattr(rollout, name) for name in SAMPLED_BY},
+        structured=rollout.structured,
     )
     begun = [captured(rollout, replace(call)) for call in made[:calls]]
     cut_anew(branch, begun)

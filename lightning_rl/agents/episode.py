@@ -4,16 +4,16 @@ import asyncio
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from hashlib import blake2b
 from itertools import count
 
 from lightning_rl.agents.base import end
-from lightning_rl.agents.rows import Captured, captured, cut_anew, own_settings, write
+from lightning_rl.agents.rows import Captured, captured, cut_anew, own_sampling, write
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling, seed_of
 from lightning_rl.errors import ContextLengthError, EpisodeError
-from lightning_rl.rollout import SAMPLED_BY, Call, Rollout, RolloutStatus
+from lightning_rl.rollout import Call, Rollout, RolloutStatus
 
 
 class Episode:
@@ -73,10 +73,10 @@ class Episode:
         self._require_open()
         engine, prompt = engine.of_role(role), list(prompt_ids)
         fitting = _fitting(engine, len(prompt), sampling)
-        settings = own_settings(self.rollout, sampling)
+        own = own_sampling(self.rollout, sampling)
         scorable = sampling.structured_outputs is None
         question = _question(role, prompt, sampling)
-        plain = not (role or settings) and scorable
+        plain = not (role or own) and scorable
         seed = self._take_seed(question, plain and prompt == self.rollout.prompt.token_ids)
         place = next(self._asking)
         if (known := self._held.pop(seed, None)) is not None:
@@ -96,7 +96,7 @@ class Episode:
             self.rollout.dropped += len(completion.token_ids)
             self._require_open()
         call = Call(0, 0, 0, seed, completion.finish_reason, scorable=scorable)
-        self._record(place, Captured(call, role, settings, prompt, completion))
+        self._record(place, Captured(call, role, own, prompt, completion))
         return call, completion
 
     def undelivered(self, call: Call) -> None:
@@ -167,7 +167,7 @@ class Episode:
 
 def _question(role: str, prompt: list[int], sampling: Sampling) -> bytes:
     """A digest of what a call asks: role, prompt, and what it samples from."""
-    settings = [float(getattr(sampling, name)) for name in SAMPLED_BY]
+    settings = [float(value) for value in astuple(sampling.distribution)]
     asked = f"{role}/{settings}/{sampling.structured_outputs is not None}/".encode()
     return blake2b(asked + array("q", prompt).tobytes(), digest_size=16).digest()
 

@@ -102,23 +102,16 @@ def largest_rollouts(
 ) -> list[Rollout]:
     """Rollouts of the ``groups`` longest prompts, with completions of ``max_tokens`` tokens."""
     longest = sorted(prompts, key=lambda p: len(p.token_ids), reverse=True)
-    return [
-        Rollout(
-            prompt=longest[group % len(longest)],
-            group_id=str(group),
-            sample_index=sample,
-            seed=0,
-            temperature=1.0,
+    rollouts = []
+    for group in range(groups):
+        prompt = longest[group % len(longest)]
+        for sample in range(group_size):
             # Any token will do: only lengths matter, and that prompts can be told apart.
-            token_ids=longest[group % len(longest)].token_ids[-1:] * max_tokens,
-            loss_mask=[True] * max_tokens,
-            logprobs=[0.0] * max_tokens,
-            versions=[0] * max_tokens,
-            status=RolloutStatus.COMPLETED,
-        )
-        for group in range(groups)
-        for sample in range(group_size)
-    ]
+            written = prompt.token_ids[-1:] * max_tokens
+            rollout = Rollout(prompt, str(group), sample, 0, status=RolloutStatus.COMPLETED)
+            rollout.rows[0].append_written(written, [0.0] * max_tokens, [0] * max_tokens)
+            rollouts.append(rollout)
+    return rollouts
 
 
 def cut(batch: TensorDict, minibatches: int, max_tokens_per_pack: int) -> list[list[TensorDict]]:

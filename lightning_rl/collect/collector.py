@@ -11,6 +11,7 @@ from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.rollout import Group, Rollout, RolloutStatus
+from lightning_rl.rollouts.form import upgraded
 from lightning_rl.run.loop import require_awaited
 from lightning_rl.sync.schedule import CollectorStatus
 
@@ -121,7 +122,7 @@ class Collector(ABC):
         self._restored = [
             [
                 _retried(rollout)
-                for rollout in map(Rollout.from_dict, group)
+                for rollout in map(Rollout.from_dict, map(upgraded, group))
                 if not _is_lost(rollout)
             ]
             for group in state["groups"]

@@ -20,6 +20,7 @@ from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.engines.base import RunState, drives_engine
 from lightning_rl.errors import FilterError, RewardError
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
+from lightning_rl.rollouts.form import upgraded
 from lightning_rl.run import dist
 from lightning_rl.run.cores import beside_engine
 from lightning_rl.run.loop import background_loop, run_async
@@ -117,7 +118,7 @@ class RolloutLoader:
         groups = dist.reshard(
             [_in_groups(share["pending"]) for share in shares], dist.rank(), dist.world_size()
         )
-        self._restored = [Rollout.from_dict(record) for group in groups for record in group]
+        self._restored = [Rollout.from_dict(upgraded(r)) for group in groups for r in group]
 
     def _own_state(self) -> dict[str, Any]:
         untrained = bool(self._current) and self._trained() < self._due
@@ -407,6 +408,6 @@ class RolloutBatches:
 
 
 def _without_logprobs(rollout: Rollout) -> Rollout:
-    further = [replace(row, prompt_ids=[], logprobs=[]) for row in rollout.further]
+    rows = [replace(row, prompt_ids=[], logprobs=[]) for row in rollout.rows]
     prompt = Prompt(rollout.prompt.id, "", [], set=rollout.prompt.set)
-    return replace(rollout, prompt=prompt, logprobs=[], further=further)
+    return replace(rollout, prompt=prompt, rows=rows)

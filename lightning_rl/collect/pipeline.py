@@ -277,10 +277,8 @@ class RolloutPipeline:
 
 
 def _completions(rollout: Rollout) -> list[list[int]]:
-    """The tokens after the prompt of each row that has any; of a single row in any case."""
-    if not rollout.further:
-        return [rollout.token_ids]
-    return [row.token_ids for row in rollout.rows() if row.token_ids]
+    """The tokens after the prompt of each row that has any; [[]] if none has."""
+    return [row.token_ids for row in rollout.rows if row.token_ids] or [[]]
 
 
 def _place(rollout: Rollout) -> tuple[int, int, int]:

@@ -259,7 +259,7 @@ def _read_experts(path: str, least: float | None) -> list[Group]:
             continue
         rollout.group_id = f"expert/{len(experts)}"
         rollout.expert = True
-        for row in rollout.rows():
+        for row in rollout.rows:
             row.versions[:] = [-1] * len(row.versions)
         experts.append([rollout])
     if not experts:

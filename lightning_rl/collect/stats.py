@@ -41,7 +41,7 @@ def rollout_metrics(
     ages = [
         newest - version
         for r in rollouts
-        for row in r.rows()
+        for row in r.rows
         for newest in [(versions or {}).get(row.role, trainer_version)]
         for version, mine in zip(row.versions, row.loss_mask, strict=True)
         if mine
@@ -127,7 +127,7 @@ def call_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     recorded = [r for r in rollouts if r.calls]
     if not recorded:
         return {}
-    rows = [[row for row in r.rows() if row.token_ids] for r in recorded]
+    rows = [[row for row in r.rows if row.token_ids] for r in recorded]
     unscorable = [call for r in recorded for call in r.calls if not call.scorable]
     dropped = sum(r.dropped for r in rollouts)
     return {

@@ -141,24 +141,24 @@ def pack_rollouts(
         for name, column in zip(("sample", "fork"), zip(*forks, strict=True), strict=True):
             counted[name] = _column(column, dtype=torch.long)
     sampled, sampled_by = call_columns(rollouts), {}
-    least = [setting_of(rollout, row, "min_tokens") for rollout, row in sources]
-    if any(least):
-        rows = zip(sources, least, strict=True)
-        flags = [flag for (_, row), count in rows for flag in _no_end(row, count)]
+    sampling = [row.sampling or rollout.sampling for rollout, row in sources]
+    if any(s.min_tokens for s in sampling):
+        rows = zip(sources, sampling, strict=True)
+        flags = [flag for (_, row), s in rows for flag in _no_end(row, s.min_tokens)]
         sampled["no_end"] = _column(flags, dtype=torch.bool)
-    if any(min_p := [setting_of(rollout, row, "min_p") for rollout, row in sources]):
-        sampled_by["min_p"] = _column(min_p)
-    if any(_is_penalized(rollout, row) for rollout, row in sources):
+    if any(s.min_p for s in sampling):
+        sampled_by["min_p"] = _column([s.min_p for s in sampling])
+    if any(s.penalizes for s in sampling):
         starts = [start for _, row in sources for start in _turn_starts(row)]
         sampled["turn_start"] = _column(starts, dtype=torch.long)
-        for name in PENALTIES:
-            sampled_by[name] = _column([float(setting_of(*source, name)) for source in sources])
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+            sampled_by[name] = _column([float(getattr(s, name)) for s in sampling])
     for name, dtype in (
         ("temperature", torch.float32),
         ("top_k", torch.long),
         ("top_p", torch.float32),
     ):
-        sampled_by[name] = _column([setting_of(*source, name) for source in sources], dtype=dtype)
+        sampled_by[name] = _column([getattr(s, name) for s in sampling], dtype=dtype)
     truncated = [rollout.finish_reason == "length" for rollout, _ in sources]
     rewards = [rollout.reward_of(row.role) for rollout, row in sources]
     return PackedBatch(
@@ -204,20 +204,6 @@ def packed_rows(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Row]]:
     return [(rollout, row) for rollout in rollouts for row in rollout.own_rows() if row.token_ids]
 
 
-def setting_of(rollout: Rollout, row: Row, name: str) -> float:
-    """How a row was sampled: its own setting of ``SAMPLED_BY``, or its rollout's."""
-    found: float = row.sampling.get(name, getattr(rollout, name))
-    return found
-
-
-PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Names, and values that change nothing."""
-
-
-def _is_penalized(rollout: Rollout, row: Row) -> bool:
-    return any(setting_of(rollout, row, name) != nothing for name, nothing in PENALTIES.items())
-
-
 def _require_scorable(rollouts: Sequence[Rollout]) -> None:
     held = next((r for r in rollouts if r.structured and not r.expert), None)
     if held is not None:
@@ -239,7 +225,7 @@ def _turn_starts(row: Row) -> list[int]:
     return starts
 
 
-def _no_end(row: Row, least: float) -> list[bool]:
+def _no_end(row: Row, least: int) -> list[bool]:
     """Flags of the tokens, prompt included, among the first ``least`` of a turn."""
     flags, written = [False] * len(row.prompt_ids), 0
     for mine in row.loss_mask:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.errors import ConfigError, DataError, kind_of_path
-from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row
 from lightning_rl.run import dist
 
 
@@ -307,16 +307,13 @@ def supervised_rollout(
             f"row {prompt.id}: {completion_column!r} must be a string or a list of token ids, got "
             f"{given!r:.80}; name the column that holds the completion"
         )
+    count = len(token_ids)
     return Rollout(
         prompt=prompt,
         group_id=prompt.id,
         sample_index=0,
         seed=0,
-        temperature=1.0,
-        token_ids=token_ids,
-        loss_mask=[True] * len(token_ids),
-        logprobs=[0.0] * len(token_ids),
-        versions=[-1] * len(token_ids),
+        rows=[Row(prompt.token_ids, token_ids, [True] * count, [0.0] * count, [-1] * count)],
         completion=given if isinstance(given, str) else tokenizer.decode(given),
         status=RolloutStatus.COMPLETED,
         finish_reason="stop",

@@ -343,7 +343,7 @@ def _draw_alike(logits: Tensor, rows: Sequence[Request]) -> tuple[Tensor, Tensor
 def _restrained(logits: Tensor, rows: Sequence[Request], ends: list[int]) -> Tensor:
     """Logits with the end held back and tokens penalized, where rows say so."""
     held = [p for p, row in enumerate(rows) if len(row.tokens) < row.sampling.min_tokens]
-    penalized = [place for place, row in enumerate(rows) if row.sampling.penalizes]
+    penalized = [place for place, row in enumerate(rows) if row.sampling.distribution.penalizes]
     if not held and not penalized:
         return logits
     logits = logits.clone()

@@ -1,13 +1,14 @@
 """Requests to an engine, and their answers: sampling settings, seeds and completions."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import SAMPLED_BY
+from lightning_rl.rollout import SAMPLED_BY, SamplingDistribution
 
 
 @configurable
@@ -110,10 +111,14 @@ class Sampling:
             if not ok:
                 raise ConfigError(f"sampling.{name}={getattr(self, name)} must be {bound}")
 
-    @property
-    def penalizes(self) -> bool:
-        """True if what was written makes tokens more or less likely."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+    @cached_property
+    def distribution(self) -> SamplingDistribution:
+        """The settings that change what is sampled from: rollouts keep them."""
+        return SamplingDistribution(**{name: getattr(self, name) for name in SAMPLED_BY})
+
+    def of(self, distribution: SamplingDistribution) -> "Sampling":
+        """The same limits, and sampling from another distribution."""
+        return replace(self, **asdict(distribution))
 
     def of_vllm(self, seed: int) -> dict[str, Any]:
         """Fields of vLLM's sampling parameters, for a request with this seed."""
@@ -122,12 +127,6 @@ class Sampling:
             given["structured_outputs"] = self.structured_outputs.as_dict()
         # Exactly the sampled token's logprob; texts only where they may end it.
         return given | {"seed": seed, "logprobs": 0, "detokenize": bool(self.stop)}
-
-    def of_rollout(self) -> dict[str, Any]:
-        """The fields of a :class:`Rollout` that say how its tokens were sampled."""
-        return {name: getattr(self, name) for name in SAMPLED_BY} | {
-            "structured": self.structured_outputs is not None
-        }
 
 
 @dataclass(slots=True)

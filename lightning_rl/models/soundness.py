@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError, NonFiniteWeightsError
-from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.rollout import Prompt, Rollout, Row
 from lightning_rl.run.dist import any_rank
 
 _WEIGHTS = "*.safetensors"
@@ -274,7 +274,8 @@ def require_exact_packing(lm: PreTrainedModel, score: Callable[[TensorDict], Ten
 
 def _rollout(prompt_ids: list[int], token_ids: list[int]) -> Rollout:
     count, prompt = len(token_ids), Prompt("parity", "", prompt_ids)
-    return Rollout(prompt, "", 0, 0, 1.0, token_ids, [True] * count, [0.0] * count, [0] * count)
+    row = Row(prompt_ids, token_ids, [True] * count, [0.0] * count, [0] * count)
+    return Rollout(prompt, "", 0, 0, rows=[row])
 
 
 def _score_alone(lm: PreTrainedModel, rollout: Rollout) -> Tensor:

@@ -189,7 +189,7 @@ class RolloutPairs(PromptDataset):
 
     def read(self) -> Iterable[tuple[str, Any]]:
         for group in open_rollouts(self.path).groups():
-            graded = [r for r in group if r.reward is not None and r.token_ids and not r.further]
+            graded = [r for r in group if r.reward is not None and r.token_ids and len(r.rows) == 1]
             best = max(graded, key=_reward, default=None)
             worst = min(graded, key=_reward, default=None)
             if best and worst and _reward(best) - _reward(worst) > self.min_gap:

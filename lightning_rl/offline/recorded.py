@@ -67,7 +67,7 @@ class RecordedGroups:
 
     def _identity(self) -> dict[str, Any]:
         if not self._content:
-            tokens = [[(r.completion_ids, r.reward) for r in group] for group in self._groups]
+            tokens = [[(r.token_ids, r.reward) for r in group] for group in self._groups]
             self._content = blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
         return {"groups": len(self._groups), "seed": self._seed, "content": self._content}
 
@@ -204,7 +204,7 @@ class OfflineDataModule(LightningDataModule):
         groups = []
         for group in recorded:
             # Graded, and with tokens that a model wrote.
-            usable = [r for r in group if r.graded and any(r.column("loss_mask")) and not r.expert]
+            usable = [r for r in group if r.graded and any(r.loss_mask) and not r.expert]
             _check_tokens(self.path, usable, text_config.vocab_size)
             if len(usable) >= smallest and all(f.keep(usable) for f in self.filters):
                 groups.append(usable)
@@ -227,7 +227,7 @@ class OfflineDataModule(LightningDataModule):
 
 def _check_tokens(path: str, rollouts: Sequence[Rollout], vocabulary: int) -> None:
     for rollout in rollouts:
-        rows = [row for row in rollout.rows() if row.token_ids]
+        rows = [row for row in rollout.rows if row.token_ids]
         if not all(row.prompt_ids for row in rows):
             raise DataError(f"{path}: rollout {rollout.id!r} has a prompt without tokens")
         largest = max(max(row.prompt_ids + row.token_ids) for row in rows)

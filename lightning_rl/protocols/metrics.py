@@ -2,13 +2,20 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lightning_rl.protocols.base import ACCEPT
 from lightning_rl.rollout import Rollout
 
 
-def protocol_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def cut_calls(rollout: Rollout) -> list[bool]:
+    """Of each of a rollout's calls, whether ``max_tokens`` cut it."""
+    return [call.finish_reason == "length" for call in rollout.calls]
+
+
+def protocol_metrics(
+    rollouts: Sequence[Rollout], cut: Callable[[Rollout], list[bool]] = cut_calls
+) -> dict[str, float]:
     """How good decisions of a :class:`ProtocolAgent` are, for ``data.eval_metrics``.
 
     ``worst_accuracy`` is that of the prompt with the lowest, ``accuracy_<class>`` that of the rows
@@ -30,7 +37,7 @@ def protocol_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     accepted = [r for r in judged if r.extra["decision"] == ACCEPT]
     hits = sum(r.extra["label"] == ACCEPT for r in accepted)
     decisions = Counter(r.extra["decision"] for r in judged)
-    calls = [call for r in judged for call in r.calls]
+    calls = [was_cut for r in judged for was_cut in cut(r)]
     return {
         "worst_accuracy": min(map(_share, right.values())),
         **{f"accuracy_{name}": _share(classes[name]) for name in sorted(classes)},
@@ -42,7 +49,7 @@ def protocol_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "undecided_share": decisions[None] / len(judged),
         "guess_share": _share(r.extra["guesses"] > 0 for r in judged),
         "retry_share": sum(r.extra["retries"] for r in judged) / max(1, len(calls)),
-        "cut_share": sum(call.finish_reason == "length" for call in calls) / max(1, len(calls)),
+        "cut_share": sum(calls) / max(1, len(calls)),
     }
 
 

@@ -197,7 +197,7 @@ class Rewards:
         available: dict[str, Any] = {
             "prompts": [_own(r.prompt.prompt) for r in rollouts],
             "completions": [_own(r.completion) for r in rollouts],
-            "completion_ids": [_own(r.completion_ids) for r in rollouts],
+            "completion_ids": [_own(r.token_ids) for r in rollouts],
             "finish_reasons": [r.finish_reason for r in rollouts],
             "environment_rewards": [r.environment_reward for r in rollouts],
             "extras": [_own(r.extra) for r in rollouts],

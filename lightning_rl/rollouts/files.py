@@ -5,14 +5,14 @@ import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lightning_rl.errors import ConfigError, DataError, kind_of_path
 from lightning_rl.rollout import Call, Group, Rollout, Row
-from lightning_rl.rollouts.form import checked
+from lightning_rl.rollouts.form import checked, upgraded
 
 Record = dict[str, Any]
 
@@ -75,7 +75,7 @@ class RolloutFile(ABC):
         total = 0
         for total, recorded in enumerate(self.read(), 1):  # noqa: B007
             last.append(recorded)
-        return [{"iteration": r.iteration} | as_record(r.rollout) for r in last], total
+        return [{"iteration": r.iteration} | upgraded(as_record(r.rollout)) for r in last], total
 
     def groups(self) -> list[Group]:
         """All rollouts by group, in the order of their first members.
@@ -133,20 +133,26 @@ def require_plain_file(path: Path, folder: bool = False) -> None:
 def as_record(rollout: Rollout) -> Record:
     """The one form in which a rollout is recorded: its ``id``, and its fields as primitives.
 
-    It is as ``Rollout.to_dict``, but shares the rollout's lists, which are long.
+    It is as ``Rollout.to_dict``, but shares the rollout's lists, which are long. ``prompt_ids`` of
+    rows that go on from the rollout's own prompt are None.
     """
     record: Record = {"id": rollout.id} | _shallow(rollout)
     record["prompt"] = _shallow(rollout.prompt)
+    record["sampling"] = _shallow(rollout.sampling)
     record["status"] = rollout.status.value
-    record["further"] = [_shallow(row) for row in rollout.further]
+    record["rows"] = [_shallow(row) for row in rollout.rows]
+    for row in record["rows"]:
+        row["sampling"] = row["sampling"] and _shallow(row["sampling"])
+        if row["prompt_ids"] == rollout.prompt.token_ids:
+            row["prompt_ids"] = None
     record["calls"] = [_shallow(call) for call in rollout.calls]
-    record["fork"] = None if rollout.fork is None else _shallow(rollout.fork)
+    record["fork"] = rollout.fork and _shallow(rollout.fork)
     return record
 
 
 def _shallow(record: Any) -> Record:
     """A dataclass's fields, its lists shared."""
-    return {f.name: getattr(record, f.name) for f in fields(record)}
+    return {name: getattr(record, name) for name in record.__slots__}
 
 
 def as_rollout(where: str, record: Any) -> Rollout:
@@ -156,7 +162,7 @@ def as_rollout(where: str, record: Any) -> Rollout:
         DataError: naming the place, if the record is no rollout.
     """
     rollout = Rollout.from_dict(checked(where, record))
-    rows = rollout.rows()
+    rows = rollout.rows
     lengths = [{len(getattr(row, name)) for name in ARRAYS} for row in rows]
     calls = [call for call in rollout.calls if not _is_within(call, rows)]
     for found in lengths:
@@ -204,16 +210,14 @@ ARRAYS = {"token_ids": "<i4", "loss_mask": "?", "logprobs": "<f8", "versions": "
 def as_row(rollout: Rollout, iteration: int) -> Record:
     """The record as columns ``id`` ... ``tokens``, the arrays as lists, ``rest`` as JSON text.
 
-    The arrays of several rows stand one after the other; ``rest`` knows how many ``tokens`` each of
-    the ``further`` ones has. ``version_min`` and ``version_max`` are over the tokens that are
-    trained on; None without any.
+    The arrays of several rows stand one after the other; ``rest`` knows how many ``tokens`` each
+    row has. ``version_min`` and ``version_max`` are over the tokens that are trained on; None
+    without any.
     """
     record = as_record(rollout)
-    for name in ARRAYS:
-        del record[name]
-    record["further"] = [
+    record["rows"] = [
         {"tokens": len(row["token_ids"])} | {k: v for k, v in row.items() if k not in ARRAYS}
-        for row in record["further"]
+        for row in record["rows"]
     ]
     written = rollout.written_versions()
     return {
@@ -227,7 +231,7 @@ def as_row(rollout: Rollout, iteration: int) -> Record:
         "status": rollout.status.value,
         "finish_reason": rollout.finish_reason,
         "tokens": rollout.length,
-        **{name: rollout.column(name) for name in ARRAYS},
+        **{name: getattr(rollout, name) for name in ARRAYS},
         "rest": as_json(record),
     }
 
@@ -239,12 +243,13 @@ def from_row(where: str, row: Record) -> Rollout:
         DataError: naming the place, if the row is no rollout.
     """
     try:
-        record: Any = json.loads(row["rest"])
-        record |= {name: row[name] for name in ARRAYS}
-        for further in reversed(record.get("further", ())):
-            begin = len(record["token_ids"]) - further["tokens"]
-            for name in ARRAYS:
-                record[name], further[name] = record[name][:begin], record[name][begin:]
+        record = upgraded(json.loads(row["rest"]))
+        left = {name: row[name] for name in ARRAYS}
+        for part in reversed(record["rows"]):
+            # In the earlier form the first row did not tell its tokens: they are what is left.
+            begin = len(left["token_ids"]) - part.get("tokens", len(left["token_ids"]))
+            part |= {name: column[begin:] for name, column in left.items()}
+            left = {name: column[:begin] for name, column in left.items()}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{where}: damaged row ({error!r}); restore the file") from error
     return as_rollout(where, record)

@@ -8,7 +8,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from lightning_rl.errors import DataError
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import SAMPLED_BY, Rollout, Row
 
 Record = dict[str, Any]
 
@@ -37,7 +37,7 @@ _WORDS: dict[Any, str] = {
 
 
 def checked(where: str, record: Any) -> Record:
-    """The record with what it leaves out, where all that it tells has the form of a rollout.
+    """The record in today's form, with what it leaves out, if all in it is as a rollout's.
 
     What it tells beyond a rollout's fields stays as it is.
 
@@ -47,18 +47,48 @@ def checked(where: str, record: Any) -> Record:
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected a rollout, an object, got {shortened(record)}")
     try:
-        made: Record = {"iteration": 0} | _filled("", record, Rollout)
+        made: Record = {"iteration": 0} | _filled("", upgraded(record), Rollout)
         for name, hint in (("iteration", int), ("id", str)):
             _check(name, made.get(name, hint()), hint)
-        for place, row in enumerate([record, *made["further"]]):
+        for place, row in enumerate(made["rows"]):
             for name in TOLD.keys() & row.keys():
-                _check(f"further[{place - 1}].{name}" if place else name, row[name], TOLD[name])
+                _check(f"rows[{place}].{name}", row[name], TOLD[name])
         return made
     except _WrongFormError as error:
         raise DataError(
             f"{where}: not a rollout as `lightning-rl rollout` writes it: {error}; restore the "
             "file, or remove the line"
         ) from error
+
+
+def upgraded(record: Record) -> Record:
+    """A rollout's record in today's form, of one that may have an earlier one.
+
+    In the flat form the first row's fields and the sampling settings stood beside the rollout's
+    own, and the other rows in ``further``. What is malformed stays as it is, to be refused.
+    """
+    made = dict(record)
+    if "rows" not in made:
+        names = [name for name in (*_hints(Row), *TOLD) if name in made]
+        first = {"prompt_ids": None} | {name: made.pop(name) for name in names}
+        further = made.pop("further", [])
+        made["rows"] = [first, *further] if isinstance(further, list) else further
+        made["sampling"] = {name: made.pop(name) for name in SAMPLED_BY if name in made}
+    if isinstance(made["rows"], list):
+        made["rows"] = [
+            _whole_row(row, made) if isinstance(row, dict) else row for row in made["rows"]
+        ]
+    return made
+
+
+def _whole_row(row: Record, record: Record) -> Record:
+    """A row with what it leaves to its rollout: the prompt's tokens, and sampling settings."""
+    row, prompt, settings = dict(row), record.get("prompt"), record.get("sampling")
+    if row.get("prompt_ids", ()) is None and isinstance(prompt, dict):
+        row["prompt_ids"] = prompt.get("token_ids")
+    if isinstance(row.get("sampling"), dict) and isinstance(settings, dict):
+        row["sampling"] = settings | row["sampling"] if row["sampling"] else None
+    return row
 
 
 def shortened(value: Any) -> str:

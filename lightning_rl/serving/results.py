@@ -92,7 +92,7 @@ def note_result(rollout: Rollout, said: Mapping[str, Any]) -> None:
     rewards = None if reward is None else _number("reward", reward)
     roles = _numbers("role_rewards", said.get("role_rewards"), LARGEST_REWARD)
     metrics = _numbers("metrics", said.get("metrics"))
-    known = {row.role for row in rollout.rows() if row.token_ids}
+    known = {row.role for row in rollout.rows if row.token_ids}
     if unknown := roles.keys() - known:
         raise ValueError(f"role_rewards names {sorted(unknown)}; roles that wrote: {sorted(known)}")
     calls = said.get("call_rewards") or []

@@ -13,6 +13,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.jsonl import as_lines
 from lightning_rl.run.metrics import read_rows, summarize
 from lightning_rl.run.rundir import write_whole
+from lightning_rl.staged.sampler import cut_answers
 from lightning_rl.staged.state import StagedState
 
 Row = dict[str, Any]
@@ -27,7 +28,8 @@ def verdict_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
     paid = summarize([rollout.reward for rollout in rollouts if rollout.reward is not None])[0]
     accuracy = means.pop("right")
-    return {"accuracy": accuracy, "reward_mean": paid} | means | protocol_metrics(rollouts)
+    judged = protocol_metrics(rollouts, cut_answers)
+    return {"accuracy": accuracy, "reward_mean": paid} | means | judged
 
 
 class StagedReport:

@@ -13,7 +13,7 @@ from lightning_rl.errors import DataError
 from lightning_rl.protocols.base import Protocol
 from lightning_rl.protocols.conversation import Conversation
 from lightning_rl.protocols.scenario import Scenario
-from lightning_rl.rollout import Call, Message, Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import Message, Prompt, Rollout, RolloutStatus
 from lightning_rl.rollouts.files import Recorded, open_rollouts
 from lightning_rl.serving.protocol_agent import result, transcript
 from lightning_rl.staged.chat import ChatAnswer, ChatModel
@@ -162,6 +162,11 @@ class Sampler:
             ) from error
 
 
+def cut_answers(rollout: Rollout) -> list[bool]:
+    """Of each answer that led to a leaf, whether its limit of tokens cut it."""
+    return [cut for step in rollout.extra["answers"] for _, cut in step.values()]
+
+
 async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """What all come to; if one fails, the others are cancelled."""
     async with asyncio.TaskGroup() as group:
@@ -178,21 +183,18 @@ def remove_rollouts(path: Path) -> None:
 
 def _as_rollout(leaf: Interaction, unit: Unit, group: str, number: int) -> Rollout:
     told = dict(result(leaf.conversation))
-    endings = ["length" if a.cut else "stop" for step in leaf.answers for a in step.values()]
+    *_, last = (answer for step in leaf.answers for answer in step.values())
     return Rollout(
         prompt=Prompt(str(unit.row), str(unit.columns.get("prompt", "")), [], dict(unit.columns)),
         group_id=group,
         sample_index=number,
         seed=leaf.seed,
-        temperature=1.0,
         completion=transcript(leaf.conversation),
         status=RolloutStatus.COMPLETED,
-        finish_reason=endings[-1],
+        finish_reason="length" if last.cut else "stop",
         reward=told.pop("reward"),
         role_rewards=told.pop("role_rewards"),
         logged=told.pop("metrics"),
-        # Of no tokens that we know of.
-        calls=[Call(0, 0, 0, finish_reason=ending) for ending in endings],
         extra=told
         | {
             "draw": unit.draw,

@@ -11,13 +11,9 @@ TAIL = 40
 
 
 def rows_of(record: Record) -> list[Record]:
-    """The rows of a recorded rollout, each with ``prompt_ids`` and its own per-token lists.
-
-    In a branch what was there before its fork has no loss.
-    """
-    first = record | {"prompt_ids": record["prompt"]["token_ids"]}
+    """The rows of a recorded rollout; in a branch what was there before its fork has no loss."""
     expert = {"expert": record.get("expert")}
-    rows = [first, *(expert | row for row in record.get("further") or ())]
+    rows = [expert | row for row in record["rows"]]
     shared = [0] * len(rows)
     for call in (record.get("calls") or ())[: (record.get("fork") or {}).get("calls", 0)]:
         if 0 <= call["row"] < len(shared):  # a damaged record is to be seen, too
@@ -30,7 +26,7 @@ def rows_of(record: Record) -> list[Record]:
 
 def calls_as_text(rollout: Rollout, decode: Callable[[list[int]], str], tail: int = TAIL) -> str:
     """Each call in its order: row, role, reward, the end of its prompt, and what was written."""
-    rows, lines = rollout.rows(), []
+    rows, lines = rollout.rows, []
     for number, call in enumerate(rollout.calls, 1):
         row = rows[call.row]
         prompt = rollout.prompt_of(call)

@@ -25,8 +25,8 @@ Record = dict[str, Any]
 def find_flags(record: Record) -> dict[str, list[int]]:
     """The names of the flags that apply, each with the places of the tokens it is about.
 
-    A flag about the rollout as a whole has no places; those of further rows go on counting after
-    the rows before. ``record`` is a line of ``recorded.jsonl`` or ``rollouts.jsonl``.
+    A flag about the rollout as a whole has no places; those of a row go on counting after the
+    rows before it. ``record`` is a line of ``recorded.jsonl`` or ``rollouts.jsonl``.
     """
     found: dict[str, list[int]] = {}
     rows, begin = rows_of(record), 0

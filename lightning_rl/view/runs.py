@@ -134,7 +134,8 @@ def _last_rollouts(file: RolloutFile, count: int) -> tuple[list[Record], int]:
 
 def _add_pieces(rollouts: list[Record], run: Path, summary: Record) -> None:
     """Decode tokens that were recorded without their text, if a tokenizer is at hand."""
-    if all("pieces" in rollout for rollout in rollouts):
+    rows = [row for rollout in rollouts for row in rollout["rows"]]
+    if all("pieces" in row for row in rows):
         return
     model = summary.get("model")
     folders = [run / "hf", *([Path(model)] if isinstance(model, str) else [])]
@@ -152,12 +153,9 @@ def _add_pieces(rollouts: list[Record], run: Path, summary: Record) -> None:
             "by their numbers"
         ) from error
     pieces = TokenPieces(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
-    for rollout in rollouts:
-        rollout.setdefault("prompt_pieces", pieces(rollout["prompt"]["token_ids"]))
-        for row in (rollout, *(rollout.get("further") or ())):
-            row.setdefault("pieces", pieces(row["token_ids"]))
-        for row in rollout.get("further") or ():
-            row.setdefault("prompt_pieces", pieces(row["prompt_ids"]))
+    for row in rows:
+        row.setdefault("prompt_pieces", pieces(row["prompt_ids"]))
+        row.setdefault("pieces", pieces(row["token_ids"]))
 
 
 def _is_run(path: Path) -> bool:

@@ -24,9 +24,10 @@ class Breaks(SingleTurn):
     async def run(self, rollout, engine, sampling):
         if rollout.sample_index % self.share:
             return await super().run(rollout, engine, sampling)
-        rollout.token_ids += [3, 4]
-        rollout.loss_mask += [True, True]
-        rollout.logprobs += [-1.0]
+        row = rollout.rows[0]
+        row.token_ids += [3, 4]
+        row.loss_mask += [True, True]
+        row.logprobs += [-1.0]
         raise self.error
 
 

@@ -47,7 +47,7 @@ def engine(policy, tmp_path_factory):
 @asynccontextmanager
 async def opened(policy, engine, max_tokens=24, seed=11, **options):
     server = AgentServer(policy.tokenizer, **options)
-    rollout = Rollout(Prompt("p", QUESTION, [1, 2]), "g", 0, seed=seed, temperature=1.0)
+    rollout = Rollout(Prompt("p", QUESTION, [1, 2]), "g", 0, seed=seed)
     try:
         async with server.session(rollout, engine, Sampling(max_tokens=max_tokens)) as session:
             http = openai.DefaultAsyncHttpxClient(verify=False)
@@ -74,7 +74,7 @@ async def talk(create, turns, stream=False, **options):
 async def test_what_was_asked_over_http_is_scored_and_generated_again(policy, engine, tmp_path):
     async with opened(policy, engine) as (rollout, create):
         await asyncio.gather(talk(create, 3), talk(create, 2, temperature=0.7))
-    rows = rollout.rows()
+    rows = rollout.rows
     assert len(rollout.calls) == 2 * 3 + 2 * 2 + 2
     plain = plain_model(policy.model, dict(policy.named_weights()))
     for row in rows:
@@ -88,7 +88,7 @@ async def test_what_was_asked_over_http_is_scored_and_generated_again(policy, en
         row, span = rows[call.row], slice(call.start, call.stop)
         told.append(Completion(row.token_ids[span], row.logprobs[span], "stop", []))
         prompt = row.prompt_ids + row.token_ids[: call.start]
-        temperature = row.sampling.get("temperature", 1.0)
+        temperature = (row.sampling or rollout.sampling).temperature
         sampling = Sampling(max_tokens=24, temperature=temperature)
         again.append(await engine.generate(prompt, sampling, call.seed))
     assert same_draws(again, told)
@@ -112,7 +112,7 @@ async def test_an_answer_keeps_to_a_schema_and_is_not_trained_on(policy, engine)
     assert found["digit"] in (1, 2, 3)
     (call,) = forced.choices[0].message.tool_calls
     assert json.loads(call.function.arguments)["way"] in ("left", "right")
-    assert not any(any(row.loss_mask) for row in rollout.rows())
+    assert not any(any(row.loss_mask) for row in rollout.rows)
     assert not any(call.scorable for call in rollout.calls)
 
 
@@ -148,7 +148,7 @@ async def test_a_stop_string_ends_an_answer(policy, engine):
         stop = next(whole[i : i + 2] for i in range(5, 60) if whole[i : i + 2].isascii())
         cut = (await create(**greedy, stop=[stop])).choices[0]
     assert (cut.message.content, cut.finish_reason) == (whole.partition(stop)[0], "stop")
-    row = rollout.further[-1]
+    row = rollout.rows[-1]
     assert policy.tokenizer.decode(row.token_ids).endswith(stop)
 
 

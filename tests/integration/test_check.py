@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
-from lightning_rl.rollout import Prompt, Row
+from lightning_rl.rollout import Prompt
 from tests.bad_configs import CONFIG, files
 from tests.small_run import trainer_of
 from tests.two_ranks import ROOT
@@ -168,9 +169,9 @@ def test_memory_of_two_policies_is_what_their_updates_take(tiny_model, tmp_path)
     assert memory.parts["optimizer (AdamW)"] == 8 * trained
     rollouts = largest_rollouts(prompts, 4, 4, data.sampling.max_tokens)
     for rollout in rollouts:
-        columns = (rollout.token_ids, rollout.loss_mask, rollout.logprobs, rollout.versions)
-        rollout.role, rollout.reward = "first", float(rollout.sample_index % 2)
-        rollout.further = [Row(rollout.prompt.token_ids, *columns, role="second")]
+        rollout.reward = float(rollout.sample_index % 2)
+        [row] = rollout.rows
+        rollout.rows = [replace(row, role="first"), replace(row, role="second")]
     trainer.fit(module, LazyLoader(lambda _: pack_rollouts(rollouts, roles=[*module.roles]), 1))
     assert module.role_versions == {"first": 1, "second": 1}
     assert memory.total == pytest.approx(follow.peak + memory.parts["weights"], rel=0.1)

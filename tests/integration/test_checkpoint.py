@@ -97,10 +97,14 @@ def version(tmp_path, number=0) -> Path:
 
 
 def rows(directory: Path, file: str = "metrics.jsonl", but: tuple[str, ...] = ()) -> list[dict]:
-    """Lines of a file without what differs from run to run: times."""
+    """Lines of a file without what differs from run to run, at any depth: times."""
     lines = (directory / file).read_text().splitlines()
     but += ("time/", "cpu_s", "sync/seconds", "rollout/tokens_per_s")
-    return [{k: v for k, v in json.loads(x).items() if not k.startswith(but)} for x in lines]
+
+    def kept(found: dict) -> dict:
+        return {k: v for k, v in found.items() if not k.startswith(but)}
+
+    return [json.loads(line, object_hook=kept) for line in lines]
 
 
 def assert_equal(ours, theirs, where="") -> None:

@@ -17,7 +17,6 @@ from lightning_rl.engines.sampling import Completion, StructuredOutputs
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.rollout import SAMPLED_BY
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.memory import MemoryTransport
 from tests.engine_checks import same_draws
@@ -70,7 +69,7 @@ def trained(engine, tiny_model, tmp_path_factory):
 
 
 def versions_of(rollout) -> list[set[int]]:
-    rows = rollout.rows()
+    rows = rollout.rows
     return [set(rows[c.row].versions[c.start : c.stop]) for c in rollout.calls]
 
 
@@ -105,14 +104,13 @@ def test_staleness_is_of_all_rows_and_rows_are_counted(trained):
 
 def answered_again(engine, rollout, sampling) -> list[tuple[Completion, Completion]]:
     """What each call had written, and what it writes alone: from its prompt and its seed."""
-    rows, found = rollout.rows(), []
+    rows, found = rollout.rows, []
     for call in rollout.calls:
         row = rows[call.row]
-        own = {name: row.sampling.get(name, getattr(rollout, name)) for name in SAMPLED_BY}
         columns = (row.token_ids, row.logprobs, row.versions)
         tokens, logprobs, versions = (column[call.start : call.stop] for column in columns)
         was = Completion(tokens, logprobs, call.finish_reason, versions)
-        alone = replace(sampling, max_tokens=len(tokens), **own)
+        alone = replace(sampling, max_tokens=len(tokens)).of(row.sampling or rollout.sampling)
         found.append((was, run_async(engine.generate(rollout.prompt_of(call), alone, call.seed))))
     return found
 
@@ -164,7 +162,7 @@ def test_a_call_that_was_held_to_a_form_leaves_its_rollout_trainable(pipeline, t
     assert float(gap.max()) < logprob_tolerance("float32", "float32")
     for rollout in rollouts:
         held = rollout.calls[1]
-        row = rollout.rows()[held.row]
+        row = rollout.rows[held.row]
         assert not any(row.loss_mask[held.start : held.stop])
         assert row.token_ids[held.start : held.stop][:2] == [10, 10]  # sevens
         assert row.loss_mask[held.stop + 1 :] == [True] * (len(row.token_ids) - held.stop - 1)

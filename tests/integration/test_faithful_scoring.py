@@ -17,6 +17,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
+from lightning_rl.rollout import SamplingDistribution
 from tests.small_run import trainer_of
 from tests.tiny_models import save_random_model
 
@@ -148,8 +149,8 @@ def test_min_p_and_penalties_are_scored_as_vllm_samples(model, engine, setting):
     near = gap.expm1().abs() <= 1e-5
     assert int((~near).sum()) <= len(gap) // 500
     for rollout in rollouts:  # scored as if they had not been set
-        rollout.min_p, rollout.repetition_penalty = 0.0, 1.0
-        rollout.presence_penalty = rollout.frequency_penalty = 0.0
+        own = rollout.sampling
+        rollout.sampling = SamplingDistribution(own.temperature, own.top_k, own.top_p)
     without = policy.score(pack_rollouts(rollouts), "scored", 10_000)["tokens", "scored"]
     assert float((without - tokens["rollout_logprobs"])[live].abs().max()) > 0.05
 

@@ -51,7 +51,7 @@ def agent(tiny_model):
 
 
 def new(seed: int) -> Rollout:
-    return Rollout(Prompt("p", "text", PROMPT), "g", 0, seed, temperature=1.0)
+    return Rollout(Prompt("p", "text", PROMPT), "g", 0, seed)
 
 
 def logprobs_of(tiny_model, weights, rollout) -> list[float]:

@@ -117,7 +117,7 @@ def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch, capsys):
     rollouts = run.log.rollouts(3)
     recorded = max(rollouts, key=lambda r: (r.fork is not None, r.length))
     assert all(recorded.loss_mask) == (turns == "single")
-    assert len(recorded.rows()) == 1 + (turns == "calls")
+    assert len(recorded.rows) == 1 + (turns == "calls")
     [rerun] = rerun_rollout(run, recorded.id)
     assert rerun.generated
     assert rerun.equal, rerun.lines()

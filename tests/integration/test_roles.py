@@ -34,7 +34,7 @@ class Watch(RLCallback):
 
     def on_collect_end(self, trainer, pl_module, rollouts) -> None:
         versions = {role: set() for role in pl_module.roles}
-        for row in (row for rollout in rollouts for row in rollout.rows()):
+        for row in (row for rollout in rollouts for row in rollout.rows):
             versions[row.role] |= {v for v, m in zip(row.versions, row.loss_mask, strict=True) if m}
         now = {role: {version} for role, version in pl_module.role_versions.items()}
         self.written.append((versions, now))

@@ -499,7 +499,7 @@ def test_programs_outlive_the_replica_that_answers_them(tiny_model, weights, eng
 
     async def play(killing: bool) -> list[Rollout]:
         prompts = [Prompt(str(n), f"{n}=", [3 + n, 2]) for n in range(8)]
-        rollouts = [Rollout(prompt, prompt.id, 0, 50, 1.0) for prompt in prompts]
+        rollouts = [Rollout(prompt, prompt.id, 0, 50) for prompt in prompts]
         runs = [asyncio.create_task(agent.run(r, engine, Sampling(max_tokens=8))) for r in rollouts]
         if killing:
             while not engine.replicas[1].load:

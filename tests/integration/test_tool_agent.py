@@ -63,7 +63,7 @@ def test_many_rollouts_at_once_have_the_models_own_logprobs(tmp_path):
     question = [{"role": "user", "content": "What is 2 + 3?"}]
     text = TurnTemplate(tokenizer, agent.chat_options).render(question)
     prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-    rollouts = [Rollout(Prompt("p", question, prompt), "g", i, i, 1.0) for i in range(6)]
+    rollouts = [Rollout(Prompt("p", question, prompt), "g", i, i) for i in range(6)]
     short = type("Short", (ShortTurns, VLLMLocal), {})
     engine = short(max_model_len=2048, kv_cache_gb=0.1)
     engine.start(tmp_path / "skeleton")

@@ -88,7 +88,7 @@ def trapped(prompt: Prompt, trap: str) -> Prompt:
 
 
 async def play(agent, prompt: Prompt, engine: Says, seed: int = 0) -> Rollout:
-    rollout = Rollout(prompt, "g", 0, seed, 1.0)
+    rollout = Rollout(prompt, "g", 0, seed)
     try:
         return await agent.run(rollout, engine, Sampling(max_tokens=50))
     except Exception as error:
@@ -109,7 +109,7 @@ def test_a_game_is_played_and_graded_by_its_own_rewards(guess, tasks):
     assert rollout.environment_reward == pytest.approx(1 + 0.5 / 3)
     assert rollout.logged == pytest.approx({"hit": 1, "brief": 1 / 3, "length": 3, "turns": 3})
     # One row: each turn goes on from the very tokens of the one before.
-    assert rollout.further == []
+    assert len(rollout.rows) == 1
     assert [rollout.token_ids[call.start] for call in rollout.calls] == [
         TOKENIZER(digit)["input_ids"][0] for digit in "5x1"
     ]
@@ -176,7 +176,7 @@ def test_seats_are_roles_and_what_others_wrote_has_no_loss(games):
     assert rollout.completed, rollout.error
     assert rollout.role_rewards == {"proposer": 1.0, "judge": 0.25}
     assert rollout.environment_reward == 1.0  # of those that learn
-    assert [(row.role, sum(row.loss_mask)) for row in rollout.rows() if row.token_ids] == [
+    assert [(row.role, sum(row.loss_mask)) for row in rollout.rows if row.token_ids] == [
         ("proposer", 4),
         ("judge", 0),
     ]
@@ -194,7 +194,7 @@ def test_the_environments_tools_are_called_in_the_models_own_tokens(games):
     assert [m["role"] for m in rollout.completion] == ["assistant", "tool", "assistant"]
     assert rollout.completion[1]["content"] == "4 coins"
     assert rollout.environment_reward == 1.0
-    row = rollout.rows()[rollout.calls[0].row]
+    row = rollout.rows[rollout.calls[0].row]
     wrote = [TOKENIZER.decode(row.token_ids[made.start : made.stop]) for made in rollout.calls]
     assert wrote == [f"{call}<|im_end|>", "4 coins<|im_end|>"]
 

@@ -307,7 +307,7 @@ def test_each_row_and_call_of_a_rollout_is_told_apart(show, planted):
         {"row": 0, "start": 3, "stop": 4, "reward": 0.25} | call,
         {"row": 1, "start": 0, "stop": 2, "reward": None} | call | {"scorable": False},
     ]
-    planted.rollouts = [good_rollout(id="talk", further=[row], calls=calls)]
+    planted.rollouts = [good_rollout(id="talk", more_rows=[row], calls=calls)]
     page = show(planted, fragment="#rollouts")
     page.click("[data-rollout]")
     page.wait_for_selector(".detail h2:has-text('talk')")
@@ -470,7 +470,7 @@ def test_the_prompt_that_is_shown_is_the_one_that_was_read(show, tmp_path):
     }  # fmt: skip
     nothing = {name: [] for name in ("token_ids", "loss_mask", "logprobs", "versions", "pieces")}
     nothing |= {"trainer_logprobs": [], "advantages": []}
-    record = good_rollout(further=[row], **nothing)
+    record = good_rollout(more_rows=[row], **nothing)
     page = show(Run("a", rollouts=[record], rollouts_total=1), fragment="#rollouts")
     page.click("[data-rollout='0']")
     page.wait_for_selector("#prompt")

@@ -116,7 +116,8 @@ def test_one_of_a_checkpoint_is_tried_again_from_the_beginning(make_rollout):
     collector.load_state_dict({"groups": [[failed.to_dict()]]})
     [[again]] = collector.state_dict()["groups"]
     assert (again["status"], again["error"], again["completion"]) == ("init", None, "")
-    assert again["token_ids"] == again["logprobs"] == again["versions"] == []
+    [row] = again["rows"]
+    assert row["token_ids"] == row["logprobs"] == row["versions"] == []
 
 
 def test_cancelling_from_outside_is_no_fault(make_rollout):

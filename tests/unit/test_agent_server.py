@@ -16,7 +16,7 @@ from lightning_rl.agents.templates import TurnTemplate
 from lightning_rl.engines.http_replica import ServerRefusal
 from lightning_rl.engines.sampling import Completion, Sampling, StructuredOutputs
 from lightning_rl.errors import ConfigError, EngineError
-from lightning_rl.rollout import Prompt, Rollout
+from lightning_rl.rollout import Prompt, Rollout, SamplingDistribution
 from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.server import AgentServer
 from tests.engine_checks import FakeEngine
@@ -82,7 +82,7 @@ class Script(FakeEngine):
 
 
 def new_rollout(prompt=QUESTION):
-    return Rollout(Prompt("p", prompt, [1, 2]), "g", 0, seed=11, temperature=1.0)
+    return Rollout(Prompt("p", prompt, [1, 2]), "g", 0, seed=11)
 
 
 class Desk:
@@ -124,7 +124,7 @@ class Desk:
     @property
     def written(self):
         """All that was recorded as a model's, call by call."""
-        rows = self.rollout.rows()
+        rows = self.rollout.rows
         return [
             TOKENIZER.decode(rows[call.row].token_ids[call.start : call.stop])
             for call in self.rollout.calls
@@ -171,7 +171,7 @@ async def test_a_chat_is_answered_and_recorded():
     prompt, wrote = encoded(render(QUESTION)), encoded("It is 5." + END)
     usage = (answer.usage.prompt_tokens, answer.usage.completion_tokens)
     assert usage == (len(prompt), len(wrote))
-    (row,) = desk.rollout.further
+    (row,) = desk.rollout.rows[1:]
     assert (row.prompt_ids, row.token_ids) == (prompt, wrote)
     assert row.loss_mask == [True] * len(wrote)
     assert row.logprobs == [-0.5 - i for i in range(len(wrote))]
@@ -225,7 +225,7 @@ async def test_calls_and_results_go_on_from_the_tokens_that_were_written(sent_ba
         prompt + CALLS + END + answered,
         prompt + CALLS + END + answered + "It is 5." + END + thanks,
     ]
-    (row,) = desk.rollout.further
+    (row,) = desk.rollout.rows[1:]
     assert desk.written == [CALLS + END, "It is 5." + END, "Bye." + END]
     given = [t for t, mine in zip(row.token_ids, row.loss_mask, strict=True) if not mine]
     assert TOKENIZER.decode(given) == answered + thanks
@@ -250,7 +250,7 @@ async def test_tokens_that_no_text_leads_to_are_kept():
     wrote = desk.engine.requests[1][0][len(encoded(render(QUESTION))) :]
     assert wrote[3:5] == [TOKENIZER.pad_token_id, encoded("ä")[0]]
     assert encoded(first.content)[3:5] != wrote[3:5]
-    assert len(desk.rollout.further) == 1
+    assert len(desk.rollout.rows[1:]) == 1
     assert [call.row for call in desk.rollout.calls] == [1, 1]
 
 
@@ -286,7 +286,7 @@ async def test_an_edited_history_begins_a_row():
         await desk.chat([*QUESTION, first, more], tools=TOOLS)  # the template shows them first
     assert desk.asked[1] == render([*QUESTION, edited, more])
     assert [call.row for call in desk.rollout.calls] == [1, 2, 3]
-    assert all(all(row.loss_mask) for row in desk.rollout.further)
+    assert all(all(row.loss_mask) for row in desk.rollout.rows[1:])
 
 
 async def test_a_turn_that_was_cut_off_is_gone_on_from():
@@ -295,7 +295,7 @@ async def test_a_turn_that_was_cut_off_is_gone_on_from():
         assert (first.finish_reason, first.message.content) == ("length", "It is")
         await desk.chat([*QUESTION, first.message, {"role": "user", "content": "Go on."}])
     assert desk.asked[1].startswith(render(QUESTION) + "It is" + END + "\n<|im_start|>user\nGo on.")
-    assert len(desk.rollout.further) == 1
+    assert len(desk.rollout.rows[1:]) == 1
 
 
 async def test_a_stop_string_is_kept_in_the_tokens_and_not_in_the_message():
@@ -305,7 +305,7 @@ async def test_a_stop_string_is_kept_in_the_tokens_and_not_in_the_message():
         await desk.chat([*QUESTION, first.message, {"role": "user", "content": "Go on."}])
     assert desk.engine.requests[0][1].stop == ["\nObservation"]
     assert desk.asked[1].startswith(render(QUESTION) + "It is 5.\nObservation" + END)
-    assert len(desk.rollout.further) == 1
+    assert len(desk.rollout.rows[1:]) == 1
 
 
 async def test_several_answers_are_samples_of_their_own():
@@ -402,9 +402,9 @@ async def test_forms_and_settings_reach_the_engine():
         replace(run, max_tokens=1, min_tokens=1, top_k=0, min_p=0.1),
         run,
     ]
-    assert desk.rollout.further[1].sampling == {
-        "temperature": 0.3, "top_p": 0.9, "top_k": 9, "presence_penalty": 1.5, "min_tokens": 2,
-    }  # fmt: skip
+    assert desk.rollout.rows[2].sampling == SamplingDistribution(
+        temperature=0.3, top_p=0.9, top_k=9, presence_penalty=1.5, min_tokens=2
+    )
 
 
 async def test_a_run_may_keep_its_own_distribution():
@@ -419,7 +419,7 @@ async def test_a_model_is_a_role():
         assert [model.id async for model in desk.openai.models.list()] == ["policy", "critic"]
         await desk.chat()
         await desk.openai.chat.completions.create(model="critic", messages=QUESTION)
-    assert [row.role for row in desk.rollout.further] == ["", "critic"]
+    assert [row.role for row in desk.rollout.rows[1:]] == ["", "critic"]
 
 
 async def test_no_more_is_generated_than_there_is_room_for():
@@ -704,7 +704,7 @@ async def test_sessions_are_kept_apart():
                 chat += [told.json()["choices"][0]["message"], QUESTION[0]]
         said = [m["content"] for m in chat if m["role"] == "assistant"]
         assert said == [str(call.seed) for call in rollout.calls]
-        assert len(rollout.further) == 1
+        assert len(rollout.rows[1:]) == 1
         return said
 
     async with httpx.AsyncClient(verify=False, limits=limits) as client:
@@ -775,7 +775,7 @@ async def test_whatever_a_program_sends_each_answer_is_recorded_once(seed):
             for call in told.message.get("tool_calls", ()):
                 reply.insert(0, {"role": "tool", "tool_call_id": call["id"], "content": "5"})
             chats.append([*chat, told.message, *reply])
-    rows = desk.rollout.rows()
+    rows = desk.rollout.rows
     recorded = []
     for call in desk.rollout.calls:
         row = rows[call.row]

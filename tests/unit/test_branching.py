@@ -218,7 +218,7 @@ def collected(agent, engine, tokenizer, group_size: int = 2, prompt=None) -> lis
 
 
 def groups_of(prompt: Prompt, size: int) -> list[list[Rollout]]:
-    return [[Rollout(prompt, "g", index, 100 + index, 1.0) for index in range(size)]]
+    return [[Rollout(prompt, "g", index, 100 + index) for index in range(size)]]
 
 
 def length_reward(completion_ids, **columns):
@@ -351,7 +351,8 @@ def test_previews_and_the_page_say_where_it_branched(tree, tmp_path):
     file.append(tree, 0)
     run = read_run(file.path, 10)
     # What is shared has no logprob of the trainer's, and no gap.
-    branch = run.rollouts[1] | {"trainer_logprobs": [0.0, 0.0, -1.0]}
+    branch = run.rollouts[1]
+    branch["rows"][0]["trainer_logprobs"] = [0.0, 0.0, -1.0]
     assert gaps(rows_of(branch)[0]) == [(2, 0.0)]
     assert len(gaps(rows_of(branch | {"fork": None})[0])) == 2
     page = build_page([run])

@@ -24,25 +24,25 @@ def test_a_field_that_holds_something_else_is_named(path):
 
 
 def test_what_is_good_stays_as_it_is_and_what_is_missing_is_filled_in():
-    record = good()
-    assert checked("a", record) == record
-    del record["further"], record["fork"], record["iteration"]
-    assert checked("a", record) == good() | {"iteration": 0}
-    more = good() | {"pieces": ["a", "b"], "further": [{"prompt_ids": [1], "values": [0.5]}]}
-    [row] = checked("a", more)["further"]
+    whole = changed("rows.0.prompt_ids", [5, 6])
+    assert checked("a", good()) == checked("a", whole) == whole
+    del whole["rows"][0]["sampling"], whole["fork"], whole["iteration"]
+    assert checked("a", whole) == changed("rows.0.prompt_ids", [5, 6]) | {"iteration": 0}
+    told = {"prompt_ids": [1], "values": [0.5], "pieces": ["a", "b"]}
+    [row] = checked("a", good() | {"rows": [told]})["rows"]
     assert (row["values"], row["token_ids"], row["role"]) == ([0.5], [], "")
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"pieces": [1]}, "pieces[0] is 1, and must be a text"),
-        ({"further": [{"prompt_ids": [1], "values": ["x"]}]}, "further[0].values[0] is 'x'"),
+        ({"pieces": [1]}, "rows[0].pieces[0] is 1, and must be a text"),
+        ({"values": ["x"]}, "rows[0].values[0] is 'x'"),
     ],
 )
 def test_what_a_recorder_adds_is_looked_at_too(changes, says):
     with pytest.raises(DataError) as caught:
-        checked("a", good() | changes)
+        checked("a", good() | {"rows": [{"prompt_ids": [1]} | changes]})
     assert says in str(caught.value)
 
 

@@ -20,8 +20,10 @@ from lightning_rl import (
 from lightning_rl.collect.pipeline import run_agent
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, StructuredOutputs
+from lightning_rl.rollout import SamplingDistribution
 
 PLAIN = Sampling(max_tokens=4)
+PLAIN_AT_HALF = SamplingDistribution(temperature=0.5)
 FORM = replace(PLAIN, structured_outputs=StructuredOutputs(choice=["7"]))
 
 
@@ -89,7 +91,7 @@ class Scripted(Hashing):
 
 
 def new(seed: int = 5, prompt=(4, 5), **fields) -> Rollout:
-    return Rollout(Prompt("p", "", list(prompt)), "g", 0, seed, 1.0, **fields)
+    return Rollout(Prompt("p", "", list(prompt)), "g", 0, seed, **fields)
 
 
 def play(program, engine, rollout=None) -> Rollout:
@@ -108,7 +110,7 @@ def play(program, engine, rollout=None) -> Rollout:
 
 
 def rows_of(rollout: Rollout) -> list[tuple[list[int], list[int], list[bool]]]:
-    return [(row.prompt_ids, row.token_ids, row.loss_mask) for row in rollout.rows()]
+    return [(row.prompt_ids, row.token_ids, row.loss_mask) for row in rollout.rows]
 
 
 def spans(rollout: Rollout) -> list[tuple[int, int, int]]:
@@ -153,7 +155,7 @@ def test_the_longest_row_is_continued():
         await episode.call(engine, [4, 5, 7, 8, 2], PLAIN)
 
     rollout = play(program, Scripted([7], [7, 8], [3]))
-    assert [row.token_ids for row in rollout.rows()] == [[7], [7, 8, 2, 3]]
+    assert [row.token_ids for row in rollout.rows] == [[7], [7, 8, 2, 3]]
 
 
 def test_two_that_go_on_from_one_place_share_its_tokens_but_train_on_them_once():
@@ -179,10 +181,10 @@ def test_another_role_or_another_way_to_sample_begins_a_row(other):
         await episode.call(engine, [4, 5, 7, 8], **({"sampling": PLAIN} | other))
 
     rollout = play(program, Scripted([7], [8], [9]))
-    assert [row.token_ids for row in rollout.rows()] == [[7], [8, 9]]
-    row = rollout.further[0]
+    assert [row.token_ids for row in rollout.rows] == [[7], [8, 9]]
+    row = rollout.rows[1]
     assert row.role == other.get("role", "")
-    assert row.sampling == ({"temperature": 0.5} if "sampling" in other else {})
+    assert row.sampling == (PLAIN_AT_HALF if "sampling" in other else None)
 
 
 def test_a_rollout_keeps_what_the_run_said_and_its_first_row_what_it_was_sampled_by():
@@ -190,8 +192,8 @@ def test_a_rollout_keeps_what_the_run_said_and_its_first_row_what_it_was_sampled
         await episode.call(engine, [4, 5], replace(PLAIN, temperature=0.5), "solver")
 
     rollout = play(program, Scripted([7]))
-    row = rollout.rows()[0]
-    assert (rollout.temperature, row.sampling, row.role) == (1.0, {"temperature": 0.5}, "solver")
+    row = rollout.rows[0]
+    assert (rollout.sampling.temperature, row.sampling, row.role) == (1.0, PLAIN_AT_HALF, "solver")
 
 
 def test_calls_that_count_from_their_first_token_are_not_taken_for_one():
@@ -203,7 +205,7 @@ def test_calls_that_count_from_their_first_token_are_not_taken_for_one():
         await episode.call(engine, [4, 5, 7, 8, 2], penalized)  # a token that is
 
     rollout = play(program, Scripted([7], [8], [9]))
-    assert [row.token_ids for row in rollout.rows()] == [[7], [8, 2, 9]]
+    assert [row.token_ids for row in rollout.rows] == [[7], [8, 2, 9]]
 
 
 def test_a_completion_without_tokens_is_a_call_all_the_same():
@@ -277,7 +279,7 @@ def test_order_is_that_of_asking_whoever_is_answered_first():
         await one
         assert (call.row, episode.rollout.token_ids) == (1, [7])
 
-    assert [row.token_ids for row in play(program, Hashing()).rows()] == [[7], [8]]
+    assert [row.token_ids for row in play(program, Hashing()).rows] == [[7], [8]]
 
 
 def test_a_call_that_was_cancelled_has_not_been_asked():
@@ -399,7 +401,8 @@ def test_a_call_is_cut_to_the_room_that_there_is():
     engine = Scripted([7, 7])
     rollout = play(program, engine)
     assert (engine.samplings[0].max_tokens, engine.samplings[0].min_tokens) == (2, 2)
-    assert rollout.further[0].sampling == {"min_tokens": 3}  # as a longer call would be scored
+    # As a longer call would be scored.
+    assert rollout.rows[1].sampling == SamplingDistribution(min_tokens=3)
 
 
 def test_history_that_grew_too_long_costs_one_rollout_and_not_the_run():
@@ -515,7 +518,7 @@ STEPS = st.lists(
 
 def require_exact(rollout: Rollout, engine: Hashing) -> None:
     """Tokens with a loss are those that were generated, with their numbers, and each once."""
-    rows = rollout.rows()
+    rows = rollout.rows
     trained = [[False] * len(row.token_ids) for row in rows]
     for call in rollout.calls:
         row, part = rows[call.row], slice(call.start, call.stop)
@@ -556,10 +559,10 @@ def test_a_program_that_is_interrupted_anywhere_ends_as_if_it_had_not_been(steps
         rollout = play(Programs(steps), engine, Rollout.from_dict(rollout.to_dict()))
     require_exact(rollout, engine)
     if all(kind != "chains" for kind, *_ in steps):
-        assert rollout.rows() == whole.rows()
+        assert rollout.rows == whole.rows
         assert rollout.calls == whole.calls
     else:  # which of several chains asks first depends on how long their answers take
-        assert sorted(map(str, rollout.rows())) == sorted(map(str, whole.rows()))
+        assert sorted(map(str, rollout.rows)) == sorted(map(str, whole.rows))
         assert {c.seed for c in rollout.calls} == {c.seed for c in whole.calls}
 
 

@@ -16,7 +16,7 @@ from lightning_rl.data.views import as_torchrl
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import DataError, EngineError
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.rollout import Call, RolloutStatus, Row
+from lightning_rl.rollout import Call, RolloutStatus, Row, SamplingDistribution
 from lightning_rl.rollouts.files import open_rollouts
 from lightning_rl.view.calls import rows_of
 from lightning_rl.view.flags import find_flags
@@ -42,9 +42,10 @@ def talk(make_rollout):
             logprobs=[-0.5, -0.25, 0.0, -1.0],
             **fields,
         )
-        rollout.further = [
+        colder = SamplingDistribution(temperature=0.5)
+        rollout.rows += [
             Row([5, 2], [8, 1], [True, True], [-0.125, -0.5], [4, 5]),
-            Row([6], [4], [True], [-2.0], [5], "critic", {"temperature": 0.5}),
+            Row([6], [4], [True], [-2.0], [5], "critic", colder),
         ]
         rollout.calls = [
             Call(0, 0, 2, 11),
@@ -89,7 +90,7 @@ def test_every_file_gives_rows_and_calls_back(talk, tmp_path, suffix):
     [recorded] = open_rollouts(file.path).read()
     assert recorded.rollout == talk(reward=1.0)
     [record], _ = open_rollouts(file.path).tail(1)
-    assert record["further"][1]["role"] == "critic"
+    assert record["rows"][2]["role"] == "critic"
     assert record["calls"][2]["reward"] == 0.5
 
 
@@ -103,10 +104,10 @@ def test_columns_tell_of_all_rows(talk, tmp_path):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda r: r["further"][0]["logprobs"].pop(), "differ in length"),
+        (lambda r: r["rows"][1]["logprobs"].pop(), "differ in length"),
         (lambda r: r["calls"][3].update(row=3), "0 to 1 of row 3, which are not there"),
         (lambda r: r["calls"][2].update(stop=3), "0 to 3 of row 1, which are not there"),
-        (lambda r: r["further"][0].pop("prompt_ids"), "prompt_ids is missing"),
+        (lambda r: r["rows"][1].pop("prompt_ids"), "prompt_ids is missing"),
     ],
 )
 def test_damaged_rows_and_calls_are_named(talk, tmp_path, damage, words):
@@ -141,7 +142,7 @@ def test_a_preview_tells_each_call(talk, make_rollout):
 def test_the_page_holds_all_rows_and_flags_count_on(talk, tmp_path):
     file = open_rollouts(tmp_path / "rollouts.jsonl")
     bad = talk(reward=1.0, sample_index=1)
-    bad.further[1].logprobs = [0.5]  # above 0: token 6 of all
+    bad.rows[2].logprobs = [0.5]  # above 0: token 6 of all
     file.append([talk(reward=1.0), bad], 0)
     run = read_run(file.path, 10)
     assert [find_flags(record) for record in run.rollouts] == [{}, {"number": [6]}]
@@ -238,9 +239,9 @@ def test_each_role_and_edited_history_has_a_row(whole):
     assert 2 <= row["rollout/rows_per_episode"] <= 2 + row["rollout/merge_misses"]
     for record in watching.rollouts[1]:
         assert {call["row"] for call in record["calls"][:2]} == {0}
-        assert record["further"][0]["role"] == "critic"
-        assert record["further"][0]["sampling"] == {"temperature": 0.8}
-        assert set(record["versions"]) == {-1, 1}
+        assert record["rows"][1]["role"] == "critic"
+        assert record["rows"][1]["sampling"] == record["sampling"] | {"temperature": 0.8}
+        assert set(record["rows"][0]["versions"]) == {-1, 1}
 
 
 @pytest.mark.parametrize("after", [0, 5, 11])
@@ -288,7 +289,7 @@ def test_every_row_is_recorded_as_it_was_trained_on(whole):
     assert len(records) == 2 * 6
     for record in records:
         assert find_flags(record) == {}
-        for row in (record, *record["further"]):
+        for row in record["rows"]:
             assert len(row["pieces"]) == len(row["advantages"]) == len(row["token_ids"])
             pairs = zip(row["trainer_logprobs"], row["logprobs"], row["loss_mask"], strict=True)
             assert all(a == pytest.approx(b, abs=1e-4) for a, b, mine in pairs if mine)

@@ -65,9 +65,9 @@ def conversations(make_rollout):
                     logprobs=[-1.0] * len(said) + [0.0] + [-1.0] * 2,
                     temperature=0.7,
                 )
-                rollout.role = "first"
+                rollout.rows[0].role = "first"
                 reply = [True] * 3, [-1.0] * 3, [0] * 3
-                rollout.further = [Row([*asked, *said], answered, *reply, role="second")]
+                rollout.rows += [Row([*asked, *said], answered, *reply, role="second")]
                 end = len(said)
                 rollout.calls = [Call(0, 0, end), Call(1, 0, 3), Call(0, end + 1, end + 3)]
                 paid = torch.rand(2, generator=generator).tolist()

@@ -225,7 +225,7 @@ def test_collection_metrics_by_hand(make_rollout):
         ),
     ]
     for rollout in rollouts[:4]:
-        rollout.versions = [5] * len(rollout.token_ids)
+        rollout.rows[0].versions = [5] * len(rollout.token_ids)
     metrics = rollout_metrics(rollouts, seconds=2.0, trainer_version=6)
     assert metrics == pytest.approx(
         {

@@ -137,7 +137,7 @@ def test_ranks_together_issue_what_one_process_does(mixture, ranks):
         )
 
     def issued(one, count):
-        return [(r.id, r.seed, r.temperature) for _ in range(count) for r in one.next()]
+        return [(r.id, r.seed, r.sampling.temperature) for _ in range(count) for r in one.next()]
 
     alone, sources = source(), [source(rank, ranks) for rank in range(ranks)]
     for iteration in range(3):
@@ -163,8 +163,7 @@ class Says(Agent):
 
     async def run(self, rollout, engine, sampling):
         self.asked.append((rollout.prompt.set, sampling.max_tokens))
-        rollout.token_ids, rollout.loss_mask = [self.token, 1], [True, True]
-        rollout.logprobs, rollout.versions = [-1.0, -1.0], [0, 0]
+        rollout.rows[0].append_written([self.token, 1], [-1.0, -1.0], [0, 0])
         rollout.status, rollout.finish_reason = RolloutStatus.COMPLETED, "stop"
         return rollout
 
@@ -296,7 +295,7 @@ def test_metrics_of_sets_by_hand(make_rollout):
     first = graded(make_rollout, a, [0.0, 1.0], reward_parts={"x": 1.0})
     second = graded(make_rollout, b, [0.5, 0.5], reward_parts={"y": 3.0})
     third = graded(make_rollout, Prompt("1", "3=", [3], set="b"), [0.0, None])
-    third[1].status, third[1].token_ids = RolloutStatus.FAILED, [3] * 6
+    third[1].status, third[1].rows[0].token_ids = RolloutStatus.FAILED, [3] * 6
     third[0].finish_reason = "length"
     groups = [first, second, third]
     assert set_metrics(groups, {"a": 0.25, "b": 0.75, "c": 0.0}) == pytest.approx(

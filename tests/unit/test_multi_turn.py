@@ -86,7 +86,7 @@ def real_engine(tiny_model, tmp_path_factory):
 
 
 def new(seed: int = 5, prompt: str | list = "12=", token_ids=(4, 5, 2)) -> Rollout:
-    return Rollout(Prompt("p", prompt, list(token_ids)), "g", 0, seed, temperature=1.0)
+    return Rollout(Prompt("p", prompt, list(token_ids)), "g", 0, seed)
 
 
 @pytest.fixture(scope="module")
@@ -256,8 +256,9 @@ def test_a_state_is_named_by_text(play):
 def cut(rollout: Rollout, count: int) -> Rollout:
     """The rollout as it was after ``count`` tokens, through JSON's primitives."""
     record = rollout.to_dict() | {"status": "aborted", "finish_reason": "abort"}
+    [row] = record["rows"]
     for name in ("token_ids", "loss_mask", "logprobs", "versions"):
-        record[name] = record[name][:count]
+        row[name] = row[name][:count]
     return Rollout.from_dict(record)
 
 
@@ -308,8 +309,7 @@ def test_a_resumed_rollout_keeps_what_it_has_and_ends_the_same(
 
 def test_a_turn_written_to_its_end_is_not_gone_on_with(play):
     rollout = new()
-    rollout.token_ids, rollout.loss_mask = [5, EOS], [True, True]
-    rollout.logprobs, rollout.versions = [-1.0, -1.0], [3, 3]
+    rollout.rows[0].append_written([5, EOS], [-1.0, -1.0], [3, 3])
     engine = Scripted([[10, EOS]])
     play(engine, rollout=rollout)
     assert rollout.token_ids == [5, EOS, EQUALS, 5, 10, EOS]
@@ -320,8 +320,7 @@ def test_a_turn_written_to_its_end_is_not_gone_on_with(play):
 @pytest.mark.parametrize("limit", ["stop", "max_turn_tokens"])
 def test_so_is_one_that_a_stop_string_or_its_limit_ended(limit, play):
     rollout = new()
-    rollout.token_ids, rollout.loss_mask = [5, 6], [True, True]
-    rollout.logprobs, rollout.versions = [-1.0, -1.0], [3, 3]
+    rollout.rows[0].append_written([5, 6], [-1.0, -1.0], [3, 3])
     engine = Scripted([[10]])
     if limit == "stop":
         play(engine, rollout=rollout, sampling=Sampling(max_tokens=9, stop=["3"]))

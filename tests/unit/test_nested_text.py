@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer
 
-from lightning_rl import JSONLPrompts, ParquetPrompts, Prompt, Rollout, RolloutStatus
+from lightning_rl import JSONLPrompts, ParquetPrompts, Prompt, Rollout, RolloutStatus, Row
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.views import as_torchrl
 from lightning_rl.models.tokenizer import load_tokenizer
@@ -46,11 +46,7 @@ def rollout_of(columns, extra, said, place=0):
         group_id="g",
         sample_index=place,
         seed=0,
-        temperature=1.0,
-        token_ids=[5],
-        loss_mask=[True],
-        logprobs=[-0.5],
-        versions=[0],
+        rows=[Row([3], [5], [True], [-0.5], [0])],
         completion=[{"role": "assistant", "content": said}],
         status=RolloutStatus.COMPLETED,
         reward=1.0,

@@ -1,5 +1,7 @@
 """Scoring under min-p and penalties on what was written: as engines sampled."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from lightning_rl.models import heads
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, token_logprobs
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.sampling import Penalties
+from lightning_rl.rollout import SamplingDistribution
 from tests.tolerances import distance, norm_rounding, rounding, scores_rounding
 from tests.unit.test_truncated_sampling import sampled
 
@@ -120,8 +123,10 @@ def test_ratios_to_the_transformers_engine_start_at_one(
     with torch.no_grad():
         scores = policy(batch)
         for rollout in rollouts:  # scored as if they had not been set
-            rollout.min_p, rollout.repetition_penalty = 0.0, 1.0
-            rollout.presence_penalty = rollout.frequency_penalty = 0.0
+            own = rollout.sampling
+            rollout.sampling = SamplingDistribution(
+                own.temperature, own.top_k, own.top_p, min_tokens=own.min_tokens
+            )
         without = policy(pack_rollouts(rollouts))
     engine = batch["tokens", "rollout_logprobs"][scores.live]
     assert len(engine) > 150
@@ -134,8 +139,12 @@ def test_ratios_to_the_transformers_engine_start_at_one(
 def test_scores_do_not_depend_on_packs_or_selection(tiny_model, random_rollouts):
     rollouts = random_rollouts(82)
     for i, rollout in enumerate(rollouts):
-        rollout.repetition_penalty, rollout.presence_penalty = 1 + 0.1 * (i % 3), 0.2 * (i % 2)
-        rollout.min_p = 0.05 * (i % 2)
+        rollout.sampling = replace(
+            rollout.sampling,
+            repetition_penalty=1 + 0.1 * (i % 3),
+            presence_penalty=0.2 * (i % 2),
+            min_p=0.05 * (i % 2),
+        )
     policy, batch = Policy(str(tiny_model)), pack_rollouts(rollouts)
     whole, *others = (
         policy.score(pack_rollouts(rollouts), "scored", budget)["tokens", "scored"]

@@ -123,7 +123,7 @@ def rollout(tokenizer):
     def make(index: int = 0, **columns) -> Rollout:
         text = TurnTemplate(tokenizer).render(QUESTION)
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return Rollout(Prompt("p7", QUESTION, prompt, columns), "g", index, 40 + index, 1.0)
+        return Rollout(Prompt("p7", QUESTION, prompt, columns), "g", index, 40 + index)
 
     return make
 
@@ -177,7 +177,7 @@ ask([{"role": "user", "content": first["content"] + "?"}], model="critic")
 say(reward=1, role_rewards={"critic": 0.25}, call_rewards=[None, -1])
 """
     made = run(program(code, roles=["critic"]), rollout())
-    assert [row.role for row in made.rows()] == ["", "critic"]
+    assert [row.role for row in made.rows] == ["", "critic"]
     assert made.role_rewards == {"critic": 0.25}
     assert [call.reward for call in made.calls] == [None, -1.0]
 
@@ -505,7 +505,7 @@ def test_the_pages_function_runs(run, rollout, tmp_path, monkeypatch):
     made = run(FunctionAgent("my_function.solve"), rollout(answer="x"))
     assert (made.error, made.environment_reward, len(made.calls)) == (None, 0.0, 2)
     # The second call samples otherwise than the first, so its tokens are a row of their own.
-    assert [row.sampling.get("temperature") for row in made.rows()] == [None, 0.5]
+    assert [row.sampling and row.sampling.temperature for row in made.rows] == [None, 0.5]
 
 
 def test_secrets_do_not_reach_programs(monkeypatch):

@@ -99,9 +99,7 @@ def run(engine, tokenizer):
 
 
 def rollout(index=0, group="0/0/p", **columns):
-    return Rollout(
-        Prompt("p", "7", [9], {"n": 7, "label": 1} | columns), group, index, 40 + index, 1.0
-    )
+    return Rollout(Prompt("p", "7", [9], {"n": 7, "label": 1} | columns), group, index, 40 + index)
 
 
 def test_each_agent_is_a_role_with_a_row_and_a_reward_of_its_own(run, tokenizer):
@@ -111,7 +109,7 @@ def test_each_agent_is_a_role_with_a_row_and_a_reward_of_its_own(run, tokenizer)
     for one in made:
         names = [message["role"] for message in one.completion]
         assert names == ["prover", "verifier", "prover", "verifier", "verifier"][: len(names)]
-        assert [row.role for row in one.rows() if row.token_ids] == ["prover", "verifier"]
+        assert [row.role for row in one.rows if row.token_ids] == ["prover", "verifier"]
         decision = one.extra["decision"]
         right = {ACCEPT: 1.0, REJECT: -1.0, None: -1.0}[decision]
         assert one.role_rewards == {"prover": float(decision == ACCEPT), "verifier": right}
@@ -121,7 +119,7 @@ def test_each_agent_is_a_role_with_a_row_and_a_reward_of_its_own(run, tokenizer)
         assert (one.extra["turns"], one.extra["retries"]) == (len(names), 0)
         # What the rows hold is what was said, as tokens that nobody has encoded again.
         for call, message in zip(one.calls, one.completion, strict=True):
-            row = one.rows()[call.row]
+            row = one.rows[call.row]
             assert row.role == message["role"]
             wrote = tokenizer.decode(
                 row.token_ids[call.start : call.stop], skip_special_tokens=True
@@ -164,7 +162,7 @@ def test_a_group_has_one_draw_and_who_is_silent_is_not_paid(run):
 def test_who_is_not_trained_has_no_loss(run):
     [plain] = run(ProtocolAgent(Nip(4), Bytes()), rollout())
     [made] = run(ProtocolAgent(Nip(4), Bytes(), trained=["prover"]), rollout())
-    for row, twin in zip(made.rows(), plain.rows(), strict=True):
+    for row, twin in zip(made.rows, plain.rows, strict=True):
         assert row.token_ids == twin.token_ids
         assert row.loss_mask == (
             twin.loss_mask if row.role == "prover" else [False] * len(row.token_ids)
@@ -207,7 +205,7 @@ def test_answers_that_cannot_be_read_are_asked_for_again(run):
 
     [made] = run(ProtocolAgent(Adp(), Refuses(retries=2)), rollout())
     assert [c.row for c in made.calls][:3] == [1, 2, 3]  # the same question thrice
-    assert len({tuple(row.token_ids) for row in made.further[:3]}) == 3
+    assert len({tuple(row.token_ids) for row in made.rows[1:][:3]}) == 3
     assert made.extra["retries"] == 2
     assert made.completion[0]["channels"] == []
     assert protocol_metrics([made])["retry_share"] == 2 / len(made.calls)

@@ -20,6 +20,7 @@ from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.rollouts.files import as_record, open_rollouts
+from lightning_rl.rollouts.form import upgraded
 from lightning_rl.rollouts.log import RerunLog
 from lightning_rl.view.flags import find_flags
 from tests.small_run import data_module, numbers, trainer_of
@@ -63,16 +64,17 @@ def test_every_token_is_recorded_as_it_was_used(tiny_model, tmp_path, minibatche
     )
     assert [r["iteration"] for r in records] == [1] * 12 + [2] * 12
     assert len({r["id"] for r in records}) == 24
-    assert [r["advantages"] for r in records] == used.advantages
+    assert [r["rows"][0]["advantages"] for r in records] == used.advantages
     # On policy, so the trainer's logprobs before the update are the engine's: after it they would
     # differ by much more (lr 1e-2), as would zeros.
     for record in records:
-        assert record["trainer_logprobs"] == pytest.approx(record["logprobs"], abs=1e-4)
+        [row] = record["rows"]
+        assert row["trainer_logprobs"] == pytest.approx(row["logprobs"], abs=1e-4)
         assert find_flags(record) == {}
         # A completion's text is without special tokens.
-        text = "".join(record["pieces"]).replace("<eos>", "").replace("<pad>", "")
+        text = "".join(row["pieces"]).replace("<eos>", "").replace("<pad>", "")
         assert text == record["completion"]
-        assert "".join(record["prompt_pieces"]) == record["prompt"]["prompt"]
+        assert "".join(row["prompt_pieces"]) == record["prompt"]["prompt"]
 
 
 def test_a_critic_adds_its_values(tiny_model, tmp_path):
@@ -86,22 +88,24 @@ def test_a_critic_adds_its_values(tiny_model, tmp_path):
     )
     for record in records:
         # Advantages are whitened after returns were made, so these two are enough.
-        assert len(record["values"]) == len(record["returns"]) == len(record["token_ids"])
-        assert record["returns"][-1] == pytest.approx(record["reward"], abs=1e-5)  # lambda is 1
+        [row] = record["rows"]
+        assert len(row["values"]) == len(row["returns"]) == len(row["token_ids"])
+        assert row["returns"][-1] == pytest.approx(record["reward"], abs=1e-5)  # lambda is 1
 
 
 def test_engine_logprobs_that_are_trusted_are_still_compared(tiny_model, tmp_path):
     class Shifted(RLCallback):
         def on_collect_end(self, trainer, pl_module, rollouts) -> None:
             for rollout in rollouts:
-                rollout.logprobs = [logprob - 2 for logprob in rollout.logprobs]
+                rollout.rows[0].logprobs = [logprob - 2 for logprob in rollout.logprobs]
 
     records = fit(
         tiny_model, tmp_path, Shifted(), RolloutRecorder(), iterations=1, trust_engine_logprobs=True
     )
     for record in records:
-        gaps = zip(record["trainer_logprobs"], record["logprobs"], strict=True)
-        assert [a - b for a, b in gaps] == pytest.approx([2.0] * len(record["pieces"]), abs=1e-4)
+        [row] = record["rows"]
+        gaps = zip(row["trainer_logprobs"], row["logprobs"], strict=True)
+        assert [a - b for a, b in gaps] == pytest.approx([2.0] * len(row["pieces"]), abs=1e-4)
         assert list(find_flags(record)) == ["gap"]
 
 
@@ -121,9 +125,10 @@ def test_what_failed_is_recorded_whatever_its_group(tiny_model, tmp_path):
     records = fit(tiny_model, tmp_path, Break(), RolloutRecorder(num_groups=1), iterations=1)
     assert len(records) == 5
     assert records[-1]["error"] == "boom"
-    assert "trainer_logprobs" not in records[-1]
-    assert "advantages" not in records[-1]
-    assert all("trainer_logprobs" in record for record in records[:-1])
+    *others, failed = (record["rows"][0] for record in records)
+    assert "trainer_logprobs" not in failed
+    assert "advantages" not in failed
+    assert all("trainer_logprobs" in row for row in others)
     assert find_flags(records[-1]) == {"failed": []}
 
 
@@ -189,7 +194,10 @@ def test_every_file_of_a_run_holds_its_rollouts_in_the_same_form(tiny_model, tmp
     # As the viewer reads them: the record, and what else the recorder tells.
     [last], count = recorded.tail(1)
     assert count == 24
-    assert as_record(collected.rollouts[-1][1]).items() <= last.items()
+    expected = upgraded(as_record(collected.rollouts[-1][1]))
+    for row, told in zip(expected.pop("rows"), last.pop("rows"), strict=True):
+        assert row.items() <= told.items()
+    assert expected.items() <= last.items()
     files = (run / "rollouts.jsonl", log.path / "iteration-000002-000.parquet")
     for [record], _ in (open_rollouts(file).tail(1) for file in files):
         assert set(record) == {"iteration", *as_record(collected.rollouts[0][1])}

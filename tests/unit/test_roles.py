@@ -54,8 +54,8 @@ def two_roles(random_rollouts):
         rollouts = []
         for rollout, other in pairs:
             columns = (other.token_ids, other.loss_mask, other.logprobs, other.versions)
-            rollout.role = "first"
-            rollout.further = [Row(other.prompt.token_ids, *columns, role="second")]
+            rollout.rows[0].role = "first"
+            rollout.rows += [Row(other.prompt.token_ids, *columns, role="second")]
             rollout.role_rewards = {"first": rollout.reward, "second": other.reward}
             rollouts.append(rollout)
         return rollouts
@@ -71,13 +71,11 @@ def alone(rollouts, role: str):
     """The rows of one role, as rollouts of their own."""
     found = []
     for rollout in rollouts:
-        [row] = [row for row in rollout.rows() if row.role == role]
-        names = ("token_ids", "loss_mask", "logprobs", "versions", "role")
-        fields = {name: getattr(row, name) for name in names}
+        [row] = [row for row in rollout.rows if row.role == role]
         prompt = type(rollout.prompt)("p", "", row.prompt_ids)
         reward = rollout.role_rewards[role]
         made = type(rollout)(
-            prompt, rollout.group_id, rollout.sample_index, 0, rollout.temperature, **fields,
+            prompt, rollout.group_id, rollout.sample_index, 0, rollout.sampling, [row],
             status=rollout.status, finish_reason="stop", reward=reward,
         )  # fmt: skip
         found.append(made)

@@ -5,7 +5,7 @@ import json
 
 import torch
 
-from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row, SamplingDistribution
 
 
 def example() -> Rollout:
@@ -14,11 +14,8 @@ def example() -> Rollout:
         group_id="3/0/7",
         sample_index=1,
         seed=2**62 + 1,  # beyond float's exact integers
-        temperature=0.7,
-        token_ids=[6, 7, 1],
-        loss_mask=[True, False, True],
-        logprobs=[-0.1, 0.0, -2.5],
-        versions=[4, -1, 5],
+        sampling=SamplingDistribution(temperature=0.7),
+        rows=[Row([4, 5], [6, 7, 1], [True, False, True], [-0.1, 0.0, -2.5], [4, -1, 5])],
         completion=[{"role": "assistant", "content": "ba"}],
         status=RolloutStatus.FAILED,
         finish_reason="stop",

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_rl.cli import main
 from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.rollout import RolloutStatus
+from lightning_rl.rollout import RolloutStatus, Row
 from lightning_rl.rollouts.files import open_rollouts
 from lightning_rl.rollouts.store import RolloutStore
 
@@ -46,8 +46,7 @@ def batch(make_rollout):
         rollouts[1].completion = [{"role": "assistant", "content": "line\nbreak \u2028"}]
         rollouts[2].status, rollouts[2].reward = RolloutStatus.FAILED, None
         rollouts[2].error = "reward exact: KeyError: 'x'"
-        rollouts[3].token_ids, rollouts[3].loss_mask = [], []
-        rollouts[3].logprobs, rollouts[3].versions = [], []
+        rollouts[3].rows = [Row([4, 5])]
         return rollouts
 
     return make
@@ -136,7 +135,7 @@ while True:
         for g in range(count) for i in range(2)
     ]
     if iteration == kill_at:
-        rollouts[count].loss_mask = Deadly(rollouts[count].loss_mask)
+        rollouts[count].rows[0].loss_mask = Deadly(rollouts[count].loss_mask)
     file.append(rollouts, iteration, {"iterations": iteration + 1})
     print(iteration, flush=True)
     iteration += 1
@@ -160,7 +159,8 @@ def start_writer(path, record, count=2, kill_at=-1):
 def test_kill_9_loses_no_written_batch_and_leaves_no_half_one(tmp_path, batch, suffix):
     path = tmp_path / f"killed.{suffix}"
     tokens = [6] * 20_000  # so that writing is what it does most of the time
-    record = batch(0)[0].to_dict() | {
+    record = batch(0)[0].to_dict()
+    record["rows"][0] |= {
         "token_ids": tokens,
         "logprobs": [-0.1] * len(tokens),
         "versions": [0] * len(tokens),

@@ -14,7 +14,7 @@ from lightning_rl import (
     TokenSum,
 )
 from lightning_rl.data.packing import pack_rollouts, select
-from lightning_rl.rollout import Call, Rollout, Row
+from lightning_rl.rollout import Call, Rollout, Row, SamplingDistribution
 
 
 @pytest.fixture
@@ -30,10 +30,7 @@ def cut(make_rollout):
                 Row([5, 6, 7, 8, 9][: 2 + begin], tokens, [True] * size, [-1.0] * size, [0] * size)
             )
             begin += size
-        if rows:
-            head = rows.pop(0)
-            first.token_ids, first.loss_mask = head.token_ids, head.loss_mask
-            first.logprobs, first.versions, first.further = head.logprobs, head.versions, rows
+        first.rows = rows or first.rows
         return [
             first,
             make_rollout([5, 6], [4, 1], reward=0.0, sample_index=1),
@@ -90,8 +87,8 @@ def test_roles_are_compared_among_themselves(make_rollout):
     group = []
     for index, (solver, critic) in enumerate([(1.0, 0.5), (0.0, 0.25)]):
         rollout = make_rollout([5], [7, 1], reward=9.0, sample_index=index)
-        rollout.role = "solver"
-        rollout.further = [Row([6], [8], [True], [-1.0], [0], "critic")]
+        rollout.rows[0].role = "solver"
+        rollout.rows.append(Row([6], [8], [True], [-1.0], [0], "critic"))
         rollout.role_rewards = {"solver": solver, "critic": critic}
         group.append(rollout)
     batch = GRPO(normalize_std=False)(pack_rollouts(group))
@@ -102,7 +99,8 @@ def test_roles_are_compared_among_themselves(make_rollout):
 
 def test_rows_are_scored_as_each_was_sampled(make_rollout):
     rollout = make_rollout([5], [7, 1], temperature=0.7)
-    rollout.further = [Row([6], [8], [True], [-1.0], [0], sampling={"temperature": 0.5})]
+    colder = SamplingDistribution(temperature=0.5)
+    rollout.rows.append(Row([6], [8], [True], [-1.0], [0], sampling=colder))
     batch = pack_rollouts([rollout])
     assert batch["rollouts", "temperature"].tolist() == pytest.approx([0.7, 0.5])
 

@@ -45,9 +45,11 @@ def scores(policy, rollouts):
 
 
 FAULTS = {
-    "another temperature": lambda r: setattr(r, "temperature", r.temperature * 1.001),
-    "top-p of another rollout": lambda r: setattr(r, "top_p", 0.95),
-    "top-k of another rollout": lambda r: setattr(r, "top_k", 8),
+    "another temperature": lambda r: setattr(
+        r.sampling, "temperature", r.sampling.temperature * 1.001
+    ),
+    "top-p of another rollout": lambda r: setattr(r.sampling, "top_p", 0.95),
+    "top-k of another rollout": lambda r: setattr(r.sampling, "top_k", 8),
     "a prompt without its first token": lambda r: r.prompt.token_ids.__delitem__(0),
     "another token in the prompt": lambda r: r.prompt.token_ids.__setitem__(0, 13),
 }
@@ -71,7 +73,8 @@ def test_so_are_a_shift_a_mask_and_what_another_rollout_sees(tiny_model, policy,
     bound = scores_rounding(policy.lm.config, right)
     assert float((right.roll(1) - right).abs().max()) > 1000 * bound
     for rollout in rollouts:  # the mask of a token is its neighbour's
-        rollout.loss_mask = rollout.loss_mask[1:] + rollout.loss_mask[:1]
+        [row] = rollout.rows
+        row.loss_mask = row.loss_mask[1:] + row.loss_mask[:1]
     shifted = scores(policy, rollouts).logprobs
     assert len(shifted) == len(right)
     assert float((shifted - right).abs().max()) > 1000 * bound

@@ -73,7 +73,7 @@ class Script(FakeEngine):
 def new_rollout(agent, question=QUESTION):
     template = TurnTemplate(TOKENIZER, agent.chat_options)
     prompt = Prompt("p", question, encoded(template.render(question)))
-    return Rollout(prompt, group_id="g", sample_index=0, seed=11, temperature=1.0)
+    return Rollout(prompt, group_id="g", sample_index=0, seed=11)
 
 
 def play(*turns, max_tokens=5000, rollout=None, engine=None, tools=(add,), **options):

@@ -1,6 +1,7 @@
 """Scoring under temperature, top-k and top-p: the distribution that was really sampled from."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -169,7 +170,7 @@ def sampled(tiny_model, make_rollout, tmp_path, sampling, count=40):
     rollouts = [
         make_rollout(
             prompt, c.token_ids, logprobs=c.logprobs, group_id=str(i % 4),
-            **sampling.of_rollout(),
+            sampling=sampling.distribution,
         )
         for i, (prompt, c) in enumerate(zip(prompts, asyncio.run(run()), strict=True))
     ]  # fmt: skip
@@ -198,7 +199,8 @@ def test_ratios_to_the_transformers_engine_start_at_one(
 def test_scores_do_not_depend_on_packs_where_only_some_are_cut(tiny_model, random_rollouts):
     rollouts = random_rollouts(81)
     for i, rollout in enumerate(rollouts):
-        rollout.top_p, rollout.top_k = (0.8, 0) if i % 3 == 0 else (1.0, 4 * (i % 2))
+        top_p, top_k = (0.8, 0) if i % 3 == 0 else (1.0, 4 * (i % 2))
+        rollout.sampling = replace(rollout.sampling, top_p=top_p, top_k=top_k)
     policy = Policy(str(tiny_model))
     whole, *others = (
         policy.score(pack_rollouts(rollouts), "scored", budget)["tokens", "scored"]
@@ -216,7 +218,7 @@ def test_with_min_tokens_ratios_start_at_one_too(tiny_model, make_rollout, tmp_p
     batch = pack_rollouts(rollouts)
     scores = policy(batch)
     for rollout in rollouts:
-        rollout.min_tokens = 0
+        rollout.sampling = replace(rollout.sampling, min_tokens=0)
     with torch.no_grad():
         without = policy(pack_rollouts(rollouts))
     engine = batch["tokens", "rollout_logprobs"][scores.live]
@@ -229,10 +231,8 @@ def test_with_min_tokens_ratios_start_at_one_too(tiny_model, make_rollout, tmp_p
 
 
 def test_min_tokens_counts_in_each_turn_anew(make_rollout):
-    rollout = make_rollout(
-        [3, 2], [4, 5, 6, 2, 7, 8, 1], loss_mask=[True] * 3 + [False] + [True] * 3
-    )
-    rollout.min_tokens = 2
+    mask = [True] * 3 + [False] + [True] * 3
+    rollout = make_rollout([3, 2], [4, 5, 6, 2, 7, 8, 1], loss_mask=mask, min_tokens=2)
     batch = pack_rollouts([rollout, make_rollout([3], [4, 1])])
     expected = [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0]
     assert batch["tokens", "no_end"].int().tolist() == expected

@@ -147,7 +147,7 @@ def test_gae_with_rewards_on_calls_by_hand():
 def in_two_rows(reward: float) -> Rollout:
     """Calls 0 and 2 in the first row, call 1 in a second, each of a token; paid 0, 0.5 and rest."""
     rollout = played([("s", 1, 0.0), ("t", 1, None)], reward)
-    rollout.further = [Row([6, 7], [8], [True], [-1.0], [0])]
+    rollout.rows.append(Row([6, 7], [8], [True], [-1.0], [0]))
     first, last = rollout.calls
     rollout.calls = [first, Call(1, 0, 1, reward=0.5, state="u"), last]
     return rollout
@@ -304,7 +304,7 @@ def reference(rollouts: list[Rollout], gamma: float) -> dict[str, list[tuple[flo
 def by_call(batch, rollouts) -> dict[str, list[float]]:
     """The advantage of each call, by rollout; all of a call's tokens must have it."""
     rows = batch["tokens", "advantages"].split(batch["rollouts", "length"].tolist())
-    sources = [(r, place, row) for r in rollouts for place, row in enumerate(r.rows())]
+    sources = [(r, place, row) for r in rollouts for place, row in enumerate(r.rows)]
     found = {r.id: [0.0] * len(r.calls) for r in rollouts}
     for (rollout, place, row), values in zip(sources, rows, strict=True):
         own = values[len(row.prompt_ids) :]
@@ -400,7 +400,7 @@ def test_calls_have_the_same_credit_in_however_many_rows(advantage):
         cut = Rollout.from_dict(rollout.to_dict())
         rows = []
         for call in rollout.calls:
-            row, span = rollout.rows()[call.row], slice(call.start, call.stop)
+            row, span = rollout.rows[call.row], slice(call.start, call.stop)
             before = row.prompt_ids + row.token_ids[: call.start]
             columns = row.token_ids, row.loss_mask, row.logprobs, row.versions
             rows.append(Row(before, *(column[span] for column in columns)))
@@ -408,8 +408,7 @@ def test_calls_have_the_same_credit_in_however_many_rows(advantage):
             Call(n, 0, c.stop - c.start, reward=c.reward, state=c.state)
             for n, c in enumerate(rollout.calls, 1)
         ]
-        cut.token_ids, cut.loss_mask, cut.logprobs, cut.versions = [], [], [], []
-        cut.further = rows
+        cut.rows = [Row(cut.prompt.token_ids), *rows]
         return cut
 
     def found(rollouts):

@@ -178,7 +178,7 @@ def test_an_episode_that_cannot_be_costs_its_rollout(hosting, traces, says):
     agent = VerifiersAgent("wordle", hosting(answer).python)
     agent.configure(chatml_tokenizer())
     prompt = Prompt("p", "?", [1], {"task": {}})
-    rollout = Rollout(prompt, "g", 0, seed=1, temperature=1.0)
+    rollout = Rollout(prompt, "g", 0, seed=1)
     try:
         run_async(agent.run(rollout, Script("Yes." + END), Sampling(max_tokens=50)), timeout=60)
     finally:

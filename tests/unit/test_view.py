@@ -106,7 +106,7 @@ def test_what_is_right_is_not_flagged():
     assert find_flags(expert) == {}
     # PreviewTable records no trainer's numbers; an aborted rollout needs no reward.
     preview = good_rollout(status="aborted", reward=None)
-    del preview["trainer_logprobs"], preview["advantages"]
+    del preview["rows"][0]["trainer_logprobs"], preview["rows"][0]["advantages"]
     assert find_flags(preview) == {}
 
 
@@ -177,11 +177,11 @@ def test_a_folder_without_runs_says_what_is_missing(tmp_path):
 
 def test_tokens_without_text_are_decoded_with_the_runs_tokenizer(tmp_path, tiny_model):
     record = good_rollout(token_ids=[4, 5, 6, 1])
-    del record["pieces"], record["prompt_pieces"]
+    del record["rows"][0]["pieces"], record["rows"][0]["prompt_pieces"]
     (tmp_path / "rollouts.jsonl").write_text(lines_of(record))
-    assert "pieces" not in read_run(tmp_path, 1).rollouts[0]
+    assert "pieces" not in read_run(tmp_path, 1).rollouts[0]["rows"][0]
     (tmp_path / "summary.json").write_text(json.dumps({"model": str(tiny_model)}))
-    read = read_run(tmp_path, 1).rollouts[0]
+    [read] = read_run(tmp_path, 1).rollouts[0]["rows"]
     assert (read["pieces"], read["prompt_pieces"]) == (["1", "2", "3", "<eos>"], ["2", "3"])
 
 
@@ -194,7 +194,8 @@ def test_a_rollout_store_is_a_rollout_file(tmp_path, make_rollout):
     store.close()
     (run,) = (read_run(found, 10) for found in find_runs(path))
     (record,) = run.rollouts
-    assert (record["iteration"], record["reward"], record["token_ids"]) == (7, 0.25, [4, 1])
+    assert (record["iteration"], record["reward"]) == (7, 0.25)
+    assert [(row["prompt_ids"], row["token_ids"]) for row in record["rows"]] == [([3], [4, 1])]
 
 
 # ---------------------------------------------------------------- the page
@@ -215,7 +216,7 @@ def test_the_page_holds_every_number_and_loads_nothing(tmp_path):
     assert index["runs"][0]["metrics"][3]["policy/loss"] == "nan"
 
     prompts = sum(len(r["prompt"]["token_ids"]) for r in records)
-    tokens = sum(len(r["token_ids"]) for r in records)
+    tokens = sum(len(row["token_ids"]) for r in records for row in r["rows"])
     numbers = array("f", blocks["tokens-0"][4 * (prompts + tokens) : -5 * tokens])
     columns = {name: numbers[i * tokens :][:tokens] for i, name in enumerate(TOKEN_COLUMNS)}
     place = 4 * [r["id"] for r in records].index("gap")

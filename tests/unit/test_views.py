@@ -20,7 +20,7 @@ def rollouts(random_rollouts):
     for i, rollout in enumerate(rollouts):
         rollout.completion = f"answer {i}"
         rollout.reward_parts = {"right": rollout.reward, "seldom": None if i else 2.0}
-        rollout.versions = [i % 3 if mask else -1 for mask in rollout.loss_mask]
+        rollout.rows[0].versions = [i % 3 if mask else -1 for mask in rollout.loss_mask]
     return rollouts
 
 

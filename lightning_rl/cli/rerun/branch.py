@@ -1,7 +1,7 @@
 """A recorded rollout forked at one of its calls: what if it had answered otherwise there?"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_rl.cli.rerun.rollouts import data_with_engine, pushed_engine
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.errors import DataError
-from lightning_rl.rollout import SAMPLED_BY, Rollout
+from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.files import open_rollouts
 
 
@@ -113,11 +113,11 @@ def branch_rollout(
 def _go_on(made: Remade, branches: list[Rollout]) -> None:
     """Let the run's agent and engine write the rest, and its rewards grade it."""
     data = data_with_engine(made)
-    task, first = data.task_of(branches[0].prompt), branches[0]
+    task = data.task_of(branches[0].prompt)
     tokenizer = data.load_tokenizer(made.module)
     agent = task.agent if isinstance(task.agent, Branching) else Branching(task.agent)
     agent.configure(tokenizer)
-    sampling = replace(task.sampling, **{name: getattr(first, name) for name in SAMPLED_BY})
+    sampling = task.sampling.of(branches[0].sampling)
     pipeline = RolloutPipeline(data.engine, agent, task.rewards, tokenizer)
     try:
         with pushed_engine(made, data):

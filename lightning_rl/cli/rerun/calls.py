@@ -4,7 +4,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lightning_rl.agents.rows import Captured, captured
 from lightning_rl.cli.rerun.rebuild import Remade, remade
@@ -12,7 +11,7 @@ from lightning_rl.cli.rerun.rollouts import common, data_with_engine, pushed_eng
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import DataError
-from lightning_rl.rollout import SAMPLED_BY, Rollout
+from lightning_rl.rollout import Rollout
 from lightning_rl.run.loop import run_async
 
 
@@ -86,16 +85,14 @@ def rerun_calls(run: RecordedRun, rollout_id: str) -> Iterator[CallsRerun]:
 
 def _answers(made: Remade, recorded: Rollout, calls: list[Captured]) -> list[Completion]:
     data = data_with_engine(made)
-    sampled_by = {name: getattr(recorded, name) for name in SAMPLED_BY}
 
     async def ask(one: Captured) -> Completion:
         count = len(one.completion.token_ids)
-        settings: dict[str, Any] = sampled_by | one.settings
-        settings["min_tokens"] = min(settings["min_tokens"], count)
+        sampled = one.sampling or recorded.sampling
+        sampled = replace(sampled, min_tokens=min(sampled.min_tokens, count))
         # As many tokens as it wrote: what had ended it need not be known.
-        sampling = replace(
-            data.sampling, max_tokens=count, stop=[], structured_outputs=None, **settings
-        )
+        free = replace(data.sampling, max_tokens=count, stop=[], structured_outputs=None)
+        sampling = free.of(sampled)
         engine = data.engine.of_role(one.role)
         return await engine.generate(one.prompt_ids, sampling, one.call.seed)
 

@@ -17,7 +17,7 @@ from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import DataError
 from lightning_rl.models.policy import save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
-from lightning_rl.rollout import SAMPLED_BY, Rollout, Row
+from lightning_rl.rollout import Rollout, Row
 from lightning_rl.run.loop import run_async
 
 
@@ -63,9 +63,9 @@ class RolloutRerun:
         versions, was, now = (
             column[:end]
             for column in (
-                self.recorded.column("versions"),
-                self.recorded.column("logprobs"),
-                self.again.column("logprobs"),
+                self.recorded.versions,
+                self.recorded.logprobs,
+                self.again.logprobs,
             )
         )
         gaps = (abs(a - b) for a, b, v in zip(was, now, versions, strict=True) if v == self.version)
@@ -79,7 +79,7 @@ class RolloutRerun:
     def lines(self) -> list[str]:
         """Tell a person."""
         exact = ", NOT as recorded: checksums differ" if self.weights_differ else ""
-        rows = f" in {len(_rows(self.recorded))} rows" if self.recorded.further else ""
+        rows = f" in {len(_rows(self.recorded))} rows" if len(self.recorded.rows) > 1 else ""
         lines = [
             f"rollout {self.recorded.id}: {self.recorded.length} tokens{rows}, seed "
             f"{self.recorded.seed}",
@@ -99,14 +99,14 @@ class RolloutRerun:
             f"scored: the tokens have logprob {_total(self.again):.4f} together, "
             f"{_total(self.recorded):.4f} when they were sampled"
         )
-        own = self.recorded.column("versions").count(self.version)
+        own = self.recorded.versions.count(self.version)
         if own:
             yield f"{own} tokens are of this version: logprobs within {self.gap:.2g} nats"
 
     def _token(self, rollout: Rollout, place: int) -> str:
         if place >= rollout.length:
             return f"the end ({rollout.finish_reason})"
-        token, logprob = rollout.completion_ids[place], rollout.column("logprobs")[place]
+        token, logprob = rollout.token_ids[place], rollout.logprobs[place]
         return f"{token} {self.decode([token])!r} (logprob {logprob:.4f})"
 
 
@@ -122,7 +122,7 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _total(rollout: Rollout) -> float:
     """Sum over the tokens that are trained on, in nats."""
-    pairs = zip(rollout.column("logprobs"), rollout.column("loss_mask"), strict=True)
+    pairs = zip(rollout.logprobs, rollout.loss_mask, strict=True)
     return fsum(logprob for logprob, mine in pairs if mine)
 
 
@@ -178,20 +178,19 @@ def data_with_engine(made: Remade) -> RLDataModule:
 def _generate(made: Remade, recorded: Rollout) -> Rollout:
     """Let the run's agent and engine write the rollout once more, alone."""
     data = data_with_engine(made)
-    sampled_by = {name: getattr(recorded, name) for name in SAMPLED_BY}
     again = Rollout(
         recorded.prompt,
         recorded.group_id,
         recorded.sample_index,
         recorded.seed,
-        **sampled_by,
+        recorded.sampling,
     )
     if recorded.fork is not None:  # what it shares was written by what it branched off from
         again = replace(forked(recorded, recorded.fork.calls, 0), fork=recorded.fork)
     task = data.task_of(recorded.prompt)
     task.agent.configure(data.load_tokenizer(made.module))
     with pushed_engine(made, data):
-        return run_async(task.agent.run(again, data.engine, replace(task.sampling, **sampled_by)))
+        return run_async(task.agent.run(again, data.engine, task.sampling.of(again.sampling)))
 
 
 @contextmanager
@@ -220,10 +219,8 @@ def _score(made: Remade, recorded: Rollout) -> Rollout:
         batch = policy.score(batch, "again", made.policy.max_tokens_per_pack)
     values = iter(batch["tokens", "again"].tolist())
     scored = []
-    for row in recorded.rows():
+    for row in recorded.rows:
         # What has no tokens is not in the batch.
-        own = (
-            list(islice(values, len(row.prompt_ids) + len(row.token_ids))) if row.token_ids else []
-        )
-        scored.append(replace(row, logprobs=own[len(row.prompt_ids) :] if own else []))
-    return replace(recorded, logprobs=scored[0].logprobs, further=scored[1:])
+        own = list(islice(values, row.length)) if row.token_ids else []
+        scored.append(replace(row, logprobs=own[len(row.prompt_ids) :]))
+    return replace(recorded, rows=scored)
