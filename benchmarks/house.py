@@ -15,7 +15,7 @@ names, without folders in others). The spine, the wings ``envs`` and ``games``, 
 ``house_parts.py`` says; ``core_lines`` are those of all but the optional rooms. ``root_names`` are
 the public names of the package, ``shared_names`` those of classes in two modules. ``files_*`` are
 entered on a way, see ``house_ways.py``; ``*_above_run`` leaves out the helpers of ``run/``, which
-are called everywhere. The last line is JSON.
+are called everywhere, and of which a busy machine may call one more. The last line is JSON.
 """
 
 import argparse

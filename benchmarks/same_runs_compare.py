@@ -13,7 +13,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.files import open_rollouts
 
 STAGED_FILES = ("rollouts.jsonl", "tests.jsonl")
-TIMES = ("time/", "cpu_s", "wall_s", "sync/seconds", "tokens_per_s", "steps_per_s", "frames_per_s")
+TIMES = ("time/", "cpu_s", "wall_s", "/seconds", "per_s")
 """Beginnings and ends of metrics that are of the machine."""
 
 Named = dict[str, Any]

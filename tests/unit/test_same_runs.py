@@ -93,10 +93,12 @@ def test_weights_are_compared_bit_by_bit_whatever_they_are_called(tmp_path):
 def test_metrics_but_times_are_compared(tmp_path):
     nan = float("nan")
     first = recorded(
-        tmp_path / "a", metrics={"x": nan, "time/train": 1.0, "rollout/tokens_per_s": 1}
+        tmp_path / "a",
+        metrics={"x": nan, "time/train": 1.0, "sync/a/seconds": 1, "rollout/tokens_per_s": 1},
     )
     same = recorded(
-        tmp_path / "b", metrics={"x": nan, "time/train": 2.0, "rollout/tokens_per_s": 2}
+        tmp_path / "b",
+        metrics={"x": nan, "time/train": 2.0, "sync/a/seconds": 2, "rollout/tokens_per_s": 2},
     )
     other = recorded(tmp_path / "c", metrics={"x": 1.0})
     assert differences(first, same) == []
