@@ -6,6 +6,7 @@ how a rollout is written down: :func:`meaning` says what is.
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def meaning(rollout: Rollout) -> Named:
         "reward_parts": rollout.reward_parts,
         "environment_reward": rollout.environment_reward,
         "seeds": [rollout.seed, rollout.own_seed],
-        "temperature": rollout.temperature,
+        "sampling": asdict(rollout.sampling),
         "completion": rollout.completion,
         "rows": [
             {
@@ -78,7 +79,7 @@ def meaning(rollout: Rollout) -> Named:
                 "logprobs": row.logprobs,
                 "versions": row.versions,
             }
-            for row in rollout.rows()
+            for row in rollout.rows
         ],
         "calls": [
             [call.row, call.start, call.stop, call.seed, call.reward]

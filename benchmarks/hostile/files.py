@@ -39,7 +39,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     """The same with another value at ``a.b.c``; ``...`` leaves the field out."""
     record = deepcopy(good())
     *folders, name = path.split(".")
-    place = record
+    place: Any = record
     for folder in folders:
         place = place[int(folder) if isinstance(place, list) else folder]
     if value is ...:

@@ -19,16 +19,15 @@ SAMPLED = Rollout(
     group_id="1/3",
     sample_index=0,
     seed=17,
-    temperature=1.0,
-    token_ids=[7, 8],
-    loss_mask=[True, False],
-    logprobs=[-0.5, 0.0],
-    versions=[0, -1],
+    rows=[
+        Row([5], [7, 8], [True, False], [-0.5, 0.0], [0, -1]),
+        Row([5], [9], [True], [-0.25], [0], "other"),
+    ],
     status=RolloutStatus.COMPLETED,
     reward=1.0,
-    further=[Row([5], [9], [True], [-0.25], [0], "other")],
     calls=[Call(0, 0, 1, seed=17), Call(1, 0, 1, seed=18)],
 )
+FIRST, FURTHER = SAMPLED.rows
 WEIGHTS = {"a": torch.zeros(2), "b": torch.ones(2)}
 
 
@@ -44,13 +43,18 @@ def recorded(folder, rollout=SAMPLED, weights=WEIGHTS, metrics=None, batch=None)
     return folder
 
 
+def first(**changes):
+    """The first row with other values."""
+    return {"rows": [replace(FIRST, **changes), FURTHER]}
+
+
 @pytest.mark.parametrize(
     ("changed", "place"),
     [
-        ({"token_ids": [7, 4]}, "rows[0]/token_ids[1]: 8 before, 4 after"),
-        ({"loss_mask": [True, True]}, "rows[0]/loss_mask[1]"),
-        ({"logprobs": [-0.5000001, 0.0]}, "rows[0]/logprobs[0]"),
-        ({"further": [], "calls": [Call(0, 0, 1, seed=17)]}, "/rows: ["),
+        (first(token_ids=[7, 4]), "rows[0]/token_ids[1]: 8 before, 4 after"),
+        (first(loss_mask=[True, True]), "rows[0]/loss_mask[1]"),
+        (first(logprobs=[-0.5000001, 0.0]), "rows[0]/logprobs[0]"),
+        ({"rows": [FIRST], "calls": [Call(0, 0, 1, seed=17)]}, "/rows: ["),
         ({"reward": 0.5}, "reward: 1.0 before, 0.5 after"),
         ({"seed": 18}, "seeds[0]"),
         ({"calls": [Call(0, 0, 1, seed=17), Call(1, 0, 1, seed=19)]}, "calls[1][3]: 18 before, 19"),
