@@ -38,8 +38,7 @@ WHO = ("trainer", "group", "machine")
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "expert_iteration": {
         "algorithm": {"class_path": "ExpertIteration", "init_args": {
-            "samples": 2, "truth_share": {"class_path": "ConstantShare",
-                                          "init_args": {"start": 0.3}}}},
+            "samples": 2, "truth_share": 0.3}},
         "iterations": 2,
     },
     "malt": {"algorithm": {"class_path": "MALT", "init_args": {"width": 2}}, "iterations": 1},

@@ -74,14 +74,11 @@ from lightning_rl.algos.games import (
     GamePoint as GamePoint,
 )
 from lightning_rl.algos.kl import (
-    AdaptiveCoefficient as AdaptiveCoefficient,
-    Coefficient as Coefficient,
     EntropyBonus as EntropyBonus,
     K1Penalty as K1Penalty,
     K2Penalty as K2Penalty,
     K3Penalty as K3Penalty,
     KLPenalty as KLPenalty,
-    LinearEntropyBonus as LinearEntropyBonus,
 )
 from lightning_rl.algos.losses import (
     CISPO as CISPO,
@@ -105,7 +102,15 @@ from lightning_rl.algos.objective import (
     TokenMean as TokenMean,
     TokenSum as TokenSum,
 )
-from lightning_rl.algos.step_kl import AdaptiveKL as AdaptiveKL
+from lightning_rl.algos.schedules import (
+    AdaptiveCoefficient as AdaptiveCoefficient,
+    AdaptiveKL as AdaptiveKL,
+    AdaptiveSchedule as AdaptiveSchedule,
+    ConstantSchedule as ConstantSchedule,
+    ExponentialSchedule as ExponentialSchedule,
+    LinearSchedule as LinearSchedule,
+    Schedule as Schedule,
+)
 from lightning_rl.algos.steps import (
     StepAdvantage as StepAdvantage,
     StepGAE as StepGAE,
@@ -113,9 +118,7 @@ from lightning_rl.algos.steps import (
     Steps as Steps,
 )
 from lightning_rl.algos.td import (
-    EpsilonSchedule as EpsilonSchedule,
     HuberTD as HuberTD,
-    LinearEpsilon as LinearEpsilon,
     SquaredTD as SquaredTD,
     TDLoss as TDLoss,
 )
@@ -471,12 +474,6 @@ from lightning_rl.serving.session import Session as Session
 from lightning_rl.serving.verifiers.agent import VerifiersAgent as VerifiersAgent
 from lightning_rl.serving.verifiers.prompts import VerifiersPrompts as VerifiersPrompts
 from lightning_rl.staged.algorithm import StagedAlgorithm as StagedAlgorithm
-from lightning_rl.staged.annealing import (
-    Annealing as Annealing,
-    ConstantShare as ConstantShare,
-    ExponentialShare as ExponentialShare,
-    LinearShare as LinearShare,
-)
 from lightning_rl.staged.callbacks import (
     StagedCallback as StagedCallback,
     StagedLoggers as StagedLoggers,

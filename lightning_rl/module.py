@@ -343,7 +343,8 @@ class PolicyModule(StreamingLoop, RolloutModule):
         if self.kl_reward is not None:
             tokens = batch["tokens"]
             penalty = self.kl_reward(tokens["old_logprobs"], tokens["ref_logprobs"])
-            tokens["token_rewards"] = -self.kl_reward.coef * penalty * tokens["loss_mask"]
+            coef = self.kl_reward.coef.at(self.iteration)
+            tokens["token_rewards"] = -coef * penalty * tokens["loss_mask"]
         return self.advantage(batch)
 
     def compute_all(self, batch: TensorDict) -> TensorDict:
@@ -500,8 +501,9 @@ class PolicyModule(StreamingLoop, RolloutModule):
         tokens = loss_tokens(pack, scores)
         all_sampled = not bool(host_of(pack)["rollouts", "expert"].any())
         loss, metrics = objective(scores, tokens, self.iteration, all_sampled)
-        if "token_rewards" in tokens and self.kl_reward is not None:
-            metrics["reward/kl"] = -tokens["token_rewards"] / self.kl_reward.coef
+        coef = 0.0 if self.kl_reward is None else self.kl_reward.coef.at(self.iteration)
+        if "token_rewards" in tokens and coef:  # at 0, rewards do not tell the KL
+            metrics["reward/kl"] = -tokens["token_rewards"] / coef
         strategy: Any = self.trainer.strategy
         blocks = isinstance(strategy, DDPStrategy) and not last
         with strategy.block_backward_sync() if blocks else nullcontext():
@@ -527,13 +529,13 @@ class PolicyModule(StreamingLoop, RolloutModule):
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Count the iteration, and let what adapts over iterations do so."""
+        for penalty, measured in ((self.kl, "policy/kl_ref"), (self.kl_reward, "reward/kl")):
+            if penalty is not None and measured in metrics:
+                metrics[f"{measured}_coef"] = penalty.coef.at(self.iteration)
+                penalty.coef.update(metrics[measured])
         self.iteration, self.streamed = self.iteration + 1, None
         if self.reference is not None:
             self.reference.on_iteration_end(self.loaded_policy, self.iteration)
-        for penalty, measured in ((self.kl, "policy/kl_ref"), (self.kl_reward, "reward/kl")):
-            if penalty is not None and measured in metrics:
-                metrics[f"{measured}_coef"] = penalty.coef
-                penalty.coefficient.update(metrics[measured])
 
     def stateful_parts(self) -> dict[str, Any]:
         parts = {"advantage": self.advantage, "kl": self.kl, "kl_reward": self.kl_reward}

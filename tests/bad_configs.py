@@ -176,8 +176,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--model.loss.clip_low 1.5": ["clip_low=1.5"],
         "--model.kl K3Penalty --model.kl.coef -1": ["coef=-1"],
         "--model.entropy EntropyBonus --model.entropy.coef .nan": ["coef=nan"],
-        "--model.entropy LinearEntropyBonus --model.entropy.iterations 0": [
-            "LinearEntropyBonus(iterations=0) must be >= 1"
+        "--model.entropy.coef LinearSchedule --model.entropy.coef.start 1 "
+        "--model.entropy.coef.final 0 --model.entropy.coef.iterations 0": [
+            "iterations=0 must be >= 1"
         ],
         "--model.value_lr -1": ["value_lr=-1", "must be >= 0"],
         "--model.lora LoRA --model.lora.rank 0": ["lora.rank=0 must be >= 1"],

@@ -1,6 +1,5 @@
 """Holds on the update: ratios of probabilities, KL penalties, entropy bonuses."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import torch
 from jsonargparse import set_parsing_settings
 from torch import Tensor
 
+from lightning_rl.algos.schedules import FAR, Schedule, schedule_of
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_finite
 
@@ -90,75 +90,23 @@ def beyond_target(target_kl: float, of_pass: Mapping[str, float]) -> bool:
 
 
 @configurable
-class Coefficient:
-    """A weight that may follow what it weighs; its value is part of a checkpoint.
-
-    Raises:
-        ConfigError: unless positive (leave the penalty out instead: ``kl: null``).
-    """
-
-    def __init__(self, value: float) -> None:
-        require_finite(**{"kl coef": value})
-        if value <= 0:
-            raise ConfigError(f"kl coef={value} must be > 0; for no KL penalty set kl: null")
-        self.value = value
-
-    def update(self, measured: float) -> None:
-        """Called once per iteration with the mean of what the coefficient weighs."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The present value."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`."""
-        self.value = state["value"]
-
-
-@configurable
-class AdaptiveCoefficient(Coefficient):
-    """Steers the measured KL to ``target`` (Ziegler et al. 2019, section 2.2).
-
-    value *= 1 + gain clip(kl / target - 1, -0.2, 0.2), once per iteration.
-
-    Args:
-        value: to start with.
-        target: KL per token, in nats.
-        gain: how fast it reacts; at most 20 % per iteration at 1.
-    """
-
-    def __init__(self, value: float = 0.01, target: float = 0.01, gain: float = 0.5) -> None:
-        super().__init__(value)
-        require_finite(target=target, gain=gain)
-        if target <= 0 or gain <= 0:
-            raise ConfigError(
-                f"AdaptiveCoefficient(target={target}, gain={gain}): both must be > 0"
-            )
-        self.target = target
-        self.gain = gain
-
-    def update(self, measured: float) -> None:
-        if not math.isfinite(measured):  # says nothing of where the policy is
-            return
-        error = min(0.2, max(-0.2, measured / self.target - 1))
-        self.value *= 1 + self.gain * error
-
-
-@configurable
 class KLPenalty(ABC):
     """A KL estimate per token, times a coefficient; in the loss (``kl``) or in the reward.
 
     Args:
-        coef: a number, or a :class:`Coefficient` such as ``AdaptiveCoefficient``.
+        coef: a number, or a :class:`Schedule` such as ``AdaptiveCoefficient``.
+
+    Raises:
+        ConfigError: unless it is positive at first (leave the penalty out instead: ``kl: null``),
+            and never negative.
     """
 
-    def __init__(self, coef: float | Coefficient = 0.001) -> None:
-        self.coefficient = coef if isinstance(coef, Coefficient) else Coefficient(coef)
-
-    @property
-    def coef(self) -> float:
-        """The coefficient's present value."""
-        return self.coefficient.value
+    def __init__(self, coef: float | Schedule = 0.001) -> None:
+        self.coef = schedule_of(coef, "kl coef", measured=True)
+        first, last = self.coef.at(0), self.coef.at(FAR)
+        if first <= 0 or last < 0:
+            bad = first if first <= 0 else last
+            raise ConfigError(f"kl coef={bad} must be > 0; for no KL penalty set kl: null")
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -166,11 +114,11 @@ class KLPenalty(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The coefficient's state."""
-        return self.coefficient.state_dict()
+        return self.coef.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`state_dict`."""
-        self.coefficient.load_state_dict(state)
+        self.coef.load_state_dict(state)
 
 
 class K1Penalty(KLPenalty):
@@ -199,7 +147,7 @@ class K3Penalty(KLPenalty):
         ConfigError: unless ``cap`` is positive, and finite.
     """
 
-    def __init__(self, coef: float | Coefficient = 0.001, cap: float | None = None) -> None:
+    def __init__(self, coef: float | Schedule = 0.001, cap: float | None = None) -> None:
         super().__init__(coef)
         require_finite(cap=cap)
         if cap is not None and cap <= 0:
@@ -215,42 +163,22 @@ class K3Penalty(KLPenalty):
 class EntropyBonus:
     """Adds ``coef`` times the entropy per token (nats) to the objective; may be negative.
 
+    Args:
+        coef: a number, or a :class:`Schedule` such as ``LinearSchedule``.
+
     Raises:
-        ConfigError: if ``coef`` is not finite.
+        ConfigError: for a number that is not finite.
     """
 
-    coef: float = 0.001
+    coef: float | Schedule = 0.001
 
     def __post_init__(self) -> None:
-        require_finite(**{"entropy.coef": self.coef})
+        object.__setattr__(self, "_schedule", schedule_of(self.coef, "entropy.coef"))
 
     def at(self, iteration: int) -> float:
-        """The coefficient in an iteration; override for another schedule."""
-        return self.coef
+        """The coefficient in an iteration."""
+        return float(self._schedule.at(iteration))  # type: ignore[attr-defined]
 
 
 # The parser takes a subclass of a dataclass only where it is told to.
 set_parsing_settings(subclasses_enabled=[EntropyBonus])
-
-
-@configurable
-@dataclass(frozen=True)
-class LinearEntropyBonus(EntropyBonus):
-    """From ``coef`` to ``final`` over ``iterations`` iterations, then ``final``.
-
-    Raises:
-        ConfigError: if ``iterations`` is less than 1, or ``final`` is not finite.
-    """
-
-    final: float = 0.0
-    iterations: int = 100
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_finite(**{"entropy.final": self.final})
-        if self.iterations < 1:
-            raise ConfigError(f"LinearEntropyBonus(iterations={self.iterations}) must be >= 1")
-
-    def at(self, iteration: int) -> float:
-        done = min(1.0, iteration / self.iterations)
-        return self.coef + (self.final - self.coef) * done

@@ -190,7 +190,7 @@ class Objective:
         metrics["policy/loss"] = loss
         if self.kl is not None:
             penalty = self.kl(scores.logprobs, tokens["ref_logprobs"]) * ours
-            loss = loss + self.kl.coef * penalty
+            loss = loss + self.kl.coef.at(iteration) * penalty
             metrics["policy/kl_ref"] = penalty[sampled]
         if self.entropy is not None:
             loss = loss - self.entropy.at(iteration) * scores.entropy * ours

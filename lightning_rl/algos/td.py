@@ -1,4 +1,4 @@
-"""Learning values from single steps: targets, losses, and how much to explore meanwhile."""
+"""Learning values from single steps: targets and losses."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.errors import ConfigError, require_finite
 
 
 def td_target(rewards: Tensor, following: Tensor, terminated: Tensor, gamma: float) -> Tensor:
@@ -65,35 +65,3 @@ class HuberTD(TDLoss):
 
     def __call__(self, values: Tensor, targets: Tensor) -> Tensor:
         return F.huber_loss(values, targets, reduction="none", delta=self.delta)
-
-
-class EpsilonSchedule(ABC):
-    """Says which share of actions is drawn at random, to explore."""
-
-    @abstractmethod
-    def at(self, iteration: int) -> float:
-        """That share in an iteration, counted from 0; in [0, 1]."""
-
-
-@configurable
-@dataclass(frozen=True)
-class LinearEpsilon(EpsilonSchedule):
-    """From ``start`` to ``final`` over ``iterations`` iterations, then ``final``.
-
-    Raises:
-        ConfigError: unless both are in [0, 1]; for ``iterations`` below 1.
-    """
-
-    start: float = 1.0
-    final: float = 0.05
-    iterations: int = 100
-
-    def __post_init__(self) -> None:
-        require_at_least(1, iterations=self.iterations)
-        for name in ("start", "final"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"LinearEpsilon({name}={getattr(self, name)}) must be in [0, 1]")
-
-    def at(self, iteration: int) -> float:
-        done = min(1.0, iteration / self.iterations)
-        return self.start + (self.final - self.start) * done

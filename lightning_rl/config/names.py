@@ -25,7 +25,13 @@ MODULE_OF = {
 }
 """Public name: the module that it is in."""
 
-RENAMED = {"ReplayRecorder": "RerunRecorder"}
+RENAMED = {
+    "Coefficient": "ConstantSchedule",
+    "ExponentialShare": "ExponentialSchedule",
+    "LinearEpsilon": "LinearSchedule",
+    "LinearShare": "LinearSchedule",
+    "ReplayRecorder": "RerunRecorder",
+}
 """Public name of earlier releases: what it is called now."""
 
 

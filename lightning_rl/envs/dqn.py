@@ -7,14 +7,8 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rl.algos.losses import Metrics
-from lightning_rl.algos.td import (
-    EpsilonSchedule,
-    HuberTD,
-    LinearEpsilon,
-    TDLoss,
-    greedy_value,
-    td_target,
-)
+from lightning_rl.algos.schedules import LinearSchedule, Schedule, schedule_of
+from lightning_rl.algos.td import HuberTD, TDLoss, greedy_value, td_target
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.off_policy import OffPolicyModule
 from lightning_rl.envs.transitions import TransitionBuffer, Transitions
@@ -39,7 +33,7 @@ class DQNModule(OffPolicyModule):
         gamma: discount per step.
         double: the learning network chooses the action whose value the target network gives (van
             Hasselt et al. 2016); False: the target network does both.
-        epsilon: which share of actions is random, by iteration.
+        epsilon: which share of actions is random: a number, or a schedule over iterations.
         td_loss: of values and their targets.
         target_update: how the target network follows.
         warmup_frames: steps of random actions before anything is learned.
@@ -62,7 +56,7 @@ class DQNModule(OffPolicyModule):
         buffer: TransitionBuffer | None = None,
         gamma: float = 0.99,
         double: bool = True,
-        epsilon: EpsilonSchedule = LinearEpsilon(),
+        epsilon: float | Schedule = LinearSchedule(start=1.0, final=0.05, iterations=100),
         td_loss: TDLoss = HuberTD(),
         target_update: TargetUpdate = Polyak(),
         warmup_frames: int = 1000,
@@ -88,7 +82,7 @@ class DQNModule(OffPolicyModule):
         )
         save_primitive_hparams(self)
         self.double_q = double
-        self.epsilon = epsilon
+        self.epsilon = schedule_of(epsilon, "epsilon", 0, 1)
         self.td_loss = td_loss
 
     def exploration(self, iteration: int) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_rl.algos.kl import EntropyBonus, beyond_target, check_target_kl
 from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, ValueLoss, check_step_loss
-from lightning_rl.algos.step_kl import AdaptiveKL
+from lightning_rl.algos.schedules import Schedule, schedule_of
 from lightning_rl.algos.steps import StepAdvantage, StepGAE
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule, Measured, add, summed_up
@@ -45,7 +45,8 @@ class ActorCriticModule(EnvModule):
         advantage: how rewards become credit.
         value_loss: the critic's loss.
         entropy: bonus; None for none.
-        kl: penalty for leaving the policy that collected the batch; None for none.
+        kl: weight of a penalty for leaving the policy that collected the batch, KL(old || new) per
+            step: a number, or a schedule such as ``AdaptiveKL``; None for none.
         joint_loss: what several agents' choices cost together; None: each learns by itself.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per iteration.
@@ -76,7 +77,7 @@ class ActorCriticModule(EnvModule):
         advantage: StepAdvantage = StepGAE(),
         value_loss: ValueLoss = ValueLoss(),
         entropy: EntropyBonus | None = None,
-        kl: AdaptiveKL | None = None,
+        kl: float | Schedule | None = None,
         joint_loss: JointLoss | None = None,
         optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=3e-4, eps=1e-5, fused=True),
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -102,7 +103,7 @@ class ActorCriticModule(EnvModule):
         self.advantage = advantage
         self.value_loss = value_loss
         self.entropy = entropy
-        self.kl = kl
+        self.kl = None if kl is None else schedule_of(kl, "kl", low=0, measured=True)
         self.joint_loss = joint_loss
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -214,7 +215,7 @@ class ActorCriticModule(EnvModule):
             moved = torch.stack([old[key].at(places).kl(d) for key, d in made.items()]).sum(0)
             moved = moved.flatten()
             metrics["policy/kl"] = moved.detach()
-            loss = loss + self.kl.value * moved
+            loss = loss + self.kl.at(self.iteration) * moved
         live = weights > 0
         if not bool(live.all()):
             metrics = {key: value[live] for key, value in metrics.items()}
@@ -253,11 +254,11 @@ class ActorCriticModule(EnvModule):
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Count the iteration, and let the penalty adapt."""
-        super().end_iteration(metrics)
         measured = [value for key, value in metrics.items() if key.endswith("/kl")]
         if self.kl is not None and measured:
-            metrics["policy/kl_coef"] = self.kl.value
+            metrics["policy/kl_coef"] = self.kl.at(self.iteration)
             self.kl.update(sum(measured) / len(measured))
+        super().end_iteration(metrics)
 
     def stateful_parts(self) -> dict[str, Any]:
         return {} if self.kl is None else {"kl": self.kl}

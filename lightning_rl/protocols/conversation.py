@@ -10,7 +10,7 @@ from typing import Any
 from lightning_rl.errors import ConfigError
 from lightning_rl.protocols.base import GO_ON, Protocol
 from lightning_rl.protocols.scenario import Reading, Scenario, Seat
-from lightning_rl.protocols.schedule import Schedule
+from lightning_rl.protocols.schedule import RoundPlan
 from lightning_rl.rollout import Message
 
 
@@ -47,7 +47,7 @@ class Conversation:
     scenario: Scenario
     columns: Mapping[str, Any]
     seed: int
-    schedule: Schedule
+    schedule: RoundPlan
     rewards: Mapping[str, float]
     turns: tuple[Turn, ...] = ()
     round: int = 0
@@ -79,7 +79,7 @@ class Conversation:
             )
         scenario.check(protocol.agent_names)
         rewards = dict.fromkeys(protocol.agent_names, 0.0)
-        schedule = Schedule.of(protocol, seed)
+        schedule = RoundPlan.of(protocol, seed)
         return cls(protocol, scenario, columns, seed, schedule, rewards)._going_on()
 
     @property

@@ -1,4 +1,4 @@
-"""Schedule: what one seed makes of a protocol, in plain numbers."""
+"""RoundPlan: what one seed makes of a protocol, in plain numbers."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from lightning_rl.protocols.base import GO_ON, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class RoundPlan:
     """Who speaks where in each round of one interaction, and what each agent argues for.
 
     ``channels[agent][round]`` are those that an agent speaks on, ``stances`` are 2 for agents that
@@ -20,7 +20,7 @@ class Schedule:
     deciding: dict[str, list[int]]
 
     @classmethod
-    def of(cls, protocol: Protocol, seed: int) -> "Schedule":
+    def of(cls, protocol: Protocol, seed: int) -> "RoundPlan":
         """All rounds at once."""
         rounds = torch.arange(protocol.max_message_rounds)
         active = {

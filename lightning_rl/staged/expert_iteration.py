@@ -4,12 +4,12 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
+from lightning_rl.algos.schedules import Schedule, schedule_of
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.sampling import seed_of
 from lightning_rl.errors import require_at_least, require_finite
 from lightning_rl.protocols.base import ACCEPT, REJECT
 from lightning_rl.staged.algorithm import StagedAlgorithm
-from lightning_rl.staged.annealing import Annealing, ConstantShare
 from lightning_rl.staged.interaction import Interaction
 from lightning_rl.staged.training_sets import Demonstrations, Example
 
@@ -73,7 +73,8 @@ class ExpertIteration(StagedAlgorithm):
         selection: which interactions an agent imitates.
         samples: interactions per row of data.
         truth_share: in so large a share of the interactions the verifier (or whoever decides)
-            learns the right decision in place of what it answered in the end.
+            learns the right decision in place of what it answered in the end; a number, or a
+            schedule over iterations.
 
     Raises:
         ConfigError: for values out of range.
@@ -83,12 +84,12 @@ class ExpertIteration(StagedAlgorithm):
         self,
         selection: Selection = RewardThreshold(),
         samples: int = 1,
-        truth_share: Annealing = ConstantShare(start=0.0),
+        truth_share: float | Schedule = 0.0,
     ) -> None:
         require_at_least(1, samples=samples)
         self.selection = selection
         self.samples = samples
-        self.truth_share = truth_share
+        self.truth_share = schedule_of(truth_share, "truth_share", 0, 1)
 
     def training_set(
         self,
@@ -103,7 +104,7 @@ class ExpertIteration(StagedAlgorithm):
             rng = random.Random(seed_of(f"{seed}/{agent}".encode()))
             own = interactions
             if agent in _deciders(interactions):
-                share = self.truth_share.share(iteration)
+                share = self.truth_share.at(iteration)
                 drawn = [rng.random() < share for _ in interactions]
                 pairs = list(zip(interactions, drawn, strict=True))
                 own = [interaction for interaction, told in pairs if not told]

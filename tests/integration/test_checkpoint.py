@@ -16,7 +16,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.algos.advantages import GAE
-from lightning_rl.algos.kl import AdaptiveCoefficient, K3Penalty
+from lightning_rl.algos.kl import K3Penalty
+from lightning_rl.algos.schedules import AdaptiveCoefficient
 from lightning_rl.callbacks import (
     Evaluate,
     IterationCheckpoint,

@@ -91,9 +91,7 @@ def configuration(place: Path, model: Path) -> Path:
         },
         "algorithm": {
             "class_path": "ExpertIteration",
-            "init_args": {
-                "truth_share": {"class_path": "ConstantShare", "init_args": {"start": 1}}
-            },
+            "init_args": {"truth_share": 1},
         },
         "poll_s": 0.1,
         "seed": 1,

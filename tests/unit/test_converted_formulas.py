@@ -244,7 +244,7 @@ def ours_of(result: Conversion, batch, leaves):
         tokens["old_logprobs"] = tokens["rollout_logprobs"].clone()
     if (in_reward := parts.pop("kl_reward", None)) is not None:
         kl = in_reward(tokens["old_logprobs"], tokens["ref_logprobs"])
-        tokens["token_rewards"] = -in_reward.coef * kl * tokens["loss_mask"]
+        tokens["token_rewards"] = -in_reward.coef.at(0) * kl * tokens["loss_mask"]
     tokens["index"] = torch.arange(len(tokens))
     batch = parts.pop("advantage")(batch)
     minibatches = model["minibatches"]

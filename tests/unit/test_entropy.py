@@ -4,30 +4,27 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_rl.algos.kl import EntropyBonus, LinearEntropyBonus
-from lightning_rl.errors import ConfigError
+from lightning_rl.algos.kl import EntropyBonus
+from lightning_rl.algos.schedules import LinearSchedule
 from lightning_rl.module import PolicyModule
 
 
 def test_the_linear_schedule():
-    bonus = LinearEntropyBonus(coef=0.1, final=0.02, iterations=4)
+    bonus = EntropyBonus(LinearSchedule(start=0.1, final=0.02, iterations=4))
     assert [bonus.at(i) for i in (0, 1, 2, 3, 4, 5, 100)] == pytest.approx(
         [0.1, 0.08, 0.06, 0.04, 0.02, 0.02, 0.02]
     )
     assert [EntropyBonus(0.3).at(i) for i in (0, 7)] == [0.3, 0.3]
 
 
-def test_no_iterations_are_refused():
-    with pytest.raises(ConfigError, match=r"LinearEntropyBonus\(iterations=0\) must be >= 1"):
-        LinearEntropyBonus(iterations=0)
-
-
 def test_a_configuration_names_a_schedule_as_it_names_a_class():
-    linear = LinearEntropyBonus(coef=0.3, final=0.1)
-    given = {"coef": 0.3, "final": 0.1}
-    for name in ("LinearEntropyBonus", "lightning_rl.LinearEntropyBonus"):
-        module = PolicyModule("model", entropy={"class_path": name, "init_args": given})
-        assert module.objective.entropy == linear
+    given = {"start": 0.3, "final": 0.1, "iterations": 10}
+    for name in ("LinearSchedule", "lightning_rl.LinearSchedule"):
+        schedule = {"class_path": name, "init_args": given}
+        bonus = {"class_path": "EntropyBonus", "init_args": {"coef": schedule}}
+        for entropy in (bonus, {"coef": schedule}):
+            module = PolicyModule("model", entropy=entropy)
+            assert module.objective.entropy.at(5) == pytest.approx(0.2)
     assert PolicyModule("model", entropy={"coef": 0.3}).objective.entropy == EntropyBonus(0.3)
 
 
@@ -82,6 +79,6 @@ class Norms(Callback):
 def test_the_schedule_counts_iterations(tiny_model, train_on, random_batch):
     """Nothing moves at lr 0, so the gradient of iteration i is at(i) times the same one."""
     norms = Norms()
-    module = module_of(tiny_model, LinearEntropyBonus(0.4, 0.1, iterations=3), lr=0.0)
+    module = module_of(tiny_model, EntropyBonus(LinearSchedule(0.4, 0.1, iterations=3)), lr=0.0)
     train_on(module, [without_advantages(random_batch, 52)] * 4, callbacks=[norms])
     assert [n / norms.values[0] for n in norms.values] == pytest.approx([1, 0.75, 0.5, 0.25])

@@ -8,7 +8,6 @@ import torch
 from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.baselines import ReinforcePlusPlus
 from lightning_rl.algos.kl import (
-    AdaptiveCoefficient,
     K1Penalty,
     K2Penalty,
     K3Penalty,
@@ -16,6 +15,7 @@ from lightning_rl.algos.kl import (
     k2,
     k3,
 )
+from lightning_rl.algos.schedules import AdaptiveCoefficient
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.reference import PeriodicReference
@@ -87,9 +87,9 @@ def test_the_adaptive_coefficient_by_hand():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"value": 0.0}, "coef=0.0 must be > 0"),
-        ({"target": 0.0}, r"target=0.0, gain=0.5\): both must be > 0"),
-        ({"gain": -1.0}, "both must be > 0"),
+        ({"value": 0.0}, r"AdaptiveCoefficient\(value=0.0, target=0.01\): both must be > 0"),
+        ({"target": 0.0}, r"target=0.0\): both must be > 0"),
+        ({"gain": -1.0}, r"gain=-1.0\) must be > 0"),
     ],
 )
 def test_impossible_coefficients_are_refused(options, message):
@@ -99,8 +99,8 @@ def test_impossible_coefficients_are_refused(options, message):
 
 def test_a_fixed_coefficient_stays():
     penalty = K2Penalty(0.3)
-    penalty.coefficient.update(100.0)
-    assert penalty.coef == 0.3
+    penalty.coef.update(100.0)
+    assert penalty.coef.at(7) == 0.3
 
 
 def test_adaptive_coefficients_follow_each_iteration_and_survive_a_checkpoint(
@@ -118,14 +118,14 @@ def test_adaptive_coefficients_follow_each_iteration_and_survive_a_checkpoint(
     first = module()
     trainer = train_on(first, [random_batch(1), random_batch(2)])
     # In the loss: 0 at first (-0.2), then far above the target (0.2). In the reward: far below.
-    assert first.kl.coef == pytest.approx(0.1 * 0.9 * 1.1)
-    assert first.kl_reward.coef == pytest.approx(0.2 * 0.8 * 0.8)
+    assert first.kl.coef.at(0) == pytest.approx(0.1 * 0.9 * 1.1)
+    assert first.kl_reward.coef.at(0) == pytest.approx(0.2 * 0.8 * 0.8)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     resumed = module()
     train_on(resumed, [random_batch(3)], tmp_path / "two.ckpt", max_epochs=2)
     # The reference was renewed after the second iteration: a KL of 0 again.
-    assert resumed.kl.coef == pytest.approx(0.1 * 0.9 * 1.1 * 0.9)
-    assert resumed.kl_reward.coef == pytest.approx(0.2 * 0.8**3)
+    assert resumed.kl.coef.at(0) == pytest.approx(0.1 * 0.9 * 1.1 * 0.9)
+    assert resumed.kl_reward.coef.at(0) == pytest.approx(0.2 * 0.8**3)
     metrics = resumed.trainer.callback_metrics
     assert float(metrics["policy/kl_ref_coef"]) == pytest.approx(0.1 * 0.9 * 1.1)
     assert float(metrics["reward/kl_coef"]) == pytest.approx(0.2 * 0.8**2)

@@ -16,7 +16,7 @@ from lightning_rl import (
     EnvCollector,
     EnvDataModule,
     Gym,
-    LinearEpsilon,
+    LinearSchedule,
     MLPBody,
     Periodic,
     QAgent,
@@ -103,7 +103,7 @@ def test_the_same_seed_learns_the_same_and_another_something_else(kind, tmp_path
 
 def test_nothing_is_learned_before_the_warm_up_is_over(tmp_path):
     rows, module = Rows(), small(DQNModule)
-    module.epsilon = LinearEpsilon(start=0.5, final=0.0, iterations=4)
+    module.epsilon = LinearSchedule(start=0.5, final=0.0, iterations=4)
     fit(module, data(iterations=4), tmp_path, rows)
     assert [row["policy/exploration"] for row in rows.rows] == [1.0, 1.0, 0.25, 0.125]
     assert ["value/loss" in row for row in rows.rows] == [False, True, True, True]
@@ -152,7 +152,7 @@ def test_dqn_learns_to_balance(tmp_path):
     """A random policy holds the pole for 22 steps; the largest return is 500."""
     module = DQNModule(
         {"agent": QAgent(MLPBody([64, 64], "relu"))},
-        epsilon=LinearEpsilon(iterations=80),
+        epsilon=LinearSchedule(1.0, 0.05, iterations=80),
         target_update=CopyEvery(200),
         warmup_frames=500,
         batch_size=64,
@@ -226,7 +226,7 @@ def test_groups_of_agents_learn_side_by_side(tmp_path):
     module = DQNModule(
         agents,
         gamma=0.0,
-        epsilon=LinearEpsilon(iterations=10),
+        epsilon=LinearSchedule(1.0, 0.05, iterations=10),
         warmup_frames=64,
         updates_per_iteration=10,
         batch_size=32,

@@ -5,11 +5,10 @@ from itertools import product
 
 import pytest
 
-from lightning_rl import Debate, Nip
+from lightning_rl import Debate, ExponentialSchedule, Nip
 from lightning_rl.errors import ConfigError
 from lightning_rl.protocols.conversation import Conversation
 from lightning_rl.protocols.text_scenario import Instructions, TextScenario
-from lightning_rl.staged.annealing import ConstantShare, ExponentialShare, LinearShare
 from lightning_rl.staged.chat import ChatAnswer
 from lightning_rl.staged.expert_iteration import ExpertIteration, RewardThreshold, RewardWeighted
 from lightning_rl.staged.interaction import Interaction, expected_reward, value_from
@@ -101,28 +100,18 @@ def test_weights_are_in_proportion_to_what_is_above_the_lowest():
 
 def test_the_truth_takes_the_place_of_the_verifiers_decision():
     wrong = verdicts("a", "I doubt it.\nreject")
-    always = ExpertIteration(truth_share=ConstantShare(1.0))
+    always = ExpertIteration(truth_share=1.0)
     assert learned(always, [wrong], "verifier") == [Example(told("a"), "I doubt it.\naccept")]
     assert learned(always, [wrong], "prover") == []  # which learns nothing but what it did
 
 
 def test_so_large_a_share_learns_the_truth_as_the_iteration_says():
     wrong = [verdicts("a", "reject") for _ in range(1000)]
-    halving = ExpertIteration(truth_share=ExponentialShare(0.8, 0.5))
+    halving = ExpertIteration(truth_share=ExponentialSchedule(0.8, 0.5))
     for iteration, share in enumerate([0.8, 0.4, 0.2]):
         count = len(learned(halving, wrong, "verifier", iteration=iteration))
         assert abs(count - 1000 * share) < 5 * (1000 * share * (1 - share)) ** 0.5
     assert learned(halving, wrong, "verifier") == learned(halving, wrong, "verifier")
-
-
-def test_shares_by_hand():
-    assert [ConstantShare(0.3).share(t) for t in (0, 9)] == [0.3, 0.3]
-    assert [LinearShare(0.8, 4).share(t) for t in range(6)] == pytest.approx(
-        [0.8, 0.6, 0.4, 0.2, 0, 0]
-    )
-    assert [ExponentialShare(1.0, 0.5).share(t) for t in range(3)] == [1, 0.5, 0.25]
-    with pytest.raises(ConfigError, match=r"start=1\.5 must be in \[0, 1\]"):
-        ConstantShare(1.5)
 
 
 # ---------------------------------------------------------------- MALT

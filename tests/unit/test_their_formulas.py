@@ -10,9 +10,10 @@ from tensordict import TensorDict
 from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.baselines import RLOO, ReinforcePlusPlus
 from lightning_rl.algos.correction import SequenceMIS, SequenceTIS
-from lightning_rl.algos.kl import AdaptiveCoefficient, K2Penalty
+from lightning_rl.algos.kl import K2Penalty
 from lightning_rl.algos.losses import CISPO, GSPO, SAPO, PPOClip, Reinforce, ValueLoss
 from lightning_rl.algos.objective import SequenceMean, TokenMean, TokenSum
+from lightning_rl.algos.schedules import AdaptiveCoefficient
 from lightning_rl.data.packing import token_rows
 
 # Per token a handful of float64 operations on numbers of order 1.

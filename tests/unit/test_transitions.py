@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from lightning_rl import ConfigError, CopyEvery, LinearEpsilon, Polyak, TransitionBuffer
+from lightning_rl import ConfigError, CopyEvery, Polyak, TransitionBuffer
 from lightning_rl.envs.batches import handed_out
 from lightning_rl.envs.transitions import Transitions, transitions_of
 from lightning_rl.networks.distributions import TanhGaussian
@@ -215,13 +215,6 @@ def test_partly_uniform():
     none = PartlyUniform(policy, share=0.0)
     action = policy.sample()
     assert torch.equal(none.log_prob(action), policy.log_prob(action))
-
-
-def test_linear_epsilon():
-    schedule = LinearEpsilon(start=1.0, final=0.2, iterations=4)
-    assert [schedule.at(i) for i in (0, 1, 4, 9)] == pytest.approx([1.0, 0.8, 0.2, 0.2])
-    with pytest.raises(ConfigError, match=r"final=1.5\) must be in \[0, 1\]"):
-        LinearEpsilon(final=1.5)
 
 
 # ---------------------------------------------------------------- target networks

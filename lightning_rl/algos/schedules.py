@@ -1,0 +1,202 @@
+"""Numbers that may change from iteration to iteration: one family for coefficients and shares."""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
+
+FAR = 10**9
+"""An iteration that no run reaches."""
+
+
+class Schedule(ABC):
+    """A number for each iteration. Where a setting takes one, a plain number stands for itself.
+
+    Between its first number and its last it leaves the range of both nowhere.
+    """
+
+    @abstractmethod
+    def at(self, iteration: int) -> float:
+        """The number in an iteration, counted from 0."""
+
+    def update(self, measured: float) -> None:
+        """Called after each iteration with the mean of what the number weighs, if that is known."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing, unless the number depends on more than the iteration."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+
+
+@configurable
+class ConstantSchedule(Schedule):
+    """The same number in all iterations; what a plain number becomes. It is part of a checkpoint.
+
+    Raises:
+        ConfigError: for one that is not finite.
+    """
+
+    def __init__(self, value: float) -> None:
+        require_finite(value=value)
+        self._value = value  # as configured, which is what a resumed run is compared by
+        self.value = value
+
+    def at(self, iteration: int) -> float:
+        return self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """The present value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state.get("value", self.value)
+
+
+@configurable
+class LinearSchedule(Schedule):
+    """From ``start`` to ``final`` over ``iterations`` iterations, then ``final``.
+
+    Raises:
+        ConfigError: for ``iterations`` below 1, or numbers that are not finite.
+    """
+
+    def __init__(self, start: float, final: float, iterations: int) -> None:
+        require_finite(start=start, final=final)
+        require_at_least(1, iterations=iterations)
+        self.start = start
+        self.final = final
+        self.iterations = iterations
+
+    def at(self, iteration: int) -> float:
+        done = min(1.0, iteration / self.iterations)
+        return self.start + (self.final - self.start) * done
+
+
+@configurable
+class ExponentialSchedule(Schedule):
+    """Multiplied by the same factor in each iteration t: start x decay^t.
+
+    Raises:
+        ConfigError: for a ``decay`` outside [0, 1], or a ``start`` that is not finite.
+    """
+
+    def __init__(self, start: float, decay: float) -> None:
+        require_finite(start=start)
+        if not 0 <= decay <= 1:
+            raise ConfigError(f"ExponentialSchedule(decay={decay}) must be in [0, 1]")
+        self.start = start
+        self.decay = decay
+
+    def at(self, iteration: int) -> float:
+        return float(self.start * self.decay**iteration)
+
+
+@configurable
+class AdaptiveSchedule(ConstantSchedule):
+    """Follows what it weighs, once per iteration, to bring its mean to ``target``.
+
+    Args:
+        value: to start with.
+        target: of the mean; None: ``value`` stays.
+
+    Raises:
+        ConfigError: unless both are positive and finite.
+    """
+
+    def __init__(self, value: float, target: float | None) -> None:
+        require_finite(target=target)
+        super().__init__(value)
+        if value <= 0 or (target is not None and target <= 0):
+            raise ConfigError(
+                f"{type(self).__name__}(value={value}, target={target}): both must be > 0"
+            )
+        self.target = target
+
+    def update(self, measured: float) -> None:
+        # One that is not finite says nothing of where the policy is.
+        if self.target is not None and math.isfinite(measured):
+            self.value *= self.factor(measured, self.target)
+
+    @abstractmethod
+    def factor(self, measured: float, target: float) -> float:
+        """What the value is multiplied by."""
+
+
+@configurable
+class AdaptiveCoefficient(AdaptiveSchedule):
+    """Steers the measured KL to ``target`` (Ziegler et al. 2019, section 2.2).
+
+    value *= 1 + gain clip(kl / target - 1, -0.2, 0.2), once per iteration.
+
+    Args:
+        value: to start with.
+        target: KL per token, in nats.
+        gain: how fast it reacts; at most 20 % per iteration at 1.
+
+    Raises:
+        ConfigError: unless all are positive and finite.
+    """
+
+    def __init__(self, value: float = 0.01, target: float = 0.01, gain: float = 0.5) -> None:
+        super().__init__(value, target)
+        require_finite(gain=gain)
+        if gain <= 0:
+            raise ConfigError(f"AdaptiveCoefficient(gain={gain}) must be > 0")
+        self.gain = gain
+
+    def factor(self, measured: float, target: float) -> float:
+        return 1 + self.gain * min(0.2, max(-0.2, measured / target - 1))
+
+
+@configurable
+class AdaptiveKL(AdaptiveSchedule):
+    """Weighs KL(old || new) per step (Schulman et al. 2017, PPO, section 4).
+
+    After an iteration ``value`` is doubled if its mean KL was above 1.5 x ``target``, and halved if
+    it was below ``target`` / 1.5. With ``loss: Surrogate`` it is PPO without a clip.
+
+    Args:
+        value: to start with.
+        target: mean KL in nats; None: ``value`` stays.
+    """
+
+    def __init__(self, value: float = 1.0, target: float | None = 0.01) -> None:
+        super().__init__(value, target)
+
+    def factor(self, measured: float, target: float) -> float:
+        if measured > 1.5 * target:
+            return 2.0
+        return 0.5 if measured < target / 1.5 else 1.0
+
+
+def schedule_of(
+    number: float | Schedule,
+    name: str,
+    low: float = -math.inf,
+    high: float = math.inf,
+    measured: bool = False,
+) -> Schedule:
+    """What a setting of that name was given, as a schedule of numbers in [low, high].
+
+    ``measured``: it hears after each iteration what it should follow.
+
+    Raises:
+        ConfigError: for numbers out of range, or a schedule that would hear nothing.
+    """
+    if not isinstance(number, Schedule):
+        require_finite(**{name: number})
+        number = ConstantSchedule(number)
+    if isinstance(number, AdaptiveSchedule) and not measured:
+        raise ConfigError(
+            f"{name}={type(number).__name__}: it follows a measured KL, which {name} has none of; "
+            "use a number, LinearSchedule or ExponentialSchedule"
+        )
+    for value in (number.at(0), number.at(FAR)):
+        if not low <= value <= high:
+            bounds = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
+            raise ConfigError(f"{name}={value} must be {bounds}")
+    return number
