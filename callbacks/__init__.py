@@ -1,7 +1,5 @@
 """Callbacks: everything around learning. Each is one class that a YAML line selects."""
 
-from typing import Any
-
 from lightning_rl.callbacks.artifacts import RunArtifacts
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.batch_guards import (
@@ -41,7 +39,6 @@ from lightning_rl.callbacks.report import RunReport
 from lightning_rl.callbacks.reward_alarms import RewardAlarms
 from lightning_rl.callbacks.watchdog import Watchdog
 from lightning_rl.callbacks.weight_sync import WeightSync
-from lightning_rl.config.names import refuse_renamed
 
 __all__ = [
     "BatchGuard",
@@ -82,8 +79,3 @@ __all__ = [
     "WeightSync",
     "ZeroAdvantageGuard",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    refuse_renamed(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -99,11 +99,6 @@ def _main(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     name, *options = arguments
-    if name == "replay":
-        raise ConfigError(
-            "lightning-rl replay is now called lightning-rl rerun (to replay is what a "
-            "ReplayBuffer does); write that instead"
-        )
     if name not in COMMANDS:
         close = get_close_matches(name, COMMANDS, n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
