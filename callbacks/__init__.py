@@ -1,7 +1,5 @@
 """Callbacks: everything around learning. Each is one class that a YAML line selects."""
 
-from typing import Any
-
 from lightning_rl.errors import ImportNameError
 
 # Under another name each class would be there twice, and isinstance fail.
@@ -50,7 +48,6 @@ from lightning_rl.callbacks.report import RunReport
 from lightning_rl.callbacks.reward_alarms import RewardAlarms
 from lightning_rl.callbacks.watchdog import Watchdog
 from lightning_rl.callbacks.weight_sync import WeightSync
-from lightning_rl.config.names import refuse_renamed
 
 __all__ = [
     "BatchGuard",
@@ -91,8 +88,3 @@ __all__ = [
     "WeightSync",
     "ZeroAdvantageGuard",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    refuse_renamed(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,7 +24,7 @@ from lightning_rl.rollouts.files import Record, as_record, open_rollouts
 from lightning_rl.rollouts.jsonl import JSONLRollouts
 from lightning_rl.rollouts.log import Outcome, RerunLog, checksums
 from lightning_rl.run.rundir import output_path, run_dir
-from lightning_rl.view.flags import TokenPieces
+from lightning_rl.view.pieces import TokenPieces
 
 COMPUTED = ("ref_logprobs", "advantages", "values", "returns")
 

@@ -7,12 +7,10 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.config.arguments import configurable
-from lightning_rl.datamodule import RLDataModule
-from lightning_rl.envs.datamodule import EnvDataModule
 from lightning_rl.errors import ConfigError, StalledError
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.rewards.base import Rewards
 from lightning_rl.run.hooks import datamodule_of
 from lightning_rl.run.loop import (
     TURN_S,
@@ -60,13 +58,11 @@ class Watchdog(RLCallback):
             raise ConfigError(f"timeout_s={timeout_s} must be > 0 seconds")
         self.timeout_s = timeout_s
         self._end = threading.Event()
-        self._rewards: list[Rewards] = []
-        self._environments: EnvDataModule | None = None
+        self._data: CollectingDataModule | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         module, data = self.module_of(pl_module), datamodule_of(trainer)
-        self._rewards = data.all_rewards if isinstance(data, RLDataModule) else []
-        self._environments = data if isinstance(data, EnvDataModule) else None
+        self._data = data if isinstance(data, CollectingDataModule) else None
         self._end.set()  # a former run's
         self._end = threading.Event()
         # Here, since asking for the run directory may be something that ranks do together.
@@ -89,16 +85,12 @@ class Watchdog(RLCallback):
                 self._stop(module, file)
                 return
 
-    @property
-    def _awaited(self) -> str:
-        return "rollout" if self._environments is None else "step"
-
     def _stop(self, module: RecordingModule, file: Path) -> None:
         loop, thread = background_loop(), loop_thread()
         assert thread is not None
         blocked = replace_loop_if_blocked(min(self.timeout_s, TURN_S))
-        stepping = None if self._environments is None else self._environments.stepping()
-        hanging = next((found for one in self._rewards if (found := one.hanging())), None)
+        data = self._data
+        hanging = None if data is None else data.hanging()
         file.write_text(describe(loop), encoding="utf-8")
         what, advice = "generation", "If a rollout may take that long"
         if module.clock.stage == "reward":
@@ -107,14 +99,9 @@ class Watchdog(RLCallback):
         computing, engine = is_computing(), replace_thread_beside()
         if computing:
             where = f"{what} hangs in the main thread at {where_thread_is(threading.main_thread())}"
-        elif stepping is not None:
-            name, its_thread = stepping
-            where = f"{name} hangs at {where_thread_is(its_thread)}"
-            advice = "If a step of an environment may take that long"
         elif hanging is not None and not blocked:
-            name, its_thread = hanging
-            where = f"reward {name} hangs at {where_thread_is(its_thread)}"
-            advice = "Isolated gives a reward a time limit; if it may take that long"
+            where = f"{hanging.what} hangs at {where_thread_is(hanging.thread)}"
+            advice = hanging.advice
         elif blocked:
             where = f"{what} hangs and blocks the event loop at {where_thread_is(thread)}"
         elif engine is not None:
@@ -122,8 +109,9 @@ class Watchdog(RLCallback):
         else:
             where = f"{what} hangs and waits at {where_tasks_wait(loop)}"
         error = StalledError(
-            f"no {self._awaited} came to an end for timeout_s={self.timeout_s:g} seconds: {where}; "
-            f"all stacks are in {file}. {advice}, raise timeout_s of Watchdog"
+            f"no {'rollout' if data is None else data.collects} came to an end for "
+            f"timeout_s={self.timeout_s:g} seconds: {where}; all stacks are in {file}. {advice}, "
+            "raise timeout_s of Watchdog"
         )
         if computing:  # where nothing can be raised now
             _log.error("%s", error)

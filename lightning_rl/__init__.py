@@ -11,7 +11,6 @@ __all__ = sorted(names.MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    names.refuse_renamed(name)
     if name not in names.MODULE_OF:
         raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}")
     return names.public(name)

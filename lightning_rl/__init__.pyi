@@ -251,10 +251,7 @@ from lightning_rl.envs.datamodule import EnvDataModule as EnvDataModule
 from lightning_rl.envs.dqn import DQNModule as DQNModule
 from lightning_rl.envs.game_module import GameModule as GameModule
 from lightning_rl.envs.gym import Gym as Gym
-from lightning_rl.envs.joint_loss import (
-    JointLoss as JointLoss,
-    SimulationLoss as SimulationLoss,
-)
+from lightning_rl.envs.joint_loss import JointLoss as JointLoss
 from lightning_rl.envs.maker import (
     EnvMaker as EnvMaker,
     TorchRLEnv as TorchRLEnv,
@@ -264,6 +261,7 @@ from lightning_rl.envs.off_policy import OffPolicyModule as OffPolicyModule
 from lightning_rl.envs.pool import PooledGym as PooledGym
 from lightning_rl.envs.rows import Clips as Clips
 from lightning_rl.envs.sac import SACModule as SACModule
+from lightning_rl.envs.simulation_loss import SimulationLoss as SimulationLoss
 from lightning_rl.envs.step_loss import StepLoss as StepLoss, TorchRLLoss as TorchRLLoss
 from lightning_rl.envs.transitions import TransitionBuffer as TransitionBuffer
 from lightning_rl.envs.workers import GymWorkers as GymWorkers

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.collect.ahead import WorkingAhead
-from lightning_rl.collect.base import CollectingDataModule
+from lightning_rl.collect.base import CollectingDataModule, Hanging
 from lightning_rl.collect.checks import (
     check_branching,
     check_collecting,
@@ -240,6 +240,13 @@ class RLDataModule(CollectingDataModule):
         """Those of all tasks, each once."""
         tasks = (*self.train_tasks, *self.eval_tasks)
         return list(dict.fromkeys(task.rewards for task in tasks))
+
+    def hanging(self) -> Hanging | None:
+        found = next((call for rewards in self.all_rewards if (call := rewards.hanging())), None)
+        if found is None:
+            return None
+        advice = "Isolated gives a reward a time limit; if it may take that long"
+        return Hanging(f"reward {found[0]}", found[1], advice)
 
     # ---------------------------------------------------------------- Lightning's hooks
 

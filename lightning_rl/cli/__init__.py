@@ -12,7 +12,7 @@ from lightning_rl.errors import ConfigError, DataError, LightningRLError, RunInt
 
 
 class Command(NamedTuple):
-    """A command: the module here whose ``main`` it is, and what it does, in a line."""
+    """A command: the module whose ``main`` it is, and what it does, in a line."""
 
     module: str
     does: str
@@ -20,30 +20,42 @@ class Command(NamedTuple):
     """It may import code that the user names, from where the user stands."""
 
 
+_APP = "lightning_rl.cli.app"
+
 COMMANDS = {
-    "fit": Command("app", "train: lightning-rl fit --config recipes/sort_digits/grpo.yaml"),
-    "validate": Command("app", "evaluate a model or checkpoint on the held-out prompts"),
-    "test": Command("app", "the same, under the names test uses"),
-    "rollout": Command("app", "write graded rollouts to a file, without training"),
+    "fit": Command(_APP, "train: lightning-rl fit --config recipes/sort_digits/grpo.yaml"),
+    "validate": Command(_APP, "evaluate a model or checkpoint on the held-out prompts"),
+    "test": Command(_APP, "the same, under the names test uses"),
+    "rollout": Command(_APP, "write graded rollouts to a file, without training"),
     "staged": Command(
-        "staged", "train by fine-tune jobs, of an API or on this machine, stage by stage"
+        "lightning_rl.cli.staged",
+        "train by fine-tune jobs, of an API or on this machine, stage by stage",
     ),
-    "rollouts": Command("rollouts", "show what such a file, or a replay buffer, holds", False),
-    "view": Command("view", "show runs in a browser: curves, step times, rollouts by token", False),
+    "rollouts": Command(
+        "lightning_rl.cli.rollouts", "show what such a file, or a replay buffer, holds", False
+    ),
+    "view": Command(
+        "lightning_rl.cli.view",
+        "show runs in a browser: curves, step times, rollouts by token",
+        False,
+    ),
     "rerun": Command(
-        "rerun",
+        "lightning_rl.cli.rerun",
         "do a recorded rollout or iteration again, and say where it first differs",
     ),
     "check": Command(
-        "check", "what a configuration amounts to, and a first rollout; writes nothing"
+        "lightning_rl.cli.check",
+        "what a configuration amounts to, and a first rollout; writes nothing",
     ),
     "convert": Command(
-        "convert.main",
+        "lightning_rl.cli.convert.main",
         "read a configuration of TRL or verl and write ours, saying what it could not carry",
         False,
     ),
     "doctor": Command(
-        "doctor", "versions, engine, devices, threads, and what is wrong with each", False
+        "lightning_rl.cli.doctor",
+        "versions, engine, devices, threads, and what is wrong with each",
+        False,
     ),
 }
 
@@ -99,30 +111,26 @@ def _main(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     name, *options = arguments
-    if name == "replay":
-        raise ConfigError(
-            "lightning-rl replay is now called lightning-rl rerun (to replay is what a "
-            "ReplayBuffer does); write that instead"
-        )
     if name not in COMMANDS:
         close = get_close_matches(name, COMMANDS, n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"no command {name!r}{meant} (commands: {', '.join(COMMANDS)})")
     command = COMMANDS["check" if name == "fit" and "--dry_run" in options else name]
     if not command.imports:
-        return int(import_module(f"{__name__}.{command.module}").main(options))
+        return int(import_module(command.module).main(options))
     _search_working_directory(arguments)
     from lightning_rl.cli.process import quiet
 
     with quiet():
         # Lightning's parser wants the command itself.
-        options = arguments if command.module == "app" else options
-        if name == "fit" and command.module == "app":
+        if command.module == _APP:
+            options = arguments
+        if name == "fit" and command.module == _APP:
             from lightning_rl.run.interrupts import stopped_while_starting
 
             with stopped_while_starting():
-                return int(import_module(f"{__name__}.{command.module}").main(options))
-        return int(import_module(f"{__name__}.{command.module}").main(options))
+                return int(import_module(command.module).main(options))
+        return int(import_module(command.module).main(options))
 
 
 def _search_working_directory(arguments: list[str]) -> None:

@@ -13,18 +13,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.cli.app import RLCLI
-from lightning_rl.cli.check_envs import described
 from lightning_rl.cli.layouts import candidates, compare
 from lightning_rl.cli.parser import card_of
 from lightning_rl.cli.plan import CardPlan, MemoryPlan
 from lightning_rl.cli.scratch import Built
 from lightning_rl.cli.stopwatch import TIMED, time_iterations
 from lightning_rl.cli.training_plan import largest_model, training_plan
+from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.collect.checks import check_groups
 from lightning_rl.config.lightning_flags import compute_dtype, warn_of_flags
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.envs.base import EnvModule
-from lightning_rl.envs.datamodule import EnvDataModule
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.policies import RolloutModule
@@ -118,17 +116,15 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None) -> bool:
     names = (type(module).__name__, type(data).__name__)
     warn_of_flags(trainer)
     print(f"configuration: good ({', '.join(names)} on {trainer.strategy.root_device})")
-    if isinstance(module, EnvModule) and isinstance(data, EnvDataModule):
+    if isinstance(data, CollectingDataModule):
         _connect(cli)
-        try:
-            print("\n".join(described(module, data)))
-        finally:
-            data.collector.close()
-        return True
+        tried = data.check(module)
+        if tried is not None:
+            print("\n".join(tried))
+            return True
     if not isinstance(module, RolloutModule) or not isinstance(data, RLDataModule):
         print("there is nothing more to check: rollouts come from a PolicyModule and RLDataModule")
         return True
-    _connect(cli)
     try:
         minibatches = max(policy.minibatches for policy in module.policies.values())
         check_groups(data.groups_per_iteration, minibatches, trainer.world_size)

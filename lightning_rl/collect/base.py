@@ -1,12 +1,22 @@
 """CollectingDataModule: what callbacks and commands ask of data that a policy makes by itself."""
 
+import threading
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.run.rundir import require_writable_dirs
+
+
+class Hanging(NamedTuple):
+    """A call of code that is not ours, and that has not returned yet."""
+
+    what: str
+    thread: threading.Thread
+    advice: str
+    """What to do if it may take that long, as the beginning of a sentence."""
 
 
 class CollectingDataModule(LightningDataModule, ABC):
@@ -20,6 +30,19 @@ class CollectingDataModule(LightningDataModule, ABC):
     """Advice, where ``evaluates`` is False."""
     test_series: LazyLoader | None = None
     """What ``test`` goes through in place of one evaluation; of several checkpoints."""
+    collects = "rollout"
+    """What it collects, in a word."""
+
+    def hanging(self) -> Hanging | None:
+        """A call that runs in a thread of its own right now, of a reward or an environment."""
+        return None
+
+    def check(self, module: LightningModule) -> list[str] | None:
+        """Try out a run with this module, and say what it amounts to, for ``lightning-rl check``.
+
+        None: there is nothing to try. Both know the trainer already.
+        """
+        return None
 
     @property
     @abstractmethod

@@ -17,7 +17,7 @@ from jsonargparse import ArgumentParser
 # cli/app.py). So setup.cfg allows one minor version; tests/bad_configs.py shows if the next works.
 from jsonargparse._parameter_resolvers import ParamData, get_signature_parameters
 
-from lightning_rl.config.names import MODULE_OF, refuse_renamed
+from lightning_rl.config.names import MODULE_OF
 from lightning_rl.errors import ConfigError
 
 FUNCTION = "a function (in YAML by its import path)"
@@ -168,7 +168,6 @@ def named_class(name: str, bases: list[type]) -> Any:
         known = class_names(bases)
         if name in known:
             return known[name]
-        refuse_renamed(name)
         own = known.keys() & MODULE_OF.keys()
         shown = ", ".join(sorted(own or known)[:15])
         raise ConfigError(
@@ -198,7 +197,6 @@ def import_object(path: str) -> Any:
     Raises:
         ConfigError: saying whether the module or the name in it is missing, and where we looked.
     """
-    refuse_renamed(path)
     first, *rest = path.split(".")
     if not rest or not all(part.isidentifier() for part in (first, *rest)):
         raise ConfigError(f"{path!r} is no import path; write module.name, e.g. my_rewards.exact")
@@ -225,8 +223,6 @@ def _import(module: str) -> types.ModuleType | None:
     """The module, or None if there is none of this name."""
     try:
         return import_module(module)
-    except ConfigError:  # it has another name now
-        raise
     except ModuleNotFoundError as error:
         if error.name == module or "is not a package" in str(error):
             return None

@@ -71,6 +71,10 @@ class EnvModule(RecordingModule):
         """What a report calls the model."""
         return ", ".join(f"{name}: {type(a.body).__name__}" for name, a in self.agents.items())
 
+    def planned(self, frames: int) -> list[str]:
+        """What comes of an iteration's steps of all environments, in words; [] if nothing fixed."""
+        return []
+
     # ---------------------------------------------------------------- set-up
 
     def configure_callbacks(self) -> list[Callback]:

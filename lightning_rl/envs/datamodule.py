@@ -1,15 +1,15 @@
 """EnvDataModule: environments behind Lightning's data interface."""
 
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from tensordict import TensorDict
 
-from lightning_rl.collect.base import CollectingDataModule
+from lightning_rl.collect.base import CollectingDataModule, Hanging
 from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.base import EnvModule
@@ -67,6 +67,8 @@ class EnvDataModule(CollectingDataModule):
     Raises:
         ConfigError: for values out of range.
     """
+
+    collects = "step"
 
     def __init__(
         self,
@@ -304,9 +306,40 @@ class EnvDataModule(CollectingDataModule):
                 trainer.precision_plugin.forward_context,
             )
 
-    def stepping(self) -> tuple[str, threading.Thread] | None:
-        """What is being stepped right now, in words, and the thread in which it is."""
-        return self.calls.hanging() or self.player_calls.hanging()
+    def hanging(self) -> Hanging | None:
+        """A step of the environments that is being taken right now."""
+        found = self.calls.hanging() or self.player_calls.hanging()
+        return found and Hanging(*found, "If a step of an environment may take that long")
+
+    def check(self, module: LightningModule) -> list[str] | None:
+        """Make environments and agents, collect a batch, and tell of them.
+
+        Raises:
+            ConfigError: if something does not fit.
+            EnvError: if an environment goes wrong.
+        """
+        if not isinstance(module, EnvModule):
+            return None
+        self.calls.start(self.seed, 0, self.num_envs)
+        try:
+            return self._checked(module)
+        finally:
+            self.close()
+            self.collector.close()
+
+    def _checked(self, module: EnvModule) -> list[str]:
+        lines = [f"environment: {self.env.name}, {self.num_envs} of it side by side"]
+        lines += [f"  {name}{space.described}" for name, space in self.spaces.items()]
+        module.configure_model()
+        count = sum(p.numel() for p in module.parameters())
+        lines.append(f"agents: {module.described_as} ({count:,} parameters)")
+        batch = self.calls(lambda: self.collector.collect(module.agents, 0, self.steps))
+        size = sum(value.nbytes for value in batch.values(True, True))
+        plan = f"an iteration: {self.steps} steps of each environment, {size / 2**20:.3g} MiB"
+        lines.append("; ".join([plan, *module.planned(self.frames_per_iteration)]))
+        if self.collector.exact:
+            lines.append(f"a run that goes on will not be bit-equal: {self.collector.exact}")
+        return lines
 
     def _epoch(self) -> int:
         length = self.iterations_per_epoch

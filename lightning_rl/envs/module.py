@@ -117,6 +117,10 @@ class ActorCriticModule(EnvModule):
         self.compile_agents = compile
         self.seed = run_seed(seed)
 
+    def planned(self, frames: int) -> list[str]:
+        rows = frames // self.minibatches
+        return [f"{self.epochs * self.minibatches} optimizer steps on about {rows} frames each"]
+
     # ---------------------------------------------------------------- one iteration
 
     def training_step(self, batch: TensorDict, batch_idx: int) -> None:

@@ -104,6 +104,14 @@ class Space:
     agents: int = 0
     mask: str | None = None
 
+    @property
+    def described(self) -> str:
+        """What they see and do, in words that follow the group's name."""
+        seen = ", ".join(f"{n} {o.shape}" for n, o in self.observations.items())
+        acts = ", ".join(f"{n} ({kind})" for n, kind in self.actions.items())
+        several = f" ({self.agents} of them)" if self.agents else ""
+        return f"{several} sees {seen} and does {acts}"
+
     def observed(self, names: list[str] | None, what: str) -> dict[str, Observed]:
         """The named observations, or all that hold numbers.
 

@@ -17,7 +17,7 @@ from lightning_rl.rollouts.files import (
 )
 from lightning_rl.rollouts.form import shortened
 from lightning_rl.rollouts.jsonl import parsed, whole_lines
-from lightning_rl.view.flags import TokenPieces
+from lightning_rl.view.pieces import TokenPieces
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,6 @@ HAS_BFLOAT16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 def configured():
     with set_current_vllm_config(VllmConfig()):
         yield
-
-
-def test_a_server_that_is_told_of_the_worker_by_its_old_name_gets_it():
-    old = import_module("lightning_rl.engines.vllm_worker")
-    assert old is import_module("lightning_rl.sync.vllm_worker")
 
 
 def norm(width, **options):

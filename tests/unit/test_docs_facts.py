@@ -14,7 +14,6 @@ import lightning_rl.callbacks as callbacks
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.losses import PolicyLoss
 from lightning_rl.config.hints import class_names
-from lightning_rl.config.names import MOVED
 from lightning_rl.engines.base import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -132,7 +131,7 @@ def test_no_text_names_a_module_or_file_that_is_gone():
     gone = set()
     for path in texts():
         text = path.read_text(encoding="utf-8")
-        modules, files = set(NAME.findall(text)) - {*MOVED, *INVENTED}, set(PATH.findall(text))
+        modules, files = set(NAME.findall(text)) - INVENTED, set(PATH.findall(text))
         wrong = [name for name in modules if not exists(name)]
         wrong += [name for name in files - INVENTED if not (ROOT / name).exists()]
         gone |= {f"{path.relative_to(ROOT)}: {name}" for name in wrong}

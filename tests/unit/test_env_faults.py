@@ -203,7 +203,7 @@ class Hung(Callback):
         self.timer.start()
 
     def _wait(self, data):
-        while not (found := data.stepping()) or "in step 3" not in found[0]:
+        while not (found := data.hanging()) or "in step 3" not in found.what:
             threading.Event().wait(0.01)
         self.then()
 

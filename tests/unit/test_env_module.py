@@ -1,11 +1,22 @@
 """What Lightning and processes ask of a module and its agents."""
 
+import re
+
 import pytest
 import torch
+from lightning.pytorch import LightningModule as PlainModule
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from tensordict import TensorDict
 
-from lightning_rl import ActorCriticModule, EnvDataModule, Gym, MLPBody, QAgent, RLCallback
+from lightning_rl import (
+    ActorCriticModule,
+    DQNModule,
+    EnvDataModule,
+    Gym,
+    MLPBody,
+    QAgent,
+    RLCallback,
+)
 from lightning_rl.envs.torchrl_space import Places
 from lightning_rl.networks.space import Discrete, Observed, Space
 from tests import worlds  # registers the environments
@@ -63,3 +74,28 @@ def test_rewards_of_torchrl_may_be_whole_numbers(agents):
     rewards = Places({}, {}, {}, ("reward",), shared_reward=agents > 0).rewards(data, agents)
     assert rewards.dtype == torch.float32
     assert rewards.tolist() == [[[3, 3], [-1, -1]] if agents else [3, -1]]
+
+
+@pytest.mark.parametrize(
+    ("module", "planned"),
+    [
+        (ActorCriticModule(epochs=2, minibatches=4), "; 8 optimizer steps on about 4 frames each"),
+        (DQNModule(), ""),
+        (PlainModule(), None),
+    ],
+)
+def test_a_check_makes_all_of_a_run_and_collects_a_batch(tmp_path, module, planned):
+    data = EnvDataModule(Gym(f"{worlds.__name__}:Walk-v0"), 2, 16, eval_episodes=0)
+    trainer = trainer_of(tmp_path, logger=False)
+    trainer.strategy.connect(module)
+    data.trainer = module.trainer = trainer
+    trainer.datamodule = data
+    lines = data.check(module)
+    if planned is None:
+        assert lines is None
+        return
+    assert lines[0].endswith("Walk-v0, 2 of it side by side")
+    assert lines[1] == "  agent sees observation (2,) and does action (one of 2)"
+    parameters = sum(p.numel() for p in module.parameters())
+    assert lines[2] == f"agents: agent: MLPBody ({parameters:,} parameters)"
+    assert re.fullmatch(rf"an iteration: 8 steps of each environment, \S+ MiB{planned}", lines[3])

@@ -13,8 +13,9 @@ from tokenizers.trainers import BpeTrainer
 from lightning_rl.cli import main
 from lightning_rl.cli.view import main as view
 from lightning_rl.errors import DataError
-from lightning_rl.view.flags import FLAGS, TokenPieces, find_flags
+from lightning_rl.view.flags import FLAGS, find_flags
 from lightning_rl.view.page import TOKEN_COLUMNS, build_page
+from lightning_rl.view.pieces import TokenPieces
 from lightning_rl.view.runs import find_runs, read_run
 from lightning_rl.view.transcripts import turns_as_text, turns_of
 from tests.planted_run import (

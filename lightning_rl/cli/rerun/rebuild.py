@@ -1,5 +1,6 @@
 """A run's parts built again from its configuration, and its weights from what was kept."""
 
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,8 @@ from lightning_rl.callbacks.recorder import outcome
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
-from lightning_rl.config.names import with_new_names
-from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.config.names import MODULE_OF
+from lightning_rl.errors import DataError
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.streamed import StreamingLoop
 from lightning_rl.rollout import Rollout
@@ -59,26 +60,36 @@ class _Rebuilt(RLCLI):
 
 
 def callbacks_that_rerun(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Keep those that take part again: they say so by ``reruns``.
-
-    Raises:
-        ConfigError: for one that says so by the word of an earlier release.
-    """
-    for callback in callbacks:
-        if hasattr(callback, "replays"):
-            name = type(callback).__name__
-            raise ConfigError(f"{name}.replays is now called reruns; write that instead")
+    """Keep those that take part again: they say so by ``reruns``."""
     return [callback for callback in callbacks if getattr(callback, "reruns", False)]
 
 
 def _readable(config: Path, scratch: Path) -> Path:
-    """The configuration; a copy of one that holds names of an earlier release."""
-    text = config.read_text(encoding="utf-8")
-    if with_new_names(text) == text:
-        return config
+    """A copy of a recorded configuration that names our classes wherever they are by now."""
     copy = scratch / config.name
-    copy.write_text(with_new_names(text), encoding="utf-8")
+    copy.write_text(with_public_names(config.read_text(encoding="utf-8")), encoding="utf-8")
     return copy
+
+
+_RENAMED = {
+    "Coefficient": "ConstantSchedule",
+    "ExponentialShare": "ExponentialSchedule",
+    "LinearEpsilon": "LinearSchedule",
+    "LinearShare": "LinearSchedule",
+    "ReplayRecorder": "RerunRecorder",
+}
+"""A class in recorded configurations: its name today."""
+_OUR_PATH = re.compile(r"(?<![\w.])lightning_rl(?:\.\w+)*\.(\w+)")
+
+
+def with_public_names(text: str) -> str:
+    """The text of a recorded configuration without the modules of our classes, which may move."""
+
+    def public(path: re.Match[str]) -> str:
+        name = _RENAMED.get(path[1], path[1])
+        return f"lightning_rl.{name}" if name in MODULE_OF else path[0]
+
+    return _OUR_PATH.sub(public, text)
 
 
 @dataclass
