@@ -16,6 +16,16 @@ MODULE_OF = {
 """Public name: the module that it is in."""
 
 
+RENAMED = {
+    "Coefficient": "ConstantSchedule",
+    "ExponentialShare": "ExponentialSchedule",
+    "LinearEpsilon": "LinearSchedule",
+    "LinearShare": "LinearSchedule",
+    "ReplayRecorder": "RerunRecorder",
+}
+"""Class in configurations that were recorded earlier: its name today."""
+
+
 def public(name: str) -> Any:
     """Import ``lightning_rl.<name>``."""
     return getattr(import_module(MODULE_OF[name]), name)

@@ -16,7 +16,7 @@ from lightning_rl.callbacks.recorder import outcome
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
-from lightning_rl.config.names import MODULE_OF
+from lightning_rl.config.names import MODULE_OF, RENAMED
 from lightning_rl.errors import DataError
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.streamed import StreamingLoop
@@ -71,14 +71,6 @@ def _readable(config: Path, scratch: Path) -> Path:
     return copy
 
 
-_RENAMED = {
-    "Coefficient": "ConstantSchedule",
-    "ExponentialShare": "ExponentialSchedule",
-    "LinearEpsilon": "LinearSchedule",
-    "LinearShare": "LinearSchedule",
-    "ReplayRecorder": "RerunRecorder",
-}
-"""A class in recorded configurations: its name today."""
 _OUR_PATH = re.compile(r"(?<![\w.])lightning_rl(?:\.\w+)*\.(\w+)")
 
 
@@ -86,7 +78,7 @@ def with_public_names(text: str) -> str:
     """The text of a recorded configuration without the modules of our classes, which may move."""
 
     def public(path: re.Match[str]) -> str:
-        name = _RENAMED.get(path[1], path[1])
+        name = RENAMED.get(path[1], path[1])
         return f"lightning_rl.{name}" if name in MODULE_OF else path[0]
 
     return _OUR_PATH.sub(public, text)
