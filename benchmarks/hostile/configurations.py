@@ -194,7 +194,7 @@ CALLS: list[Call] = [
     values("a group of infinity", "group_size", data__init_args__group_size=float("inf")),
     values("a seed below 0", "seed_everything", seed_everything=-1),
     values("a seed of 30 digits", "seed_everything", seed_everything=HUGE),
-    values("a billion devices", "trainer.devices=1000000000 must be <= 4096", trainer__devices=10**9),
+    values("a billion devices", "devices=1000000000 must be <= 4096", trainer__devices=10**9),
     values("devices in words", "devices", trainer__devices="a,b"),
     values("no device of a list", "devices", trainer__devices=[]),
     values("a time that is none", "'soon')` is not a valid duration", trainer__max_time="soon"),
