@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_models import save_random_model
@@ -321,7 +321,7 @@ def make_model(directory: Path) -> None:
     """As small as one can be; for the table, where no test has made one."""
     from recipes.sort_digits.prepare import make_tokenizer
 
-    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 128}
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "max_position_embeddings": 128}
     save_random_model(directory, make_tokenizer(), vocab_size=16, **sizes)
 
 

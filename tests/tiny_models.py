@@ -40,7 +40,9 @@ def chatml_tokenizer() -> Qwen2Tokenizer:
     return byte_tokenizer("<|im_start|>", "<|im_end|>", eos="<|im_end|>", template=CHATML)
 
 
-def chat_tokenizer(name: str, eos: str | None = None, template: str | None = None):
+def chat_tokenizer(
+    name: str, eos: str | None = None, template: str | None = None
+) -> Qwen2Tokenizer:
     """Of the named model's chats; ``template`` in place of the model's own."""
     eos = eos or END_TOKENS[name]
     template = template or (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
@@ -77,5 +79,5 @@ def save_random_model(
 
 def save_chat_model(directory: Path, name: str) -> None:
     """One that reads bytes, with the named template."""
-    sizes = {"max_position_embeddings": 2048, "initializer_range": 0.1}
+    sizes: dict[str, Any] = {"max_position_embeddings": 2048, "initializer_range": 0.1}
     save_random_model(directory, chat_tokenizer(name), vocab_size=288, **sizes)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from benchmarks.hostile.call import Call, command
 from benchmarks.hostile.configurations import good

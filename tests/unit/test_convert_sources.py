@@ -253,7 +253,7 @@ def test_what_is_no_file_or_has_no_bounds_is_refused_before_it_is_read(tmp_path)
                         ("zeros", "is a device"), ("empty", "holds nothing")):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             read_sources(["--config", str(tmp_path / name)])
-    with pytest.raises(ConfigError, match="option --data.x:1: an alias stands within"):
+    with pytest.raises(ConfigError, match=r"option --data.x:1: an alias stands within"):
         read_sources(["--data.x", "&a [*a]"])
     assert read_sources(["--data.x", "*a: ["]).tree == {"data": {"x": "*a: ["}}  # just a text
 
