@@ -61,10 +61,9 @@ def values(name: str, *says: str, right: bool = False, **changes: Any) -> Call:
     return file(name, yaml.safe_dump(good(**changes)), *says, right=right)
 
 
-def options(name: str, *arguments: Any, right: bool = False) -> Call:
-    """Options after the good configuration; the last of them is a tuple of what is said."""
-    *given, says = arguments
-    return Call(name, played(None, *CHECK, *given), tuple(says), right)
+def options(name: str, *given: str, says: str) -> Call:
+    """Options after the good configuration."""
+    return Call(name, played(None, *CHECK, *given), (says,))
 
 
 def thing(name: str, make: Callable[[Path], object], *says: str, option: str = "--config") -> Call:
@@ -147,9 +146,9 @@ CALLS: list[Call] = [
     thing("a link to itself", lambda p: p.symlink_to(p), "thing.yaml"),
     thing("a link to a device", lambda p: p.symlink_to("/dev/zero"), "thing.yaml: is a device"),
     thing("a link to nowhere", lambda p: p.symlink_to("nowhere"), "there is no such file"),
-    options("a name of 5,000 letters", "--config", "x" * 5000, ("cannot be read",)),
-    options("a file as a folder", "--config", "good.yaml/x", ("good.yaml/x",)),
-    options("an empty name", "--config=", ("--config",)),
+    options("a name of 5,000 letters", "--config", "x" * 5000, says="cannot be read"),
+    options("a file as a folder", "--config", "good.yaml/x", says="good.yaml/x"),
+    options("an empty name", "--config=", says="--config"),
     # ------------------------------------------------------------------------ wrong shapes
     values("the model is a list", "model: expected", model=[1]),
     values("the model is a number", "model: expected", model=5),
@@ -203,18 +202,18 @@ CALLS: list[Call] = [
     values("runs in a device", "/dev/null", trainer__default_root_dir="/dev/null",
            trainer__logger=True),
     # ------------------------------------------------------------------------ options
-    options("an option without a name", "--", ("--",)),
-    options("an option of dots", "--..", "5", ("no such key",)),
-    options("an option that ends in a dot", "--data.", "5", ("data",)),
-    options("an option that is all value", "--=5", ("no such key",)),
-    options("a value that is not there", "--data.group_size", ("--data.group_size needs a value",)),
-    options("a value that is empty", "--data.group_size=", ("group_size",)),
-    options("more of a number", "--data.group_size+=5", ("group_size",)),
-    options("more of nothing", "--trainer.callbacks+=", ("callbacks",)),
-    options("inside of a number", "--seed_everything.x", "5", ("seed_everything",)),
-    options("inside of a list", "--data.rewards.x", "5", ("rewards[0]",)),
-    options("aliases of aliases", "--data.reward_weights", BOMB, ("reward_weights",)),
-    options("an open bracket", "--data.reward_weights", "[" * 5000, ("reward_weights",)),
+    options("an option without a name", "--", says="--"),
+    options("an option of dots", "--..", "5", says="no such key"),
+    options("an option that ends in a dot", "--data.", "5", says="data"),
+    options("an option that is all value", "--=5", says="no such key"),
+    options("a value that is not there", "--data.group_size", says="_size needs a value"),
+    options("a value that is empty", "--data.group_size=", says="group_size"),
+    options("more of a number", "--data.group_size+=5", says="group_size"),
+    options("more of nothing", "--trainer.callbacks+=", says="callbacks"),
+    options("inside of a number", "--seed_everything.x", "5", says="seed_everything"),
+    options("inside of a list", "--data.rewards.x", "5", says="rewards[0]"),
+    options("aliases of aliases", "--data.reward_weights", BOMB, says="reward_weights"),
+    options("an open bracket", "--data.reward_weights", "[" * 5000, says="reward_weights"),
     # ------------------------------------------------------------------------ checkpoints
     thing("a checkpoint that is a pipe", os.mkfifo, "thing.ckpt", option="--ckpt_path"),
     Call("a checkpoint that is an empty folder",
@@ -228,8 +227,8 @@ CALLS: list[Call] = [
     checkpoint("a checkpoint that is a tensor", torch.zeros(3), "thing.ckpt"),
     checkpoint("hyper-parameters that are a number", {"hyper_parameters": 5}, "thing.ckpt"),
     checkpoint("hyper-parameters of another run", {"hyper_parameters": {"colour": 5}}, "colour"),
-    options("a path that is a number", "--ckpt_path", "5", ("ckpt_path: expected",)),
-    options("a path of a list", "--ckpt_path", "[a]", ("ckpt_path",)),
+    options("a path that is a number", "--ckpt_path", "5", says="ckpt_path: expected"),
+    options("a path of a list", "--ckpt_path", "[a]", says="ckpt_path"),
     Call("a checkpoint of no server", played(None, *FIT, "--ckpt_path", "http://127.0.0.1:9/x.ckpt"),
          ("127.0.0.1:9/x.ckpt",)),
     Call("a checkpoint of no scheme", played(None, *FIT, "--ckpt_path", "foo://x.ckpt"),

@@ -210,7 +210,7 @@ CALLS: list[Call] = [
     logger("a command for git", "trainer.logger", path="WandbLogger", settings={"program": "evil"}),
     logger("a server for MLflow", "trainer.logger", path="MLFlowLogger", tracking_uri="http://x"),
     # --------------------------------------------------------------------- models, checkpoints
-    refused("a model of pickles", "model", make=_model_of_pickles),
+    refused("a model of pickles", "pickles of more than tensors", make=_model_of_pickles),
     refused("a model with code", "comes with code of its own", make=_model_of_code),
     refused("code of a model", "runs code", model__init_args__trust_remote_code=True),
     refused("code of a model in a text", "runs code", model__init_args__trust_remote_code="true"),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
@@ -125,6 +126,11 @@ def load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
             lm = _read_lm(model, loading)
     except ConfigError:
         raise
+    except UnpicklingError as error:
+        raise ConfigError(
+            f"model={model!r}: its weights are pickles of more than tensors, which could run code; "
+            "use a model in safetensors"
+        ) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(not_found(model, "causal LM", error)) from error
     except KeyError as error:  # an architecture that looks attention up in a table of its own

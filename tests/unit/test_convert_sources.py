@@ -1,6 +1,7 @@
 """What convert reads: values of the wrong kind, Hydra's overrides, shell scripts, broken files."""
 
 import json
+import os
 
 import pytest
 import yaml
@@ -241,6 +242,20 @@ def test_what_overrides_a_merge_is_set_once_and_what_is_written_twice_is_refused
     path.write_text("a: &a {x: 1}\nb:\n  <<: *a\n  x: 3\n  x: 4\n")
     with pytest.raises(ConfigError, match=r"c.yaml:5: b.x is set twice \(also in line 4\)"):
         read_sources(["--config", str(path)])
+
+
+def test_what_is_no_file_or_has_no_bounds_is_refused_before_it_is_read(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    (tmp_path / "empty").write_text("# nothing\n")
+    for name, words in (("folder", "is a folder"), ("pipe", "is a named pipe"),
+                        ("zeros", "is a device"), ("empty", "holds nothing")):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            read_sources(["--config", str(tmp_path / name)])
+    with pytest.raises(ConfigError, match=r"option --data.x:1: an alias stands within"):
+        read_sources(["--data.x", "&a [*a]"])
+    assert read_sources(["--data.x", "*a: ["]).tree == {"data": {"x": "*a: ["}}  # just a text
 
 
 def test_adapters_of_peft_beside_a_config():

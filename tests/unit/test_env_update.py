@@ -18,6 +18,7 @@ from lightning_rl import (
     Centralized,
     ConfigError,
     EntropyBonus,
+    EveryIteration,
     GRUBody,
     MLPBody,
     PerAgent,
@@ -414,3 +415,19 @@ def test_other_losses_take_steps_too():
         agent = built(DISCRETE)
         assert loss_of(ActorCriticModule(loss=loss), agent, rows(agent)).isfinite()
     assert not ActorCriticModule(advantage=StepReturn(baseline=False)).advantage.needs_values
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        EveryIteration(),
+        Periodic(3),
+        Periodic(3, first=5),
+        Alternating(2, 1, 3),
+        Alternating(1, 0, 1),
+    ],
+)
+def test_a_schedule_counts_what_it_would_tell_of_each_iteration(schedule):
+    counted = [schedule.count(n) for n in range(20)]
+    assert counted == [sum(map(schedule.due, range(n))) for n in range(20)]
+    assert schedule.count(10**18) > 10**17  # at once
