@@ -24,6 +24,7 @@ from lightning_rl.cli.parser import RLArgumentParser, checked_sources
 from lightning_rl.cli.trusted_texts import TABLE
 from lightning_rl.config import names
 from lightning_rl.config.hints import classes, item_hint, mapping_hint, parameters
+from lightning_rl.errors import ConfigError
 
 ROOTS = (LightningModule, LightningDataModule, Callback, CheckpointIO, Precision, Strategy)
 """What a configuration of ``lightning-rl fit`` names."""
@@ -190,6 +191,25 @@ def test_a_class_with_its_defaults_is_told_whole_and_read_again(name, tmp_path):
     _, told = require_same_again(hint, part, tmp_path / "part.yaml")
     arguments = told if "class_path" not in told else told.get("init_args", {})
     assert parameters(component).keys() - arguments.keys() <= GIVEN_BY_LIGHTNING
+
+
+def test_prompts_by_their_path_are_told_so(tmp_path):
+    part = of("RLDataModule", train_prompts="rows.jsonl", rewards=[FUNCTION])
+    _, told = require_same_again(LightningDataModule, part, tmp_path / "part.yaml")
+    assert told["init_args"]["train_prompts"] == "rows.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("rows.json", "'rows.json'"),
+        ("JSONLPromts", "did you mean JSONLPrompts"),
+    ],
+)
+def test_what_is_no_path_of_prompts_is_told_with_its_place(given, message, tmp_path):
+    part = of("RLDataModule", train_prompts=given, rewards=[FUNCTION])
+    with pytest.raises(ConfigError, match=rf"train_prompts.*{message}[\s\S]*part.yaml:"):
+        require_same_again(LightningDataModule, part, tmp_path / "part.yaml")
 
 
 THRESHOLD = RewardThreshold(0.7)
