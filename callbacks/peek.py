@@ -60,7 +60,7 @@ def _collect(
             [rollouts] = trainer.predict(module, datamodule=data) or []
         finally:
             restore_random_states(states)
-    return rollouts, lambda ids: str(module.tokenizer.decode(ids))  # type: ignore[return-value]
+    return rollouts, lambda ids: str(module.tokenizer.decode(ids))
 
 
 def _copy_of(data: RLDataModule) -> RLDataModule:

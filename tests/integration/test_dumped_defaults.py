@@ -20,6 +20,7 @@ from lightning_rl import (
     StagedAlgorithm,
     StagedTrainer,
 )
+from lightning_rl.cli import main
 from lightning_rl.cli.parser import RLArgumentParser, checked_sources
 from lightning_rl.cli.trusted_texts import TABLE
 from lightning_rl.config import names
@@ -197,6 +198,36 @@ def test_prompts_by_their_path_are_told_so(tmp_path):
     part = of("RLDataModule", train_prompts="rows.jsonl", rewards=[FUNCTION])
     _, told = require_same_again(LightningDataModule, part, tmp_path / "part.yaml")
     assert told["init_args"]["train_prompts"] == "rows.jsonl"
+
+
+@pytest.mark.parametrize("given", ["rows.jsonl", PROMPTS])
+def test_print_config_tells_prompts_as_they_are_given(given, tmp_path, capsys):
+    file = tmp_path / "fit.yaml"
+    data = of("RLDataModule", train_prompts=given, rewards=[FUNCTION])
+    file.write_text(yaml.safe_dump({"model": of("PolicyModule", model="base"), "data": data}))
+    told = []
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            main(["fit", "--config", str(file), "--print_config"])
+        told.append(capsys.readouterr().out)
+        file.write_text(told[-1])
+    assert told[0] == told[1]
+    prompts = yaml.safe_load(told[0])["data"]["init_args"]["train_prompts"]
+    path = prompts if isinstance(prompts, str) else prompts["init_args"]["path"]
+    assert path == "rows.jsonl"
+
+
+@pytest.mark.parametrize("over", ["file", "option"])
+def test_a_path_takes_the_place_of_a_class_in_an_earlier_file(over, tmp_path, capsys):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    data = of("RLDataModule", train_prompts=PROMPTS, rewards=[FUNCTION])
+    first.write_text(yaml.safe_dump({"model": of("PolicyModule", model="base"), "data": data}))
+    second.write_text("data: {init_args: {train_prompts: other.jsonl}}")
+    given = {"file": ["--config", str(second)], "option": ["--data.train_prompts", "other.jsonl"]}
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(first), *given[over], "--print_config"])
+    told = yaml.safe_load(capsys.readouterr().out)
+    assert told["data"]["init_args"]["train_prompts"] == "other.jsonl"
 
 
 @pytest.mark.parametrize(
