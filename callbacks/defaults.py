@@ -69,10 +69,11 @@ def own_display(trainer: Trainer) -> list[Callback]:
 def default_callbacks(trainer: Trainer) -> list[Callback]:
     """Our display, and for a ``fit`` with a data module ``LearningAlarms`` and ``RunReport``.
 
-    What is among the trainer's callbacks already stays as it is.
+    What is among the trainer's callbacks already stays as it is. Data of a rerun makes no
+    results: they are there, and nobody looks for new ones.
     """
-    added = own_display(trainer)
-    if trainer.state.fn == "fit" and datamodule_of(trainer) is not None:
+    added, data = own_display(trainer), datamodule_of(trainer)
+    if trainer.state.fn == "fit" and data is not None and not getattr(data, "is_rerun", False):
         # A try-out leaves no results behind.
         wanted = [LearningAlarms] if is_fast_dev_run(trainer) else [LearningAlarms, RunReport]
         added += [make() for make in wanted if not find_callbacks(trainer, make)]

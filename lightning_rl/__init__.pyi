@@ -184,6 +184,7 @@ from lightning_rl.collect.early_cut import (
     TailBatchingCollector as TailBatchingCollector,
 )
 from lightning_rl.collect.mixture import Mixture as Mixture, PromptSet as PromptSet
+from lightning_rl.collect.peek import Peek as Peek
 from lightning_rl.collect.pipeline import (
     GroupSource as GroupSource,
     RolloutPipeline as RolloutPipeline,

@@ -69,8 +69,8 @@ class RLDataModule(CollectingDataModule):
 
     Args:
         train_prompts: what to train on; a :class:`Mixture` for several sets, each with its own
-            agent, rewards and sampling. In Python also a list of prompts or rows, or the path of a
-            file of them (so with the other prompts).
+            agent, rewards and sampling. Also the path of a file of them; in Python a list of
+            prompts or rows, or a table (so with the other prompts).
         rewards: functions ``f(prompts, completions, **columns) -> list[float]``, plain or async; in
             Python also one of them, or import paths. None: every set of a mixture has its own.
         engine: generates; None: vLLM in process, or transformers where vLLM is not installed.

@@ -35,7 +35,7 @@ class PromptSet:
 
     Args:
         name: of the set, in metrics and records: letters, digits, ``_``, ``.`` and ``-``.
-        prompts: the rows; in Python also a list of them, or the path of a file.
+        prompts: the rows, or the path of a file; in Python also a list of them, or a table.
         weight: how much is drawn from it, relative to the other sets; see ``Mixture.mixing``.
         agent: how one of its rollouts comes about; None: the data module's.
         rewards: what grades them; None: the data module's, with its weights.

@@ -219,7 +219,14 @@ class PromptPath(str):
         return super().__new__(cls, path)
 
 
-register_type(PromptPath)
+def _told(path: Any) -> str:
+    """A path as a configuration tells it; the parser asks for whatever the argument may be."""
+    if not isinstance(path, PromptPath):
+        raise ValueError(f"{path!r} is no path")
+    return str(path)
+
+
+register_type(PromptPath, _told)
 
 if TYPE_CHECKING:
     AnyPrompts: TypeAlias = PromptDataset

@@ -20,10 +20,12 @@ from lightning_rl import (
     StagedAlgorithm,
     StagedTrainer,
 )
+from lightning_rl.cli import main
 from lightning_rl.cli.parser import RLArgumentParser, checked_sources
 from lightning_rl.cli.trusted_texts import TABLE
 from lightning_rl.config import names
 from lightning_rl.config.hints import classes, item_hint, mapping_hint, parameters
+from lightning_rl.errors import ConfigError
 
 ROOTS = (LightningModule, LightningDataModule, Callback, CheckpointIO, Precision, Strategy)
 """What a configuration of ``lightning-rl fit`` names."""
@@ -190,6 +192,55 @@ def test_a_class_with_its_defaults_is_told_whole_and_read_again(name, tmp_path):
     _, told = require_same_again(hint, part, tmp_path / "part.yaml")
     arguments = told if "class_path" not in told else told.get("init_args", {})
     assert parameters(component).keys() - arguments.keys() <= GIVEN_BY_LIGHTNING
+
+
+def test_prompts_by_their_path_are_told_so(tmp_path):
+    part = of("RLDataModule", train_prompts="rows.jsonl", rewards=[FUNCTION])
+    _, told = require_same_again(LightningDataModule, part, tmp_path / "part.yaml")
+    assert told["init_args"]["train_prompts"] == "rows.jsonl"
+
+
+@pytest.mark.parametrize("given", ["rows.jsonl", PROMPTS])
+def test_print_config_tells_prompts_as_they_are_given(given, tmp_path, capsys):
+    file = tmp_path / "fit.yaml"
+    data = of("RLDataModule", train_prompts=given, rewards=[FUNCTION])
+    file.write_text(yaml.safe_dump({"model": of("PolicyModule", model="base"), "data": data}))
+    told = []
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            main(["fit", "--config", str(file), "--print_config"])
+        told.append(capsys.readouterr().out)
+        file.write_text(told[-1])
+    assert told[0] == told[1]
+    prompts = yaml.safe_load(told[0])["data"]["init_args"]["train_prompts"]
+    path = prompts if isinstance(prompts, str) else prompts["init_args"]["path"]
+    assert path == "rows.jsonl"
+
+
+@pytest.mark.parametrize("over", ["file", "option"])
+def test_a_path_takes_the_place_of_a_class_in_an_earlier_file(over, tmp_path, capsys):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    data = of("RLDataModule", train_prompts=PROMPTS, rewards=[FUNCTION])
+    first.write_text(yaml.safe_dump({"model": of("PolicyModule", model="base"), "data": data}))
+    second.write_text("data: {init_args: {train_prompts: other.jsonl}}")
+    given = {"file": ["--config", str(second)], "option": ["--data.train_prompts", "other.jsonl"]}
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(first), *given[over], "--print_config"])
+    told = yaml.safe_load(capsys.readouterr().out)
+    assert told["data"]["init_args"]["train_prompts"] == "other.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("rows.json", "'rows.json'"),
+        ("JSONLPromts", "did you mean JSONLPrompts"),
+    ],
+)
+def test_what_is_no_path_of_prompts_is_told_with_its_place(given, message, tmp_path):
+    part = of("RLDataModule", train_prompts=given, rewards=[FUNCTION])
+    with pytest.raises(ConfigError, match=rf"train_prompts.*{message}[\s\S]*part.yaml:"):
+        require_same_again(LightningDataModule, part, tmp_path / "part.yaml")
 
 
 THRESHOLD = RewardThreshold(0.7)

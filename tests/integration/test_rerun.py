@@ -1,6 +1,7 @@
 """Reruns: recorded rollouts and iterations done again, and every difference found."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -102,7 +103,8 @@ def run(finished, tmp_path) -> RecordedRun:
     return RecordedRun(shutil.copytree(finished, tmp_path / "run", symlinks=True))
 
 
-def test_every_iteration_is_trained_again_bit_by_bit(finished):
+def test_every_iteration_is_trained_again_bit_by_bit(finished, caplog):
+    caplog.set_level(logging.INFO)
     run = RecordedRun(finished)
     assert [kept.version for kept in run.kept] == [0, 2, 4]
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
@@ -113,6 +115,7 @@ def test_every_iteration_is_trained_again_bit_by_bit(finished):
         assert rerun.equal, rerun.lines()
         assert {"policy/loss", "policy/grad_norm", "policy/kl_ref"} <= rerun.again.metrics.keys()
     assert (whole.checkpoint.version, nearest.checkpoint) == (4, None)
+    assert "It all lies in" not in caplog.text  # in a scratch folder that is gone
     # Nothing is written into the run.
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 

@@ -9,6 +9,7 @@ from lightning_rl.data.sources import (
     IterablePrompts,
     JSONLPrompts,
     ParquetPrompts,
+    prompts_of,
 )
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.models.policy import load_tokenizer
@@ -73,7 +74,29 @@ def from_a_callable(tmp_path):
     return IterablePrompts(lambda count: ROWS[:count], arguments={"count": 5}, shuffle=False)
 
 
-SOURCES = [from_jsonl, from_parquet, from_datasets, from_a_split, from_an_iterable, from_a_callable]
+def from_pandas(tmp_path):
+    import pandas
+
+    return taken(pandas.DataFrame(ROWS))
+
+
+def from_arrow(tmp_path):
+    import pyarrow
+
+    return taken(pyarrow.Table.from_pylist(ROWS))
+
+
+def taken(rows):
+    """As a constructor takes it that is given rows for prompts."""
+    prompts = prompts_of(rows)
+    prompts.shuffle = False
+    return prompts
+
+
+SOURCES = [
+    from_jsonl, from_parquet, from_datasets, from_a_split, from_an_iterable, from_a_callable,
+    from_pandas, from_arrow,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -148,7 +148,7 @@ def not_a_list(completions, **columns):
     [
         (raises, "reward raises: KeyError: 'answer'"),
         (too_few, "reward too_few: ValueError: returned 1 scores for 2 completions"),
-        (not_a_list, "reward not_a_list: TypeError"),
+        (not_a_list, "reward not_a_list: ValueError: returned 3.0, not a list with a score for"),
     ],
 )
 def test_a_failing_reward_fails_its_group_and_no_other(groups, function, message):

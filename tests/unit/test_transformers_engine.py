@@ -467,3 +467,10 @@ def test_a_request_that_nobody_waits_for_leaves_the_batch(engine):
 def test_impossible_batches_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         TransformersEngine(device="cpu", **options)
+
+
+def test_a_device_that_is_not_there_is_named(tiny_model):
+    engine = TransformersEngine(device="cuda:63")
+    with pytest.raises(ConfigError, match=r"engine device='cuda:63' cannot be used here \("):
+        engine.start(tiny_model)
+    assert not engine.running

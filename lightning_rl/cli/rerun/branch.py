@@ -63,8 +63,8 @@ class BranchRerun:
             return []
         mean = fmean(rewards)
         return [
-            f"mean reward of {len(rewards)} branches {mean:g}: the recorded answer got "
-            f"{self.recorded.reward - mean:+g}"
+            f"mean reward of {len(rewards)} branches {mean:g}; the recorded answer's reward "
+            f"{self.recorded.reward:g} differs from it by {self.recorded.reward - mean:+g}"
         ]
 
 

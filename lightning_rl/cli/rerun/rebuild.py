@@ -226,6 +226,8 @@ class _Retraining(RLCallback):
 class _RecordedBatches(LightningDataModule):
     """The recorded iterations after ``first``, in place of collecting."""
 
+    is_rerun = True
+
     def __init__(self, run: RecordedRun, first: int, count: int) -> None:
         super().__init__()
         self.run, self.first, self.count = run, first, count
