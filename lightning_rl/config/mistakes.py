@@ -108,18 +108,14 @@ class _Walk:
             if default is not None and not {type(None), Any} & set(branches(hint)):
                 raise _Mistake(key, f"expected {describe(hint)}, got null")
             return
-<<<<<<< HEAD
         if isinstance(value, int) and value.bit_length() > _BITS:
             raise _Mistake(
                 key, f"{value!s:.20}... has {value.bit_length()} bits, and may have {_BITS}"
             )
-        if isinstance(value, str) and any(accepts(form, value) for form in _text_forms(hint)):
-=======
         text = value
         if isinstance(value, dict) and value.keys() <= {"class_path", INHERITED}:
             text = value.get("class_path")  # merged with what names a class in another source
         if isinstance(text, str) and any(accepts(form, text) for form in _text_forms(hint)):
->>>>>>> firsthour
             return
         made = classes(hint)
         other = {str, Path, Any} & set(branches(hint))
