@@ -24,7 +24,7 @@ from benchmarks.envs_task import (
 )
 from benchmarks.task import quiet_trainer
 from lightning_rl.algos.losses import PPOClip, ValueLoss
-from lightning_rl.algos.steps import StepGAE
+from lightning_rl.envs.algos.steps import StepGAE
 from lightning_rl.envs.datamodule import EnvDataModule
 from lightning_rl.envs.gym import ACTION, OBSERVATION, Gym
 from lightning_rl.envs.maker import AGENT

@@ -40,12 +40,12 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS = {
     "words and tools": ("errors", "rollout", "config", "run"),
-    "data and models": ("data", "rollouts", "models", "algos", "networks", "protocols"),
+    "data and models": ("data", "models", "algos"),
     "who writes, who grades": ("engines", "agents", "rewards", "serving"),
     "sync, collect, learn": ("sync", "collect", "learn"),
-    "Lightning's faces": ("module", "roles", "datamodule", "envs"),
-    "around them": ("view", "offline", "callbacks", "staged"),
-    "the command": ("cli", "__main__"),
+    "Lightning's faces": ("module", "datamodule"),
+    "around them": ("offline", "callbacks", "cli", "__main__"),
+    "wings, and rooms that may be left out": ("envs", "games", "convert", "verifiers"),
 }
 """The floor plan, from the ground up: folders and files of ``lightning_rl/``."""
 

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.files import open_rollouts
 
 STAGED_FILES = ("rollouts.jsonl", "tests.jsonl")
 TIMES = ("time/", "cpu_s", "wall_s", "/seconds", "per_s")

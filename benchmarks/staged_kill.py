@@ -31,7 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.rollouts.files import as_record, open_rollouts
+from lightning_rl.data.rollouts.files import as_record, open_rollouts
 from recipes.pointing.prepare import prepare
 
 WHO = ("trainer", "group", "machine")

@@ -21,7 +21,6 @@ from lightning_rl.callbacks.batch_guards import (
 )
 from lightning_rl.callbacks.checkpoint import IterationCheckpoint
 from lightning_rl.callbacks.defaults import ParameterSummary
-from lightning_rl.callbacks.episode_preview import EpisodePreview
 from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.callbacks.export import HFExport
 from lightning_rl.callbacks.guards import (
@@ -54,7 +53,6 @@ __all__ = [
     "Correct",
     "EffectiveSampleGuard",
     "EntropyGuard",
-    "EpisodePreview",
     "Evaluate",
     "Guard",
     "GuardAction",

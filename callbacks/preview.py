@@ -10,10 +10,10 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 from lightning_rl.callbacks.recorder import RolloutSelection
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import packed_rows
+from lightning_rl.data.rollouts.rows import calls_as_text
+from lightning_rl.data.rollouts.turns import turns_as_text, turns_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Rollout, as_text
-from lightning_rl.view.calls import calls_as_text
-from lightning_rl.view.transcripts import turns_as_text, turns_of
 
 Row = tuple[Any, ...]
 """Text, numbers, and None for what is not there."""

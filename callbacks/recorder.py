@@ -15,16 +15,16 @@ from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.loader import RolloutLoader, trainable
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import packed_rows, select
+from lightning_rl.data.rollouts.files import Record, as_record, open_rollouts
+from lightning_rl.data.rollouts.jsonl import JSONLRollouts
+from lightning_rl.data.rollouts.log import Outcome, RerunLog, checksums
+from lightning_rl.data.rollouts.pieces import TokenPieces
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.files import Record, as_record, open_rollouts
-from lightning_rl.rollouts.jsonl import JSONLRollouts
-from lightning_rl.rollouts.log import Outcome, RerunLog, checksums
 from lightning_rl.run.rundir import output_path, run_dir
-from lightning_rl.view.pieces import TokenPieces
 
 COMPUTED = ("ref_logprobs", "advantages", "values", "returns")
 

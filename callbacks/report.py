@@ -12,9 +12,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.data.rollouts.files import as_record
+from lightning_rl.data.rollouts.jsonl import as_lines
 from lightning_rl.errors import DiskError, RewardError, RunInterrupted
-from lightning_rl.rollouts.files import as_record
-from lightning_rl.rollouts.jsonl import as_lines
 from lightning_rl.run.hooks import STAGES, call_hook
 from lightning_rl.run.metrics import MetricsLog
 from lightning_rl.run.rundir import run_dir, write_whole

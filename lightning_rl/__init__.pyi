@@ -55,24 +55,6 @@ from lightning_rl.algos.correction import (
     TokenMIS as TokenMIS,
     TokenTIS as TokenTIS,
 )
-from lightning_rl.algos.game_moves import (
-    GameUpdate as GameUpdate,
-    Move as Move,
-)
-from lightning_rl.algos.game_updates import (
-    LOLA as LOLA,
-    POLA as POLA,
-    PSOS as PSOS,
-    PSPG as PSPG,
-    SOS as SOS,
-    SPG as SPG,
-    Simultaneous as Simultaneous,
-)
-from lightning_rl.algos.games import (
-    CrossFitted as CrossFitted,
-    Game as Game,
-    GamePoint as GamePoint,
-)
 from lightning_rl.algos.kl import (
     EntropyBonus as EntropyBonus,
     K1Penalty as K1Penalty,
@@ -110,17 +92,6 @@ from lightning_rl.algos.schedules import (
     ExponentialSchedule as ExponentialSchedule,
     LinearSchedule as LinearSchedule,
     Schedule as Schedule,
-)
-from lightning_rl.algos.steps import (
-    StepAdvantage as StepAdvantage,
-    StepGAE as StepGAE,
-    StepReturn as StepReturn,
-    Steps as Steps,
-)
-from lightning_rl.algos.td import (
-    HuberTD as HuberTD,
-    SquaredTD as SquaredTD,
-    TDLoss as TDLoss,
 )
 from lightning_rl.algos.tree import TreeRLOO as TreeRLOO
 from lightning_rl.algos.turns import (
@@ -210,6 +181,11 @@ from lightning_rl.data.mixing import (
 )
 from lightning_rl.data.packing import pack_rollouts as pack_rollouts, token_rows as token_rows
 from lightning_rl.data.prompts import PromptDataset as PromptDataset
+from lightning_rl.data.rollouts.files import (
+    RolloutFile as RolloutFile,
+    open_rollouts as open_rollouts,
+)
+from lightning_rl.data.rollouts.store import RolloutStore as RolloutStore
 from lightning_rl.data.sources import (
     HFDatasetPrompts as HFDatasetPrompts,
     IterablePrompts as IterablePrompts,
@@ -241,6 +217,17 @@ from lightning_rl.engines.base import (
     require_same_weights as require_same_weights,
 )
 from lightning_rl.engines.policy_engines import PolicyEngines as PolicyEngines
+from lightning_rl.envs.algos.steps import (
+    StepAdvantage as StepAdvantage,
+    StepGAE as StepGAE,
+    StepReturn as StepReturn,
+    Steps as Steps,
+)
+from lightning_rl.envs.algos.td import (
+    HuberTD as HuberTD,
+    SquaredTD as SquaredTD,
+    TDLoss as TDLoss,
+)
 from lightning_rl.envs.base import EnvModule as EnvModule
 from lightning_rl.envs.batches import steps_of as steps_of
 from lightning_rl.envs.collector import (
@@ -250,7 +237,7 @@ from lightning_rl.envs.collector import (
 )
 from lightning_rl.envs.datamodule import EnvDataModule as EnvDataModule
 from lightning_rl.envs.dqn import DQNModule as DQNModule
-from lightning_rl.envs.game_module import GameModule as GameModule
+from lightning_rl.envs.episode_preview import EpisodePreview as EpisodePreview
 from lightning_rl.envs.gym import Gym as Gym
 from lightning_rl.envs.joint_loss import JointLoss as JointLoss
 from lightning_rl.envs.maker import (
@@ -258,11 +245,42 @@ from lightning_rl.envs.maker import (
     TorchRLEnv as TorchRLEnv,
 )
 from lightning_rl.envs.module import ActorCriticModule as ActorCriticModule
+from lightning_rl.envs.networks.actor_critic import ActorCritic as ActorCritic
+from lightning_rl.envs.networks.agent import EnvAgent as EnvAgent
+from lightning_rl.envs.networks.bodies import (
+    Body as Body,
+    CNNBody as CNNBody,
+    MLPBody as MLPBody,
+)
+from lightning_rl.envs.networks.graph import GraphBody as GraphBody, NodeHead as NodeHead
+from lightning_rl.envs.networks.groups import Centralized as Centralized, PerAgent as PerAgent
+from lightning_rl.envs.networks.memory import GRUBody as GRUBody, RecurrentBody as RecurrentBody
+from lightning_rl.envs.networks.policy_heads import (
+    BernoulliHead as BernoulliHead,
+    CategoricalHead as CategoricalHead,
+    GaussianHead as GaussianHead,
+    PolicyHead as PolicyHead,
+    TanhGaussianHead as TanhGaussianHead,
+)
+from lightning_rl.envs.networks.q_agent import (
+    DuelingHead as DuelingHead,
+    QAgent as QAgent,
+    QHead as QHead,
+)
+from lightning_rl.envs.networks.sac_agent import (
+    ActionCritic as ActionCritic,
+    SACAgent as SACAgent,
+)
+from lightning_rl.envs.networks.space import Space as Space
+from lightning_rl.envs.networks.targets import (
+    CopyEvery as CopyEvery,
+    Polyak as Polyak,
+    TargetUpdate as TargetUpdate,
+)
 from lightning_rl.envs.off_policy import OffPolicyModule as OffPolicyModule
 from lightning_rl.envs.pool import PooledGym as PooledGym
 from lightning_rl.envs.rows import Clips as Clips
 from lightning_rl.envs.sac import SACModule as SACModule
-from lightning_rl.envs.simulation_loss import SimulationLoss as SimulationLoss
 from lightning_rl.envs.step_loss import StepLoss as StepLoss, TorchRLLoss as TorchRLLoss
 from lightning_rl.envs.transitions import TransitionBuffer as TransitionBuffer
 from lightning_rl.envs.workers import GymWorkers as GymWorkers
@@ -291,6 +309,113 @@ from lightning_rl.errors import (
     SyncTimeoutError as SyncTimeoutError,
     WeightSyncError as WeightSyncError,
 )
+from lightning_rl.games.algos.game import (
+    CrossFitted as CrossFitted,
+    Game as Game,
+    GamePoint as GamePoint,
+)
+from lightning_rl.games.algos.moves import (
+    GameUpdate as GameUpdate,
+    Move as Move,
+)
+from lightning_rl.games.algos.updates import (
+    LOLA as LOLA,
+    POLA as POLA,
+    PSOS as PSOS,
+    PSPG as PSPG,
+    SOS as SOS,
+    SPG as SPG,
+    Simultaneous as Simultaneous,
+)
+from lightning_rl.games.label_heads import (
+    ClassHead as ClassHead,
+    LabelHead as LabelHead,
+    NumberHead as NumberHead,
+)
+from lightning_rl.games.labelled import (
+    FunctionData as FunctionData,
+    LabelledData as LabelledData,
+)
+from lightning_rl.games.module import GameModule as GameModule
+from lightning_rl.games.protocols.agent import ProtocolAgent as ProtocolAgent
+from lightning_rl.games.protocols.base import (
+    ACCEPT as ACCEPT,
+    GO_ON as GO_ON,
+    REJECT as REJECT,
+    VERIFIER as VERIFIER,
+    Protocol as Protocol,
+)
+from lightning_rl.games.protocols.chance import drawn as drawn
+from lightning_rl.games.protocols.conversation import (
+    Conversation as Conversation,
+    Turn as Turn,
+)
+from lightning_rl.games.protocols.metrics import protocol_metrics as protocol_metrics
+from lightning_rl.games.protocols.scenario import (
+    Reading as Reading,
+    Scenario as Scenario,
+    Seat as Seat,
+)
+from lightning_rl.games.protocols.single_prover import (
+    Adp as Adp,
+    Nip as Nip,
+    SoloVerifier as SoloVerifier,
+)
+from lightning_rl.games.protocols.text_scenario import (
+    Instructions as Instructions,
+    TextScenario as TextScenario,
+)
+from lightning_rl.games.protocols.two_provers import (
+    Debate as Debate,
+    MerlinArthur as MerlinArthur,
+    Mnip as Mnip,
+)
+from lightning_rl.games.protocols.zero_knowledge import ZeroKnowledge as ZeroKnowledge
+from lightning_rl.games.roles.game import GameRolesModule as GameRolesModule
+from lightning_rl.games.roles.group import SharedModelGroup as SharedModelGroup
+from lightning_rl.games.roles.module import RolesModule as RolesModule
+from lightning_rl.games.simulation_loss import SimulationLoss as SimulationLoss
+from lightning_rl.games.solo import (
+    SoloDataModule as SoloDataModule,
+    SoloModule as SoloModule,
+)
+from lightning_rl.games.staged.algorithm import StagedAlgorithm as StagedAlgorithm
+from lightning_rl.games.staged.callbacks import (
+    StagedCallback as StagedCallback,
+    StagedLoggers as StagedLoggers,
+)
+from lightning_rl.games.staged.chat import (
+    ChatAnswer as ChatAnswer,
+    ChatModel as ChatModel,
+    EngineChat as EngineChat,
+    OpenAIChat as OpenAIChat,
+)
+from lightning_rl.games.staged.expert_iteration import (
+    ExpertIteration as ExpertIteration,
+    RewardThreshold as RewardThreshold,
+    RewardWeighted as RewardWeighted,
+    Selection as Selection,
+)
+from lightning_rl.games.staged.group import ChatGroup as ChatGroup
+from lightning_rl.games.staged.interaction import Interaction as Interaction
+from lightning_rl.games.staged.jobs import (
+    FineTuneJobs as FineTuneJobs,
+    JobReport as JobReport,
+    JobRequest as JobRequest,
+    JobStatus as JobStatus,
+)
+from lightning_rl.games.staged.local_jobs import LocalJobs as LocalJobs
+from lightning_rl.games.staged.malt import MALT as MALT
+from lightning_rl.games.staged.openai_jobs import OpenAIFineTuning as OpenAIFineTuning
+from lightning_rl.games.staged.state import StagedState as StagedState
+from lightning_rl.games.staged.trainer import StagedTrainer as StagedTrainer
+from lightning_rl.games.staged.training_sets import (
+    Demonstrations as Demonstrations,
+    Example as Example,
+    Pair as Pair,
+    Preferences as Preferences,
+    TrainingSet as TrainingSet,
+)
 from lightning_rl.learn.own_loop import FabricDDP as FabricDDP
 from lightning_rl.learn.policies import RolloutModule as RolloutModule
 from lightning_rl.learn.precision import (
@@ -301,6 +426,12 @@ from lightning_rl.learn.schedulers import (
     WarmupConstant as WarmupConstant,
     WarmupCosine as WarmupCosine,
     WarmupLinear as WarmupLinear,
+)
+from lightning_rl.learn.update_schedules import (
+    Alternating as Alternating,
+    EveryIteration as EveryIteration,
+    Periodic as Periodic,
+    UpdateSchedule as UpdateSchedule,
 )
 from lightning_rl.models.attention import PackLayout as PackLayout
 from lightning_rl.models.heads import (
@@ -323,97 +454,13 @@ from lightning_rl.models.reference import (
 from lightning_rl.models.sharding import ShardedStrategy as ShardedStrategy
 from lightning_rl.models.tokenizer import load_tokenizer as load_tokenizer
 from lightning_rl.module import PolicyModule as PolicyModule
-from lightning_rl.networks.actor_critic import ActorCritic as ActorCritic
-from lightning_rl.networks.agent import EnvAgent as EnvAgent
-from lightning_rl.networks.bodies import (
-    Body as Body,
-    CNNBody as CNNBody,
-    MLPBody as MLPBody,
-)
-from lightning_rl.networks.graph import GraphBody as GraphBody, NodeHead as NodeHead
-from lightning_rl.networks.groups import Centralized as Centralized, PerAgent as PerAgent
-from lightning_rl.networks.memory import GRUBody as GRUBody, RecurrentBody as RecurrentBody
-from lightning_rl.networks.policy_heads import (
-    BernoulliHead as BernoulliHead,
-    CategoricalHead as CategoricalHead,
-    GaussianHead as GaussianHead,
-    PolicyHead as PolicyHead,
-    TanhGaussianHead as TanhGaussianHead,
-)
-from lightning_rl.networks.q_agent import (
-    DuelingHead as DuelingHead,
-    QAgent as QAgent,
-    QHead as QHead,
-)
-from lightning_rl.networks.sac_agent import (
-    ActionCritic as ActionCritic,
-    SACAgent as SACAgent,
-)
-from lightning_rl.networks.schedules import (
-    Alternating as Alternating,
-    EveryIteration as EveryIteration,
-    Periodic as Periodic,
-    UpdateSchedule as UpdateSchedule,
-)
-from lightning_rl.networks.space import Space as Space
-from lightning_rl.networks.targets import (
-    CopyEvery as CopyEvery,
-    Polyak as Polyak,
-    TargetUpdate as TargetUpdate,
-)
 from lightning_rl.offline.dpo import (
     DPOModule as DPOModule,
     PairDataModule as PairDataModule,
     RolloutPairs as RolloutPairs,
 )
-from lightning_rl.offline.label_heads import (
-    ClassHead as ClassHead,
-    LabelHead as LabelHead,
-    NumberHead as NumberHead,
-)
-from lightning_rl.offline.labelled import (
-    FunctionData as FunctionData,
-    LabelledData as LabelledData,
-)
 from lightning_rl.offline.recorded import OfflineDataModule as OfflineDataModule
 from lightning_rl.offline.sft import SFTDataModule as SFTDataModule, SFTModule as SFTModule
-from lightning_rl.offline.solo import (
-    SoloDataModule as SoloDataModule,
-    SoloModule as SoloModule,
-)
-from lightning_rl.protocols.base import (
-    ACCEPT as ACCEPT,
-    GO_ON as GO_ON,
-    REJECT as REJECT,
-    VERIFIER as VERIFIER,
-    Protocol as Protocol,
-)
-from lightning_rl.protocols.chance import drawn as drawn
-from lightning_rl.protocols.conversation import (
-    Conversation as Conversation,
-    Turn as Turn,
-)
-from lightning_rl.protocols.metrics import protocol_metrics as protocol_metrics
-from lightning_rl.protocols.scenario import (
-    Reading as Reading,
-    Scenario as Scenario,
-    Seat as Seat,
-)
-from lightning_rl.protocols.single_prover import (
-    Adp as Adp,
-    Nip as Nip,
-    SoloVerifier as SoloVerifier,
-)
-from lightning_rl.protocols.text_scenario import (
-    Instructions as Instructions,
-    TextScenario as TextScenario,
-)
-from lightning_rl.protocols.two_provers import (
-    Debate as Debate,
-    MerlinArthur as MerlinArthur,
-    Mnip as Mnip,
-)
-from lightning_rl.protocols.zero_knowledge import ZeroKnowledge as ZeroKnowledge
 from lightning_rl.rewards.base import Rewards as Rewards
 from lightning_rl.rewards.calling import (
     RewardFailure as RewardFailure,
@@ -439,9 +486,6 @@ from lightning_rl.rewards.rules import (
     OverlongPenalty as OverlongPenalty,
     PythonTests as PythonTests,
 )
-from lightning_rl.roles.game import GameRolesModule as GameRolesModule
-from lightning_rl.roles.group import SharedModelGroup as SharedModelGroup
-from lightning_rl.roles.module import RolesModule as RolesModule
 from lightning_rl.rollout import (
     Call as Call,
     Group as Group,
@@ -452,8 +496,6 @@ from lightning_rl.rollout import (
     Row as Row,
     SamplingDistribution as SamplingDistribution,
 )
-from lightning_rl.rollouts.files import RolloutFile as RolloutFile, open_rollouts as open_rollouts
-from lightning_rl.rollouts.store import RolloutStore as RolloutStore
 from lightning_rl.run.checkpoint_io import VerifiedCheckpointIO as VerifiedCheckpointIO
 from lightning_rl.run.dist import global_mean_std as global_mean_std
 from lightning_rl.serving.ask import Answer as Answer
@@ -467,48 +509,8 @@ from lightning_rl.serving.program_agent import (
     ProgramAgent as ProgramAgent,
     ScriptAgent as ScriptAgent,
 )
-from lightning_rl.serving.protocol_agent import ProtocolAgent as ProtocolAgent
 from lightning_rl.serving.server import AgentServer as AgentServer
 from lightning_rl.serving.session import Session as Session
-from lightning_rl.serving.verifiers.agent import VerifiersAgent as VerifiersAgent
-from lightning_rl.serving.verifiers.prompts import VerifiersPrompts as VerifiersPrompts
-from lightning_rl.staged.algorithm import StagedAlgorithm as StagedAlgorithm
-from lightning_rl.staged.callbacks import (
-    StagedCallback as StagedCallback,
-    StagedLoggers as StagedLoggers,
-)
-from lightning_rl.staged.chat import (
-    ChatAnswer as ChatAnswer,
-    ChatModel as ChatModel,
-    EngineChat as EngineChat,
-    OpenAIChat as OpenAIChat,
-)
-from lightning_rl.staged.expert_iteration import (
-    ExpertIteration as ExpertIteration,
-    RewardThreshold as RewardThreshold,
-    RewardWeighted as RewardWeighted,
-    Selection as Selection,
-)
-from lightning_rl.staged.group import ChatGroup as ChatGroup
-from lightning_rl.staged.interaction import Interaction as Interaction
-from lightning_rl.staged.jobs import (
-    FineTuneJobs as FineTuneJobs,
-    JobReport as JobReport,
-    JobRequest as JobRequest,
-    JobStatus as JobStatus,
-)
-from lightning_rl.staged.local_jobs import LocalJobs as LocalJobs
-from lightning_rl.staged.malt import MALT as MALT
-from lightning_rl.staged.openai_jobs import OpenAIFineTuning as OpenAIFineTuning
-from lightning_rl.staged.state import StagedState as StagedState
-from lightning_rl.staged.trainer import StagedTrainer as StagedTrainer
-from lightning_rl.staged.training_sets import (
-    Demonstrations as Demonstrations,
-    Example as Example,
-    Pair as Pair,
-    Preferences as Preferences,
-    TrainingSet as TrainingSet,
-)
 from lightning_rl.sync.base import (
     WeightReceiver as WeightReceiver,
     WeightStream as WeightStream,
@@ -528,3 +530,5 @@ from lightning_rl.sync.schedule import (
 )
 from lightning_rl.sync.staged import StagedTransport as StagedTransport
 from lightning_rl.sync.verify import probe_gap as probe_gap
+from lightning_rl.verifiers.agent import VerifiersAgent as VerifiersAgent
+from lightning_rl.verifiers.prompts import VerifiersPrompts as VerifiersPrompts

@@ -31,8 +31,8 @@ from lightning_rl.rollout import (
     SamplingDistribution,
 )
 from recipes.sort_digits.prepare import make_tokenizer
-from tests.bad_configs import furnish
-from tests.small_run import trainer_of
+from tests.support.bad_configs import furnish
+from tests.support.small_run import trainer_of
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from benchmarks.hostile.call import Call, command
-from tests.bad_configs import CONFIG, make_model
+from tests.support.bad_configs import CONFIG, make_model
 
 OWN = {"class_path": "lightning_rl.OverlongPenalty", "init_args": {"max_tokens": 4, "buffer": 2}}
 

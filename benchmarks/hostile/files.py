@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hostile.call import Call, command
+from lightning_rl.data.rollouts.files import as_record, open_rollouts
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row
-from lightning_rl.rollouts.files import as_record, open_rollouts
 
 ESCAPES = "\x1b]52;c;aGFja2Vk\x07\x1b[2Jblank\x9b31m\u202e"
 """Writes a terminal's clipboard, clears its screen, and turns text round."""

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from benchmarks.hostile.call import Call, command
 from benchmarks.hostile.configurations import good
-from tests.bad_configs import make_model
+from tests.support.bad_configs import make_model
 
 EVIL = "open('ran', 'w').close()\n"
 """What no call may get to run."""

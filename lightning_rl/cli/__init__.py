@@ -28,14 +28,14 @@ COMMANDS = {
     "test": Command(_APP, "the same, under the names test uses"),
     "rollout": Command(_APP, "write graded rollouts to a file, without training"),
     "staged": Command(
-        "lightning_rl.cli.staged",
+        "lightning_rl.games.staged.command",
         "train by fine-tune jobs, of an API or on this machine, stage by stage",
     ),
     "rollouts": Command(
         "lightning_rl.cli.rollouts", "show what such a file, or a replay buffer, holds", False
     ),
     "view": Command(
-        "lightning_rl.cli.view",
+        "lightning_rl.cli.view.command",
         "show runs in a browser: curves, step times, rollouts by token",
         False,
     ),
@@ -48,7 +48,7 @@ COMMANDS = {
         "what a configuration amounts to, and a first rollout; writes nothing",
     ),
     "convert": Command(
-        "lightning_rl.cli.convert.main",
+        "lightning_rl.convert.main",
         "read a configuration of TRL or verl and write ours, saying what it could not carry",
         False,
     ),

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.data.packing import select, split_minibatches, split_packs
+from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 from lightning_rl.models.heads import chunk_elements
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
-from lightning_rl.networks.schedules import EveryIteration, UpdateSchedule
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 
 

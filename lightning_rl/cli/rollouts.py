@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rl.cli.process import CommandParser, printable
+from lightning_rl.data.rollouts.files import open_rollouts
+from lightning_rl.data.rollouts.form import shortened
+from lightning_rl.data.rollouts.jsonl import parsed
+from lightning_rl.data.rollouts.store import RolloutStore
 from lightning_rl.errors import ConfigError, DataError, require_at_least
-from lightning_rl.rollouts.files import open_rollouts
-from lightning_rl.rollouts.form import shortened
-from lightning_rl.rollouts.jsonl import parsed
-from lightning_rl.rollouts.store import RolloutStore
 
 COLUMNS = (
     "id", "group_id", "prompt_id", "iteration", "version_min", "version_max", "reward", "status",

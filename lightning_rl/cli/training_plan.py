@@ -23,9 +23,9 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Engine, TransformersEngine
 from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.learn.update_schedules import EveryIteration
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.module import PolicyModule
-from lightning_rl.networks.schedules import EveryIteration
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import find_callbacks
 

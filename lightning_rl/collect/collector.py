@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.rollouts.form import upgraded
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.rollout import Group, Rollout, RolloutStatus
-from lightning_rl.rollouts.form import upgraded
 from lightning_rl.run.loop import require_awaited
 from lightning_rl.sync.schedule import CollectorStatus
 

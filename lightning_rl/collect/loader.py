@@ -17,10 +17,10 @@ from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.collect.streamed import Consumer, StreamedCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.rollouts.form import upgraded
 from lightning_rl.engines.base import RunState, drives_engine
 from lightning_rl.errors import FilterError, RewardError
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
-from lightning_rl.rollouts.form import upgraded
 from lightning_rl.run import dist
 from lightning_rl.run.cores import beside_engine
 from lightning_rl.run.loop import background_loop, run_async

@@ -12,9 +12,9 @@ from lightning_rl.algos.losses import SFTMix
 from lightning_rl.algos.objective import Objective
 from lightning_rl.collect.samplers import Entry, Sampler, Uniform
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.rollouts.store import RolloutStore
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Group, RolloutStatus
-from lightning_rl.rollouts.store import RolloutStore
 from lightning_rl.run import dist
 from lightning_rl.run.metrics import summarize
 from lightning_rl.run.seeding import run_seed

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.errors import ConfigError, DataError, require_at_least, require_finite
 from lightning_rl.rollout import Group
-from lightning_rl.rollouts.files import open_rollouts
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from jsonargparse import ArgumentParser
 
 # The one debt here: what a class takes, base classes included, jsonargparse says only by private
 # names: these two, and ``_actions`` and ``_typehint`` of a command's parser (mistakes.py,
-# cli/app.py). So setup.cfg allows one minor version; tests/bad_configs.py shows if the next works.
+# cli/app.py). So setup.cfg allows one minor version; tests/support/bad_configs.py shows
+# if the next works.
 from jsonargparse._parameter_resolvers import ParamData, get_signature_parameters
 
 from lightning_rl.config.names import MODULE_OF

@@ -1,1 +1,1 @@
-"""Environments: what agents see and do there, and how batches of steps are collected."""
+"""Reinforcement learning of small networks in environments, step by step."""

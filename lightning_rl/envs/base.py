@@ -14,9 +14,9 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
+from lightning_rl.envs.networks.agent import EnvAgent
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.networks.agent import EnvAgent
 from lightning_rl.run.dist import sum_over_ranks
 from lightning_rl.run.hooks import (
     answers,

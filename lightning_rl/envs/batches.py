@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.envs.maker import AGENT
+from lightning_rl.envs.networks.space import Space
 from lightning_rl.errors import ConfigError
-from lightning_rl.networks.space import Space
 
 _TAKEN = {
     "next", "reward", "done", "terminated", "truncated", "action_log_prob", "recurrent_state",

@@ -14,9 +14,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.envs.maker import EnvMaker
+from lightning_rl.envs.networks.agent import EnvAgent
+from lightning_rl.envs.networks.space import Space
 from lightning_rl.errors import ConfigError, LightningRLError
-from lightning_rl.networks.agent import EnvAgent
-from lightning_rl.networks.space import Space
 from lightning_rl.run.exits import EndsProcess
 from lightning_rl.run.loop import note_progress
 

@@ -19,13 +19,13 @@ from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.lengths import too_short
 from lightning_rl.envs.loader import EnvLoader
 from lightning_rl.envs.maker import EnvMaker
+from lightning_rl.envs.networks.space import Space, require_same
 from lightning_rl.envs.pool import PooledCollector
 from lightning_rl.envs.stats import episode_metrics, evaluation_metrics
 from lightning_rl.envs.torchrl_collector import TorchRLCollector
 from lightning_rl.envs.watch import Watch
 from lightning_rl.envs.workers import WorkersCollector
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.networks.space import Space, require_same
 from lightning_rl.run import dist
 from lightning_rl.run.cores import share_cores
 from lightning_rl.run.hooks import call_hook

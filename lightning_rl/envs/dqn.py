@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from lightning_rl.algos.losses import Metrics
 from lightning_rl.algos.schedules import LinearSchedule, Schedule, schedule_of
-from lightning_rl.algos.td import HuberTD, TDLoss, greedy_value, td_target
 from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.algos.td import HuberTD, TDLoss, greedy_value, td_target
+from lightning_rl.envs.networks.q_agent import QAgent
+from lightning_rl.envs.networks.targets import Polyak, TargetUpdate
 from lightning_rl.envs.off_policy import OffPolicyModule
 from lightning_rl.envs.transitions import TransitionBuffer, Transitions
 from lightning_rl.learn.base import save_primitive_hparams
-from lightning_rl.networks.q_agent import QAgent
-from lightning_rl.networks.targets import Polyak, TargetUpdate
 
 
 @configurable

@@ -7,8 +7,7 @@ import torch
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.envs.maker import EnvMaker, Part, built_part, require_installed
-from lightning_rl.errors import ConfigError
-from lightning_rl.networks.space import (
+from lightning_rl.envs.networks.space import (
     ActionKind,
     Binary,
     Continuous,
@@ -17,6 +16,7 @@ from lightning_rl.networks.space import (
     Observed,
     Space,
 )
+from lightning_rl.errors import ConfigError
 
 OBSERVATION = "observation"
 ACTION = "action"

@@ -31,9 +31,9 @@ from lightning_rl.envs.gym_player import (
 )
 from lightning_rl.envs.gym_table import StepTable
 from lightning_rl.envs.maker import AGENT
+from lightning_rl.envs.networks.actor_critic import sampled
+from lightning_rl.envs.networks.distributions import ActionDistribution
 from lightning_rl.errors import require_at_least
-from lightning_rl.networks.actor_critic import sampled
-from lightning_rl.networks.distributions import ActionDistribution
 from lightning_rl.run.seeding import derived_seed
 
 

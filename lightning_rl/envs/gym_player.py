@@ -13,8 +13,8 @@ from lightning_rl.envs.collector import EnvEpisode, EnvError
 from lightning_rl.envs.gym import OBSERVATION
 from lightning_rl.envs.gym_form import form_of, shown
 from lightning_rl.envs.maker import AGENT
+from lightning_rl.envs.networks.space import Observed
 from lightning_rl.errors import ConfigError
-from lightning_rl.networks.space import Observed
 from lightning_rl.run.seeding import derived_seed
 
 _log = logging.getLogger(__name__)

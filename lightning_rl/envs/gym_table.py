@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from lightning_rl.envs.collector import EnvEpisode, require_finite_values
 from lightning_rl.envs.gym_player import buffer_of, write_rows
 from lightning_rl.envs.maker import AGENT
-from lightning_rl.networks.space import Space
+from lightning_rl.envs.networks.space import Space
 
 
 class StepTable:

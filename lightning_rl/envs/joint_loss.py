@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from lightning_rl.algos.losses import Metrics
-from lightning_rl.networks.distributions import ActionDistribution
+from lightning_rl.envs.networks.distributions import ActionDistribution
 
 
 class JointLoss(ABC):

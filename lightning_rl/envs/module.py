@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from lightning_rl.algos.kl import EntropyBonus, beyond_target, check_target_kl
 from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, ValueLoss, check_step_loss
 from lightning_rl.algos.schedules import Schedule, schedule_of
-from lightning_rl.algos.steps import StepAdvantage, StepGAE
 from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.algos.steps import StepAdvantage, StepGAE
 from lightning_rl.envs.base import EnvModule, Measured, add, summed_up
 from lightning_rl.envs.joint_loss import JointLoss
+from lightning_rl.envs.networks.actor_critic import ActorCritic, joint_entropy, joint_log_prob
+from lightning_rl.envs.networks.agent import EnvAgent
+from lightning_rl.envs.networks.distributions import ActionDistribution
+from lightning_rl.envs.networks.memory import RecurrentBody
 from lightning_rl.envs.rows import Clips, Rows, minibatches, normalized, rows_of
 from lightning_rl.envs.step_loss import Made, StepLoss
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
-from lightning_rl.networks.actor_critic import ActorCritic, joint_entropy, joint_log_prob
-from lightning_rl.networks.agent import EnvAgent
-from lightning_rl.networks.distributions import ActionDistribution
-from lightning_rl.networks.memory import RecurrentBody
-from lightning_rl.networks.schedules import EveryIteration
+from lightning_rl.learn.update_schedules import EveryIteration
 from lightning_rl.run.dist import all_sum, any_rank
 from lightning_rl.run.seeding import derived_generator, run_seed
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from lightning_rl.algos.losses import Metrics
 from lightning_rl.envs.base import EnvModule, Measured, add, summed_up
 from lightning_rl.envs.collector import seeded
+from lightning_rl.envs.networks.exploring import ExploringAgent
+from lightning_rl.envs.networks.targets import TargetUpdate
 from lightning_rl.envs.transitions import TransitionBuffer, Transitions, transitions_of
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.networks.exploring import ExploringAgent
-from lightning_rl.networks.targets import TargetUpdate
 from lightning_rl.run.dist import all_reduce_max, rank, world_size
 from lightning_rl.run.seeding import derived_seed, run_seed
 

@@ -21,11 +21,11 @@ from lightning_rl.envs.gym_player import (
 )
 from lightning_rl.envs.gym_table import StepTable
 from lightning_rl.envs.maker import AGENT
+from lightning_rl.envs.networks.actor_critic import joint_log_prob, sampled
 from lightning_rl.envs.pool_process import serve
 from lightning_rl.envs.processes import ProcessesCollector
 from lightning_rl.envs.watch import START_S
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.networks.actor_critic import joint_log_prob, sampled
 from lightning_rl.run.seeding import derived_seed
 
 

@@ -16,10 +16,10 @@ from lightning_rl.envs.gym import space_of
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.gym_player import close
 from lightning_rl.envs.maker import AGENT
+from lightning_rl.envs.spawning import without_main
 from lightning_rl.envs.watch import END_S, START_S
 from lightning_rl.errors import LightningRLError
 from lightning_rl.run.keeper import stay_kept
-from lightning_rl.run.spawning import without_main
 
 
 class HungUpError(Exception):

@@ -7,12 +7,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.algos.steps import StepAdvantage, Steps
 from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.algos.steps import StepAdvantage, Steps
 from lightning_rl.envs.batches import last_places, steps_of
+from lightning_rl.envs.networks.actor_critic import ActorCritic
+from lightning_rl.envs.networks.memory import RecurrentBody
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.networks.actor_critic import ActorCritic
-from lightning_rl.networks.memory import RecurrentBody
 from lightning_rl.run.dist import global_mean_std
 
 

@@ -9,13 +9,13 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rl.algos.losses import Metrics
-from lightning_rl.algos.td import SquaredTD, TDLoss, td_target
 from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.algos.td import SquaredTD, TDLoss, td_target
+from lightning_rl.envs.networks.sac_agent import SACAgent
+from lightning_rl.envs.networks.targets import Polyak, TargetUpdate
 from lightning_rl.envs.off_policy import OffPolicyModule
 from lightning_rl.envs.transitions import TransitionBuffer, Transitions
 from lightning_rl.learn.base import save_primitive_hparams
-from lightning_rl.networks.sac_agent import SACAgent
-from lightning_rl.networks.targets import Polyak, TargetUpdate
 
 
 @configurable

@@ -12,10 +12,10 @@ from lightning_rl.algos.losses import Metrics, divergence
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.hints import did_you_mean, import_object, parameters
 from lightning_rl.envs.maker import built, require_installed
+from lightning_rl.envs.networks.actor_critic import joint_entropy, joint_log_prob
+from lightning_rl.envs.networks.distributions import ActionDistribution, Categorical
 from lightning_rl.envs.rows import Rows
 from lightning_rl.errors import ConfigError
-from lightning_rl.networks.actor_critic import joint_entropy, joint_log_prob
-from lightning_rl.networks.distributions import ActionDistribution, Categorical
 
 Made = Mapping[str, ActionDistribution]
 """An agent's distributions, by action."""

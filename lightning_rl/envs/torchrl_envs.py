@@ -4,9 +4,9 @@ import logging
 from typing import Any
 
 from lightning_rl.envs.maker import TorchRLEnv
+from lightning_rl.envs.spawning import without_main
 from lightning_rl.envs.watch import END_S
 from lightning_rl.errors import ConfigError
-from lightning_rl.run.spawning import without_main
 
 _log = logging.getLogger(__name__)
 

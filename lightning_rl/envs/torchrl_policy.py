@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.envs.collector import Agents, Deadline
+from lightning_rl.envs.networks.actor_critic import joint_log_prob, sampled
+from lightning_rl.envs.networks.space import Space, within
 from lightning_rl.envs.torchrl_space import Places
-from lightning_rl.networks.actor_critic import joint_log_prob, sampled
-from lightning_rl.networks.space import Space, within
 
 
 def own_key(name: str) -> tuple[str, str]:

@@ -9,8 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.envs.maker import AGENT
-from lightning_rl.errors import ConfigError
-from lightning_rl.networks.space import (
+from lightning_rl.envs.networks.space import (
     ActionKind,
     Binary,
     Continuous,
@@ -19,6 +18,7 @@ from lightning_rl.networks.space import (
     Observed,
     Space,
 )
+from lightning_rl.errors import ConfigError
 
 Key = tuple[str, ...]
 

@@ -14,10 +14,10 @@ from lightning_rl.envs.collector import Agents, collector_of
 from lightning_rl.envs.gym import Gym
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.processes import ProcessesCollector
+from lightning_rl.envs.spawning import without_main
 from lightning_rl.envs.watch import END_S, START_S
 from lightning_rl.envs.workers_process import Played, serve
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.run.spawning import without_main
 from lightning_rl.sync.schedule import CollectorStatus, FixedSchedule, SyncSchedule, SyncState
 
 

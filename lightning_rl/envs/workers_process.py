@@ -12,9 +12,9 @@ import torch
 from lightning_rl.envs.collector import Deadline, EnvEpisode
 from lightning_rl.envs.gym import Gym
 from lightning_rl.envs.gym_collector import GymCollector
+from lightning_rl.envs.networks.agent import EnvAgent
 from lightning_rl.envs.processes import Line
 from lightning_rl.envs.watch import Watch
-from lightning_rl.networks.agent import EnvAgent
 
 
 @dataclass(frozen=True)

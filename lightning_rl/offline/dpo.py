@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import pack_rollouts, token_rows
 from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
@@ -21,7 +22,6 @@ from lightning_rl.models.pretrained import Loading, model_of
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.offline.sft import SFTDataModule, SupervisedModule
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.files import open_rollouts
 
 
 def dpo(policy_margin: Tensor, ref_margin: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:

@@ -13,11 +13,11 @@ from lightning_rl.collect.collector import GroupFilter
 from lightning_rl.collect.loader import RolloutLoader, limited_epoch
 from lightning_rl.collect.replay_buffer import warn_if_uncorrected
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.errors import ConfigError, DataError, require_at_least
 from lightning_rl.models.pretrained import load_config
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Group, Rollout
-from lightning_rl.rollouts.files import open_rollouts
 from lightning_rl.run import dist
 from lightning_rl.run.metrics import summarize
 from lightning_rl.run.resume import enter_directory

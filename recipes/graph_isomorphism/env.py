@@ -11,9 +11,9 @@ from torchrl.envs import EnvBase
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.protocols.base import GO_ON, Protocol
-from lightning_rl.protocols.single_prover import Nip
-from lightning_rl.protocols.zero_knowledge import ADVERSARY, SIMULATOR
+from lightning_rl.games.protocols.base import GO_ON, Protocol
+from lightning_rl.games.protocols.single_prover import Nip
+from lightning_rl.games.protocols.zero_knowledge import ADVERSARY, SIMULATOR
 from recipes.graph_isomorphism.data import Kind, twins
 from recipes.graph_isomorphism.views import (
     FACTS,

@@ -23,12 +23,12 @@ from lightning_rl.config.hints import parse
 from lightning_rl.envs.datamodule import EnvDataModule
 from lightning_rl.envs.maker import TorchRLEnv
 from lightning_rl.envs.module import ActorCriticModule
+from lightning_rl.envs.networks.actor_critic import ActorCritic, sampled
 from lightning_rl.envs.torchrl_space import agents_of
-from lightning_rl.networks.actor_critic import ActorCritic, sampled
-from lightning_rl.networks.schedules import Periodic
-from lightning_rl.protocols.base import ACCEPT, GO_ON, VERIFIER
-from lightning_rl.protocols.single_prover import PROVER
-from lightning_rl.protocols.zero_knowledge import ADVERSARY, SIMULATOR, likeness
+from lightning_rl.games.protocols.base import ACCEPT, GO_ON, VERIFIER
+from lightning_rl.games.protocols.single_prover import PROVER
+from lightning_rl.games.protocols.zero_knowledge import ADVERSARY, SIMULATOR, likeness
+from lightning_rl.learn.update_schedules import Periodic
 from recipes.graph_isomorphism.env import GraphIsomorphism
 
 Agents = Mapping[str, ActorCritic]

@@ -6,8 +6,8 @@ CPU off by a unit in the last place (``kernels.py``), in the processes that test
 
 A test that fails so compares what rounding decides. Tokens that are drawn, or the likeliest ones,
 are not to be compared between two layouts (two processes and one, other packs or minibatches,
-sharded weights, another engine): let them be drawn by lot (``tests/lots.py``), or compute in
-float64. For numbers there are bounds (``tests/tolerances.py``).
+sharded weights, another engine): let them be drawn by lot (``tests/support/lots.py``), or compute
+in float64. For numbers there are bounds (``tests/support/tolerances.py``).
 """
 
 from pathlib import Path

@@ -16,7 +16,7 @@ from lightning_rl.envs.collector import EnvCollector, collector_of
 from lightning_rl.envs.maker import EnvMaker
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.sync.staged import StagedTransport
-from tests.bad_configs import furnish
+from tests.support.bad_configs import furnish
 
 Fault = Callable[..., AbstractContextManager[None]]
 

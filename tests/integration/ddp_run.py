@@ -10,7 +10,7 @@ import sys
 from lightning_rl.callbacks import IterationCheckpoint, RLCallback, RunReport, WeightSync
 from lightning_rl.errors import RunInterrupted
 from lightning_rl.module import PolicyModule
-from tests.small_run import adamw, data_module, trainer_of
+from tests.support.small_run import adamw, data_module, trainer_of
 
 
 class SignalOneRank(RLCallback):

@@ -11,7 +11,7 @@ from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
 from lightning_rl.errors import AgentError, RunInterrupted
 from lightning_rl.rollout import Rollout
-from tests.small_run import data_module, grpo, trainer_of
+from tests.support.small_run import data_module, grpo, trainer_of
 
 
 class Breaks(SingleTurn):

@@ -14,9 +14,9 @@ from lightning_rl.engines.sampling import Completion
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.serving.server import AgentServer
-from tests.engine_checks import ROUNDING, own_logprobs, plain_model, same_draws
-from tests.tiny_models import save_chat_model
-from tests.unit.test_agent_server import QUESTION, TOOLS
+from tests.support.engine_checks import ROUNDING, own_logprobs, plain_model, same_draws
+from tests.support.tiny_models import save_chat_model
+from tests.unit.serving.test_agent_server import QUESTION, TOOLS
 
 pytestmark = pytest.mark.anyio
 

@@ -38,8 +38,8 @@ from lightning_rl.engines import Sampling
 from lightning_rl.errors import EngineError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus
-from tests.engine_checks import same_draws
-from tests.small_run import numbers, trainer_of
+from tests.support.engine_checks import same_draws
+from tests.support.small_run import numbers, trainer_of
 
 ROOT = Path(__file__).parents[2]
 

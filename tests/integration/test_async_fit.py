@@ -22,8 +22,8 @@ from lightning_rl.errors import EngineError, RewardError
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.schedule import FixedSchedule
-from tests import small_run
-from tests.small_run import numbers, trainer_of
+from tests.support import small_run
+from tests.support.small_run import numbers, trainer_of
 
 COLLECTORS = [
     SyncCollector, lambda: AsyncCollector(2), OneStepOffCollector, PartialCollector,

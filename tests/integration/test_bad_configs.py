@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bad_configs import CASES, SECTIONS, complaint
+from tests.support.bad_configs import CASES, SECTIONS, complaint
 
 AT_ONCE = ("typos", "wrong types", "configurations of strangers")
 SLOW = [case for name, cases in SECTIONS.items() if name not in AT_ONCE for case in cases]

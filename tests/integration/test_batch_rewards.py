@@ -6,7 +6,7 @@ from lightning_rl import batch_reward
 from lightning_rl.callbacks import Evaluate, RunReport, WeightSync
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collector import SyncCollector
-from tests.small_run import data_module, grpo, share_of_sevens, trainer_of
+from tests.support.small_run import data_module, grpo, share_of_sevens, trainer_of
 
 
 @batch_reward

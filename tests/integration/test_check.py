@@ -29,10 +29,10 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt
-from tests.bad_configs import CONFIG, files
-from tests.small_run import trainer_of
-from tests.two_ranks import ROOT
-from tests.two_roles import roles_data, roles_module
+from tests.support.bad_configs import CONFIG, files
+from tests.support.small_run import trainer_of
+from tests.support.two_ranks import ROOT
+from tests.support.two_roles import roles_data, roles_module
 
 
 def test_all_is_checked_and_nothing_written(workplace, capsys):

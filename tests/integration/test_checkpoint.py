@@ -39,8 +39,8 @@ from lightning_rl.run.checkpoint_io import (
     write_checkpoint,
 )
 from lightning_rl.run.interrupts import seconds_of
-from tests.lots import LotEngine
-from tests.small_run import adamw, data_module, trainer_of
+from tests.support.lots import LotEngine
+from tests.support.small_run import adamw, data_module, trainer_of
 
 ITERATIONS = 4  # two epochs of two
 GROUPS, GROUP_SIZE = 2, 4

@@ -16,8 +16,8 @@ from lightning_rl.algos.turns import GiGPO, TurnGAE
 from lightning_rl.cli.rerun.compare import rerun_iteration
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.errors import DataError
-from tests.ranks_roles import fit_roles
-from tests.ranks_run import (
+from tests.support.ranks_roles import fit_roles
+from tests.support.ranks_run import (
     GROUP_SIZE,
     GROUPS,
     ITERATIONS,
@@ -34,14 +34,14 @@ from tests.ranks_run import (
     share_of_even_digits,
     turns,
 )
-from tests.two_ranks import SECONDS, TOLERANCE, Results, comparable, run_two
+from tests.support.two_ranks import SECONDS, TOLERANCE, Results, comparable, run_two
 
 pytestmark = pytest.mark.timeout(SECONDS + 60)  # the first waits for two processes that do all
 
 
 @pytest.fixture(scope="module")
 def results(tiny_model, folder) -> Results:
-    return run_two("tests.ranks_run", tiny_model, folder)
+    return run_two("tests.support.ranks_run", tiny_model, folder)
 
 
 @pytest.fixture(scope="module")

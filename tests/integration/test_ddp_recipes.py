@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rl.run.machine import usable_cores
-from tests.two_ranks import ROOT, SECONDS, TOLERANCE
+from tests.support.two_ranks import ROOT, SECONDS, TOLERANCE
 
 
 @pytest.fixture
@@ -48,7 +48,9 @@ def run_to_the_end(tmp_path, *command, **variables) -> str:
 def fit(tmp_path, model, prompts, *more, **environment) -> list[dict[str, float]]:
     """The recipe's metrics, row by row: four groups of four rollouts, for two iterations."""
     reward = tmp_path / "reward.yaml"
-    reward.write_text("data: {init_args: {rewards: [tests.ranks_run.share_of_even_digits]}}\n")
+    reward.write_text(
+        "data: {init_args: {rewards: [tests.support.ranks_run.share_of_even_digits]}}\n"
+    )
     options = {
         "model.model": model,
         "data.train_prompts.path": prompts,

@@ -17,9 +17,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.errors import CheckpointError, LightningRLError
 from lightning_rl.run.checkpoint_io import newest_good, require_good
-from tests.ranks_resume import StopsWhenCollected, checkpoint_of, gone_on, saved
-from tests.ranks_run import GROUP_SIZE, GROUPS, replaying
-from tests.two_ranks import SECONDS, TOLERANCE, Results, comparable, run_two
+from tests.support.ranks_resume import StopsWhenCollected, checkpoint_of, gone_on, saved
+from tests.support.ranks_run import GROUP_SIZE, GROUPS, replaying
+from tests.support.two_ranks import SECONDS, TOLERANCE, Results, comparable, run_two
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def stopped(tiny_model, folder) -> None:
 
 @pytest.fixture(scope="module")
 def results(tiny_model, folder, stopped) -> Results:
-    return run_two("tests.ranks_resume", tiny_model, folder)
+    return run_two("tests.support.ranks_resume", tiny_model, folder)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def stopped_folders(tiny_model, folder) -> Path:
     """A run of two whose checkpoints are folders, and that failed in its third iteration."""
     where = folder / "folders"
     where.mkdir()
-    for rank in run_two("tests.ranks_folders", tiny_model, where, "stopped")("stopped"):
+    for rank in run_two("tests.support.ranks_folders", tiny_model, where, "stopped")("stopped"):
         assert rank == {"error": "LightningRLError", "message": "stopped"}
     return where
 
@@ -152,7 +152,7 @@ def test_last_goes_on_from_a_folder_on_any_number_of_processes(
 ):
     where = folder / f"folders_on_{ranks}"
     copytree(stopped_folders, where, symlinks=True)
-    rest = run_two("tests.ranks_folders", tiny_model, where, "rest", ranks=ranks)("rest")
+    rest = run_two("tests.support.ranks_folders", tiny_model, where, "rest", ranks=ranks)("rest")
     assert [len(rank["rollouts"]) for rank in rest] == [2] * ranks
     require_rest(rest, alone(False), 2)
     saved = checkpoint_of(where, "last.ckpt").parent

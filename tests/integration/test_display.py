@@ -23,7 +23,7 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.offline.sft import SFTDataModule, SFTModule
-from tests.small_run import adamw, data_module, grpo, trainer_of
+from tests.support.small_run import adamw, data_module, grpo, trainer_of
 
 
 def script(tmp_path, *callbacks, **options) -> Trainer:

@@ -16,20 +16,20 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from benchmarks.memory import Built
 from lightning_rl.cli import COMMANDS, main
-from lightning_rl.cli.convert.main import parse_arguments as parse_convert
 from lightning_rl.cli.parser import card_of
 from lightning_rl.cli.rerun import parse_arguments as parse_rerun
 from lightning_rl.cli.rollouts import parse_arguments as parse_rollouts
-from lightning_rl.cli.staged import (
+from lightning_rl.cli.view.command import parse_arguments as parse_view
+from lightning_rl.convert.main import parse_arguments as parse_convert
+from lightning_rl.data.rollouts.files import open_rollouts
+from lightning_rl.errors import LightningRLError
+from lightning_rl.games.staged.command import (
     OPTIONS as STAGED_OPTIONS,
     build as build_staged,
     make_parser as make_staged_parser,
     parse as parse_staged,
 )
-from lightning_rl.cli.view import parse_arguments as parse_view
-from lightning_rl.errors import LightningRLError
-from lightning_rl.rollouts.files import open_rollouts
-from lightning_rl.serving.verifiers.hosting import Hosting
+from lightning_rl.verifiers.hosting import Hosting
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -8,7 +8,7 @@ import pytest
 from lightning_rl.callbacks import IterationCheckpoint, Watchdog, WeightSync
 from lightning_rl.engines import TransformersEngine, VLLMLocal
 from lightning_rl.errors import EngineError, StalledError
-from tests.small_run import data_module, grpo, trainer_of
+from tests.support.small_run import data_module, grpo, trainer_of
 
 
 class Faulty(VLLMLocal):

@@ -6,8 +6,8 @@ import torch
 from lightning_rl import ConfigError, GRUBody, Gym, PooledGym
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
-from tests.env_agents import agent_for
-from tests.tolerances import rounding
+from tests.support.env_agents import agent_for
+from tests.support.tolerances import rounding
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def pool(started):
     """Starts collectors of pools of two processes."""
 
     def start(**options):
-        return started(PooledGym("tests.worlds:Walk-v0", workers=2, **options))
+        return started(PooledGym("tests.support.worlds:Walk-v0", workers=2, **options))
 
     return start
 
@@ -31,7 +31,7 @@ def same(one, other):
 
 
 def test_in_step_it_is_the_plain_collector_and_goes_on(pool):
-    plain = GymCollector(Gym("tests.worlds:Walk-v0"), None, 60.0)
+    plain = GymCollector(Gym("tests.support.worlds:Walk-v0"), None, 60.0)
     plain.start(0, 0, 5)
     together = pool(force_sync=True)
     assert together.exact == ""

@@ -24,8 +24,8 @@ from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.watch import Watch
 from lightning_rl.envs.workers import WorkersCollector
 from lightning_rl.run.loop import stalled_seconds
-from tests.env_agents import agent_for, collected
-from tests.small_run import trainer_of
+from tests.support.env_agents import agent_for, collected
+from tests.support.small_run import trainer_of
 
 RAISES = r"environment \d in step 3 of its episode 0, of seed \d+ raised ValueError"
 
@@ -42,7 +42,7 @@ RAISES = r"environment \d in step 3 of its episode 0, of seed \d+ raised ValueEr
     ],
 )
 def test_what_goes_wrong_in_a_process_says_where(started, kind, how, words):
-    made = started(kind("tests.worlds:Faulty-v0", {"how": how}, workers=2), seconds=3.0)
+    made = started(kind("tests.support.worlds:Faulty-v0", {"how": how}, workers=2), seconds=3.0)
     with pytest.raises(EnvError, match=words):
         collected(made, agent_for(made), 0, 10)
 
@@ -52,7 +52,7 @@ def test_what_goes_wrong_in_a_process_says_where(started, kind, how, words):
     ("kind", "gone", "words"), [(PooledGym, 0, "0, 2, 4"), (GymWorkers, 1, "3, 4")]
 )
 def test_a_process_that_is_gone_is_told(started, kind, gone, words):
-    made = started(kind("tests.worlds:Walk-v0", workers=2))
+    made = started(kind("tests.support.worlds:Walk-v0", workers=2))
     agents = agent_for(made)
     made.collect(agents, 0, 3)
     process = made.processes.processes[gone]
@@ -65,7 +65,7 @@ def test_a_process_that_is_gone_is_told(started, kind, gone, words):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [PooledGym, GymWorkers])
 def test_a_greedy_collector_takes_the_best_action(started, kind):
-    made = started(kind("tests.worlds:Walk-v0", workers=2))
+    made = started(kind("tests.support.worlds:Walk-v0", workers=2))
     made.greedy = True
     agents = agent_for(made)
     own = made.collect(agents, 0, 20)["steps", AGENT]
@@ -91,7 +91,7 @@ class Terminated(Callback):
 
 @pytest.mark.parametrize("kind", [PooledGym, pytest.param(GymWorkers, marks=pytest.mark.slow)])
 def test_a_signal_ends_a_run_and_its_processes_while_one_hangs(tmp_path, kind):
-    env = kind("tests.rude_worlds:Rude-v0", {"how": "sleeps"}, workers=2)
+    env = kind("tests.support.rude_worlds:Rude-v0", {"how": "sleeps"}, workers=2)
     data = EnvDataModule(env, num_envs=2, frames_per_iteration=4, max_step_seconds=300.0)
     callbacks = [IterationCheckpoint(), Terminated()]
     trainer = trainer_of(tmp_path, callbacks, enable_checkpointing=True)
@@ -106,7 +106,7 @@ def test_a_signal_ends_a_run_and_its_processes_while_one_hangs(tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True])
 def test_an_environment_of_torchrls_that_hangs_is_told(parallel):
-    arguments = {"env_name": "tests.rude_worlds:Rude-v0", "how": "sleeps", "device": "cpu"}
+    arguments = {"env_name": "tests.support.rude_worlds:Rude-v0", "how": "sleeps", "device": "cpu"}
     env = TorchRLEnv("torchrl.envs.GymEnv", arguments, parallel=parallel)
     made = collector_of(env, None, 2.0)
     watch = Watch(made, env.name)

@@ -12,8 +12,8 @@ from tensordict import TensorDict
 from benchmarks import forked
 from lightning_rl import ActorCritic, ActorCriticModule, EntropyBonus, RLCallback
 from lightning_rl.cli import main
+from lightning_rl.envs.networks.space import Discrete, Observed, Space
 from lightning_rl.envs.rows import rows_of
-from lightning_rl.networks.space import Discrete, Observed, Space
 
 
 class KillSelf(RLCallback):
@@ -37,7 +37,7 @@ class KillSelf(RLCallback):
 
 
 def configuration(world="Walk", **changed):
-    env = {"class_path": "Gym", "init_args": {"name": f"tests.worlds:{world}-v0"}}
+    env = {"class_path": "Gym", "init_args": {"name": f"tests.support.worlds:{world}-v0"}}
     config = {
         "seed_everything": 3,
         "trainer": {
@@ -232,7 +232,7 @@ def test_what_an_environment_does_wrong_is_one_line(
     config = configuration(data__eval_episodes=0, data__max_step_seconds=0.5)
     config["trainer"]["callbacks"].pop()
     config["data"]["init_args"]["env"]["init_args"] |= {
-        "name": f"tests.worlds:{world}-v0",
+        "name": f"tests.support.worlds:{world}-v0",
         "arguments": arguments,
     }
     assert fit(tmp_path, monkeypatch, config) == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.two_ranks import ROOT
+from tests.support.two_ranks import ROOT
 
 SCRIPT = """
 import gymnasium
@@ -23,15 +23,18 @@ Trainer(
 ).fit(ActorCriticModule({agents}), datamodule=data)
 print("trained")
 """
-MADE_ELSEWHERE = "gymnasium.register('Mine-v0', 'tests.worlds:Walk')"
+MADE_ELSEWHERE = "gymnasium.register('Mine-v0', 'tests.support.worlds:Walk')"
 MADE_HERE = """
-from tests.worlds import Walk
+from tests.support.worlds import Walk
 class Mine(Walk):
     pass
 gymnasium.register('Mine-v0', Mine)
 """
 BODY_HERE = "class Mine(MLPBody):\n    pass"
-POOLED, WORKERS = "PooledGym('tests.worlds:Walk-v0')", "GymWorkers('tests.worlds:Walk-v0')"
+POOLED, WORKERS = (
+    "PooledGym('tests.support.worlds:Walk-v0')",
+    "GymWorkers('tests.support.worlds:Walk-v0')",
+)
 TORCHRL = (
     "TorchRLEnv('torchrl.envs.GymEnv', {'env_name': 'CartPole-v1', 'device': 'cpu'}, parallel=True)"
 )

@@ -19,10 +19,10 @@ from lightning_rl import (
 )
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
-from tests.env_agents import agent_for
-from tests.small_run import SaveAfter, trainer_of
+from tests.support.env_agents import agent_for
+from tests.support.small_run import SaveAfter, trainer_of
 
-WALK = "tests.worlds:Walk-v0"
+WALK = "tests.support.worlds:Walk-v0"
 
 
 def learn(agents):

@@ -19,9 +19,9 @@ from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.memory import MemoryTransport
-from tests.engine_checks import same_draws
-from tests.small_run import data_module, grpo, numbers, trainer_of
-from tests.three_calls import ThreeCalls
+from tests.support.engine_checks import same_draws
+from tests.support.small_run import data_module, grpo, numbers, trainer_of
+from tests.support.three_calls import ThreeCalls
 
 pytest.importorskip("vllm")
 SAMPLING = Sampling(max_tokens=10)

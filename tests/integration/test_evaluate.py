@@ -12,7 +12,7 @@ from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.errors import ConfigError
 from lightning_rl.run.rundir import run_dir
 from lightning_rl.sync.schedule import CollectorSchedule, FixedSchedule
-from tests.small_run import adamw, data_module, grpo, trainer_of
+from tests.support.small_run import adamw, data_module, grpo, trainer_of
 
 
 class Pushes(RLCallback):

@@ -18,8 +18,8 @@ from lightning_rl.models.policy import Policy, load_tokenizer, save_skeleton
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import SamplingDistribution
-from tests.small_run import trainer_of
-from tests.tiny_models import save_random_model
+from tests.support.small_run import trainer_of
+from tests.support.tiny_models import save_random_model
 
 VOCABULARY = 2048  # large enough for a nucleus of hundreds of tokens
 

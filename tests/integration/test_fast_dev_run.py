@@ -7,7 +7,7 @@ import yaml
 
 from lightning_rl.cli import main
 from lightning_rl.sync.checkpoint import CheckpointTransport
-from tests.bad_configs import CONFIG, files
+from tests.support.bad_configs import CONFIG, files
 
 OWN_PLACES = [
     "RunReport",

@@ -4,8 +4,8 @@ import torch
 
 from lightning_rl import PSPG, GameRolesModule, RLCallback, TransformersAdapters
 from lightning_rl.callbacks import WeightSync
-from tests.small_run import SaveAfter, trainer_of
-from tests.two_roles import group, roles_data
+from tests.support.small_run import SaveAfter, trainer_of
+from tests.support.two_roles import group, roles_data
 
 
 class Watch(RLCallback):

@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused_by_name(make, words):
 
 def test_a_game_is_learned_in_one_process(monkeypatch):
     module = GameModule(agents())
-    monkeypatch.setattr("lightning_rl.envs.game_module.world_size", lambda: 2)
+    monkeypatch.setattr("lightning_rl.games.module.world_size", lambda: 2)
     with pytest.raises(ConfigError, match=r"and 2 processes each have .* trainer.devices: 1"):
         module.check_agents()
 

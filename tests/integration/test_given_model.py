@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_rl import HFExport, IterationCheckpoint, PolicyModule, WeightSync
-from tests.small_run import adamw, data_module, trainer_of
+from tests.support.small_run import adamw, data_module, trainer_of
 
 
 def test_a_run_on_a_model_object_is_gone_on_with_and_exported(tiny_model, tmp_path):

@@ -27,8 +27,8 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import RunInterrupted, StalledError
 from lightning_rl.run.loop import background_loop, require_awaited, run_async
 from lightning_rl.run.threads import hanging_threads
-from tests.bad_configs import CONFIG
-from tests.small_run import data_module, grpo, share_of_sevens, trainer_of
+from tests.support.bad_configs import CONFIG
+from tests.support.small_run import data_module, grpo, share_of_sevens, trainer_of
 
 GROUPS, GROUP_SIZE = 2, 4
 

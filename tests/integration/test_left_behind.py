@@ -44,7 +44,7 @@ threading.Thread(target=call, daemon=True).start()
 time.sleep({seconds})
 """
 WORLD = f"""
-from tests.worlds import Walk
+from tests.support.worlds import Walk
 class Simulated(Walk):
     def step(self, action):
         import time
@@ -56,7 +56,7 @@ import gymnasium, threading
 gymnasium.register("Simulated-v0", entry_point="mine:Simulated")
 from lightning_rl import {kind}
 from lightning_rl.envs.collector import collector_of
-from tests.env_agents import agent_for
+from tests.support.env_agents import agent_for
 made = collector_of({kind}("mine:Simulated-v0", workers=2), None, 600.0)
 made.start(0, 0, 2)
 agents = agent_for(made)
@@ -172,9 +172,9 @@ def test_what_a_local_job_started_ends_with_it(how, tmp_path, monkeypatch):
     script = f"""
 import asyncio, sys, time
 from pathlib import Path
-from lightning_rl.staged.jobs import JobRequest
-from lightning_rl.staged.local_jobs import LocalJobs
-from lightning_rl.staged.training_sets import Demonstrations, Example
+from lightning_rl.games.staged.jobs import JobRequest
+from lightning_rl.games.staged.local_jobs import LocalJobs
+from lightning_rl.games.staged.training_sets import Demonstrations, Example
 class Quick(LocalJobs):
     def command(self, job):
         return [sys.executable, "-c", {command!r}]

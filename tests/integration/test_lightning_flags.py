@@ -17,7 +17,7 @@ from lightning_rl.callbacks import Evaluate, HFExport, IterationCheckpoint, RLCa
 from lightning_rl.config.lightning_flags import CALLBACKS, TRAINER, Verdict
 from lightning_rl.errors import ConfigError, StaleWeightsError
 from lightning_rl.run.rundir import run_dir
-from tests.small_run import data_module, grpo, trainer_of
+from tests.support.small_run import data_module, grpo, trainer_of
 
 
 class Seen(RLCallback):

@@ -28,7 +28,7 @@ from lightning_rl.callbacks import (
     WeightSync,
 )
 from lightning_rl.module import PolicyModule
-from tests.small_run import data_module, trainer_of
+from tests.support.small_run import data_module, trainer_of
 
 Rows = dict[int, dict[str, float]]
 """Metrics by iteration."""

@@ -15,8 +15,8 @@ from lightning_rl.engines import Sampling
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.rules import EnvironmentReward
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
-from tests.engine_checks import ROUNDING, own_logprobs, plain_model, same_draws
-from tests.small_run import numbers, trainer_of
+from tests.support.engine_checks import ROUNDING, own_logprobs, plain_model, same_draws
+from tests.support.small_run import numbers, trainer_of
 
 # Longer than a cache block of 32 tokens, so that turns really go on from cached prefixes.
 PROMPT = [3 + i % 10 for i in range(40)]

@@ -16,6 +16,7 @@ from lightning_rl.cli.app import RLTrainer
 from lightning_rl.collect.collector import RewardSpread
 from lightning_rl.data.curriculum import PassRateCurriculum
 from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
@@ -25,9 +26,8 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.module import PolicyModule
 from lightning_rl.offline.recorded import OfflineDataModule
 from lightning_rl.rollout import RolloutStatus
-from lightning_rl.rollouts.files import open_rollouts
-from tests.engine_checks import ROUNDING
-from tests.small_run import SaveAfter, trainer_of
+from tests.support.engine_checks import ROUNDING
+from tests.support.small_run import SaveAfter, trainer_of
 
 ROOT = Path(__file__).parents[2]
 

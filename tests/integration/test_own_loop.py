@@ -12,7 +12,7 @@ from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, RewardError, StaleWeightsError
 from lightning_rl.models.policy import save_skeleton
 from lightning_rl.rewards.base import Rewards
-from tests.small_run import data_module, grpo, ppo, share_of_sevens, trainer_of
+from tests.support.small_run import data_module, grpo, ppo, share_of_sevens, trainer_of
 
 
 class Recorder(RLCallback):

@@ -10,8 +10,8 @@ from lightning_rl.offline.dpo import DPOModule
 from lightning_rl.offline.sft import SFTModule
 from lightning_rl.run.seeding import gather_random_states
 from tests.integration.test_resumed_rows import Rows, roles
-from tests.small_run import data_module, grpo, trainer_of
-from tests.two_roles import roles_data
+from tests.support.small_run import data_module, grpo, trainer_of
+from tests.support.two_roles import roles_data
 
 KINDS = {"grpo": (grpo, data_module), "roles": (roles, roles_data)}
 

@@ -20,7 +20,7 @@ from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.tokenizer import with_chat_variables
 from lightning_rl.offline.sft import SFTDataModule, SFTModule
-from tests.small_run import data_module, grpo, trainer_of
+from tests.support.small_run import data_module, grpo, trainer_of
 
 CODE = """
 from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -8,12 +8,13 @@ from reasoning_gym import create_dataset
 
 from benchmarks.memory import Built
 from lightning_rl.callbacks import WeightSync
-from lightning_rl.cli import main, staged
+from lightning_rl.cli import main
 from lightning_rl.config.layers import load_yaml
+from lightning_rl.games.staged import command as staged
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.serving.results import ENDINGS
 from recipes.openai_agent.prepare import prepare as prepare_openai_agent
-from tests.tiny_models import chatml_tokenizer, save_random_model
+from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 ROOT = Path(__file__).parents[2]
 EVERYTHING = sorted((ROOT / "recipes").glob("*/*.yaml"))

@@ -9,7 +9,7 @@ from lightning_rl.engines import Sampling, VLLMLocal
 from lightning_rl.errors import EngineError
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.models.pretrained import Loading
-from tests.engine_checks import PROMPTS, ROUNDING, generate, true_logprobs
+from tests.support.engine_checks import PROMPTS, ROUNDING, generate, true_logprobs
 
 CODE = """
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model

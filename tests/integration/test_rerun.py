@@ -13,11 +13,11 @@ from lightning_rl.cli import main
 from lightning_rl.cli.rerun.compare import rerun_iteration
 from lightning_rl.cli.rerun.rollouts import rerun_rollout
 from lightning_rl.cli.rerun.run import RecordedRun
+from lightning_rl.data.rollouts.log import Outcome, RerunLog, checksums
+from lightning_rl.data.rollouts.parquet import ParquetRollouts
 from lightning_rl.errors import DataError
 from lightning_rl.models.policy import Policy
-from lightning_rl.rollouts.log import Outcome, RerunLog, checksums
-from lightning_rl.rollouts.parquet import ParquetRollouts
-from tests.engine_checks import ROUNDING
+from tests.support.engine_checks import ROUNDING
 
 MODULE = """
 def sevens(completions, completion_ids, **columns):
@@ -59,7 +59,10 @@ def finished(place, tiny_model) -> Path:
                     "init_args": {"path": "train.jsonl"},
                 },
                 "rewards": ["rerun_rewards.sevens"],
-                "engine": {"class_path": "tests.lots.LotEngine", "init_args": {"device": "cpu"}},
+                "engine": {
+                    "class_path": "tests.support.lots.LotEngine",
+                    "init_args": {"device": "cpu"},
+                },
                 "sampling": {"max_tokens": 5},
                 "group_size": 4,
                 "groups_per_iteration": 3,

@@ -11,7 +11,7 @@ from lightning_rl.cli import main
 from lightning_rl.cli.rerun.compare import rerun_iteration
 from lightning_rl.cli.rerun.rollouts import rerun_rollout
 from lightning_rl.cli.rerun.run import RecordedRun
-from lightning_rl.rollouts.files import open_rollouts
+from lightning_rl.data.rollouts.files import open_rollouts
 
 pytest.importorskip("vllm")
 

@@ -11,7 +11,6 @@ from lightning_rl.callbacks import IterationCheckpoint, RLCallback
 from lightning_rl.errors import CheckpointError, DiskError, RewardError, RunInterrupted
 from lightning_rl.run.checkpoint_io import checkpoints_in, damage, newest_good
 from lightning_rl.run.rundir import run_dir
-from tests.engine_checks import wait_for
 from tests.integration.test_checkpoint import (
     ITERATIONS,
     SignalInUpdate,
@@ -21,7 +20,8 @@ from tests.integration.test_checkpoint import (
     version,
     whole as whole,
 )
-from tests.small_run import share_of_sevens
+from tests.support.engine_checks import wait_for
+from tests.support.small_run import share_of_sevens
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from lightning_rl.errors import ConfigError, NonFiniteWeightsError
 from lightning_rl.run import rundir as runlock
 from lightning_rl.run.checkpoint_io import newest_good, write_checkpoint
 from lightning_rl.sync.schedule import FixedSchedule
-from tests.bad_configs import CONFIG
-from tests.small_run import adamw, data_module, grpo, trainer_of
+from tests.support.bad_configs import CONFIG
+from tests.support.small_run import adamw, data_module, grpo, trainer_of
 
 RUN = Path("runs", "one", "version_0")
 

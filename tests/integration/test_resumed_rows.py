@@ -17,9 +17,9 @@ from lightning_rl import (
     TransformersAdapters,
 )
 from lightning_rl.callbacks import Evaluate, StepTimer, WeightSync
-from tests.small_run import SaveAfter, data_module, grpo, ppo, trainer_of
-from tests.two_roles import group, roles_data, roles_module
-from tests.unit.test_off_policy_runs import data as transitions, small
+from tests.support.small_run import SaveAfter, data_module, grpo, ppo, trainer_of
+from tests.support.two_roles import group, roles_data, roles_module
+from tests.unit.envs.test_off_policy_runs import data as transitions, small
 
 
 class Rows(RLCallback):

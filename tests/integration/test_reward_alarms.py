@@ -12,7 +12,7 @@ from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
-from tests.small_run import data_module, numbers, trainer_of
+from tests.support.small_run import data_module, numbers, trainer_of
 
 
 def rollout_of(make_rollout, group, completion, **fields):

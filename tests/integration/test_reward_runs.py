@@ -13,7 +13,7 @@ from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import RewardError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.pool import Isolated
-from tests.small_run import trainer_of
+from tests.support.small_run import trainer_of
 
 # A row says whether grading its completions crashes.
 REWARD = """

@@ -19,9 +19,9 @@ from lightning_rl import (
 )
 from lightning_rl.callbacks import Evaluate, HFExport, WeightSync
 from lightning_rl.models.policy import Policy
-from tests.small_run import SaveAfter, numbers, trainer_of
-from tests.tiny_models import save_random_model
-from tests.two_roles import roles_data, roles_module
+from tests.support.small_run import SaveAfter, numbers, trainer_of
+from tests.support.tiny_models import save_random_model
+from tests.support.two_roles import roles_data, roles_module
 
 EVALUATED = {"eval_prompts": numbers(100, 104)}
 

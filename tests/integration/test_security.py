@@ -17,7 +17,7 @@ import yaml
 from lightning_rl.cli import main
 from lightning_rl.cli.trust import TRUSTED, require_trusted, split_options
 from lightning_rl.errors import ConfigError
-from tests.bad_configs import CONFIG, complaint
+from tests.support.bad_configs import CONFIG, complaint
 
 OWN = {"class_path": "lightning_rl.OverlongPenalty", "init_args": {"max_tokens": 4, "buffer": 2}}
 """A reward that is no stranger's."""
@@ -227,7 +227,7 @@ place, attacks = sys.argv[1], json.loads(sys.argv[2])
 sys.argv = ["lightning-rl"]
 import lightning_rl
 assert Path(lightning_rl.__file__).is_relative_to(place), lightning_rl.__file__
-from tests.bad_configs import complaint
+from tests.support.bad_configs import complaint
 print("\\n" + json.dumps({attack: complaint(f"--trusted_only {attack}") for attack in attacks}))
 """
 

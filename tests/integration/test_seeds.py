@@ -9,7 +9,7 @@ import yaml
 
 from lightning_rl.cli import main
 from lightning_rl.run.seeding import drawn_seed
-from tests.bad_configs import CONFIG, furnish
+from tests.support.bad_configs import CONFIG, furnish
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_rl import RLTrainer, TransformersEngine
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, RunReport
 from lightning_rl.cli import main
-from tests.small_run import data_module, grpo, trainer_of
+from tests.support.small_run import data_module, grpo, trainer_of
 
 
 @pytest.fixture
@@ -93,9 +93,9 @@ def test_an_agent_that_is_no_language_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # seed_everything's, put back afterwards
     trainer = {"accelerator": "cpu", "default_root_dir": str(tmp_path), "max_epochs": 1}
     trainer |= {"callbacks": [{"class_path": "Evaluate"}], "logger": False}
-    parts = {"model": {"class_path": "tests.walker.Walker"}, "trainer": trainer}
+    parts = {"model": {"class_path": "tests.support.walker.Walker"}, "trainer": trainer}
     file = tmp_path / "walk.yaml"
-    file.write_text(json.dumps(parts | {"data": {"class_path": "tests.walker.Walks"}}))
+    file.write_text(json.dumps(parts | {"data": {"class_path": "tests.support.walker.Walks"}}))
     assert main(["fit", "--config", str(file)]) == 0
     run = tmp_path / "lightning_rl_runs" / "version_0"
     assert {"config.yaml", "summary.json", "curves.png", "run.json"} <= {

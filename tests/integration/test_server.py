@@ -32,7 +32,7 @@ from lightning_rl.run.loop import background_loop, run_async
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
-from tests.engine_checks import (
+from tests.support.engine_checks import (
     LONG,
     PROMPTS,
     ROUNDING,

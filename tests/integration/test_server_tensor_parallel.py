@@ -6,7 +6,7 @@ import torch
 from lightning_rl.engines import Sampling, TransformersEngine, VLLMServer
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
-from tests.engine_checks import PROMPTS, connected, generate, same_draws, scaled
+from tests.support.engine_checks import PROMPTS, connected, generate, same_draws, scaled
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.ranks_run import ITERATIONS, HFExport, LoRA, fit
-from tests.ranks_sharded import one_update, separate
-from tests.two_ranks import TOLERANCE, Results, comparable, run_two
+from tests.support.ranks_run import ITERATIONS, HFExport, LoRA, fit
+from tests.support.ranks_sharded import one_update, separate
+from tests.support.two_ranks import TOLERANCE, Results, comparable, run_two
 
 
 @pytest.fixture(scope="module")
 def results(tiny_model, folder) -> Results:
-    return run_two("tests.ranks_sharded", tiny_model, folder)
+    return run_two("tests.support.ranks_sharded", tiny_model, folder)
 
 
 @pytest.fixture(scope="module")

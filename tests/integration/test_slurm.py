@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import slurm_cluster
-from tests.signalled import configure
-from tests.two_ranks import free_port
+from tests.support import slurm_cluster
+from tests.support.signalled import configure
+from tests.support.two_ranks import free_port
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.cli import main
+from lightning_rl.games.staged.jobs import JobReport, JobRequest
+from lightning_rl.games.staged.local_jobs import LocalJobs
+from lightning_rl.games.staged.training_sets import Pair, Preferences
 from lightning_rl.models.policy import Policy
-from lightning_rl.staged.jobs import JobReport, JobRequest
-from lightning_rl.staged.local_jobs import LocalJobs
-from lightning_rl.staged.training_sets import Pair, Preferences
-from tests.tiny_models import chatml_tokenizer, save_random_model
+from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def last_line(*command: str) -> dict:
 
 @pytest.mark.timeout(600)
 def test_killed_at_requests_a_run_buys_no_job_twice_and_ends_as_if_it_had_not_been(tmp_path):
-    told = last_line("tests.staged_kills", str(tmp_path), "40")
+    told = last_line("tests.support.staged_kills", str(tmp_path), "40")
     assert told["points"] > 6
     assert (told["unequal"], told["jobs_repeated"]) == ([], 0)
 
@@ -41,7 +41,7 @@ def test_killed_at_requests_a_run_buys_no_job_twice_and_ends_as_if_it_had_not_be
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_killed_at_all_requests(tmp_path):
-    told = last_line("tests.staged_kills", str(tmp_path), "1")
+    told = last_line("tests.support.staged_kills", str(tmp_path), "1")
     assert told["points"] > 100
     assert (told["unequal"], told["jobs_repeated"]) == ([], 0)
 

@@ -38,7 +38,7 @@ from lightning_rl.sync.base import receiver_of
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
-from tests.engine_checks import train_adapters, wait_for
+from tests.support.engine_checks import train_adapters, wait_for
 
 pytestmark = pytest.mark.timeout(60)
 ONE = Sampling(max_tokens=1)

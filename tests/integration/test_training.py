@@ -25,7 +25,7 @@ from lightning_rl.errors import ConfigError, EngineError, RewardError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.hooks import STAGES
-from tests.small_run import SaveAfter, data_module, grpo, ppo, share_of_sevens, trainer_of
+from tests.support.small_run import SaveAfter, data_module, grpo, ppo, share_of_sevens, trainer_of
 
 
 def column(history, name: str) -> list[float]:

@@ -12,10 +12,10 @@ from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from lightning_rl.run.loop import run_async
-from lightning_rl.serving.verifiers.workers import workers_of
-from tests.engine_checks import FakeEngine, is_running, wait_for
-from tests.tiny_models import chat_tokenizer
-from tests.verifiers_games import write_games
+from lightning_rl.verifiers.workers import workers_of
+from tests.support.engine_checks import FakeEngine, is_running, wait_for
+from tests.support.tiny_models import chat_tokenizer
+from tests.support.verifiers_games import write_games
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build" / "verifiers"

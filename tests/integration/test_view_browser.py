@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rl.view.flags import FLAGS
-from lightning_rl.view.page import build_page
-from lightning_rl.view.runs import Run, read_run
-from tests.planted_run import HOSTILE, PLACES, PLANTED, good_rollout, write_run
+from lightning_rl.cli.view.flags import FLAGS
+from lightning_rl.cli.view.page import build_page
+from lightning_rl.cli.view.runs import Run, read_run
+from tests.support.planted_run import HOSTILE, PLACES, PLANTED, good_rollout, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: run `make browser`")
 

@@ -15,7 +15,7 @@ from lightning_rl.sync.base import push
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.memory import MemoryTransport
 from recipes.sort_digits.prepare import make_tokenizer
-from tests.engine_checks import (
+from tests.support.engine_checks import (
     LONG,
     PROMPTS,
     ROUNDING,
@@ -24,7 +24,7 @@ from tests.engine_checks import (
     train_adapters,
     true_logprobs,
 )
-from tests.tiny_models import save_random_model
+from tests.support.tiny_models import save_random_model
 
 ROLES = {"first": "prover", "second": "prover", "judge": "verifier"}
 LORAS = {

@@ -21,7 +21,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.memory import MemoryTransport
-from tests.engine_checks import (
+from tests.support.engine_checks import (
     LONG,
     PROMPTS,
     ROUNDING,

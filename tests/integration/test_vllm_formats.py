@@ -10,7 +10,7 @@ from lightning_rl.engines import Sampling, VLLMLocal
 from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.engines.vllm_adapter import require_all_loaded
 from lightning_rl.errors import IncompleteWeightsError
-from tests.engine_checks import PROMPTS, generate, plain_model, scaled, true_logprobs
+from tests.support.engine_checks import PROMPTS, generate, plain_model, scaled, true_logprobs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="formats of the CPU build")
 

@@ -26,8 +26,8 @@ from lightning_rl.engines import Sampling, VLLMLocal
 from lightning_rl.errors import WeightSyncError
 from lightning_rl.module import PolicyModule
 from lightning_rl.sync.memory import MemoryTransport
-from tests.engine_checks import ROUNDING
-from tests.small_run import data_module, numbers, share_of_sevens, trainer_of
+from tests.support.engine_checks import ROUNDING
+from tests.support.small_run import data_module, numbers, share_of_sevens, trainer_of
 
 # A prompt longer than one cache block of 32 tokens, so that prefixes are really shared.
 PREFIX = "0123456789" * 4

@@ -21,8 +21,8 @@ from lightning_rl.run.loop import (
     stalled_seconds,
 )
 from lightning_rl.run.threads import where_tasks_wait
-from tests.lots import LotEngine
-from tests.small_run import data_module, grpo, trainer_of
+from tests.support.lots import LotEngine
+from tests.support.small_run import data_module, grpo, trainer_of
 
 HEALTHY = 10**9
 

@@ -12,9 +12,9 @@ from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.rollouts import data_with_engine, pushed_engine
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.files import open_rollouts
 
 
 @dataclass(frozen=True)

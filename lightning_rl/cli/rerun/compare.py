@@ -7,8 +7,8 @@ import torch
 
 from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
+from lightning_rl.data.rollouts.log import Outcome, first_difference
 from lightning_rl.errors import DataError
-from lightning_rl.rollouts.log import Outcome, first_difference
 
 SHOWN = ("policy/loss", "policy/grad_norm", "policy/entropy", "value/loss")
 

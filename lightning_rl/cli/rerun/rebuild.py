@@ -17,11 +17,11 @@ from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.config.names import MODULE_OF, RENAMED
+from lightning_rl.data.rollouts.log import Outcome
 from lightning_rl.errors import DataError
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.streamed import StreamingLoop
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.log import Outcome
 from lightning_rl.run import dist
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.sync.base import WeightTransport

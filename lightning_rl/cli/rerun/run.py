@@ -10,10 +10,10 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from lightning_rl.config.layers import config_files
+from lightning_rl.data.rollouts.files import recorded_files
+from lightning_rl.data.rollouts.log import FILE, RerunLog
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.files import recorded_files
-from lightning_rl.rollouts.log import FILE, RerunLog
 from lightning_rl.run.checkpoint_io import about, require_good
 
 

@@ -1,0 +1,67 @@
+"""``lightning-rl view``: runs as one HTML file."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_rl.cli.process import CommandParser
+from lightning_rl.cli.view.page import build_page
+from lightning_rl.cli.view.runs import find_runs, is_rollout_file, read_run
+from lightning_rl.errors import ConfigError, DiskError, require_at_least
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line.
+
+    Raises:
+        ConfigError: for what it cannot mean.
+    """
+    parser = CommandParser(
+        "view", "Write one self-contained HTML file: curves, step times, rollouts by token."
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, help="run directories, folders of some, or rollout files"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the file to write (default: view.html in the first RUN)"
+    )
+    parser.add_argument(
+        "--rollouts", type=int, default=2000, help="the last N of each run (default: 2000)"
+    )
+    parsed = parser.parse_args(arguments)
+    require_at_least(1, rollouts=parsed.rollouts)
+    return parsed
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the file and say where it is."""
+    options = parse_arguments(arguments)
+    paths = [path for given in options.runs for path in find_runs(given)]
+    runs = [read_run(path, options.rollouts) for path in paths]
+    first = options.runs[0]
+    out: Path = options.out or (first.parent if is_rollout_file(first) else first) / "view.html"
+    if out.is_dir():
+        raise ConfigError(f"out={str(out)!r} is a directory; name a file")
+    page = build_page(runs)
+    try:
+        _write(out, page)
+    except OSError as error:
+        raise DiskError(
+            f"{out} cannot be written ({error.strerror}); name another file with --out"
+        ) from error
+    shown = sum(len(run.rollouts) for run in runs)
+    total = sum(run.rollouts_total for run in runs)
+    more = "" if shown == total else f" of {total} (more: --rollouts N)"
+    size = f"{out.stat().st_size / 2**20:.1f} MiB"
+    print(f"runs: {len(runs)}, rollouts: {shown}{more}, {size}: {out}")
+    return 0
+
+
+def _write(out: Path, page: str) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f"{out.name}.partial")
+    for path in (partial, out):  # a link in a stranger's run must not be written through
+        if path.is_symlink():
+            path.unlink()
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(out)

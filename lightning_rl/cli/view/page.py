@@ -1,0 +1,183 @@
+"""Runs as one HTML file: data packed and compressed, so that 20,000 rollouts still open."""
+
+import gzip
+import html
+import json
+import math
+import re
+import sys
+from array import array
+from base64 import b64encode
+from collections.abc import Sequence
+from importlib.resources import files
+from itertools import chain
+from typing import Any
+
+from lightning_rl.cli.view.flags import FLAGS, find_flags, gaps
+from lightning_rl.cli.view.runs import Record, Run
+from lightning_rl.data.rollouts.rows import rows_of
+from lightning_rl.data.rollouts.turns import turns_of
+from lightning_rl.rollout import as_text
+
+TOKEN_COLUMNS = (
+    "logprobs",
+    "trainer_logprobs",
+    "ref_logprobs",
+    "advantages",
+    "values",
+    "returns",
+)
+SCRIPTS = (
+    "data.js",
+    "curves.js",
+    "times.js",
+    "tokens.js",
+    "transcript.js",
+    "rollouts.js",
+    "main.js",
+)
+ROLLOUTS_PER_BLOCK = 256
+"""The page unpacks the tokens of a block when one of its rollouts is opened."""
+
+
+def build_page(runs: Sequence[Run]) -> str:
+    """A page that needs no network: styles, scripts and data are in it.
+
+    The data are gzip blocks in base64. Block ``index`` is JSON: runs with their metrics, and a row
+    per rollout. Each block ``tokens-K`` holds numbers of ``ROLLOUTS_PER_BLOCK`` rollouts, row by
+    row, little endian, one column after the other: for each prompt and then for each completion
+    token the index of its text (uint32), and for each completion token the ``TOKEN_COLUMNS``
+    (float32, nan where nothing was recorded), version (int32) and mask (uint8).
+    """
+    rollouts = [(place, record) for place, run in enumerate(runs) for record in run.rollouts]
+    texts: dict[str, int] = {}
+    blocks = [
+        _token_block([record for _, record in rollouts[start : start + ROLLOUTS_PER_BLOCK]], texts)
+        for start in range(0, len(rollouts), ROLLOUTS_PER_BLOCK)
+    ]
+    index = {
+        "runs": [_run_entry(run) for run in runs],
+        "rollouts": [_rollout_row(place, record) for place, record in rollouts],
+        "texts": list(texts),
+        "columns": TOKEN_COLUMNS,
+        "block": ROLLOUTS_PER_BLOCK,
+        "flags": FLAGS,
+    }
+    packed = {"index": json.dumps(index, separators=(",", ":"), allow_nan=False).encode()}
+    packed |= {f"tokens-{number}": block for number, block in enumerate(blocks)}
+    scripts = "\n".join(_asset(name) for name in SCRIPTS)
+    parts = {
+        "{{title}}": html.escape(", ".join(run.name for run in runs)),
+        "{{style}}": _asset("page.css"),
+        "{{script}}": f"<script>\n{scripts}</script>",
+        "{{data}}": "\n".join(_data_element(name, content) for name, content in packed.items()),
+    }
+    # In one pass: a run may have the name of a placeholder.
+    return re.sub(r"\{\{\w+\}\}", lambda found: parts[found[0]], _asset("page.html"))
+
+
+def _run_entry(run: Run) -> Record:
+    return {
+        "name": run.name,
+        "summary": _plain(run.summary),
+        "metrics": _plain(run.metrics),
+        "rollouts_total": run.rollouts_total,
+    }
+
+
+def _rollout_row(place: int, record: Record) -> Record:
+    rows = rows_of(record)
+    versions = [version for row in rows for version in row["versions"] if version >= 0]
+    return {
+        "run": place,
+        "prompt_tokens": sum(len(row["prompt_ids"]) for row in rows),
+        "tokens": sum(len(row["token_ids"]) for row in rows),
+        "rows": [
+            {
+                "role": row.get("role", ""),
+                "prompt_tokens": len(row["prompt_ids"]),
+                "tokens": len(row["token_ids"]),
+            }
+            for row in rows
+        ],
+        "calls": _plain(record.get("calls") or []),
+        "prompt": as_text(record["prompt"]["prompt"]),
+        "completion": as_text(record["completion"]),
+        "turns": turns_of(record["completion"]),
+        "columns": _plain(record["prompt"].get("columns", {})),
+        "set": record["prompt"].get("set") or None,
+        "temperature": _plain(record["sampling"]["temperature"]),
+        "oldest": min(versions, default=None),
+        "newest": max(versions, default=None),
+        "gap": _plain(max((gap for row in rows for _, gap in gaps(row)), default=None)),
+        "flags": find_flags(record),
+    } | {
+        name: _plain(record.get(name))
+        for name in (
+            "id",
+            "iteration",
+            "group_id",
+            "seed",
+            "status",
+            "finish_reason",
+            "reward",
+            "reward_parts",
+            "role_rewards",
+            "extra",
+            "error",
+            "expert",
+            "fork",
+        )
+    }
+
+
+def _token_block(records: Sequence[Record], texts: dict[str, int]) -> bytes:
+    prompts, completions = array("I"), array("I")
+    columns = {name: array("f") for name in TOKEN_COLUMNS}
+    versions, mask = array("i"), array("B")
+    for row in chain.from_iterable(map(rows_of, records)):
+        for target, ids, pieces in (
+            (prompts, row["prompt_ids"], row.get("prompt_pieces")),
+            (completions, row["token_ids"], row.get("pieces")),
+        ):
+            words = [f"⟨{token}⟩" for token in ids] if pieces is None else pieces
+            target.extend(texts.setdefault(word, len(texts)) for word in words)
+        count = len(row["token_ids"])
+        for name, column in columns.items():
+            column.extend(_fit(row.get(name) or (), count, math.nan))
+        versions.extend(_fit(row["versions"], count, -1))
+        mask.extend(_fit(row["loss_mask"], count, False))
+    arrays: list[array[Any]] = [prompts, completions, *columns.values(), versions, mask]
+    return b"".join(map(_little_endian, arrays))
+
+
+def _fit(values: Sequence[Any], count: int, filler: Any) -> list[Any]:
+    """A damaged record's list may be shorter or longer than its tokens (flag ``lengths``)."""
+    return [*values[:count], *[filler] * (count - len(values))]
+
+
+def _little_endian(values: "array[Any]") -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def _data_element(name: str, content: bytes) -> str:
+    # mtime=0: the same runs make the same file.
+    text = b64encode(gzip.compress(content, 6, mtime=0)).decode()
+    return f'<script type="text/plain" id="{name}">{text}</script>'
+
+
+def _asset(name: str) -> str:
+    return files("lightning_rl.cli.view").joinpath(name).read_text(encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no nan and no infinity: those become text, e.g. "nan"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,170 @@
+"""Run directories, as the viewer reads them."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.data.rollouts.files import (
+    RUN_FILES,
+    Record,
+    RolloutFile,
+    open_rollouts,
+    recorded_files,
+    require_plain_file,
+)
+from lightning_rl.data.rollouts.form import shortened
+from lightning_rl.data.rollouts.jsonl import parsed, whole_lines
+from lightning_rl.data.rollouts.pieces import TokenPieces
+from lightning_rl.errors import DataError
+
+
+@dataclass
+class Run:
+    """One run: metrics by iteration, its summary, and its last rollouts, oldest first."""
+
+    name: str
+    metrics: list[Record] = field(default_factory=list)
+    summary: Record = field(default_factory=dict)
+    rollouts: list[Record] = field(default_factory=list)
+    rollouts_total: int = 0
+
+
+def find_runs(path: Path) -> list[Path]:
+    """``path`` itself if it is a run or a rollout file, else the runs in the folders below it.
+
+    Rollout files are what ``lightning-rl rollout`` writes: ``.jsonl``, ``.parquet``, ``.sqlite``.
+
+    Raises:
+        DataError: if there is nothing to show.
+    """
+    if is_rollout_file(path) or _is_run(path):
+        return [path]
+    found = [folder for folder in sorted(path.rglob("*")) if folder.is_dir() and _is_run(folder)]
+    if found:
+        return sorted(found, key=_by_number)
+    if not path.exists():
+        raise DataError(f"{path} does not exist (working directory: {Path.cwd()})")
+    raise DataError(
+        f"{path} holds no run: neither metrics.jsonl (written by the callback RunReport) nor "
+        "recorded.jsonl or rollouts.jsonl (RolloutRecorder, PreviewTable); add a callback, or name "
+        "another directory"
+    )
+
+
+def is_rollout_file(path: Path) -> bool:
+    """Parquet files may be spread over a folder."""
+    return path.is_file() or (path.is_dir() and path.suffix == ".parquet")
+
+
+def read_run(path: Path, max_rollouts: int) -> Run:
+    """Read a run directory or a rollout file.
+
+    Raises:
+        DataError: for a line that is not a JSON object; a last one that a killed run left
+            unfinished is skipped.
+    """
+    run = Run(str(path) if not path.is_absolute() else str(Path(*path.parts[-3:])))
+    if is_rollout_file(path):
+        files = [open_rollouts(path)]
+    else:
+        for name in ("metrics.jsonl", "summary.json", *RUN_FILES, "hf/tokenizer.json"):
+            _require_inside(path, path / name)
+        run.metrics = _merge_rows(path / "metrics.jsonl")
+        run.summary = _read_summary(path / "summary.json")
+        files = recorded_files(path)
+    if files:
+        run.rollouts, run.rollouts_total = _last_rollouts(files[0], max_rollouts)
+        _add_pieces(run.rollouts, path, run.summary)
+    return run
+
+
+def _require_inside(run: Path, file: Path) -> None:
+    """A run of a stranger's must not show other files of this machine."""
+    try:
+        inside = file.resolve().is_relative_to(run.resolve())
+    except RuntimeError as error:
+        raise DataError(f"{file} is a link that leads back to itself; remove it") from error
+    if not inside:
+        raise DataError(
+            f"{file} is a link that leads out of its run, to {file.resolve()}; replace it by the "
+            "file if that is what you want to see"
+        )
+
+
+def _read_summary(path: Path) -> Record:
+    """Empty if the run is not over; a damaged one (a full disk, an old release) says so itself."""
+    require_plain_file(path)
+    if not path.exists():
+        return {}
+    try:
+        summary = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        return {"error": f"{path.name} is damaged ({path.stat().st_size} bytes: {error})"}
+    return summary if isinstance(summary, dict) else {"error": f"{path.name} holds no object"}
+
+
+def _merge_rows(path: Path) -> list[Record]:
+    """A row per iteration; a resumed run writes some again, and the later one wins."""
+    rows: dict[int, Record] = {}
+    for number, line in whole_lines(path):
+        where = f"{path}:{number}"
+        row = parsed(where, line)
+        iteration: Any = row.get("iteration")
+        if type(iteration) not in (int, float) or not math.isfinite(iteration):
+            raise DataError(
+                f"{where}: iteration is {shortened(iteration)}, and must be a number; restore the "
+                "file, or remove the line"
+            )
+        rows[iteration] = rows.get(iteration, {}) | row
+    return [rows[iteration] for iteration in sorted(rows)]
+
+
+def _last_rollouts(file: RolloutFile, count: int) -> tuple[list[Record], int]:
+    """The last ``count`` rollouts of a file, and how many it holds."""
+    last, total = file.tail(count)
+    records: dict[tuple[int, str], Record] = {}
+    for record in last:
+        key = (record["iteration"], record["id"])
+        records.pop(key, None)  # recorded again by a resumed run
+        records[key] = record
+    return list(records.values()), total
+
+
+def _add_pieces(rollouts: list[Record], run: Path, summary: Record) -> None:
+    """Decode tokens that were recorded without their text, if a tokenizer is at hand."""
+    rows = [row for rollout in rollouts for row in rollout["rows"]]
+    if all("pieces" in row for row in rows):
+        return
+    model = summary.get("model")
+    folders = [run / "hf", *([Path(model)] if isinstance(model, str) else [])]
+    file = next((f for folder in folders if (f := folder / "tokenizer.json").exists()), None)
+    if file is None:
+        return
+    from tokenizers import Tokenizer
+
+    require_plain_file(file)
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # it raises nothing more special
+        raise DataError(
+            f"{file}: no tokenizer, or damaged ({error}); restore it, or remove it to see tokens "
+            "by their numbers"
+        ) from error
+    pieces = TokenPieces(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+    for row in rows:
+        row.setdefault("prompt_pieces", pieces(row["prompt_ids"]))
+        row.setdefault("pieces", pieces(row["token_ids"]))
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in ("metrics.jsonl", *RUN_FILES))
+
+
+def _by_number(path: Path) -> tuple[str, int, str]:
+    """version_10 after version_9."""
+    stem, _, number = path.name.rpartition("_")
+    if not number.isdigit():
+        return str(path.parent), -1, path.name
+    return str(path.parent), int(number), stem

@@ -1,0 +1,282 @@
+"""The half of a GRPOConfig that the update is made of: loss, advantages, optimizer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_rl.convert.conversion import Conversion, Given
+
+EPS = 1e-4
+"""What TRL adds to a standard deviation of rewards."""
+GREATEST_RATIO = 1e9
+"""Stands for no upper bound."""
+_UNUSED = {
+    "cispo": ("delta", "sapo_temperature_pos", "sapo_temperature_neg"),
+    "sapo": ("delta", "epsilon_high"),
+}
+"""Of no effect in TRL beside a loss."""
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Losses that are PPO's clipped one; they differ in how they average."""
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Optimizer steps of an iteration: ``minibatches`` in each of ``epochs`` passes.
+
+    ``micro_batches`` of all processes go into one of them.
+    """
+
+    minibatches: int
+    epochs: int
+    micro_batches: int
+
+    @property
+    def steps(self) -> int:
+        """All of an iteration."""
+        return self.minibatches * self.epochs
+
+
+def carry(given: Given, result: Conversion, updates: Updates, total: int | None) -> None:
+    """Carry over what decides an update; the run has ``total`` of them, if it tells."""
+    _loss(given, result)
+    _aggregation(given, result, updates)
+    _entropy(given, result, updates)
+    _advantage(given, result)
+    _correction(given, result)
+    _reference(given, result, updates.steps)
+    _optimizer(given, result, total)
+
+
+def _loss(given: Given, result: Conversion) -> None:
+    kind, low = given["loss_type"], given["epsilon"]
+    high = low if given["epsilon_high"] is None else given["epsilon_high"]
+    sequence = result.choose(given, "importance_sampling_level") == "sequence"
+    given.cover(*_UNUSED.get(kind, ("sapo_temperature_pos", "sapo_temperature_neg")))
+    if kind == "cispo":
+        _cispo(high, result, given)
+    elif kind == "sapo":
+        positive, negative = given["sapo_temperature_pos"], given["sapo_temperature_neg"]
+        result.put_class("model.loss", "SAPO", tau_positive=positive, tau_negative=negative)
+    else:
+        if kind not in CLIPPED:
+            result.leave(given, "loss_type", "there is no such loss; PPOClip is written")
+        _clipped(given, result, "GSPO" if sequence else "PPOClip", low, high)
+    if sequence and kind in ("cispo", "sapo"):
+        result.leave(
+            given,
+            "importance_sampling_level",
+            f"with {kind} TRL puts the sequence's mean ratio where each token's own is here: the "
+            "gradients differ as far as a sequence's tokens do",
+        )
+
+
+def _clipped(given: Given, result: Conversion, name: str, low: float, high: float) -> None:
+    """PPO's loss; TRL's ``delta`` bounds w itself, which caps gains too below 1 + epsilon_high."""
+    delta = given["delta"]
+    clips: dict[str, float] = {"clip_low": low, "clip_high": high}
+    if delta is not None and delta <= 1:
+        result.leave(
+            given,
+            "delta",
+            "at or below 1 it leaves better than average completions without a gradient where the "
+            "policy starts; no bound is written",
+        )
+    elif delta is not None and delta < 1 + high:
+        clips |= {"clip_high": delta - 1, "dual_clip": 1 + high}
+        result.remarks.append(
+            f"delta {delta:g} is below 1 + epsilon_high: it bounds gains, so clip_high is "
+            f"{delta - 1:g}, and losses are bounded at 1 + epsilon_high: dual_clip {1 + high:g}"
+        )
+    elif delta is not None:
+        clips["dual_clip"] = delta
+    result.put_class("model.loss", name, **clips)
+
+
+def _aggregation(given: Given, result: Conversion, updates: Updates) -> None:
+    kind = given["loss_type"]
+    if kind in ("grpo", "sapo"):
+        # TRL divides by all completions, which are more only where some have no loss.
+        everyone = {"all_rollouts": True} if given["mask_truncated_completions"] else {}
+        result.put_class("model.aggregation", "SequenceMean", **everyone)
+    elif kind in ("dr_grpo", "luspo"):
+        longest = 1 if kind == "luspo" else given.look("max_completion_length")
+        result.put_class("model.aggregation", "TokenSum", max_tokens=longest)
+    else:
+        result.put_class("model.aggregation", "TokenMean")
+    if kind in ("dapo", "cispo") and updates.minibatches > 1:
+        result.leave(
+            given,
+            "loss_type",
+            f"{kind} divides each of the {updates.minibatches} optimizer steps of a batch by the "
+            "mean number of tokens of a step, TokenMean by its own number: steps of long "
+            "completions are smaller here, those of short ones larger, by that quotient",
+        )
+    if kind == "bnpo" and updates.micro_batches > 1:
+        result.leave(
+            given,
+            "loss_type",
+            f"bnpo takes the mean of each of the {updates.micro_batches} micro-batches of a step, "
+            "and the mean of these, TokenMean one over all tokens: a token of a micro-batch with "
+            "few of them counts more in TRL",
+        )
+    if given["mask_truncated_completions"]:
+        result.put("model.mask_truncated", True)
+
+
+def _entropy(given: Given, result: Conversion, updates: Updates) -> None:
+    if not given["entropy_coef"]:
+        return
+    result.put_class("model.entropy", "EntropyBonus", coef=given["entropy_coef"])
+    mean = given.look("loss_type") in ("dapo", "bnpo", "cispo", "vespo")
+    if not mean or updates.micro_batches > 1 or updates.minibatches > 1:
+        result.leave(
+            given,
+            "entropy_coef",
+            "TRL weighs the mean over the tokens of each micro-batch by it; here the bonus is "
+            "averaged as the loss is",
+        )
+
+
+def _cispo(high: float, result: Conversion, given: Given) -> None:
+    if high <= 1:
+        result.leave(
+            given,
+            "epsilon_high",
+            f"with cispo it bounds the ratio itself, at {high:g}: every weight would be cut; "
+            "CISPO's default is written (TRL recommends 5, which is clip_high 4)",
+        )
+        result.put_class("model.loss", "CISPO")
+        return
+    result.put_class("model.loss", "CISPO", clip_low=1.0, clip_high=high - 1)
+    result.remarks.append(
+        f"cispo's epsilon_high {high:g} bounds the ratio, clip_high {high - 1:g} what exceeds 1"
+    )
+
+
+def _advantage(given: Given, result: Conversion) -> None:
+    scale = given["scale_rewards"]
+    scale = scale.lower() if isinstance(scale, str) else scale
+    if scale in (True, "group", "true"):
+        result.put_class("model.advantage", "GRPO", normalize_std=True, eps=EPS)
+    elif scale in (False, "none", "false"):
+        result.put_class("model.advantage", "GRPO", normalize_std=False)
+    else:
+        result.put_class("model.advantage", "ReinforcePlusPlus", group_baseline=True)
+        result.leave(
+            given,
+            "scale_rewards",
+            "TRL divides by the standard deviation of all rewards of a batch, plus 1e-4; what is "
+            "written divides by that of the advantages of all tokens: another scale",
+        )
+
+
+def _correction(given: Given, result: Conversion) -> None:
+    if not given["vllm_importance_sampling_correction"] or not given.look("use_vllm"):
+        return
+    low, high = (given[f"vllm_importance_sampling_clip_{end}"] for end in ("min", "max"))
+    high = given["vllm_importance_sampling_cap"] or high
+    level, _, kind = str(result.choose(given, "vllm_importance_sampling_mode")).partition("_")
+    name = f"{level.capitalize()}{'TIS' if kind == 'truncate' else 'MIS'}"
+    bound = GREATEST_RATIO if high is None else float(high)
+    if bound <= 1 or (low or 0.0) >= 1:
+        result.leave(
+            given,
+            f"vllm_importance_sampling_clip_{'max' if bound <= 1 else 'min'}",
+            "bounds have to leave room for a weight of 1 here; no correction is written",
+        )
+    elif kind == "mask":
+        result.put_class("model.correction", name, low=float(low or 0.0), high=bound)
+    else:
+        result.put_class("model.correction", name, cap=bound)
+        if low is not None:
+            result.leave(
+                given,
+                "vllm_importance_sampling_clip_min",
+                "TIS has no lower bound here: weights below it count less than in TRL",
+            )
+
+
+def _reference(given: Given, result: Conversion, steps: int) -> None:
+    if not given["beta"]:
+        return
+    # The gradient of k3 x ratio is that of k2 times the ratio: w (log p - log p_ref) d log p.
+    corrected = given["use_bias_correction_kl"]
+    result.put_class("model.kl", "K2Penalty" if corrected else "K3Penalty", coef=given["beta"])
+    if corrected:
+        _corrected_penalty(given, result, steps)
+    if given["sync_ref_model"]:
+        every = max(1, round(given["ref_model_sync_steps"] / steps))
+        result.put_class("model.reference", "PeriodicReference", every_n_iterations=every)
+        if given["ref_model_mixup_alpha"] != 1.0:
+            result.leave(given, "ref_model_mixup_alpha", "a reference is renewed wholly")
+    elif given.look("use_peft"):
+        result.put_class("model.reference", "BaseReference")
+
+
+def _corrected_penalty(given: Given, result: Conversion, steps: int) -> None:
+    key = "use_bias_correction_kl"
+    if given["importance_sampling_level"] == "sequence":
+        result.leave(
+            given,
+            key,
+            "TRL multiplies k3 by the sequence's ratio, which makes its gradient another than "
+            "k2's, that of K2Penalty, which is written",
+        )
+    elif steps > 1:
+        result.leave(
+            given,
+            key,
+            f"TRL's gradient is K2Penalty's times the ratio, which is not 1 after the first of the "
+            f"{steps} optimizer steps of a batch",
+        )
+    else:
+        result.remarks.append(
+            f"{key}: K2Penalty has the gradient of TRL's k3 x ratio, since the ratio is 1; the "
+            "KL that is logged is k2's"
+        )
+
+
+def _optimizer(given: Given, result: Conversion, total: int | None) -> None:
+    name = str(given["optim"]).removeprefix("OptimizerNames.").lower()
+    options: dict[str, Any] = {"lr": given["learning_rate"], "weight_decay": given["weight_decay"]}
+    kind = {"sgd": "SGD", "adafactor": "Adafactor"}.get(name, "AdamW")
+    if kind == "AdamW":
+        betas = [given["adam_beta1"], given["adam_beta2"]]
+        options |= {"betas": betas, "eps": given["adam_epsilon"], "fused": True}
+        if not name.startswith("adamw_torch"):
+            result.leave(given, "optim", "torch.optim.AdamW is written")
+    result.put_class("model.optimizer", f"torch.optim.{kind}", **options)
+    if given["weight_decay"]:
+        result.remarks.append("weight_decay acts on all weights; TRL spares biases and norms")
+    result.put("model.max_grad_norm", given["max_grad_norm"] or None)
+    _scheduler(given, result, total)
+
+
+def _scheduler(given: Given, result: Conversion, total: int | None) -> None:
+    kind = str(given["lr_scheduler_type"]).removeprefix("SchedulerType.").lower()
+    warmup = given["warmup_ratio"] or given["warmup_steps"]
+    if 0 < warmup < 1:
+        warmup = round(warmup * total) if total is not None else warmup
+    shapes = {
+        "linear": "WarmupLinear",
+        "cosine": "WarmupCosine",
+        "cosine_with_min_lr": "WarmupCosine",
+        "constant": "WarmupConstant",
+        "constant_with_warmup": "WarmupConstant",
+    }
+    if kind not in shapes:
+        result.leave(given, "lr_scheduler_type", "a constant rate is written")
+        return
+    decays = shapes[kind] != "WarmupConstant"
+    if total is None and (decays or 0 < warmup < 1):
+        result.missing.append(
+            f"model.lr_scheduler: {kind} needs the number of optimizer steps (set max_steps); the "
+            "rate is constant now"
+        )
+        return
+    options: dict[str, Any] = {"warmup_steps": int(warmup)}
+    if decays:
+        options["total_steps"] = total
+    if kind == "cosine_with_min_lr":
+        options["final"] = (given["lr_scheduler_kwargs"] or {}).get("min_lr_rate", 0.0)
+    if decays or warmup:
+        result.put_class("model.lr_scheduler", shapes[kind], **options)

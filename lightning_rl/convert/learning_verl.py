@@ -1,0 +1,247 @@
+"""The half of verl's configuration that the update is made of: loss, advantages, optimizer."""
+
+from typing import Any
+
+from lightning_rl.convert.conversion import Conversion, Given, instance
+from lightning_rl.convert.rejection_verl import (
+    CORRECTION,
+    TRUNCATED,
+    bounds,
+    carry_correction,
+)
+from lightning_rl.errors import ConfigError
+
+ACTOR = "actor_rollout_ref.actor."
+ESTIMATORS = {"kl": "K1", "k1": "K1", "mse": "K2", "k2": "K2", "low_var_kl": "K3", "k3": "K3"}
+KL_CAP = 10.0
+"""At which verl takes k3 of a token, at most."""
+BY_SEQUENCE = ("gspo", "sapo")
+"""Losses that verl averages over each sequence, then over sequences, whatever is said."""
+
+
+def carry(given: Given, result: Conversion, total: int | None) -> None:
+    """Carry over what decides an update; the run has ``total`` of them, if it tells."""
+    mode = carry_correction(given, result)
+    _loss(given, result, mode or given[ACTOR + "policy_loss.loss_mode"])
+    _advantage(given, result)
+    _penalties(given, result)
+    _optimizer(given, result, total)
+
+
+def _loss(given: Given, result: Conversion, mode: str) -> None:
+    """Loss and aggregation."""
+    both = given[ACTOR + "clip_ratio"]
+    low, high = given[ACTOR + "clip_ratio_low"], given[ACTOR + "clip_ratio_high"]
+    if given.says(ACTOR + "clip_ratio") and low is not None and high is not None:
+        result.remarks.append(
+            f"{ACTOR}clip_ratio {both:g} has no effect in verl beside clip_ratio_low {low:g} and "
+            f"clip_ratio_high {high:g}, which are written"
+        )
+    clips = {"clip_low": both if low is None else low, "clip_high": both if high is None else high}
+    dual = given[ACTOR + "clip_ratio_c"]
+    if mode in ("gspo", "cispo"):
+        result.put_class("model.loss", mode.upper(), **clips)
+    elif mode == "sapo":
+        positive, negative = given[ACTOR + "tau_pos"], given[ACTOR + "tau_neg"]
+        result.put_class("model.loss", "SAPO", tau_positive=positive, tau_negative=negative)
+    elif mode == "gpg":
+        result.put_class("model.loss", "Reinforce")
+    elif mode == TRUNCATED:  # CISPO is that, where the old policy is the engine's
+        cap = bounds(given[CORRECTION + "rollout_is_threshold"])[1]
+        result.put_class("model.loss", "CISPO", clip_low=1.0, clip_high=cap - 1)
+    else:
+        result.put_class("model.loss", "PPOClip", **clips, dual_clip=dual)
+        result.remarks.append("clip_ratio_c is PPOClip.dual_clip: on in verl without being asked")
+        if mode != "vanilla":
+            result.leave(given, ACTOR + "policy_loss.loss_mode", "PPOClip is written")
+    _aggregation(given, result, mode)
+    if given[ACTOR + "entropy_coeff"]:
+        result.put_class("model.entropy", "EntropyBonus", coef=given[ACTOR + "entropy_coeff"])
+
+
+def _aggregation(given: Given, result: Conversion, loss_mode: str) -> None:
+    said = given[ACTOR + "loss_agg_mode"]
+    mode = "seq-mean-token-mean" if loss_mode in BY_SEQUENCE else said
+    given.cover(ACTOR + "tau_pos", ACTOR + "tau_neg")  # of no effect but with sapo
+    # Responses are padded to their greatest length, which stands in for null.
+    longest = given[ACTOR + "loss_scale_factor"] or given.look("data.max_response_length")
+    known = {
+        "token-mean": instance("TokenMean"),
+        "seq-mean-token-mean": instance("SequenceMean"),
+        "seq-mean-token-sum": instance("TokenSum", max_tokens=1),
+        "seq-mean-token-sum-norm": instance("TokenSum", max_tokens=longest),
+    }
+    result.put("model.aggregation", known.get(mode, known["token-mean"]))
+    if mode not in known:
+        result.leave(
+            given,
+            ACTOR + "loss_agg_mode",
+            "TokenMean is written: the gradient of token-sum, divided by the number of tokens",
+        )
+    if mode != said:
+        _averaged_apart(given, result, loss_mode)
+
+
+def _averaged_apart(given: Given, result: Conversion, loss_mode: str) -> None:
+    """Say what ``loss_agg_mode`` does beside a loss that does not heed it."""
+    name = ACTOR + "loss_agg_mode"
+    said = given[name]
+    if loss_mode == "gspo":
+        result.remarks.append(
+            f"{name} {said}: verl 0.9.0 averages gspo over each sequence, then over sequences, "
+            "whatever this says: SequenceMean is written. verl 0.9.1 heeds it"
+        )
+    parts = {
+        "entropy_coeff": given.look(ACTOR + "entropy_coeff"),
+        "use_kl_loss": given.look(ACTOR + "use_kl_loss"),
+        "the critic": given.look("algorithm.adv_estimator") == "gae",
+    }
+    if others := [part for part, on in parts.items() if on]:
+        result.leave(
+            given,
+            name,
+            f"verl averages {loss_mode} by sequences, but by this what belongs to "
+            f"{' and '.join(others)}; here all is averaged by sequences",
+        )
+
+
+def _advantage(given: Given, result: Conversion) -> None:
+    """Advantage, and the critic that it needs."""
+    key = "algorithm.adv_estimator"
+    name, alone = str(given[key]), given.look("actor_rollout_ref.rollout.n") == 1
+    given.cover("critic.enable", "critic.ppo_epochs", "critic.ppo_mini_batch_size")
+    if name == "gae":
+        _critic(given, result)
+    elif name.startswith("reinforce_plus_plus"):
+        _reinforce_plus_plus(given, result, name.endswith("baseline") and not alone)
+    elif alone:
+        result.put_class("model.advantage", "RunningBaseline")
+        result.leave(
+            given,
+            key,
+            "with rollout.n=1 there is nothing to compare, and verl's advantage is the reward (0 "
+            "in rloo_vectorized); RunningBaseline is written, which takes off the mean of past "
+            "rewards: the same gradient in expectation",
+        )
+    elif name in ("rloo", "rloo_vectorized"):
+        result.put_class("model.advantage", "RLOO")
+    else:
+        normalize = given["algorithm.norm_adv_by_std_in_grpo"]
+        result.put_class("model.advantage", "GRPO", normalize_std=normalize, eps=1e-6)
+        if name not in ("grpo", "grpo_vectorized"):
+            result.leave(given, key, "GRPO is written")
+
+
+def _reinforce_plus_plus(given: Given, result: Conversion, baseline: bool) -> None:
+    result.put_class("model.advantage", "ReinforcePlusPlus", group_baseline=baseline, unbiased=True)
+    if given["algorithm.gamma"] != 1 and not baseline:
+        result.leave(
+            given,
+            "algorithm.gamma",
+            "the reward-to-go is not discounted: a rollout's first tokens count as its last",
+        )
+    if baseline and given.look("algorithm.use_kl_in_reward"):
+        result.leave(
+            given,
+            "algorithm.use_kl_in_reward",
+            "verl's baseline compares rewards less their KL, all of it on every token; here each "
+            "token has the KL from it on, and the baseline is the mean of rewards",
+        )
+
+
+def _critic(given: Given, result: Conversion) -> None:
+    gamma, lam = given["algorithm.gamma"], given["algorithm.lam"]
+    result.put_class("model.advantage", "GAE", gamma=gamma, lam=lam, whiten=True, unbiased=True)
+    result.put_class("model.value_head", "SeparateValueHead")
+    result.put("model.value_loss", {"coef": 1.0, "clip": given["critic.cliprange_value"]})
+    result.put("model.value_lr", given["critic.optim.lr"])
+    given.cover("critic.grad_clip")  # as the policy's
+    if given.says("critic.loss_agg_mode") and given["critic.loss_agg_mode"] != given.look(
+        ACTOR + "loss_agg_mode"
+    ):
+        result.leave(given, "critic.loss_agg_mode", "the critic's loss is averaged as the policy's")
+    if given["trainer.critic_warmup"]:
+        result.put("model.value_warmup_iterations", given["trainer.critic_warmup"])
+    result.remarks.append("the critic's loss is half a squared error in both: ValueLoss.coef is 1")
+
+
+def _penalties(given: Given, result: Conversion) -> None:
+    """KL in the loss, and in the reward."""
+    if given[ACTOR + "use_kl_loss"] and given[ACTOR + "kl_loss_coef"]:
+        name = str(given[ACTOR + "kl_loss_type"])
+        if name.endswith("+") and name.removesuffix("+") in ESTIMATORS:
+            # A straight-through estimate: its own value, and k2's gradient.
+            written = instance("K2Penalty")
+            if ESTIMATORS[name.removesuffix("+")] != "K2":
+                result.remarks.append(
+                    f"{ACTOR}kl_loss_type {name}: K2Penalty has the gradient that verl gives it; "
+                    "the KL that is logged is k2's"
+                )
+        else:
+            written = _estimator(given, result, ACTOR + "kl_loss_type")
+        _put_penalty(result, "model.kl", written, given[ACTOR + "kl_loss_coef"])
+    if given["algorithm.use_kl_in_reward"] and given["algorithm.kl_ctrl.kl_coef"]:
+        written = _estimator(given, result, "algorithm.kl_penalty")
+        _put_penalty(result, "model.kl_reward", written, _coefficient(given, result))
+
+
+def _put_penalty(result: Conversion, path: str, written: dict[str, Any], coef: Any) -> None:
+    arguments = {"coef": coef} | written.get("init_args", {})
+    result.put_class(path, written["class_path"], **arguments)
+
+
+def _coefficient(given: Given, result: Conversion) -> Any:
+    coef = given["algorithm.kl_ctrl.kl_coef"]
+    if given["algorithm.kl_ctrl.type"] != "adaptive":
+        return coef
+    group_size = given.look("actor_rollout_ref.rollout.n")
+    rollouts = given.look("data.train_batch_size") * group_size
+    result.remarks.append(
+        "algorithm.kl_ctrl.type adaptive: verl measures the KL as a mean over sequences of their "
+        "mean over tokens, AdaptiveCoefficient as one over tokens"
+    )
+    return instance(
+        "lightning_rl.AdaptiveCoefficient",
+        value=coef,
+        target=given["algorithm.kl_ctrl.target_kl"],
+        gain=rollouts / given["algorithm.kl_ctrl.horizon"],
+    )
+
+
+def _estimator(given: Given, result: Conversion, key: str) -> dict[str, Any]:
+    """The penalty of this value; a ``+`` concerns gradients alone."""
+    name = str(given[key]).removesuffix("+")
+    if name not in ESTIMATORS:
+        result.leave(given, key, "K3Penalty is written: another estimate of the same KL")
+    kind = ESTIMATORS.get(name, "K3")
+    return instance(f"{kind}Penalty", **({"cap": KL_CAP} if kind == "K3" else {}))
+
+
+def _optimizer(given: Given, result: Conversion, total: int | None) -> None:
+    """AdamW, its schedule, and the bound of the gradient; ``total`` optimizer steps."""
+    name = ACTOR + "optim."
+    if len(given[name + "betas"]) != 2:
+        raise ConfigError(f"{name}betas={given[name + 'betas']}: it takes two numbers")
+    result.put_class(
+        "model.optimizer",
+        "torch.optim.AdamW",
+        lr=given[name + "lr"],
+        weight_decay=given[name + "weight_decay"],
+        betas=list(given[name + "betas"]),
+        fused=True,
+    )
+    result.put("model.max_grad_norm", given[ACTOR + "grad_clip"])
+    kind, warmup = given[name + "lr_scheduler_type"], given[name + "lr_warmup_steps"]
+    share, final = given[name + "lr_warmup_steps_ratio"], given[name + "min_lr_ratio"] or 0.0
+    if warmup is None or warmup <= 0:
+        warmup = round((share or 0.0) * total) if total is not None else 0
+        if share and total is None:
+            result.leave(given, name + "lr_warmup_steps_ratio", "set trainer.total_training_steps")
+    if kind == "cosine" and total is not None:
+        steps = {"warmup_steps": warmup, "total_steps": total}
+        result.put_class("model.lr_scheduler", "WarmupCosine", **steps, final=final)
+        return
+    if kind == "cosine":
+        result.leave(given, name + "lr_scheduler_type", "set trainer.total_training_steps")
+    if warmup:
+        result.put_class("model.lr_scheduler", "WarmupConstant", warmup_steps=warmup)

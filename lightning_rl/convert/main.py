@@ -1,0 +1,147 @@
+"""``lightning-rl convert``: another library's configuration as ours."""
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from lightning_rl.cli.process import CommandParser
+from lightning_rl.convert.conversion import Conversion
+from lightning_rl.convert.sources import Source, flat, read
+from lightning_rl.convert.trl import convert_trl
+from lightning_rl.convert.verl import convert_verl
+from lightning_rl.errors import ConfigError, DiskError, require_at_least
+
+_ORDER = ("seed_everything", "model", "data", "trainer")
+
+
+def as_yaml(conversion: Conversion, source: str) -> str:
+    """Write what ``lightning-rl fit --config`` reads; ``source`` is named in the first line."""
+    lines = [f"Converted from {_one_line(source)} by lightning-rl convert.", *notes(conversion)]
+    comments = "\n".join(f"# {line}".rstrip() for line in lines)
+    ordered = {name: conversion.config[name] for name in _ORDER if name in conversion.config}
+    text = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=98)
+    return f"{comments}\n{text}"
+
+
+def notes(conversion: Conversion) -> list[str]:
+    """List what to fill in, what was left behind, and what carries over as something else."""
+    left = (
+        f"{item.key}={_one_line(json.dumps(item.value, default=str))}: {item.reason}"
+        for item in conversion.left
+    )
+    parts = (
+        ("To fill in:", conversion.missing),
+        ("Not carried over, or not as it is:", left),
+        ("Carried over as something else:", conversion.remarks),
+    )
+    return [line for title, items in parts for line in _listed(title, items)]
+
+
+def _listed(title: str, items: Iterable[str]) -> list[str]:
+    lines = [
+        line
+        for item in items
+        for line in textwrap.wrap(
+            item,
+            width=96,
+            initial_indent="- ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    ]
+    return [title, *lines] if lines else []
+
+
+def _one_line(text: str) -> str:
+    """Nothing of a file may end a comment."""
+    short = "".join(c if c.isprintable() else " " for c in text)
+    return short if len(short) <= 200 else f"{short[:197]}..."
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line.
+
+    Raises:
+        ConfigError: for what it cannot mean.
+    """
+    parser = CommandParser(
+        "convert",
+        "Read a configuration of TRL (GRPOConfig) or verl (PPO trainer) and write ours. What could "
+        "not be carried over, and what a number means here, stands above it and on stderr.",
+        "A GRPOConfig that is made in Python: json.dump(config.to_dict(), file). Of verl best the "
+        "script that starts it, or .hydra/overrides.yaml: they hold what was set and nothing else. "
+        "Scripts are read, never run.",
+    )
+    parser.add_argument(
+        "file", type=Path, help="YAML, JSON, or the shell script that starts theirs"
+    )
+    parser.add_argument(
+        "--from",
+        dest="library",
+        choices=("trl", "verl"),
+        help="whose it is (default: what its names look like)",
+    )
+    parser.add_argument("--output", type=Path, help="the file to write (default: print it)")
+    parser.add_argument("--devices", type=int, default=1, help="training processes (default: 1)")
+    parser.add_argument("--model", help="directory or hub name, which a GRPOConfig does not name")
+    parser.add_argument("--prompts", help="file or folder of prompts to train on")
+    parser.add_argument("--eval_prompts", help="file or folder of held-out prompts")
+    parser.add_argument("--rewards", nargs="+", help="import paths of reward functions")
+    parsed = parser.parse_args(arguments)
+    require_at_least(1, devices=parsed.devices)
+    return parsed
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the YAML, and say on stderr what is to be said about it."""
+    options = parse_arguments(arguments)
+    source = read(options.file)
+    conversion = convert(source, options)
+    conversion.missing += source.missing
+    text = as_yaml(conversion, options.file.name)
+    if options.output is None:
+        print(text, end="")
+    else:
+        try:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise DiskError(f"{options.output} cannot be written: {error}") from error
+    print("\n".join(notes(conversion)), file=sys.stderr)
+    return 0
+
+
+def convert(source: Source, options: argparse.Namespace) -> Conversion:
+    """Convert what was read, with what the command line adds.
+
+    Raises:
+        ConfigError: if it is the other library's than ``--from`` says.
+    """
+    if options.library not in (None, source.library or options.library):
+        raise ConfigError(f"--from {options.library}: {options.file} is made for {source.library}")
+    if "verl" in (source.library, options.library):
+        return _from_verl(source.values, options)
+    named = {
+        "model_name_or_path": options.model,
+        "dataset_name": options.prompts,
+        "reward_funcs": options.rewards,
+    }
+    values = source.values | {name: value for name, value in named.items() if value is not None}
+    return convert_trl(values, options.devices, options.eval_prompts)
+
+
+def _from_verl(values: dict[str, Any], options: argparse.Namespace) -> Conversion:
+    named = {
+        "actor_rollout_ref.model.path": options.model,
+        "data.train_files": options.prompts,
+        "data.val_files": options.eval_prompts,
+    }
+    added = {name: value for name, value in named.items() if value is not None}
+    return convert_verl(flat(values) | added, options.rewards)

@@ -1,0 +1,167 @@
+"""What convert is given: a file of values, overrides of Hydra, or a script that starts a run."""
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.config.yaml_text import DEEPEST, parse_yaml
+from lightning_rl.convert.hydra import parse_overrides
+from lightning_rl.convert.shell import read_script
+from lightning_rl.errors import ConfigError
+
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+VERL_SECTIONS = {"actor_rollout_ref", "algorithm", "critic"}
+"""Names at the top of verl's configuration which no GRPOConfig has."""
+_LARGEST = 10_000_000
+_VERL_PROGRAM = re.compile(r"-m (\w+\.)*main_(ppo|dapo)\w*|\S+ (\S*/)?main_(ppo|dapo)\w*\.py")
+_TRL_PROGRAM = re.compile(r"trl grpo|\S+ (\S*/)?grpo\w*\.py")
+
+
+@dataclass
+class Source:
+    """Values by their names, whose they are, and what reading them could not tell."""
+
+    values: dict[str, Any]
+    library: str | None = None
+    missing: list[str] = field(default_factory=list)
+
+
+def read(path: Path) -> Source:
+    """Read a file of one of the kinds that convert takes.
+
+    Raises:
+        ConfigError: if it is of none, or damaged.
+    """
+    if path.suffix not in (".yaml", ".yml", ".json", *SCRIPTS):
+        raise ConfigError(
+            f"{path}: convert reads .yaml, .yml, .json and shell scripts ({', '.join(SCRIPTS)}); "
+            "of a configuration made in Python, or in training_args.bin, write "
+            "json.dump(config.to_dict(), file) first"
+        )
+    text = _text(path)
+    if path.suffix in SCRIPTS:
+        return _from_script(text, path)
+    values = _from_json(text, path) if path.suffix == ".json" else parse_yaml(text, str(path))
+    if isinstance(values, list) and all(isinstance(value, str) for value in values) and values:
+        return Source(parse_overrides(values), "verl")
+    if not isinstance(values, dict) or not values:
+        what = type(values).__name__ if values else "nothing"
+        raise ConfigError(f"{path} holds {what}, not names and values")
+    nameless = next((name for name in values if not isinstance(name, str)), None)
+    if nameless is not None:
+        raise ConfigError(f"{path}: {nameless!r} is no name of a parameter")
+    verl = VERL_SECTIONS & {name.partition(".")[0] for name in values}
+    return Source(flat(values), "verl") if verl else Source(values)
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested names joined by dots; interpolations, which follow another value, left out."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{path}.")
+        elif not (isinstance(value, str) and value.startswith("${")):
+            found[path] = value
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no file")
+        if path.stat().st_size > _LARGEST:
+            raise ConfigError(f"{path}: more than {_LARGEST:,} bytes are no configuration")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _from_json(text: str, path: Path) -> Any:
+    try:
+        values = json.loads(text)
+    except ValueError as error:  # broken, or a number of thousands of digits
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except RecursionError:
+        values = None
+    layer, depth = [values], 0
+    while layer and depth <= DEEPEST:
+        below = (
+            v.values() if isinstance(v, dict) else v for v in layer if isinstance(v, dict | list)
+        )
+        layer, depth = [value for values_ in below for value in values_], depth + 1
+    if depth > DEEPEST or (values is None and text.strip() != "null"):
+        raise ConfigError(f"{path}: more than {DEEPEST} levels deep; that is no configuration")
+    return values
+
+
+def _from_script(text: str, path: Path) -> Source:
+    """The first command of a script that starts verl's or TRL's trainer.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    script = read_script(text, str(path))
+    for words in script.commands:
+        if at := _after(words, _VERL_PROGRAM):
+            source = _overrides(words[at:])
+        elif at := _after(words, _TRL_PROGRAM):
+            source = _flags(words[at:], path.parent)
+        else:
+            continue
+        used = [shown for shown in script.unknown if any(shown in word for word in words)]
+        names = dict.fromkeys(name for shown in used for name in script.unknown[shown])
+        source.missing += [f"{name}: only a run of the script would tell" for name in names]
+        return source
+    raise ConfigError(
+        f"{path}: no command in it starts verl (python3 -m verl.trainer.main_ppo ...) or TRL "
+        "(trl grpo ...)"
+    )
+
+
+def _after(words: Sequence[str], program: re.Pattern[str]) -> int:
+    """The place behind a program's name, which two words tell; 0: it is not there."""
+    pairs = enumerate(itertools.pairwise(words))
+    return next((at + 2 for at, pair in pairs if program.fullmatch(" ".join(pair))), 0)
+
+
+def _overrides(words: Sequence[str]) -> Source:
+    lines: list[str] = []
+    options: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        if word.startswith("-"):
+            options.append(word)
+        elif before.startswith("-") and "=" not in before + word:  # --config-name dapo
+            options[-1] += f" {word}"
+        elif word and not word.startswith("$"):
+            lines.append(word)
+    source = Source(parse_overrides(lines), "verl")
+    source.missing += [f"{option}: what the file that it names sets" for option in options]
+    return source
+
+
+def _flags(words: Sequence[str], folder: Path) -> Source:
+    """``--name value``; a name alone is true, several values are a list."""
+    given: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            given[name] = [value] if equals else []
+        elif name and word and not word.startswith(("$@", "$*")):
+            given[name].append(word)
+    values: dict[str, Any] = {}
+    for name, found in given.items():
+        values[name] = True if not found else found[0] if len(found) == 1 else found
+    source = Source(values, "trl")
+    if (named := values.pop("config", None)) is not None:
+        path = folder / str(named)
+        if path.suffix in (".yaml", ".yml") and path.is_file():
+            source.values = read(path).values | values
+        else:
+            source.missing.append(f"--config {named}: what that file sets")
+    return source

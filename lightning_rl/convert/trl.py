@@ -1,0 +1,351 @@
+"""From TRL's GRPOConfig to our configuration: one function per thing that both configure."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Any
+
+from lightning_rl.convert import learning_trl as learning
+from lightning_rl.convert.checked import check_parts
+from lightning_rl.convert.conversion import (
+    Conversion,
+    Given,
+    Left,
+    as_list,
+    instance,
+    prompts_from,
+    table,
+)
+from lightning_rl.convert.learning_trl import Updates
+from lightning_rl.convert.peft import with_adapters
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.pretrained import REFUSED
+from lightning_rl.rollout import SAMPLED_BY
+
+TRL = table("trl")
+
+
+def convert_trl(
+    values: Mapping[str, Any], devices: int = 1, eval_prompts: str | None = None
+) -> Conversion:
+    """Our configuration for a GRPOConfig, or for what TRL's own script reads beside it.
+
+    Args:
+        values: names and values, as its YAML or ``to_dict()`` has them; defaults may be left out.
+        devices: training processes, which TRL is told by its launcher.
+        eval_prompts: file or folder of held-out prompts; None: the data set's test split.
+
+    Raises:
+        ConfigError: if no name is known, for a value of the wrong kind, and if batches do not work
+            out or what they amount to is refused here.
+    """
+    values = with_adapters(values)
+    known = _defaults_of_bases()
+    if values and not any(name in TRL or name in known for name in values):
+        raise ConfigError(
+            f"{', '.join(map(str, values))[:80]}: no parameter of a GRPOConfig is among these"
+        )
+    given = Given(values, TRL, known)
+    result = Conversion()
+    result.put("trainer.max_epochs", 1)
+    _model(given, result)
+    _data(given, result)
+    _sampling(given, result)
+    _engine(given, result)
+    updates = _batches(given, result, devices)
+    total = _length(given, result, updates.steps)
+    learning.carry(given, result, updates, total)
+    _trainer(given, result, devices)
+    _callbacks(given, result, updates.steps, eval_prompts)
+    result.left += given.left()
+    check_parts(result)
+    return result
+
+
+@cache
+def _defaults_of_bases() -> dict[str, Any]:
+    """Defaults of transformers' TrainingArguments: a full dump sets only what differs."""
+    from transformers import TrainingArguments
+
+    return {
+        f.name: f.default_factory() if f.default_factory is not MISSING else f.default
+        for f in fields(TrainingArguments)
+    }
+
+
+def _model(given: Given, result: Conversion) -> None:
+    result.put_model(given["model_name_or_path"])
+    result.carry(
+        given,
+        {
+            "gradient_checkpointing": "model.gradient_checkpointing",
+            "torch_compile": "model.compile",
+            "trust_remote_code": "model.trust_remote_code",
+            "cast_lm_head_to_fp32": "model.cast_lm_head_to_fp32",
+        },
+    )
+    _model_kwargs(given, result)
+    if given["use_peft"]:
+        _lora(given, result)
+
+
+def _model_kwargs(given: Given, result: Conversion) -> None:
+    kwargs = dict(given["model_init_kwargs"] or {})
+    if given["model_revision"] not in (None, "main"):
+        kwargs["revision"] = given["model_revision"]
+    for name in [name for name in kwargs if name in REFUSED]:
+        value = kwargs.pop(name)
+        result.left.append(Left(f"model_init_kwargs.{name}", value, REFUSED[name]))
+    if kwargs:
+        result.put("model.model_kwargs", kwargs)
+
+
+def _lora(given: Given, result: Conversion) -> None:
+    targets = given["lora_target_modules"]
+    if not targets:
+        result.leave(
+            given,
+            "lora_target_modules",
+            "null leaves the layers to peft (q_proj and v_proj of most models); all-linear is "
+            "written",
+        )
+    result.put_lora(given["lora_r"], given["lora_alpha"], targets or "all-linear")
+    options: dict[str, Any] = {name: True for name in ("use_rslora", "use_dora") if given[name]}
+    if given["lora_modules_to_save"]:
+        options["modules_to_save"] = as_list(given["lora_modules_to_save"])
+    if options:
+        result.put("model.lora.options", options)
+    if given["lora_dropout"]:  # on by default
+        result.leave(given, "lora_dropout", TRL["lora_dropout"].note)
+
+
+def _data(given: Given, result: Conversion) -> None:
+    shuffle = {} if given["shuffle_dataset"] else {"shuffle": False}
+    if given["data_seed"] is not None:
+        shuffle["seed"] = given["data_seed"]
+    name = given.look("dataset_name")
+    if name is not None and os.path.exists(name):  # Path's raises where no path is so long
+        split = given["dataset_train_split"]
+        result.put("data.train_prompts", prompts_from(given["dataset_name"], split, **shuffle))
+    else:
+        result.missing.append(
+            "data.train_prompts: a file or folder of prompts (of a hub's data set what "
+            "load_dataset(...).save_to_disk(folder) writes)"
+        )
+        result.put("data.train_prompts", instance("JSONLPrompts", path="PROMPTS.jsonl", **shuffle))
+        if name is not None:
+            result.leave(given, "dataset_name", "it is not here; save it to a folder and name that")
+    _rewards(given, result)
+
+
+def _rewards(given: Given, result: Conversion) -> None:
+    names = as_list(given["reward_funcs"])
+    weights = given["reward_weights"] or [None] * len(names)
+    if names and len(weights) != len(names):
+        raise ConfigError(f"reward_weights: {len(weights)} for {len(names)} reward_funcs")
+    both = [(_reward(name), weight) for name, weight in zip(names, weights, strict=False)]
+    carried = [(reward, weight) for reward, weight in both if reward is not None]
+    if len(carried) < len(names):
+        result.leave(given, "reward_funcs", "those without a dot are TRL's own: write them anew")
+    if not carried:
+        result.missing.append("data.rewards: import paths of your reward functions")
+        result.put("data.rewards", ["MODULE.FUNCTION"])
+        if given["reward_weights"] is not None:
+            result.leave(given, "reward_weights", "one per reward: write them with the rewards")
+        return
+    result.put("data.rewards", [reward for reward, _ in carried])
+    if given["reward_weights"] is not None:
+        result.put("data.reward_weights", [weight for _, weight in carried])
+
+
+def _heldout(given: Given, result: Conversion, path: str | None) -> None:
+    name, split = given.look("dataset_name"), given["dataset_test_split"]
+    if path is None and name is not None and os.path.isdir(name):
+        path = name
+    if path is None:
+        path = "HELDOUT.jsonl"
+        result.missing.append(f"data.eval_prompts: held-out prompts (TRL's split {split!r})")
+    result.put("data.eval_prompts", prompts_from(path, split))
+
+
+def _reward(name: str) -> Any:
+    if name == "get_soft_overlong_punishment":  # TRL's script gives it these bounds
+        return instance("lightning_rl.OverlongPenalty", max_tokens=1280, buffer=256)
+    return name if "." in name else None
+
+
+def _sampling(given: Given, result: Conversion) -> None:
+    for theirs, ours in (
+        ("max_completion_length", "max_tokens"),
+        ("temperature", "temperature"),
+        ("top_p", "top_p"),
+        ("top_k", "top_k"),
+        ("min_p", "min_p"),
+        ("repetition_penalty", "repetition_penalty"),
+    ):
+        value = given[theirs]
+        if ours in ("max_tokens", "temperature") or value != TRL[theirs].default:
+            # vLLM's -1 for all tokens
+            result.put(f"data.sampling.{ours}", max(0, value or 0) if ours == "top_k" else value)
+    if given["chat_template_kwargs"]:
+        result.put("data.chat_template_kwargs", given["chat_template_kwargs"])
+    extra = given["generation_kwargs"] or {}
+    names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "stop_strings": "stop"}
+    known = {"max_tokens", "stop", *SAMPLED_BY}
+    for name, value in extra.items():
+        ours = names.get(name, name)
+        if ours not in known:
+            result.left.append(
+                Left(f"generation_kwargs.{name}", value, "scoring does not reproduce it")
+            )
+            continue
+        result.put(
+            f"data.sampling.{ours}",
+            [value] if ours == "stop" and isinstance(value, str) else value,
+        )
+
+
+def _engine(given: Given, result: Conversion) -> None:
+    if not given["use_vllm"]:
+        result.put_class("data.engine", "TransformersEngine")
+        result.remarks.append(
+            "use_vllm false is TransformersEngine; VLLMLocal, the default here, is mostly faster"
+        )
+        return
+    arguments: dict[str, Any] = {}
+    if given["vllm_max_model_length"] is not None:
+        arguments["max_model_len"] = given["vllm_max_model_length"]
+    if given["vllm_mode"] == "server":
+        url = given["vllm_server_base_url"]
+        host, port = given["vllm_server_host"], given["vllm_server_port"]
+        host = "127.0.0.1" if host == "0.0.0.0" else host
+        arguments["urls"] = [url or f"http://{host}:{port}"]
+        arguments["start_timeout_s"] = float(given["vllm_server_timeout"])
+        result.put_class("data.engine", "VLLMServer", **arguments)
+        result.remarks.append(
+            "the server is vLLM's own, started as docs/sync.md shows, not `trl vllm-serve`"
+        )
+        return
+    arguments["gpu_memory_utilization"] = given["vllm_gpu_memory_utilization"]
+    if given["vllm_enable_sleep_mode"]:
+        arguments["sleep_level"] = 2
+    if given["vllm_model_impl"] != "vllm":
+        arguments["options"] = {"model_impl": given["vllm_model_impl"]}
+    result.put_class("data.engine", "VLLMLocal", **arguments)
+
+
+def _batches(given: Given, result: Conversion, devices: int) -> Updates:
+    """Put the sizes of batches; return what an iteration's updates are made of."""
+    completions = given["per_device_train_batch_size"] * devices
+    accumulated, group_size = given["gradient_accumulation_steps"], given["num_generations"]
+    size, steps = given["generation_batch_size"], given["steps_per_generation"]
+    if steps is None:
+        steps = accumulated if size is None else size // completions
+    generated = completions * steps
+    minibatches = steps / accumulated
+    if minibatches < 1:  # a gradient is accumulated over several generations
+        generated, minibatches = completions * accumulated, 1
+        result.remarks.append(
+            f"steps_per_generation {steps} is less than gradient_accumulation_steps {accumulated}: "
+            "here all that goes into one optimizer step is generated together"
+        )
+    if generated % group_size:
+        raise ConfigError(
+            f"{generated} completions an iteration are no whole groups of num_generations="
+            f"{group_size}; name the number of processes by --devices"
+        )
+    groups = generated // group_size
+    if minibatches != int(minibatches) or minibatches > groups:
+        chosen = max(1, min(groups, round(minibatches)))
+        result.remarks.append(
+            f"{minibatches:g} optimizer steps a pass are {chosen} here: a minibatch is made of "
+            f"whole groups, of which an iteration has {groups}"
+        )
+        minibatches = chosen
+    result.put("data.group_size", group_size)
+    result.put("data.groups_per_iteration", groups)
+    result.put("model.minibatches", int(minibatches))
+    result.put("model.ppo_epochs", given["num_iterations"])
+    return Updates(int(minibatches), given["num_iterations"], accumulated * devices)
+
+
+def _length(given: Given, result: Conversion, steps: int) -> int | None:
+    """Put the length of the run; return its optimizer steps, where the file tells."""
+    if given["max_steps"] > 0:
+        given.cover("num_train_epochs")  # of no effect beside it
+        iterations = math.ceil(given["max_steps"] / steps)
+        result.put("data.iterations_per_epoch", iterations)
+        return iterations * steps
+    result.missing.append(
+        f"data.iterations_per_epoch: num_train_epochs {given['num_train_epochs']:g} x prompts / "
+        "groups_per_iteration (it is 100 now), with trainer.max_epochs 1"
+    )
+    result.put("data.iterations_per_epoch", 100)
+    return None
+
+
+def _trainer(given: Given, result: Conversion, devices: int) -> None:
+    result.config["seed_everything"] = given["seed"]
+    result.put("trainer.accelerator", "cpu" if given["use_cpu"] else "auto")
+    result.put("trainer.devices", devices)
+    if given["output_dir"] is not None:
+        result.put("trainer.default_root_dir", str(given["output_dir"]))
+    bf16 = not given["fp16"] if given["bf16"] is None else given["bf16"]
+    if given["fp16"]:
+        result.leave(given, "fp16", "float16 needs a loss scaler; bf16-mixed is written")
+    if bf16 or given["fp16"]:
+        result.put("trainer.precision", "bf16-mixed")
+    place = {"save_dir": str(given.look("output_dir") or ".")}
+    run_name = given.look("run_name")
+    named = {} if run_name is None else {"name": run_name}
+    loggers = {
+        "tensorboard": instance("TensorBoardLogger", **place, **named),
+        "wandb": instance("WandbLogger", **place, **named),
+        "mlflow": instance("MLFlowLogger", **({"experiment_name": run_name} if named else {})),
+    }
+    result.put_loggers(given, "report_to", loggers, {"none", "all"})
+    if "logger" in result.config["trainer"]:
+        given.cover("run_name")
+
+
+def _callbacks(given: Given, result: Conversion, steps: int, heldout: str | None) -> None:
+    callbacks = [instance("WeightSync")]
+    if _strategy(given, "eval_strategy") != "no":
+        every = given["eval_steps"] or given.look("logging_steps")
+        callbacks.append(
+            instance(
+                "Evaluate",
+                every_n_iterations=max(1, round(every / steps)),
+                before_training=bool(given["eval_on_start"]),
+            )
+        )
+        samples = given["num_generations_eval"] or given.look("num_generations")
+        result.put("data.eval_samples", samples)
+        _heldout(given, result, heldout)
+    if given["log_completions"]:
+        count = given["num_completions_to_print"]
+        shown = {} if count is None else {"num_rollouts": count}
+        callbacks.append(instance("PreviewTable", **shown))
+    if _strategy(given, "save_strategy") == "steps" and given.look("save_steps") >= 1:
+        every = max(1, round(given["save_steps"] / steps))
+        options: dict[str, Any] = {"every_n_iterations": every}
+        if given["save_total_limit"]:
+            options["keep_last"] = given["save_total_limit"]
+        if given["metric_for_best_model"]:
+            options["monitor"] = str(given["metric_for_best_model"])
+            options["mode"] = "min" if given["greater_is_better"] is False else "max"
+            result.missing.append(
+                "IterationCheckpoint.monitor: TRL's name of the metric; ours are reward/mean, "
+                "eval/accuracy, ..."
+            )
+        callbacks.append(instance("IterationCheckpoint", **options))
+    callbacks += [instance("HFExport"), instance("RunReport")]
+    if not given["disable_tqdm"]:
+        callbacks.insert(-1, instance("RLProgressBar"))
+    result.put("trainer.callbacks", callbacks)
+
+
+def _strategy(given: Given, key: str) -> str:
+    return str(given[key]).rpartition(".")[2].lower()

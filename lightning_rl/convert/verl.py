@@ -1,0 +1,219 @@
+"""From verl's PPO trainer to our configuration: one function per thing that both configure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_rl.convert import learning_verl as learning
+from lightning_rl.convert.checked import check_parts
+from lightning_rl.convert.conversion import (
+    Conversion,
+    Given,
+    as_list,
+    instance,
+    prompts_from,
+    table,
+)
+from lightning_rl.convert.hydra import parse_overrides
+from lightning_rl.errors import ConfigError
+
+VERL = table("verl")
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_MODEL = "actor_rollout_ref.model."
+
+
+def convert_verl(
+    overrides: Mapping[str, Any] | Sequence[str], rewards: Sequence[str] | None = None
+) -> Conversion:
+    """Our configuration for verl's, as values by dotted names or as a list of ``name=value``.
+
+    The list is what Hydra keeps as ``.hydra/overrides.yaml``: only what was set; the last of a name
+    counts. Names that are in no table are left out with one line.
+
+    Raises:
+        ConfigError: if no name is known, for a value of the wrong kind, and if batches do not work
+            out or what they amount to is refused here.
+    """
+    values = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
+    given = Given({k: v for k, v in values.items() if k in VERL}, VERL, {})
+    result = Conversion()
+    result.put("trainer.max_epochs", 1)
+    _model(given, result)
+    _data(given, result, rewards)
+    _sampling(given, result)
+    _engine(given, result)
+    steps = _batches(given, result)
+    total = _length(given, result)
+    learning.carry(given, result, None if total is None else total * steps)
+    _trainer(given, result)
+    _callbacks(given, result)
+    result.left += given.left()
+    others = [name for name in values if name not in VERL and not name.endswith("_target_")]
+    if others:
+        result.remarks.append(f"in no table, and left out: {', '.join(others)}")
+    check_parts(result)
+    return result
+
+
+def _model(given: Given, result: Conversion) -> None:
+    result.put_model(given[_MODEL + "path"])
+    names = {
+        _MODEL + "enable_gradient_checkpointing": "model.gradient_checkpointing",
+        _MODEL + "trust_remote_code": "model.trust_remote_code",
+        "data.trust_remote_code": "model.trust_remote_code",
+    }
+    result.carry(given, names)
+    if rank := given[_MODEL + "lora_rank"]:
+        result.put_lora(rank, given[_MODEL + "lora_alpha"], given[_MODEL + "target_modules"])
+
+
+def _data(given: Given, result: Conversion, rewards: Sequence[str] | None) -> None:
+    options: dict[str, Any] = {"max_prompt_tokens": given["data.max_prompt_length"]}
+    given.cover("data.filter_overlong_prompts")  # always
+    if given["data.prompt_key"] != "prompt":
+        options["prompt_column"] = given["data.prompt_key"]
+    train = dict(options)
+    if not given["data.shuffle"]:
+        train["shuffle"] = False
+    if given["data.seed"] is not None:
+        train["seed"] = given["data.seed"]
+    for theirs, ours, settings in (
+        ("data.train_files", "data.train_prompts", train),
+        ("data.val_files", "data.eval_prompts", options),
+    ):
+        files = as_list(given[theirs])
+        if len(files) > 1:
+            result.leave(given, theirs, "the first is written; put several into one file")
+        if not files and ours == "data.eval_prompts":
+            continue
+        if not files:
+            result.missing.append("data.train_prompts: the file of prompts")
+        path = files[0] if files else "PROMPTS.parquet"
+        result.put(ours, prompts_from(path, None, **settings))
+    if given["data.val_max_samples"] > 0:
+        result.put("data.eval_limit", given["data.val_max_samples"])
+    if given["algorithm.filter_groups.enable"]:
+        if given.look("actor_rollout_ref.rollout.n") == 1:
+            result.leave(given, "algorithm.filter_groups.enable", "a group of one has no spread")
+        else:
+            result.put("data.filters", [instance("RewardSpread")])
+        if given["algorithm.filter_groups.max_num_gen_batches"] > 0:
+            result.put("data.max_rounds", given["algorithm.filter_groups.max_num_gen_batches"])
+    if rewards is None:
+        result.missing.append("data.rewards: import paths of your reward functions")
+    result.put("data.rewards", list(rewards or ["MODULE.FUNCTION"]))
+
+
+def _sampling(given: Given, result: Conversion) -> None:
+    held_out = _ROLLOUT + "val_kwargs."
+    sampled = given[held_out + "do_sample"]
+    for ours, place in (("data.sampling", _ROLLOUT), ("data.eval_sampling", held_out)):
+        drawn = place == _ROLLOUT or sampled
+        settings = {
+            "max_tokens": given["data.max_response_length"],
+            "temperature": given[place + "temperature"] if drawn else 0.0,
+            "top_p": float(given[place + "top_p"]),
+            "top_k": max(0, given[place + "top_k"]),
+        }
+        result.put(ours, settings)
+    result.put("data.eval_samples", given[held_out + "n"])
+
+
+def _engine(given: Given, result: Conversion) -> None:
+    name = given[_ROLLOUT + "name"]
+    if name == "hf":
+        result.put_class("data.engine", "TransformersEngine")
+        return
+    if name != "vllm":
+        result.leave(given, _ROLLOUT + "name", "VLLMLocal is written")
+    arguments: dict[str, Any] = {"dtype": str(given[_ROLLOUT + "dtype"])}
+    for same in ("gpu_memory_utilization", "max_num_seqs", "enable_prefix_caching"):
+        arguments[same] = given[_ROLLOUT + same]
+    if given[_ROLLOUT + "max_model_len"]:
+        arguments["max_model_len"] = given[_ROLLOUT + "max_model_len"]
+    if given.says(_ROLLOUT + "free_cache_engine"):
+        arguments["sleep_level"] = 2 if given[_ROLLOUT + "free_cache_engine"] else None
+    # What is not said is left to the engine.
+    said = [n for n in ("enforce_eager", "max_num_batched_tokens") if given.says(_ROLLOUT + n)]
+    if options := {name: given[_ROLLOUT + name] for name in said}:
+        arguments["options"] = options
+    result.put_class("data.engine", "VLLMLocal", **arguments)
+
+
+def _batches(given: Given, result: Conversion) -> int:
+    """Sizes in prompts, as both count them; returns the optimizer steps of an iteration.
+
+    Raises:
+        ConfigError: if a batch is no whole number of minibatches.
+    """
+    prompts, size = given["data.train_batch_size"], given[_ACTOR + "ppo_mini_batch_size"]
+    size = min(size, prompts)
+    if prompts % size:
+        raise ConfigError(
+            f"data.train_batch_size={prompts} is no multiple of ppo_mini_batch_size={size}"
+        )
+    result.put("data.group_size", given["actor_rollout_ref.rollout.n"])
+    result.put("data.groups_per_iteration", prompts)
+    result.put("model.minibatches", prompts // size)
+    result.put("model.ppo_epochs", given[_ACTOR + "ppo_epochs"])
+    if given[_ACTOR + "use_dynamic_bsz"] or given.says(_ACTOR + "ppo_max_token_len_per_gpu"):
+        result.put("model.max_tokens_per_pack", given[_ACTOR + "ppo_max_token_len_per_gpu"])
+    return int(prompts // size * given[_ACTOR + "ppo_epochs"])
+
+
+def _length(given: Given, result: Conversion) -> int | None:
+    """Put the length of the run; return its iterations, where the configuration tells."""
+    epochs, steps = given["trainer.total_epochs"], given["trainer.total_training_steps"]
+    if steps is not None:
+        result.put("data.iterations_per_epoch", steps)
+        return int(steps)
+    result.missing.append(
+        f"data.iterations_per_epoch: trainer.total_epochs {epochs:g} x prompts / train_batch_size "
+        "(it is 100 now)"
+    )
+    result.put("data.iterations_per_epoch", 100)
+    return None
+
+
+def _trainer(given: Given, result: Conversion) -> None:
+    result.config["seed_everything"] = given[_ROLLOUT + "seed"]
+    device = given["trainer.device"]
+    result.put("trainer.accelerator", "cpu" if device == "cpu" else "auto")
+    devices, nodes = given["trainer.n_gpus_per_node"], given["trainer.nnodes"]
+    result.put("trainer.devices", devices if given.says("trainer.n_gpus_per_node") else 1)
+    if nodes != 1:
+        result.put("trainer.num_nodes", nodes)
+    result.put("trainer.precision", "bf16-mixed")  # of verl's actor
+    result.remarks.append("verl's actor computes in bfloat16 (mixed) unless its strategy says else")
+    if given["trainer.default_local_dir"] is not None:
+        result.put("trainer.default_root_dir", given["trainer.default_local_dir"])
+    project, name = given["trainer.project_name"], given["trainer.experiment_name"]
+    loggers = {
+        "wandb": instance("WandbLogger", project=project, name=name),
+        "tensorboard": instance("TensorBoardLogger", save_dir=project, name=name),
+        "mlflow": instance("MLFlowLogger", experiment_name=project, run_name=name),
+    }
+    if given.says("trainer.logger"):
+        result.put_loggers(given, "trainer.logger", loggers, {"console"})
+
+
+def _callbacks(given: Given, result: Conversion) -> None:
+    callbacks = [instance("WeightSync")]
+    first, every = bool(given["trainer.val_before_train"]), given["trainer.test_freq"]
+    if every > 0:
+        callbacks.append(instance("Evaluate", every_n_iterations=every, before_training=first))
+        if given.look("data.val_files") is None:
+            result.missing.append("data.eval_prompts: held-out prompts")
+            result.put("data.eval_prompts", prompts_from("HELDOUT.parquet", None))
+    if given["trainer.log_val_generations"]:
+        shown = given["trainer.log_val_generations"]
+        callbacks.append(instance("PreviewTable", num_rollouts=shown))
+    if given["trainer.rollout_data_dir"] is not None:
+        path = f"{given['trainer.rollout_data_dir']}/rollouts.jsonl"
+        callbacks.append(instance("RolloutWriter", path=path))
+    if given["trainer.save_freq"] > 0:
+        options = {"every_n_iterations": given["trainer.save_freq"]}
+        if given["trainer.max_actor_ckpt_to_keep"]:
+            options["keep_last"] = given["trainer.max_actor_ckpt_to_keep"]
+        callbacks.append(instance("IterationCheckpoint", **options))
+    callbacks += [instance("HFExport"), instance("RLProgressBar"), instance("RunReport")]
+    result.put("trainer.callbacks", callbacks)

@@ -1,0 +1,292 @@
+"""Rollout files of any format, told by their ending, and a rollout as a record in them."""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.data.rollouts.form import checked, upgraded
+from lightning_rl.errors import ConfigError, DataError, kind_of_path
+from lightning_rl.rollout import Call, Group, Rollout, Row
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A rollout, the iteration that collected it, and where it stands (``file.jsonl:12``)."""
+
+    where: str
+    iteration: int
+    rollout: Rollout
+
+
+class RolloutFile(ABC):
+    """Rollouts on disk, written once and never changed.
+
+    Args:
+        path: the file (for Parquet a folder of files); need not exist.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @abstractmethod
+    def append(
+        self, rollouts: Sequence[Rollout], iteration: int, progress: dict[str, Any] | None = None
+    ) -> None:
+        """Add a batch: all of it, or, if the process dies meanwhile, nothing that is kept.
+
+        ``progress`` (primitives) is what :meth:`recover` gives back.
+        """
+
+    @abstractmethod
+    def recover(self) -> dict[str, Any] | None:
+        """Undo a batch that was cut off; return the last whole batch's ``progress``.
+
+        None: the file holds nothing.
+
+        Raises:
+            DataError: if the file holds rollouts that nobody can continue.
+        """
+
+    @abstractmethod
+    def read(self) -> Iterator[Recorded]:
+        """All rollouts in the order of writing, also while another process appends.
+
+        Raises:
+            DataError: naming file and line, for a file that is missing or damaged.
+        """
+
+    def tail(self, count: int) -> tuple[list[Record], int]:
+        """The last ``count`` records, with whatever else was told of them, and how many there are.
+
+        Unlike :meth:`read` it takes records that are wrong in themselves: that is to be seen.
+
+        Raises:
+            DataError: naming file and line, for what is no record at all.
+        """
+        last: deque[Recorded] = deque(maxlen=count)
+        total = 0
+        for total, recorded in enumerate(self.read(), 1):  # noqa: B007
+            last.append(recorded)
+        return [{"iteration": r.iteration} | upgraded(as_record(r.rollout)) for r in last], total
+
+    def groups(self) -> list[Group]:
+        """All rollouts by group, in the order of their first members.
+
+        Raises:
+            DataError: if a group's rollouts have different prompts, or as :meth:`read`.
+        """
+        groups: dict[str, Group] = {}
+        for recorded in self.read():
+            rollout = recorded.rollout
+            group = groups.setdefault(rollout.group_id, [])
+            if group and group[0].prompt.token_ids != rollout.prompt.token_ids:
+                raise DataError(
+                    f"{recorded.where}: group {rollout.group_id!r} has another prompt here than "
+                    "before; keep the rollouts of different runs in different files"
+                )
+            group.append(rollout)
+        return list(groups.values())
+
+    def close(self) -> None:
+        """Let go of the file; closing twice is fine."""
+
+    def _continuable(
+        self, progress: dict[str, Any] | None, holds_rollouts: bool
+    ) -> dict[str, Any] | None:
+        if holds_rollouts and progress is None:
+            raise DataError(
+                f"{self.path} holds rollouts, but not how far `lightning-rl rollout` came with "
+                "them, so it cannot go on; name another file"
+            )
+        return progress
+
+    def require_existing(self) -> None:
+        """Raise a DataError if there is no such file, or something that cannot be read as one."""
+        require_plain_file(self.path, folder=True)
+        if not self.path.exists():
+            raise DataError(
+                f"rollout file {str(self.path)!r} does not exist (working directory: "
+                f"{Path.cwd()}); write one with `lightning-rl rollout`"
+            )
+
+
+def require_plain_file(path: Path, folder: bool = False) -> None:
+    """Refuse what is no file: to read a named pipe would wait for ever.
+
+    Raises:
+        DataError: saying what it is.
+    """
+    kind = kind_of_path(path)
+    if kind is None or (folder and path.is_dir()):
+        return
+    raise DataError(f"{path} is {kind}, not a file; name a file, or remove it")
+
+
+def as_record(rollout: Rollout) -> Record:
+    """The one form in which a rollout is recorded: its ``id``, and its fields as primitives.
+
+    It is as ``Rollout.to_dict``, but shares the rollout's lists, which are long. ``prompt_ids`` of
+    rows that go on from the rollout's own prompt are None.
+    """
+    record: Record = {"id": rollout.id} | _shallow(rollout)
+    record["prompt"] = _shallow(rollout.prompt)
+    record["sampling"] = _shallow(rollout.sampling)
+    record["status"] = rollout.status.value
+    record["rows"] = [_shallow(row) for row in rollout.rows]
+    for row in record["rows"]:
+        row["sampling"] = row["sampling"] and _shallow(row["sampling"])
+        if row["prompt_ids"] == rollout.prompt.token_ids:
+            row["prompt_ids"] = None
+    record["calls"] = [_shallow(call) for call in rollout.calls]
+    record["fork"] = rollout.fork and _shallow(rollout.fork)
+    return record
+
+
+def _shallow(record: Any) -> Record:
+    """A dataclass's fields, its lists shared."""
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
+def as_rollout(where: str, record: Any) -> Rollout:
+    """Inverse of :func:`as_record`.
+
+    Raises:
+        DataError: naming the place, if the record is no rollout.
+    """
+    rollout = Rollout.from_dict(checked(where, record))
+    rows = rollout.rows
+    lengths = [{len(getattr(row, name)) for name in ARRAYS} for row in rows]
+    calls = [call for call in rollout.calls if not _is_within(call, rows)]
+    for found in lengths:
+        if len(found) != 1:
+            raise DataError(
+                f"{where}: token_ids, loss_mask, logprobs and versions differ in length "
+                f"({sorted(found)}); they must have one entry per completion token"
+            )
+    if calls:
+        raise DataError(
+            f"{where}: a call is tokens {calls[0].start} to {calls[0].stop} of row {calls[0].row}, "
+            "which are not there; restore the file"
+        )
+    return rollout
+
+
+def _is_within(call: Call, rows: Sequence[Row]) -> bool:
+    there = 0 <= call.row < len(rows)
+    return there and 0 <= call.start <= call.stop <= len(rows[call.row].token_ids)
+
+
+def as_json(record: Record) -> str:
+    """A record as JSON that is text in UTF-8.
+
+    Of what JSON does not know, dataclasses become objects, arrays lists, and the rest text.
+    """
+    text = json.dumps(record, ensure_ascii=False, default=_plain)
+    # Half of a surrogate pair, as a prompt file's "\ud83d" is, has no UTF-8.
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+ARRAYS = {"token_ids": "<i4", "loss_mask": "?", "logprobs": "<f8", "versions": "<i4"}
+"""Token arrays, in the width in which they are stored; logprobs are exact."""
+
+
+def as_row(rollout: Rollout, iteration: int) -> Record:
+    """The record as columns ``id`` ... ``tokens``, the arrays as lists, ``rest`` as JSON text.
+
+    The arrays of several rows stand one after the other; ``rest`` knows how many ``tokens`` each
+    row has. ``version_min`` and ``version_max`` are over the tokens that are trained on; None
+    without any.
+    """
+    record = as_record(rollout)
+    record["rows"] = [
+        {"tokens": len(row["token_ids"])} | {k: v for k, v in row.items() if k not in ARRAYS}
+        for row in record["rows"]
+    ]
+    written = rollout.written_versions()
+    return {
+        "id": record.pop("id"),
+        "group_id": rollout.group_id,
+        "prompt_id": rollout.prompt.id,
+        "iteration": iteration,
+        "version_min": min(written, default=None),
+        "version_max": max(written, default=None),
+        "reward": rollout.reward,
+        "status": rollout.status.value,
+        "finish_reason": rollout.finish_reason,
+        "tokens": rollout.length,
+        **{name: getattr(rollout, name) for name in ARRAYS},
+        "rest": as_json(record),
+    }
+
+
+def from_row(where: str, row: Record) -> Rollout:
+    """Inverse of :func:`as_row`; other columns are left out.
+
+    Raises:
+        DataError: naming the place, if the row is no rollout.
+    """
+    try:
+        record = upgraded(json.loads(row["rest"]))
+        left = {name: row[name] for name in ARRAYS}
+        for part in reversed(record["rows"]):
+            # In the earlier form the first row did not tell its tokens: they are what is left.
+            begin = len(left["token_ids"]) - part.get("tokens", len(left["token_ids"]))
+            part |= {name: column[begin:] for name, column in left.items()}
+            left = {name: column[:begin] for name, column in left.items()}
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{where}: damaged row ({error!r}); restore the file") from error
+    return as_rollout(where, record)
+
+
+# Imported when asked for: the viewer reads JSON lines without waiting for numpy.
+_KINDS = {
+    ".jsonl": ("jsonl", "JSONLRollouts"),
+    ".parquet": ("parquet", "ParquetRollouts"),
+    ".sqlite": ("store", "RolloutStore"),
+    ".db": ("store", "RolloutStore"),
+}
+
+
+RUN_FILES = ("recorded.jsonl", "rollouts.jsonl")
+"""Files of RolloutRecorder and PreviewTable in a run directory; the first tells more."""
+
+
+def recorded_files(run: Path) -> list[RolloutFile]:
+    """Open those of ``RUN_FILES`` that a run directory holds."""
+    return [open_rollouts(run / name) for name in RUN_FILES if (run / name).exists()]
+
+
+def open_rollouts(path: str | Path) -> RolloutFile:
+    """The file's class by its ending: ``.jsonl``, ``.parquet``, or ``.sqlite`` and ``.db``.
+
+    Raises:
+        ConfigError: for another ending.
+    """
+    ending = Path(path).suffix
+    if ending not in _KINDS:
+        raise ConfigError(
+            f"rollout file {str(path)!r}: the ending tells the format, and must be one of "
+            f"{', '.join(_KINDS)}"
+        )
+    if Path(path).is_dir() and ending != ".parquet":
+        raise ConfigError(f"rollout file {str(path)!r} is a directory; name a file")
+    module, name = _KINDS[ending]
+    kind: type[RolloutFile] = getattr(import_module(f"lightning_rl.data.rollouts.{module}"), name)
+    return kind(path)

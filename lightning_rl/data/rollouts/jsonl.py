@@ -1,0 +1,185 @@
+"""Rollouts as JSON lines: one object per rollout, readable by everything."""
+
+import json
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.data.rollouts.files import (
+    Record,
+    Recorded,
+    RolloutFile,
+    as_json,
+    as_record,
+    as_rollout,
+    require_plain_file,
+)
+from lightning_rl.data.rollouts.form import checked
+from lightning_rl.errors import DataError
+from lightning_rl.rollout import Rollout
+
+_START, _LAST = b'{"left": ', b'{"left": 0,'
+
+
+class JSONLRollouts(RolloutFile):
+    """A line holds ``iteration``, ``id`` and the fields of :class:`Rollout`.
+
+    What :meth:`append` writes begins with ``left``, the number of lines that its batch still needs.
+    So what a killed process left behind, half a line or half a batch, is what follows the last
+    ``"left": 0``.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._end: int | None = None  # of what we have written
+
+    def append(
+        self, rollouts: Sequence[Rollout], iteration: int, progress: dict[str, Any] | None = None
+    ) -> None:
+        records: list[Record] = [
+            {"left": left, "iteration": iteration} | as_record(rollout)
+            for left, rollout in zip(reversed(range(len(rollouts))), rollouts, strict=True)
+        ]
+        if records:
+            records[-1]["progress"] = progress
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if self._end not in (None, size):
+            raise DataError(
+                f"{self.path} is {size} bytes long, but we left it at {self._end}: "
+                "another process writes to it; give each run a file of its own"
+            )
+        self._end = self.write(records)
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def write(self, records: Iterable[Record]) -> int:
+        """Append a line per record; returns the file's length in bytes.
+
+        Raises:
+            DiskError: if they cannot be written; then none of them is.
+        """
+        from lightning_rl.run.rundir import append  # with Lightning, which readers do without
+
+        return append(self.path, as_lines(records))
+
+    def truncate(self, end: int) -> None:
+        """Take back what was written behind ``end``, which a checkpoint knows."""
+        if self.path.exists() and self.path.stat().st_size > end:
+            os.truncate(self.path, end)
+
+    def recover(self) -> dict[str, Any] | None:
+        if not self.path.exists():
+            return None
+        progress, kept, position = None, 0, 0
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                position += len(line)
+                if not (line.startswith(_START) or _START.startswith(line)):
+                    raise DataError(
+                        f"{self.path}:{number} is not a line of `lightning-rl rollout`, which "
+                        "cannot go on after it; name another file"
+                    )
+                if line.startswith(_LAST) and line.endswith(b"\n"):
+                    progress, kept = parsed(f"{self.path}:{number}", line).get("progress"), position
+        self.truncate(kept)
+        self._end = kept
+        return self._continuable(progress, kept > 0)
+
+    def read(self) -> Iterator[Recorded]:
+        self.require_existing()
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                where = f"{self.path}:{number}"
+                if not line.strip():
+                    continue
+                if not line.endswith(b"\n") and not _is_json(line):
+                    warnings.warn(
+                        f"{where}: the last line is cut off, and left out; run the command that "
+                        "wrote it again, and it goes on where it stopped",
+                        stacklevel=2,
+                    )
+                    return
+                record = parsed(where, line)
+                rollout = as_rollout(where, record)
+                yield Recorded(where, record.get("iteration", 0), rollout)
+
+    def tail(self, count: int) -> tuple[list[Record], int]:
+        last: deque[tuple[int, bytes]] = deque(maxlen=count)
+        total = 0
+        for total, numbered in enumerate(whole_lines(self.path), 1):  # noqa: B007
+            last.append(numbered)
+        records = []
+        for number, line in last:
+            where = f"{self.path}:{number}"
+            record = checked(where, parsed(where, line))
+            records.append({"id": str(number)} | record)
+        return records, total
+
+
+def as_lines(records: Iterable[Record]) -> str:
+    """A line of JSON per record."""
+    return "".join(_one_line(as_json(record)) + "\n" for record in records)
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines that hold an object; without reading, by their braces.
+
+    Raises:
+        DataError: naming a line that holds none, but for a last one that a kill cut off.
+    """
+    require_plain_file(path)
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.startswith(b"{") and line.rstrip().endswith(b"}"):
+                yield number, line
+            elif line.endswith(b"\n"):
+                raise DataError(f"{path}:{number}: not a JSON object: {_beginning(line)}")
+
+
+def parsed(where: str, line: bytes) -> Record:
+    """The object of a line.
+
+    Raises:
+        DataError: naming the place, if it holds none.
+    """
+    try:
+        record = json.loads(line.rstrip())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: damaged, not UTF-8 text ({error.reason})") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: damaged, too many lists within lists") from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where}: damaged, not JSON from column {error.colno} on: {_beginning(line)}; "
+            "remove the line, or restore the file"
+        ) from error
+    except ValueError as error:  # a number of thousands of digits
+        raise DataError(f"{where}: damaged ({error})") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected a rollout, an object, got {_beginning(line)}")
+    return record
+
+
+def _one_line(text: str) -> str:
+    """Escape what Python, and many an editor, takes for the end of a line too."""
+    for character in ("\x85", "\u2028", "\u2029"):
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _beginning(line: bytes) -> str:
+    return repr(line.decode("utf-8", errors="replace").strip()[:60])

@@ -1,0 +1,1 @@
+"""Advantages and losses of steps in environments: no tokens, no rollouts."""

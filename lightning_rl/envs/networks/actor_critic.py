@@ -1,0 +1,194 @@
+"""ActorCritic: one agent, or a group of alike agents, made of bodies and heads."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.networks.agent import EnvAgent, Observations
+from lightning_rl.envs.networks.bodies import Body, MLPBody
+from lightning_rl.envs.networks.distributions import ActionDistribution
+from lightning_rl.envs.networks.layers import output
+from lightning_rl.envs.networks.memory import RecurrentBody
+from lightning_rl.envs.networks.policy_heads import PolicyHead, default_head
+from lightning_rl.envs.networks.pretrained import take_body
+from lightning_rl.envs.networks.space import Space, mask_of
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
+
+
+@configurable
+class ActorCritic(EnvAgent):
+    """An agent: a body and policy heads, and for its values a body and a head.
+
+    In a group of several agents (``PettingZooWrapper``, ``VmasEnv``) all of them share it; bodies
+    such as ``PerAgent`` and ``Centralized`` change that.
+
+    Args:
+        body: makes the features that actions, and values if shared, are made of.
+        policy: a head for each action of the environment, by its name; one head where there is one
+            action. None: the usual ones for what the environment takes.
+        share_body: values are made of the same features as actions.
+        critic_body: makes the features that values are made of; None: like ``body``, with weights
+            of its own.
+        body_lr: factor on the optimizer's learning rate for ``body``.
+        actor_lr: the same for the policy heads.
+        critic_lr: the same for what only values are made of.
+        schedule: in which iterations it learns.
+        pretrained: a checkpoint of a ``SoloModule``, whose body this one begins with.
+
+    Raises:
+        ConfigError: for values out of range, or a recurrent body that is not shared.
+    """
+
+    def __init__(
+        self,
+        body: Body | None = None,
+        policy: PolicyHead | dict[str, PolicyHead] | None = None,
+        share_body: bool = False,
+        critic_body: Body | None = None,
+        body_lr: float = 1.0,
+        actor_lr: float = 1.0,
+        critic_lr: float = 1.0,
+        schedule: UpdateSchedule = EveryIteration(),
+        pretrained: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.body = body if body is not None else MLPBody()
+        factors = {"body_lr": body_lr, "actor_lr": actor_lr, "critic_lr": critic_lr}
+        require_at_least(0, **factors)
+        require_finite(**factors)
+        if share_body and critic_body is not None:
+            raise ConfigError(
+                f"share_body=true with critic_body={type(critic_body).__name__}: values come from "
+                "one of them; leave the other out"
+            )
+        if any(isinstance(b, RecurrentBody) for b in (self.body, critic_body)) and not share_body:
+            raise ConfigError(
+                "a body with a memory is shared by actor and critic; set share_body: true"
+            )
+        self._policy = (policy,)  # a tuple hides modules until they are built
+        self.share_body = share_body
+        self._critic_body = (critic_body,)
+        self.factors = factors
+        self.schedule = schedule
+        self.pretrained = pretrained
+
+    def build(self, space: Space) -> None:
+        self.space = space
+        given = self._critic_body[0]
+        critic = None if self.share_body else given or copy.deepcopy(self.body)
+        features = self.body.build(space)
+        self.heads = nn.ModuleDict(self._built_heads(space, features))
+        self.critic_body = critic
+        width = features if critic is None else critic.build(space)
+        self.value_layer = output(width, 1)
+        if self.pretrained is not None:
+            take_body(self.body, Path(self.pretrained))
+
+    def _built_heads(self, space: Space, features: int) -> dict[str, PolicyHead]:
+        given = self._policy[0]
+        if isinstance(given, PolicyHead):
+            if len(space.actions) > 1:
+                raise ConfigError(
+                    f"policy={type(given).__name__}: the environment takes {len(space.actions)} "
+                    f"actions ({', '.join(space.actions)}); give a mapping with a head for each"
+                )
+            given = {next(iter(space.actions)): given}
+        heads = dict(given or {})
+        unknown = [name for name in heads if name not in space.actions]
+        if unknown:
+            raise ConfigError(
+                f"policy: the environment takes no action {unknown[0]!r}, but "
+                f"{', '.join(space.actions)}"
+            )
+        for name, kind in space.actions.items():
+            heads.setdefault(name, default_head(kind))
+            heads[name].mask = mask_of(name)
+            heads[name].build(features, kind)
+        return {name: heads[name] for name in space.actions}
+
+    def act(
+        self, observations: Observations, state: Tensor | None = None
+    ) -> tuple[dict[str, ActionDistribution], Tensor | None]:
+        if state is None:
+            features = self.body(observations)
+        else:
+            features, state = self.body.step(observations, state)  # type: ignore[operator]
+        return {name: head(features, observations) for name, head in self.heads.items()}, state
+
+    def forward(
+        self, observations: Observations, state: Tensor | None = None, begins: Tensor | None = None
+    ) -> tuple[dict[str, ActionDistribution], Tensor]:
+        """Distributions of actions by name, and values (*B); of a memory, for clips of steps."""
+        features = self._features(observations, state, begins)
+        distributions = {name: head(features, observations) for name, head in self.heads.items()}
+        return distributions, self._values_of(features, observations)
+
+    def values(
+        self, observations: Observations, state: Tensor | None = None, begins: Tensor | None = None
+    ) -> Tensor:
+        """Values (*B) alone."""
+        if self.critic_body is not None:
+            return self._values_of(None, observations)
+        return self._values_of(self._features(observations, state, begins), observations)
+
+    def _features(
+        self, observations: Observations, state: Tensor | None, begins: Tensor | None
+    ) -> Tensor:
+        if state is None:
+            features: Tensor = self.body(observations)
+            return features
+        assert isinstance(self.body, RecurrentBody) and begins is not None
+        return self.body.unroll(observations, state, begins)
+
+    def _values_of(self, features: Tensor | None, observations: Observations) -> Tensor:
+        if self.critic_body is not None:
+            features = self.critic_body(observations)
+        values: Tensor = self.value_layer(features).squeeze(-1)
+        return values
+
+    def separate_parts(self) -> list[list[nn.Parameter]]:
+        """Parameters of actor and critic, apart unless they share a body."""
+        actor = [*self.body.parameters(), *self.heads.parameters()]
+        critic = list(self.value_layer.parameters())
+        if self.critic_body is None:
+            return [actor + critic]
+        return [actor, critic + list(self.critic_body.parameters())]
+
+    def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
+        parts: dict[str, list[nn.Module]] = {
+            "body": [self.body],
+            "actor": [self.heads],
+            "critic": [self.value_layer],
+        }
+        if self.critic_body is not None:
+            parts["critic"].append(self.critic_body)
+        for part, modules in parts.items():
+            parameters = [p for module in modules for p in module.parameters()]
+            if parameters:
+                factor = self.factors[f"{part}_lr"]
+                yield {"params": parameters, "name": f"{name}/{part}", "lr_factor": factor}
+
+
+def sampled(distributions: Mapping[str, ActionDistribution], greedy: bool) -> dict[str, Tensor]:
+    """An action of each distribution: the best, or drawn."""
+    return {n: d.mode() if greedy else d.sample() for n, d in distributions.items()}
+
+
+def joint_log_prob(
+    distributions: Mapping[str, ActionDistribution], actions: Mapping[str, Tensor]
+) -> Tensor:
+    """Log probability of all actions of a step together, (*B,)."""
+    parts = [d.log_prob(actions[name]) for name, d in distributions.items()]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def joint_entropy(distributions: Mapping[str, ActionDistribution]) -> Tensor:
+    """Entropy of all actions of a step together, (*B,)."""
+    parts = [d.entropy() for d in distributions.values()]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)

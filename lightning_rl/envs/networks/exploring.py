@@ -1,0 +1,134 @@
+"""Distributions of agents that explore: a share of their actions is drawn uniformly."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rl.envs.networks.agent import EnvAgent
+from lightning_rl.envs.networks.distributions import (
+    ActionDistribution,
+    Categorical,
+    TanhGaussian,
+)
+from lightning_rl.envs.networks.memory import RecurrentBody
+from lightning_rl.envs.networks.space import ActionKind, Space
+from lightning_rl.errors import ConfigError
+
+
+class ExploringAgent(EnvAgent):
+    """An agent that learns from what others did, too: ``exploration`` of its actions are random.
+
+    The module that teaches it sets that share, in [0, 1], before each batch.
+    """
+
+    exploration: float = 0.0
+
+    def snapshot(self) -> dict[str, Any]:
+        return super().snapshot() | {"exploration": self.exploration}
+
+    def become(self, snapshot: Mapping[str, Any]) -> None:
+        super().become(snapshot)
+        self.exploration = snapshot["exploration"]
+
+
+def single_action(space: Space, who: str) -> tuple[str, ActionKind]:
+    """The one action of an environment, by name.
+
+    Raises:
+        ConfigError: if there are several.
+    """
+    if len(space.actions) > 1:
+        raise ConfigError(
+            f"{who} takes one action, and the environment {len(space.actions)} "
+            f"({', '.join(space.actions)}); use ActorCritic"
+        )
+    return next(iter(space.actions.items()))
+
+
+def require_no_memory(**bodies: object) -> None:
+    """Refuse bodies with a memory for agents that learn from single steps.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    for name, body in bodies.items():
+        if isinstance(body, RecurrentBody):
+            raise ConfigError(
+                f"{name}={type(body).__name__} has a memory, and single steps teach it nothing; "
+                "use a body without, or ActorCritic with ActorCriticModule"
+            )
+
+
+@dataclass(frozen=True)
+class EpsilonGreedy(ActionDistribution):
+    """The best of n by ``values`` (*B, n), and with a chance of ``epsilon`` any of them.
+
+    -inf is the value of an action that is not allowed, and never taken. ``one_hot`` actions are
+    (*B, n), others (*B,).
+    """
+
+    values: Tensor
+    epsilon: float = 0.0
+    one_hot: bool = False
+
+    @property
+    def probs(self) -> Tensor:
+        """epsilon / n, and 1 - epsilon more for the best (Sutton and Barto 2018, sec. 2.2)."""
+        allowed = (self.values > -torch.inf).to(self.values.dtype)
+        uniform = allowed / allowed.sum(-1, keepdim=True)
+        best = torch.zeros_like(uniform).scatter(-1, self.values.argmax(-1, keepdim=True), 1.0)
+        return self.epsilon * uniform + (1 - self.epsilon) * best
+
+    @property
+    def _drawn(self) -> Categorical:
+        return Categorical(self.probs.log(), self.one_hot)
+
+    def sample(self) -> Tensor:
+        return self._drawn.sample()
+
+    def mode(self) -> Tensor:
+        return Categorical(self.values, self.one_hot).mode()
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        return self._drawn.log_prob(action)
+
+    def entropy(self) -> Tensor:
+        return self._drawn.entropy()
+
+    def kl(self, new: "EpsilonGreedy") -> Tensor:
+        return self._drawn.kl(new._drawn)
+
+
+@dataclass(frozen=True)
+class PartlyUniform(ActionDistribution):
+    """A :class:`TanhGaussian`, and with a chance of ``share`` anything within its bounds."""
+
+    policy: TanhGaussian
+    share: float = 0.0
+
+    def sample(self) -> Tensor:
+        drawn, low, high = self.policy.sample(), self.policy.low, self.policy.high
+        anything = low + torch.rand_like(drawn) * (high - low)
+        return torch.where(torch.rand_like(drawn[..., :1]) < self.share, anything, drawn)
+
+    def mode(self) -> Tensor:
+        return self.policy.mode()
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        # log(s / volume + (1 - s) p(a)).
+        log_volume = (self.policy.high - self.policy.low).log().sum(-1)
+        share = self.policy.mean.new_tensor(self.share)
+        own = (1 - share).log() + self.policy.log_prob(action)
+        return torch.logaddexp(share.log() - log_volume, own)
+
+    def entropy(self) -> Tensor:
+        """An estimate from one sample."""
+        return -self.log_prob(self.sample())
+
+    def kl(self, new: "PartlyUniform") -> Tensor:
+        """An estimate from one sample."""
+        action = self.sample()
+        return self.log_prob(action) - new.log_prob(action)

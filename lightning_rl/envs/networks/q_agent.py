@@ -1,0 +1,118 @@
+"""QAgent: an agent whose head gives the value of each action, and that takes the best."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.networks.agent import Observations
+from lightning_rl.envs.networks.bodies import Body, MLPBody
+from lightning_rl.envs.networks.exploring import (
+    EpsilonGreedy,
+    ExploringAgent,
+    require_no_memory,
+    single_action,
+)
+from lightning_rl.envs.networks.layers import output
+from lightning_rl.envs.networks.pretrained import take_body
+from lightning_rl.envs.networks.space import Discrete, Space, allowed_only, mask_of
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
+
+
+class QHead(nn.Module):
+    """Values of n actions, of features: one linear layer."""
+
+    def build(self, features: int, actions: int) -> None:
+        """Make the layers."""
+        self.layer = output(features, actions)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Values (*B, n) of features (*B, F)."""
+        values: Tensor = self.layer(features)
+        return values
+
+
+class DuelingHead(QHead):
+    """The value of a state, and what each action adds to it (Wang et al. 2016, eq. 9)."""
+
+    def build(self, features: int, actions: int) -> None:
+        super().build(features, actions)
+        self.state_layer = output(features, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        added = super().forward(features)
+        values: Tensor = self.state_layer(features) + added - added.mean(-1, keepdim=True)
+        return values
+
+
+@configurable
+class QAgent(ExploringAgent):
+    """An agent for a choice of n actions; an observation ``<action>_mask`` may forbid some.
+
+    Args:
+        body: makes the features that values are made of.
+        head: makes the values.
+        body_lr: factor on the optimizer's learning rate for ``body``.
+        critic_lr: the same for ``head``.
+        schedule: in which iterations it learns.
+        pretrained: a checkpoint of a ``SoloModule``, whose body this one begins with.
+
+    Raises:
+        ConfigError: for values out of range, or a body with a memory; when built, for actions
+            that are no choice of n.
+    """
+
+    def __init__(
+        self,
+        body: Body | None = None,
+        head: QHead | None = None,
+        body_lr: float = 1.0,
+        critic_lr: float = 1.0,
+        schedule: UpdateSchedule = EveryIteration(),
+        pretrained: str | None = None,
+    ) -> None:
+        super().__init__()
+        require_no_memory(body=body)
+        self.factors = {"body_lr": body_lr, "critic_lr": critic_lr}
+        require_at_least(0, **self.factors)
+        require_finite(**self.factors)
+        self.body = body if body is not None else MLPBody([128, 128], "relu")
+        self.head = head if head is not None else QHead()
+        self.schedule = schedule
+        self.pretrained = pretrained
+
+    def build(self, space: Space) -> None:
+        self.space = space
+        self.action, kind = single_action(space, "QAgent")
+        if not isinstance(kind, Discrete):
+            raise ConfigError(
+                f"QAgent compares the values of n actions, and the environment takes "
+                f"{type(kind).__name__} ones; use SACModule for real numbers, else ActorCritic"
+            )
+        self.one_hot = kind.one_hot
+        self.head.build(self.body.build(space), kind.n)
+        if self.pretrained is not None:
+            take_body(self.body, Path(self.pretrained))
+
+    def forward(self, observations: Observations) -> Tensor:
+        """Values (*B, n) of all actions; -inf of those that are not allowed."""
+        values = self.head(self.body(observations))
+        return allowed_only(values, observations.get(mask_of(self.action)))
+
+    def act(
+        self, observations: Observations, state: Tensor | None = None
+    ) -> tuple[dict[str, Any], Tensor | None]:
+        values = self(observations)
+        return {self.action: EpsilonGreedy(values, self.exploration, self.one_hot)}, state
+
+    def separate_parts(self) -> list[list[nn.Parameter]]:
+        return [list(self.parameters())]
+
+    def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
+        for part, module in (("body", self.body), ("critic", self.head)):
+            if parameters := list(module.parameters()):
+                factor = self.factors[f"{part}_lr"]
+                yield {"params": parameters, "name": f"{name}/{part}", "lr_factor": factor}

@@ -1,0 +1,180 @@
+"""SACAgent: a squashed normal policy, two critics of state and action, and a temperature."""
+
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.networks.agent import Observations
+from lightning_rl.envs.networks.bodies import Body, MLPBody
+from lightning_rl.envs.networks.distributions import TanhGaussian
+from lightning_rl.envs.networks.exploring import (
+    ExploringAgent,
+    PartlyUniform,
+    require_no_memory,
+    single_action,
+)
+from lightning_rl.envs.networks.layers import mlp, output, require_activation
+from lightning_rl.envs.networks.policy_heads import TanhGaussianHead
+from lightning_rl.envs.networks.pretrained import take_body
+from lightning_rl.envs.networks.space import Continuous, Space
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
+
+
+@configurable
+class ActionCritic(nn.Module):
+    """Q(s, a): layers over a body's features and the action, side by side.
+
+    Args:
+        body: makes the features; None: the observations themselves.
+        hidden: widths of the layers over both.
+        activation: after each of them.
+
+    Raises:
+        ConfigError: for a width below 1, an activation that there is not, or a body with a memory.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(
+        self, body: Body | None = None, hidden: list[int] | None = None, activation: str = "relu"
+    ) -> None:
+        super().__init__()
+        require_no_memory(body=body)
+        require_activation(activation)
+        self.hidden = [256, 256] if hidden is None else hidden
+        require_at_least(1, **{f"hidden[{i}]": width for i, width in enumerate(self.hidden)})
+        self.activation = activation
+        self.body = body if body is not None else MLPBody([])
+
+    def build(self, space: Space, action: Continuous) -> None:
+        """Make the layers.
+
+        Raises:
+            ConfigError: if the body cannot read what the environment shows.
+        """
+        size = self.body.build(space) + action.size
+        self.layers = mlp(size, self.hidden, self.activation)
+        self.value_layer = output(self.hidden[-1] if self.hidden else size, 1)
+        self.register_buffer("low", action.low.clone(), persistent=False)
+        self.register_buffer("high", action.high.clone(), persistent=False)
+
+    def forward(self, observations: Observations, action: Tensor) -> Tensor:
+        """Values (*B,) of actions (*B, D), which it reads as parts of their bounds, in [-1, 1]."""
+        unit = 2 * (action - self.low) / (self.high - self.low) - 1
+        seen = torch.cat([self.body(observations), unit], -1)
+        values: Tensor = self.value_layer(self.layers(seen)).squeeze(-1)
+        return values
+
+
+@configurable
+class SACAgent(ExploringAgent):
+    """An agent of ``SACModule``, for actions that are real numbers within bounds.
+
+    Args:
+        body: makes the features that actions are made of.
+        policy: makes actions of them.
+        critic: of which it gets two, with weights of their own.
+        temperature: that it begins with: what an entropy of 1 nat is worth in rewards.
+        target_entropy: that the temperature is to bring about, in nats; None: -D for D actions
+            that are measured in parts of their bounds, in [-1, 1] (Haarnoja et al. 2018b).
+        body_lr: factor on the optimizer's learning rate for ``body``.
+        actor_lr: the same for ``policy``.
+        critic_lr: the same for the critics.
+        temperature_lr: the same for the temperature; 0: it stays as it is.
+        schedule: in which iterations it learns.
+        pretrained: a checkpoint of a ``SoloModule``, whose body this one begins with.
+
+    Raises:
+        ConfigError: for values out of range, or a body with a memory; when built, for actions
+            that are not real numbers within bounds.
+    """
+
+    def __init__(
+        self,
+        body: Body | None = None,
+        policy: TanhGaussianHead | None = None,
+        critic: ActionCritic | None = None,
+        temperature: float = 1.0,
+        target_entropy: float | None = None,
+        body_lr: float = 1.0,
+        actor_lr: float = 1.0,
+        critic_lr: float = 1.0,
+        temperature_lr: float = 1.0,
+        schedule: UpdateSchedule = EveryIteration(),
+        pretrained: str | None = None,
+    ) -> None:
+        super().__init__()
+        require_no_memory(body=body)
+        self.factors = {
+            "body_lr": body_lr,
+            "actor_lr": actor_lr,
+            "critic_lr": critic_lr,
+            "temperature_lr": temperature_lr,
+        }
+        require_at_least(0, **self.factors)
+        require_finite(temperature=temperature, target_entropy=target_entropy, **self.factors)
+        if temperature <= 0:
+            raise ConfigError(f"temperature={temperature} must be > 0; 0.01 is near to none")
+        self.body = body if body is not None else MLPBody([256, 256], "relu")
+        self.policy = policy if policy is not None else TanhGaussianHead()
+        self._critic = (critic if critic is not None else ActionCritic(),)  # hidden until built
+        self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature)))
+        self.given_target = target_entropy
+        self.schedule = schedule
+        self.pretrained = pretrained
+
+    def build(self, space: Space) -> None:
+        self.space = space
+        self.action, kind = single_action(space, "SACAgent")
+        if not isinstance(kind, Continuous):
+            raise ConfigError(
+                f"SACAgent makes real numbers, and the environment takes {type(kind).__name__} "
+                "actions; use DQNModule for a choice of n, else ActorCritic"
+            )
+        self.policy.build(self.body.build(space), kind)
+        critics = [copy.deepcopy(self._critic[0]) for _ in range(2)]
+        for critic in critics:
+            critic.build(space, kind)
+        self.critics = nn.ModuleList(critics)
+        # Measured in the environment's units, actions are wider by half the distance of the bounds.
+        wider = float((0.5 * (kind.high - kind.low)).log().sum())
+        given = self.given_target
+        self.target_entropy = wider - kind.size if given is None else given
+        if self.pretrained is not None:
+            take_body(self.body, Path(self.pretrained))
+
+    def forward(self, observations: Observations) -> TanhGaussian:
+        """The policy's distribution."""
+        made: TanhGaussian = self.policy(self.body(observations), observations)
+        return made
+
+    def act(
+        self, observations: Observations, state: Tensor | None = None
+    ) -> tuple[dict[str, Any], Tensor | None]:
+        made = self(observations)
+        exploring = PartlyUniform(made, self.exploration) if self.exploration else made
+        return {self.action: exploring}, state
+
+    def separate_parts(self) -> list[list[nn.Parameter]]:
+        actor = [*self.body.parameters(), *self.policy.parameters()]
+        return [actor, list(self.critics.parameters()), [self.log_temperature]]
+
+    def parameter_groups(self, name: str) -> Iterator[dict[str, Any]]:
+        parts = {
+            "body": list(self.body.parameters()),
+            "actor": list(self.policy.parameters()),
+            "critic": list(self.critics.parameters()),
+            "temperature": [self.log_temperature],
+        }
+        for part, parameters in parts.items():
+            if parameters:
+                factor = self.factors[f"{part}_lr"]
+                yield {"params": parameters, "name": f"{name}/{part}", "lr_factor": factor}

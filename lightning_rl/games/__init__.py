@@ -1,0 +1,1 @@
+"""Games: several agents that learn at once, by protocols, as roles or stage by stage."""

@@ -1,0 +1,1 @@
+"""Updates of players who take each other's learning into account."""

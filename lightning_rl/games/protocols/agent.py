@@ -1,0 +1,121 @@
+"""ProtocolAgent: an interaction in words between roles of a rollout, by a protocol."""
+
+import asyncio
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from lightning_rl.agents.base import within
+from lightning_rl.config.arguments import configurable
+from lightning_rl.engines.sampling import seed_of
+from lightning_rl.errors import ConfigError
+from lightning_rl.games.protocols.base import Protocol
+from lightning_rl.games.protocols.conversation import Conversation
+from lightning_rl.games.protocols.scenario import Scenario
+from lightning_rl.rollout import Message, Rollout
+from lightning_rl.serving.agent import SessionAgent
+from lightning_rl.serving.results import Ending
+from lightning_rl.serving.session import Session
+
+
+@configurable
+class ProtocolAgent(SessionAgent):
+    """Plays a protocol about each row of data: its agents are roles of the rollout.
+
+    Each role is paid what the protocol pays it (``role_rewards``), and the ``environment_reward``
+    is the verifier's (the mean of several that decide; of all, if nobody does): name
+    :class:`EnvironmentReward`. ``rollout.completion`` tells who said what,
+    ``rollout.extra`` the ``label`` and the ``class`` that it stands for, the ``decision`` (None:
+    none counted), and the numbers of ``rounds``, ``turns``, ``retries`` and ``guesses``. What
+    chance decides is the same for all rollouts of a group, so that they can be compared.
+
+    Args:
+        protocol: who speaks when, and what it pays.
+        scenario: what the agents are told, and how they are read.
+        trained: names of the agents that learn; what others write has no loss. None: all.
+        max_seconds: wall time of one rollout at most; None: no limit.
+
+    Raises:
+        ConfigError: if the protocol has no such agent, the scenario nothing to tell one of them, or
+            for values out of range.
+    """
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        scenario: Scenario,
+        trained: list[str] | None = None,
+        max_seconds: float | None = None,
+    ) -> None:
+        names = list(protocol.agent_names)
+        super().__init__(names, None, False, max_seconds)
+        if strangers := sorted({*(trained or ())} - {*names}):
+            raise ConfigError(
+                f"trained={strangers}: {type(protocol).__name__} has no such agent; it has "
+                f"{', '.join(names)}"
+            )
+        scenario.check(names)
+        self.protocol = protocol
+        self.scenario = scenario
+        self.trained = names if trained is None else trained
+
+    @property
+    def name(self) -> str:
+        return f"protocol {type(self.protocol).__name__}"
+
+    async def play(self, rollout: Rollout, session: Session) -> Ending:
+        columns = {"prompt": rollout.prompt.prompt, **rollout.prompt.columns}
+        seed = seed_of(rollout.group_id.encode())
+        states = [Conversation.begin(self.protocol, self.scenario, columns, seed)]
+
+        async def talk() -> str:
+            while asked := states[-1].asks():
+                answers = await asyncio.gather(
+                    *(session.chat(chat, model=agent) for agent, chat in asked.items())
+                )
+                texts = [answer.text for answer in answers]
+                states.append(states[-1].after(dict(zip(asked, texts, strict=True))))
+            return "stop"
+
+        await within(self.max_seconds, talk())
+        state = states[-1]
+        untrained = {*self.roles} - {*self.trained}
+        kind, said = ("done", result(state)) if state.done else ("timeout", {})
+        return Ending(kind, said=said, completion=transcript(state), untrained=untrained)
+
+
+def transcript(conversation: Conversation) -> list[Message]:
+    """Who said what: a message for each turn, of the agent's own role."""
+    return [
+        {
+            "role": turn.agent,
+            "content": turn.answer,
+            "round": turn.round,
+            "channels": list(turn.said),
+            "decision": turn.decision,
+        }
+        for turn in conversation.turns
+    ]
+
+
+def result(conversation: Conversation) -> Mapping[str, Any]:
+    """What came of it, as :func:`note_result` takes it."""
+    turns = conversation.turns
+    paid = {turn.agent: conversation.rewards[turn.agent] for turn in turns}
+    decision, label = conversation.decision, conversation.label
+    paying = conversation.protocol.deciders or conversation.protocol.agent_names
+    return {
+        "reward": fmean(conversation.rewards[agent] for agent in paying),
+        "role_rewards": paid,
+        "metrics": {
+            "right": float(decision == label),
+            **{f"reward_{agent}": reward for agent, reward in paid.items()},
+        },
+        "label": label,
+        "class": conversation.scenario.classes[label],
+        "decision": decision,
+        "rounds": conversation.round,
+        "turns": len(turns),
+        "retries": sum(turn.retries for turn in turns),
+        "guesses": sum(turn.guess for turn in turns),
+    }

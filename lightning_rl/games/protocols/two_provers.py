@@ -1,0 +1,116 @@
+"""Debate, MerlinArthur and Mnip: protocols with two provers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.games.protocols.base import VERIFIER, Protocol, Rounds
+from lightning_rl.games.protocols.chance import drawn
+
+FIRST, SECOND = "prover0", "prover1"
+_OWN_CHANNEL = {FIRST: "prover0_channel", SECOND: "prover1_channel"}
+_CHANNELS = tuple(_OWN_CHANNEL.values())
+
+
+@configurable
+class Debate(Protocol):
+    """Two provers argue against each other ("debate" of Hammond and Adam-Day 2025).
+
+    The first is paid when the verifier rejects, the second when it accepts. Each writes on a
+    channel of its own, the verifier on both, and all read everything.
+
+    Args:
+        max_message_rounds: rounds, of all together.
+        min_message_rounds: rounds, with that of the decision, before which none counts.
+        sequential: the first prover, the second and the verifier speak one after another; else both
+            provers at once, without having read each other's message of the round.
+        turn_reward: what a turn without a decision pays the verifier.
+        shared_reward: provers are paid what the verifier is.
+        random_stances: for one seed in two it is the first who argues for accepting.
+
+    Raises:
+        ConfigError: if the verifier has no round to decide in.
+    """
+
+    agent_names = (FIRST, SECOND, VERIFIER)
+    message_channel_names = _CHANNELS
+    agent_channel_visibility = tuple((a, c) for a in (FIRST, SECOND, VERIFIER) for c in _CHANNELS)
+    rejecting: Sequence[str] = (FIRST,)
+
+    def __init__(
+        self,
+        max_message_rounds: int = 6,
+        min_message_rounds: int = 1,
+        sequential: bool = False,
+        turn_reward: float = 0.0,
+        shared_reward: bool = False,
+        random_stances: bool = False,
+    ) -> None:
+        self.sequential = sequential
+        super().__init__(
+            max_message_rounds, min_message_rounds, turn_reward, shared_reward, random_stances
+        )
+
+    def is_active(self, agent: str, channel: str, round: Rounds, seed: Rounds = 0) -> Tensor:
+        order = (
+            [[FIRST], [SECOND], [VERIFIER]] if self.sequential else [[FIRST, SECOND], [VERIFIER]]
+        )
+        place = next(number for number, together in enumerate(order) if agent in together)
+        own = channel == _OWN_CHANNEL.get(agent, channel)
+        return (torch.as_tensor(round) % len(order) == place) & own
+
+
+@configurable
+class Mnip(Debate):
+    """Two provers, neither of whom reads the other ("mnip" of Hammond and Adam-Day 2025).
+
+    Both are paid when the verifier accepts, so that all it has against them is that they cannot
+    agree on what they say. The verifier reads and writes both channels.
+
+    Args:
+        max_message_rounds: rounds, of all together.
+        min_message_rounds: rounds, with that of the decision, before which none counts.
+        sequential: the first prover, the second and the verifier speak one after another; else both
+            provers at once.
+        turn_reward: what a turn without a decision pays the verifier.
+        shared_reward: provers are paid what the verifier is.
+        random_stances: for one seed in two both argue for rejecting, and are paid for that.
+
+    Raises:
+        ConfigError: if the verifier has no round to decide in.
+    """
+
+    agent_channel_visibility = (*_OWN_CHANNEL.items(), *((VERIFIER, c) for c in _CHANNELS))
+    rejecting = ()
+
+
+@configurable
+class MerlinArthur(Protocol):
+    """One of two provers, drawn by the seed, speaks once; the verifier decides (Waldchen 2022).
+
+    The first is paid when the verifier rejects, the second when it accepts; the verifier has to
+    tell by the message alone which of them it was. See "Formal Interpretability with Merlin-Arthur
+    Classifiers".
+
+    Args:
+        turn_reward: what a turn without a decision pays the verifier.
+        shared_reward: provers are paid what the verifier is.
+        random_stances: for one seed in two it is the first who argues for accepting.
+    """
+
+    agent_names = (FIRST, SECOND, VERIFIER)
+    agent_channel_visibility = tuple((name, "main") for name in (FIRST, SECOND, VERIFIER))
+    rejecting: Sequence[str] = (FIRST,)
+
+    def __init__(
+        self, turn_reward: float = 0.0, shared_reward: bool = False, random_stances: bool = False
+    ) -> None:
+        super().__init__(2, 1, turn_reward, shared_reward, random_stances)
+
+    def is_active(self, agent: str, channel: str, round: Rounds, seed: Rounds = 0) -> Tensor:
+        now = torch.as_tensor(round)
+        if agent == VERIFIER:
+            return now == 1
+        return (now == 0) & (drawn(seed, 2) == (FIRST, SECOND).index(agent))

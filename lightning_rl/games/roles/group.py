@@ -1,0 +1,142 @@
+"""SharedModelGroup: roles that are one policy, and all that this one learns by."""
+
+from collections.abc import Iterable
+from itertools import compress
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from tensordict import TensorDict
+from torch.nn import Parameter
+from transformers import PreTrainedModel
+
+from lightning_rl.algos.losses import Metrics
+from lightning_rl.algos.objective import Objective
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError
+from lightning_rl.learn.base import RecordingModule
+from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
+from lightning_rl.models.lora import as_lora
+from lightning_rl.models.pretrained import model_of
+from lightning_rl.module import PolicyModule
+from lightning_rl.run.dist import all_max, sum_over_ranks, world_size
+from lightning_rl.run.metrics import named
+
+
+@configurable(model=model_of, lora=as_lora)
+class SharedModelGroup(PolicyModule):
+    """One of the policies of a :class:`RolesModule`: it plays some roles, and learns from these.
+
+    It learns as a :class:`PolicyModule` does that gets the rows of its roles and no others; its
+    further settings are that module's. What it records has its name in it:
+    ``policy/prover/loss``.
+
+    Args:
+        roles: that it plays; None: the one of its own name.
+        model: directory or hub name of the causal LM to train; None: that of the ``RolesModule``.
+        schedule: in which iterations it learns. In the others it plays, and keeps its version.
+    """
+
+    def __init__(
+        self,
+        roles: list[str] | None = None,
+        model: str | None = None,
+        schedule: UpdateSchedule = EveryIteration(),
+        **settings: Any,
+    ) -> None:
+        super().__init__(model or "", **settings)
+        self._roles = roles
+        self.schedule = schedule
+        self._places = (0, 0)
+        self._base: tuple[PreTrainedModel | None] = (None,)  # hidden from nn.Module
+
+    def join(self, run: RecordingModule, name: str, model: str, places: tuple[int, int]) -> None:
+        """Become a policy of a run.
+
+        Args:
+            run: whose clock runs for all of them.
+            name: of this one.
+            model: of those that name none.
+            places: of its optimizer and its learning-rate schedule among the run's.
+        """
+        self.name, self._places, self.clock = name, places, run.clock
+        self.model = self.model or model
+
+    @property
+    def plays(self) -> list[str]:
+        """Its roles."""
+        return [self.name] if self._roles is None else self._roles
+
+    # ---------------------------------------------------------------- what it shares
+
+    @property
+    def shares_base(self) -> bool:
+        """Whether its base never changes, so that others may have the very same."""
+        return self.lora is not None and not self.lora.trains_base
+
+    def starts_as(self, other: "SharedModelGroup") -> bool:
+        """Whether both read the same weights."""
+        own, others = ((group.model, group.random_init, group.loading) for group in (self, other))
+        return own == others
+
+    def start_from(self, lm: PreTrainedModel) -> None:
+        """Take a causal LM that was read already, before ``configure_model``."""
+        self._base = (lm,)
+
+    def own_lm(self) -> PreTrainedModel | None:
+        return self._base[0]
+
+    # ---------------------------------------------------------------- its part of the run
+
+    def configure_callbacks(self) -> list[Callback]:
+        raise ConfigError(
+            "SharedModelGroup is one of several policies: give it to RolesModule.policies, or use "
+            "PolicyModule"
+        )
+
+    def backward_pack(self, pack: TensorDict, objective: Objective, last: bool) -> Metrics:
+        """Add a pack's gradient; with the last pack's it is averaged over ranks."""
+        # DDP's own reduction would wait for the weights of all policies.
+        metrics = super().backward_pack(pack, objective, last=False)
+        if last:
+            _average_over_ranks(self.loaded_policy.parameters())
+        return metrics
+
+    def own_optimizer(self) -> Any:
+        everyone = super().own_optimizer()
+        return everyone[self._places[0]] if isinstance(everyone, list) else everyone
+
+    def lr_schedulers(self) -> Any:
+        everyone = super().lr_schedulers()
+        return everyone[self._places[1]] if isinstance(everyone, list) else everyone
+
+    @property
+    def recorded(self) -> dict[str, float]:
+        """The run's, and its own without the name in it."""
+        everything, mine = self._run.recorded, f"/{self.name}/"
+        own = {n.replace(mine, "/", 1): v for n, v in everything.items() if mine in n}
+        return everything | own
+
+    def record(self, metrics: dict[str, float]) -> None:
+        self._run.record({named(metric, self.name): value for metric, value in metrics.items()})
+
+    @property
+    def _run(self) -> RecordingModule:
+        run = self.trainer.lightning_module
+        assert isinstance(run, RecordingModule)
+        return run
+
+
+def _average_over_ranks(parameters: Iterable[Parameter]) -> None:
+    """Average gradients; one that a rank lacks is zero there, and one that all lack stays so."""
+    if world_size() == 1:
+        return
+    trained = [p for p in parameters if p.requires_grad]
+    there = all_max(torch.tensor([float(p.grad is not None) for p in trained], device="cpu"))
+    gradients = []
+    for parameter in compress(trained, there.tolist()):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    sum_over_ranks(gradients)
+    torch._foreach_div_(gradients, world_size())

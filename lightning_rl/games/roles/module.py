@@ -1,0 +1,159 @@
+"""RolesModule: several policies, each of which plays some roles, learn in one run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from tensordict import TensorDict
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.data.packing import select
+from lightning_rl.errors import ConfigError
+from lightning_rl.games.roles.group import SharedModelGroup
+from lightning_rl.learn.base import LanguageModule, save_primitive_hparams
+from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.models.policy import Policy
+from lightning_rl.models.pretrained import load_lm, model_of, of_same_weights
+from lightning_rl.run.dist import any_rank
+
+
+@configurable(model=model_of)
+class RolesModule(RolloutModule, LanguageModule):
+    """Trains several policies on the rollouts that they write together, each on its own part.
+
+    In an iteration every policy whose schedule is due learns from the rows of its roles, as a
+    :class:`PolicyModule` by itself would: with its own advantage, loss, optimizer and minibatches.
+    LoRA policies of one model have one base in memory, and in checkpoints.
+
+    Args:
+        model: directory or hub name of the causal LM that all start from which name none.
+        policies: by name.
+
+    Raises:
+        ConfigError: for no policy, or a role that two of them play.
+    """
+
+    def __init__(self, model: str, policies: dict[str, SharedModelGroup]) -> None:
+        super().__init__()
+        save_primitive_hparams(self)
+        self.automatic_optimization = False
+        self.model = model
+        self._names = list(policies)
+        self._learning = ""  # the name of the policy that is
+        if not policies:
+            raise ConfigError("RolesModule(policies={}) trains nothing; name a policy")
+        schedulers = 0
+        for place, (name, group) in enumerate(policies.items()):
+            if not name.isidentifier() or hasattr(self, name):
+                raise ConfigError(
+                    f"RolesModule.policies: {name!r} cannot be a policy's name; take another word, "
+                    "of letters, digits and _"
+                )
+            group.join(self, name, model, (place, schedulers))
+            schedulers += group.lr_scheduler is not None
+            # Of itself, not in a list: Lightning tells its children whose trainer they have.
+            self.add_module(name, group)
+        _ = self.roles  # does everyone have their own?
+
+    @property
+    def described_as(self) -> str:
+        """Directory or hub name of the model."""
+        return str(self.model)
+
+    @property
+    def policies(self) -> Mapping[str, SharedModelGroup]:
+        return {name: getattr(self, name) for name in self._names}
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        roles: dict[str, str] = {}
+        for name, group in self.policies.items():
+            for role in group.plays:
+                if role in roles:
+                    raise ConfigError(
+                        f"RolesModule.policies: role {role!r} is played by {roles[role]} and by "
+                        f"{name}; leave it to one of them"
+                    )
+                roles[role] = name
+        return roles
+
+    @property
+    def learners(self) -> list[str]:
+        return self._names
+
+    # ---------------------------------------------------------------- set-up
+
+    def configure_callbacks(self) -> list[Callback]:
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+            raise ConfigError(
+                f"RolesModule trains on one process, or on several that hold all weights each, not "
+                f"with {type(strategy).__name__}; set trainer.strategy: ddp"
+            )
+        return super().configure_callbacks()
+
+    def configure_model(self) -> None:
+        """Load all policies (once), and what several of them start from once."""
+        read: list[tuple[SharedModelGroup, PreTrainedModel]] = []
+        for group in self.policies.values():
+            if group.policy is None and group.shares_base:
+                base = next((lm for other, lm in read if group.starts_as(other)), None)
+                if base is None:
+                    base = load_lm(group.model, group.random_init, group.loading)
+                    read.append((group, base))
+                group.start_from(of_same_weights(base))
+            group.configure_model()
+
+    @property
+    def loaded_policies(self) -> dict[str, Policy]:
+        return {name: group.loaded_policy for name, group in self.policies.items()}
+
+    def configure_optimizers(self) -> Any:
+        made = [group.configure_optimizers() for group in self.policies.values()]
+        both = [one if isinstance(one, dict) else {"optimizer": one} for one in made]
+        schedulers = [one["lr_scheduler"] for one in both if "lr_scheduler" in one]
+        return [one["optimizer"] for one in both], schedulers
+
+    # ---------------------------------------------------------------- learning
+
+    def rows_of(self, name: str, batch: TensorDict) -> Tensor:
+        """The rows, (r,), of a policy's roles in a batch whose roles are numbered as ``roles``."""
+        own = [n for n, policy in enumerate(self.roles.values()) if policy == name]
+        role = batch["rollouts", "role"].cpu()
+        return torch.isin(role, torch.tensor(own, device="cpu")).nonzero().squeeze(1)
+
+    def training_step(self, batch: TensorDict, batch_idx: int) -> None:
+        """One RL iteration: an update of every policy that is due and has written anything."""
+        self.require_packed(batch)
+        for name, group in self.policies.items():
+            rows = self.rows_of(name, batch)
+            if not group.schedule.due(self.iteration) or not any_rank(len(rows) > 0):
+                continue
+            self._learning = name
+            group.training_step(select(batch, rows), batch_idx)
+            self.stopping, group.stopping = self.stopping or group.stopping, None
+        self.iteration += 1
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.policies[self._learning].on_before_optimizer_step(optimizer)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["lightning_rl"]["policies"] = {
+            name: {"iteration": group.iteration, "parts": group.state_of_parts()}
+            for name, group in self.policies.items()
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        for name, group in self.policies.items():
+            state = checkpoint["lightning_rl"]["policies"][name]
+            group.iteration = state["iteration"]
+            group.load_parts(state["parts"])

@@ -1,0 +1,51 @@
+"""SimulationLoss: a simulator learns to be like an adversary, and the adversary not to be."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from lightning_rl.algos.losses import Metrics
+from lightning_rl.config.arguments import configurable
+from lightning_rl.envs.joint_loss import JointLoss
+from lightning_rl.envs.networks.distributions import ActionDistribution
+from lightning_rl.errors import require_at_least, require_finite
+from lightning_rl.games.protocols.zero_knowledge import ADVERSARY, SIMULATOR, likeness
+
+
+@configurable
+class SimulationLoss(JointLoss):
+    """Teaches the simulator of a :class:`ZeroKnowledge` likeness to the adversary, and vice versa.
+
+    A policy gradient asks which draws were paid more than others in their place. A simulator's
+    draws change nothing: it is paid for the logits l' that it draws by, as its adversary is for its
+    own, l. So both also follow the gradient of what they are paid themselves, r = cos(l, l') summed
+    over message and decision: the simulator up, with l as it is, the adversary down, with l' as it
+    is. That is the pathwise part of the gradient of their rewards; what an adversary's words make
+    others say later is left to the policy gradient.
+
+    Args:
+        coef: weight of it.
+
+    Raises:
+        ConfigError: if it is negative, or not finite.
+    """
+
+    agents = (ADVERSARY, SIMULATOR)
+
+    def __init__(self, coef: float = 1.0) -> None:
+        require_at_least(0, coef=coef)
+        require_finite(coef=coef)
+        self.coef = coef
+
+    def __call__(
+        self, made: Mapping[str, Mapping[str, ActionDistribution]]
+    ) -> tuple[Tensor, Metrics]:
+        adversary, simulator = (_logits(made[name]) for name in self.agents)
+        fixed = [[value.detach() for value in own] for own in (adversary, simulator)]
+        loss = likeness(adversary, fixed[1]) - likeness(fixed[0], simulator)
+        alike = likeness(*fixed) / len(adversary)
+        return self.coef * loss, {"likeness": alike}
+
+
+def _logits(made: Mapping[str, ActionDistribution]) -> list[Tensor]:
+    return [distribution.logits for _, distribution in sorted(made.items())]  # type: ignore[attr-defined]

@@ -1,0 +1,102 @@
+"""StagedCallback: what else happens in a staged run; and the loggers that hear of it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_rl.callbacks.artifacts import keep_files
+from lightning_rl.config.arguments import configurable
+from lightning_rl.config.schema import one_line
+from lightning_rl.games.staged.sampler import Tree
+
+if TYPE_CHECKING:
+    from lightning_rl.games.staged.trainer import StagedTrainer
+
+STATE_FILES = ("state.json", "config.yaml", "metrics.jsonl")
+"""What a run can be gone on with, but for interactions of an iteration that was not over."""
+RESULTS = ("summary.json", "curves.png", "rollouts.*", "tests.*")
+
+
+class StagedCallback:
+    """Hooks of a :class:`StagedTrainer`; here they do nothing."""
+
+    def statistics(
+        self, trainer: "StagedTrainer", of: str, iteration: int, trees: Sequence[Tree]
+    ) -> dict[str, float]:
+        """Further metrics of interactions, by names without the part before the slash.
+
+        Args:
+            trainer: the run.
+            of: ``train`` or ``eval``, which is put before the names.
+            iteration: of the models that had the interactions.
+            trees: the interactions; ``leaf.conversation`` of each tree's ``leaves`` has turns,
+                rewards and decisions.
+        """
+        return {}
+
+    def on_metrics(
+        self, trainer: "StagedTrainer", iteration: int, metrics: dict[str, float]
+    ) -> None:
+        """Metrics of the models after so many iterations are known, and in ``metrics.jsonl``."""
+
+    def on_stage_end(self, trainer: "StagedTrainer", stage: str) -> None:
+        """A stage is over; ``trainer.state``, which was saved, names the next."""
+
+    def on_run_end(self, trainer: "StagedTrainer", error: BaseException | None) -> None:
+        """The run is done, or ``error`` ends it here."""
+
+
+@configurable
+class StagedLoggers(StagedCallback):
+    """Tells Lightning's loggers the metrics, by iteration, and gives them files to keep.
+
+    Those that keep files (W&B, MLflow) get the state after each iteration and in the end, then with
+    the results. A logger that cannot be reached is a warning, not the end of the run.
+
+    Args:
+        loggers: any of Lightning's.
+    """
+
+    def __init__(self, loggers: list[Logger]) -> None:
+        self.loggers = loggers
+
+    def on_metrics(
+        self, trainer: "StagedTrainer", iteration: int, metrics: dict[str, float]
+    ) -> None:
+        for logger in self.loggers:
+            try:
+                logger.log_metrics(metrics, step=iteration)
+                logger.save()
+            except Exception as error:  # a server out of reach; metrics.jsonl has them
+                _warn(logger, "the metrics", trainer, error)
+
+    def on_stage_end(self, trainer: "StagedTrainer", stage: str) -> None:
+        if stage == "await_fine_tune_jobs":
+            self._keep(trainer, STATE_FILES)
+
+    def on_run_end(self, trainer: "StagedTrainer", error: BaseException | None) -> None:
+        self._keep(trainer, (*STATE_FILES, *RESULTS))
+        for logger in self.loggers:
+            try:
+                logger.finalize("success" if error is None else "failed")
+            except Exception as fault:
+                _warn(logger, "that the run ended", trainer, fault)
+
+    def _keep(self, trainer: "StagedTrainer", patterns: Sequence[str]) -> None:
+        directory = trainer.run_dir
+        found = [path for pattern in patterns for path in sorted(directory.glob(pattern))]
+        files = [path for path in found if path.is_file()]
+        for logger in self.loggers if files else ():
+            try:
+                keep_files(logger, directory, files)
+            except Exception as error:
+                _warn(logger, "the files of the run", trainer, error)
+
+
+def _warn(logger: Logger, what: str, trainer: "StagedTrainer", error: Exception) -> None:
+    rank_zero_warn(
+        f"{type(logger).__name__} did not take {what} ({type(error).__name__}: {one_line(error)}); "
+        f"see {trainer.run_dir}"
+    )

@@ -1,0 +1,213 @@
+"""LocalJobs: fine-tune jobs on this machine, each a Lightning fit in a process of its own."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.config.schema import one_line, parsed
+from lightning_rl.data.rollouts.jsonl import as_lines
+from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.games.staged import job_process
+from lightning_rl.games.staged.job_process import LOG, MODEL, PARTIAL, PID, RESULT, STARTS
+from lightning_rl.games.staged.jobs import FineTuneJobs, JobReport, JobRequest, JobStatus
+from lightning_rl.run.keeper import kept
+from lightning_rl.run.rundir import sync_directory, write_whole
+
+_MOST_STARTS = 3
+"""A process that is killed (with its machine, say) is started again, but not without end."""
+_CONFIG, _ROWS = "config.yaml", "rows.jsonl"
+
+
+@configurable
+class LocalJobs(FineTuneJobs):
+    """``lightning-rl fit`` with ``SFTModule`` or ``DPOModule``; the result is a model's directory.
+
+    A job is a directory, ``jobs/<key>`` in that of the run: its configuration, rows, log, and at
+    the end ``model`` and ``result.json``. Its process does not end with the one that asked for it,
+    which finds it running or done when it comes back.
+
+    Args:
+        supervised: what a job from demonstrations does otherwise: keys of ``lightning-rl fit``, as
+            ``{trainer: {max_epochs: 3}, model: {init_args: {...}}}``.
+        preference: the same of a job from pairs (DPO).
+        threads: CPU threads of each job.
+
+    Raises:
+        ConfigError: for keys that ``fit`` does not have.
+    """
+
+    def __init__(
+        self,
+        # Not of Any: of a class_path in that jsonargparse would make an object.
+        supervised: dict[str, dict] | None = None,
+        preference: dict[str, dict] | None = None,
+        threads: int = 1,
+    ) -> None:
+        self.settings = {"supervised": supervised or {}, "dpo": preference or {}}
+        for given in self.settings.values():
+            if strange := given.keys() - {"model", "data", "trainer"}:
+                raise ConfigError(
+                    f"LocalJobs: {sorted(strange)} are no keys of a fit; it has model, data and "
+                    "trainer"
+                )
+        self.threads = threads
+        self._jobs = Path("jobs")
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def open(self, directory: Path) -> None:
+        self._jobs = directory / "jobs"
+
+    async def create(self, request: JobRequest) -> str:
+        job = self._jobs / request.key
+        if not job.exists():
+            partial = self._jobs / f"{request.key}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write_whole(partial / _ROWS, as_lines(request.training.local_rows()))
+            config = json.dumps(self._config(request, job), indent=1)  # JSON is YAML
+            write_whole(partial / _CONFIG, config)
+            partial.rename(job)
+            sync_directory(self._jobs)
+        self._start_unless_running(job)
+        return request.key
+
+    async def report(self, job: str) -> JobReport:
+        directory = self._jobs / job
+        if not (directory / _CONFIG).is_file():
+            return JobReport(JobStatus.FAILED, error=f"{directory} is gone, or was emptied")
+        if (directory / RESULT).exists():
+            result = _result(directory / RESULT)
+            made = directory / MODEL if result.status is JobStatus.SUCCEEDED else None
+            if made is not None and not made.is_dir():
+                return JobReport(JobStatus.FAILED, error=f"{made} is gone")
+            return JobReport(result.status, None if made is None else str(made), result.error)
+        self._start_unless_running(directory)
+        begun = (directory / STARTS).exists()
+        return JobReport(JobStatus.RUNNING if begun else JobStatus.PENDING)
+
+    async def cancel(self, job: str) -> None:
+        directory = self._jobs / job
+        if (directory / RESULT).exists() or not (directory / _CONFIG).is_file():
+            return
+        lock = _lock(directory)
+        if lock is None:  # something holds it, so the process is still the job's own
+            with suppress(ProcessLookupError, FileNotFoundError, ValueError):  # not written yet
+                os.kill(int((directory / PID).read_text()), signal.SIGKILL)
+        else:
+            os.close(lock)
+        job_process.write_result(directory, JobStatus.CANCELLED)
+
+    # ---------------------------------------------------------------- inside
+
+    def _config(self, request: JobRequest, job: Path) -> dict[str, Any]:
+        """The fit, as a configuration file says it."""
+        training = request.training
+        rows = {"class_path": "JSONLPrompts", "init_args": {"path": str(job / _ROWS)}}
+        base: dict[str, Any] = {
+            "seed_everything": request.seed % 2**32,
+            "model": {"class_path": training.module, "init_args": {"model": request.model}},
+            "data": {"class_path": training.data, "init_args": {"train": rows}},
+            "trainer": {
+                "max_epochs": 1,
+                "devices": 1,
+                "default_root_dir": str(job / "fit"),
+                "enable_checkpointing": False,
+                "enable_model_summary": False,
+                "enable_progress_bar": False,
+                "logger": False,
+            },
+        }
+        config = _merged(base, self.settings[training.method])
+        export = {"class_path": "HFExport", "init_args": {"directory": str(job / PARTIAL)}}
+        callbacks = config["trainer"].get("callbacks") or []
+        config["trainer"]["callbacks"] = [*callbacks, export]
+        return config
+
+    def _start_unless_running(self, job: Path) -> None:
+        """Start its process, if it is neither running nor done."""
+        lock = _lock(job)
+        if lock is None:
+            return
+        try:
+            if (job / RESULT).exists():
+                return
+            if (job / MODEL).exists():  # it was killed just before it said so
+                job_process.write_result(job, JobStatus.SUCCEEDED)
+                return
+            if (job / STARTS).exists() and (job / STARTS).stat().st_size >= _MOST_STARTS:
+                why = f"its process ended {_MOST_STARTS} times before it was done; see {job / LOG}"
+                job_process.write_result(job, JobStatus.FAILED, why)
+                return
+            shutil.rmtree(job / PARTIAL, ignore_errors=True)
+            self._launch(job, lock)
+        finally:
+            os.close(lock)  # the process has its own by now
+
+    def command(self, job: Path) -> list[str]:
+        """What its process runs."""
+        return [sys.executable, "-m", "lightning_rl", "fit", "--config", str(job / _CONFIG)]
+
+    def _launch(self, job: Path, lock: int) -> None:
+        threads = {"OMP_NUM_THREADS": str(self.threads), "LIGHTNING_RL_JOB_LOCK": str(lock)}
+        # With the job's own process all is gone that its command has started.
+        command = kept(self.command(job), told=signal.SIGKILL, grace_s=0, parent=0)
+        process = subprocess.Popen(
+            [sys.executable, job_process.__file__, str(job), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | threads,
+            pass_fds=[lock],
+            start_new_session=True,  # out of reach of what ends its parent
+        )
+        self._started = [p for p in self._started if p.poll() is None] + [process]
+
+
+@dataclass(frozen=True)
+class _Result:
+    status: JobStatus
+    error: str = ""
+
+
+def _result(path: Path) -> _Result:
+    try:
+        return parsed(_Result, path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(
+            f"{path} is not what a job came to ({one_line(error)}); remove it, and the job is done "
+            "again if its model is not there"
+        ) from error
+
+
+def _lock(job: Path) -> int | None:
+    """The job's lock, as a descriptor; None if a process of the job holds it.
+
+    It is a lock of the open file, so who inherits the descriptor holds it too.
+    """
+    descriptor = os.open(job / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings merged at any depth; else what is in ``over`` holds."""
+    merged = dict(base)
+    for name, value in over.items():
+        own = merged.get(name)
+        both = isinstance(own, Mapping) and isinstance(value, Mapping)
+        merged[name] = _merged(own, value) if both else value  # type: ignore[arg-type]
+    return merged

@@ -1,0 +1,100 @@
+"""StagedReport: the metrics of a staged run, and what it came to, in files like other runs'."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.callbacks.report import installed_versions, plot_curves
+from lightning_rl.data.rollouts.jsonl import as_lines
+from lightning_rl.errors import ConfigError
+from lightning_rl.games.protocols.metrics import protocol_metrics
+from lightning_rl.games.staged.sampler import cut_answers
+from lightning_rl.games.staged.state import StagedState
+from lightning_rl.rollout import Rollout
+from lightning_rl.run.metrics import read_rows, summarize
+from lightning_rl.run.rundir import write_whole
+
+Row = dict[str, Any]
+
+
+def verdict_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Accuracy, mean rewards (the verifier's, and by agent), and :func:`protocol_metrics`."""
+    logged = [rollout.logged for rollout in rollouts]
+    names = dict.fromkeys(name for values in logged for name in values)
+    means = {
+        name: summarize([values[name] for values in logged if name in values])[0] for name in names
+    }
+    paid = summarize([rollout.reward for rollout in rollouts if rollout.reward is not None])[0]
+    accuracy = means.pop("right")
+    judged = protocol_metrics(rollouts, cut_answers)
+    return {"accuracy": accuracy, "reward_mean": paid} | means | judged
+
+
+class StagedReport:
+    """``metrics.jsonl`` with a row per iteration; ``summary.json``, ``curves.png`` and ``models``.
+
+    Row i is of the models after i iterations. ``models`` has a link for each group whose last model
+    is a directory.
+
+    Args:
+        run_dir: where they are.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def rows(self) -> list[Row]:
+        """The rows so far."""
+        path = self.run_dir / "metrics.jsonl"
+        return read_rows(path.read_text("utf-8", "replace")) if path.exists() else []
+
+    def note(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Add to an iteration's row; what is noted again takes the place of what was."""
+        rows = {row["iteration"]: row for row in self.rows()}
+        rows[iteration] = rows.get(iteration, {"iteration": iteration}) | metrics
+        ordered = [rows[number] for number in sorted(rows)]
+        write_whole(self.run_dir / "metrics.jsonl", as_lines(ordered))
+
+    def write_summary(self, state: StagedState) -> None:
+        """Say what the run came to."""
+        rows = self.rows()
+        tested = [row for row in rows if "eval/accuracy" in row]
+        models = {name: group.models[-1] for name, group in state.groups.items()}
+        summary = {
+            "status": "completed",
+            "iterations": state.iteration,
+            "accuracy_before": tested[0]["eval/accuracy"] if tested else None,
+            "accuracy_after": tested[-1]["eval/accuracy"] if tested else None,
+            "models": models,
+            "jobs": sum(len(group.jobs) for group in state.groups.values()),
+            "versions": installed_versions(),
+            "metrics": rows[-1] if rows else {},
+        }
+        write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        title = f"{self.run_dir.name}: {state.iteration} iterations"
+        plot_curves(rows, str(self.run_dir / "curves.png"), title)
+
+        for name, model in models.items():
+            if Path(model).is_dir():
+                _link(self.run_dir / "models" / name, Path(model))
+
+
+def retest_directory(run_dir: Path, given: str | Path | None) -> Path:
+    """Where a test of a run's models goes: beside the run, or where one says.
+
+    Raises:
+        ConfigError: if that is in the run's own directory.
+    """
+    own = run_dir.resolve()
+    where = own.with_name(f"{own.name}_retest") if given is None else Path(given)
+    if own in (where.resolve(), *where.resolve().parents):
+        raise ConfigError(f"retest_dir={str(given)!r} lies in the run that is tested; name another")
+    return where
+
+
+def _link(path: Path, target: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(os.path.relpath(target.resolve(), path.parent.resolve()))

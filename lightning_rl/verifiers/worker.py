@@ -1,0 +1,217 @@
+"""A process that hosts a verifiers environment, under that environment's own Python."""
+
+import asyncio
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.errors import ConfigError
+from lightning_rl.run.keeper import kept
+from lightning_rl.run.loop import cancel_here
+from lightning_rl.serving.results import last_lines, signal_name
+from lightning_rl.verifiers.hosting import Hosting
+
+_HOST = str(Path(__file__).with_name("host"))
+_LONGEST_ANSWER = 2**24  # bytes
+_GRACE_S = 10.0
+"""How long a worker may take to end what the environment has started."""
+_START_S = 300.0
+"""How long one may take to start; importing verifiers alone takes some 7 CPU seconds."""
+
+
+_WRONG = "the worker does not say what it should: {}"
+
+
+class WorkerError(RuntimeError):
+    """What an environment, or the worker that hosts it, could not do."""
+
+
+class WorkerDied(WorkerError):
+    """The worker ended in the middle of what it was asked."""
+
+
+class Worker:
+    """One process. Orders are JSON lines that it reads, answers lines that it writes."""
+
+    def __init__(self, hosting: Hosting) -> None:
+        self.hosting = hosting
+        self.seats: list[str] = []
+        self.load = 0
+        self._numbers = itertools.count(1)
+        self._cancelled: set[int] = set()
+        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Until it has ended, by itself or by us."""
+        return self._reading is not None and not self._reading.done()
+
+    async def start(self) -> None:
+        """Start it, and wait until the environment is loaded.
+
+        Raises:
+            ConfigError: if it cannot be.
+        """
+        self.hosting.check()
+        self._process = process = await asyncio.create_subprocess_exec(
+            *kept([self.hosting.program, _HOST], grace_s=_GRACE_S),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=self._log,
+            env=self.hosting.variables(),
+            limit=_LONGEST_ANSWER,
+            start_new_session=True,  # or Ctrl-C in a terminal would reach it too
+        )
+        assert process.stdout is not None
+        try:
+            self._send(self.hosting.configuration())
+            said = await asyncio.wait_for(self._first(process.stdout), _START_S)
+        except TimeoutError:
+            said = {"refused": f"it did not start within {_START_S:g} s"}
+        except BaseException:
+            await self.close()
+            raise
+        if "refused" in said:
+            await self.close()
+            raise ConfigError(
+                f"environment {self.hosting.environment!r} under {self.hosting.program}: "
+                f"{_explained(str(said['refused']), self.hosting)}"
+            )
+        self.seats = said["seats"]
+        self._reading = asyncio.create_task(self._read(process.stdout))
+
+    async def _first(self, answers: asyncio.StreamReader) -> dict[str, Any]:
+        """What it says of its start: ``seats``, or why it is ``refused``."""
+        try:
+            if not (line := await answers.readline()):
+                return {"refused": await self._end_told()}
+            said = _object(line)
+        except ValueError as error:
+            return {"refused": _WRONG.format(error)}
+        seats = said.get("seats")
+        if "refused" not in said and not (isinstance(seats, list) and seats):
+            return {"refused": _WRONG.format(f"no seats in {line!r:.200}")}
+        return said
+
+    async def ask(self, **order: Any) -> dict[str, Any]:
+        """Have it do something, and return its answer.
+
+        Raises:
+            WorkerError: if that went wrong.
+            WorkerDied: if the worker ended before.
+        """
+        if not self.alive:
+            raise WorkerDied(await self._end_told())
+        number = next(self._numbers)
+        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        self.load += 1
+        try:
+            self._send({"id": number, **order})
+            answer = await future
+        except asyncio.CancelledError:
+            self._cancelled.add(number)  # its answer may be on its way
+            if self.alive:
+                with suppress(WorkerDied):
+                    self._send({"id": number, "cancel": True})
+            raise
+        finally:
+            self.load -= 1
+            self._asked.pop(number, None)
+        if answer.get("error"):
+            raise WorkerError(answer["error"])
+        return answer
+
+    async def close(self) -> None:
+        """End it, with what the environment has started."""
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _GRACE_S)
+        self._kill()
+        await process.wait()
+        if self._reading is not None:
+            await cancel_here([self._reading])
+        self._give_up("the worker was closed")
+        self._process = None
+        self._log.close()
+
+    def _send(self, order: Mapping[str, Any]) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        if self._process.stdin.is_closing():
+            raise WorkerDied("the worker reads no orders any more")
+        self._process.stdin.write(json.dumps(order, default=str).encode() + b"\n")
+
+    async def _read(self, answers: asyncio.StreamReader) -> None:
+        """Hand out answers. At their end, or the first that is none, whoever asked is told."""
+        end = "the worker was closed"
+        try:
+            while line := await answers.readline():
+                self._take(line)
+            end = await self._end_told()
+        except ValueError as error:  # also of a line that is longer than fits
+            end = _WRONG.format(error)
+        finally:
+            self._kill()  # one that cannot be understood, or says no more, is of no use
+            self._give_up(end)
+
+    def _take(self, line: bytes) -> None:
+        answer = _object(line)
+        number = answer.get("id")
+        if type(number) is not int:
+            raise ValueError(f"{line!r:.200} answers nothing that was asked")
+        future = self._asked.pop(number, None)
+        if future is None and number not in self._cancelled:
+            raise ValueError(f"{line!r:.200} answers nothing that was asked")
+        if future is not None and not future.done():  # else nobody waits any more
+            future.set_result(answer)
+
+    def _kill(self) -> None:
+        """Have its keeper end it at once, with all that it has started."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+
+    def _give_up(self, end: str) -> None:
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(WorkerDied(end))
+
+    async def _end_told(self) -> str:
+        """How it ended, and the last that it printed; one that says nothing more is ended."""
+        if self._process is None:
+            return "the worker was closed"
+        how = "closed its output, and was killed"
+        with suppress(TimeoutError):
+            status = await asyncio.wait_for(self._process.wait(), _GRACE_S)
+            how = f"ended with {signal_name(-status) if status < 0 else f'exit status {status}'}"
+        self._kill()
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - 4096))
+        return f"the worker {how}{last_lines(self._log.read())}"
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{line!r:.200} is no JSON ({error})") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"{line!r:.200} is no object")
+    return said
+
+
+def _explained(reason: str, hosting: Hosting) -> str:
+    if "No module named 'verifiers'" in reason or "PackageNotFoundError" in reason:
+        return f"verifiers is not installed there; {hosting.recipe()}"
+    return reason

@@ -1,0 +1,43 @@
+"""The tables of docs/trl.md and docs/verl.md, from the data that ``lightning-rl convert`` reads.
+
+python -m tests.support.counterpart_tables         writes them into the pages
+"""
+
+from pathlib import Path
+
+from lightning_rl.convert.conversion import Row, sections
+
+DOCS = Path(__file__).parents[2] / "docs"
+LIBRARIES = ("trl", "verl")
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+
+
+def tables(library: str) -> str:
+    """A heading and a table per section."""
+    parts = []
+    for title, rows in sections(library).items():
+        lines = [f"### {title}", "", "| theirs | default | here | |", "|---|---|---|---|"]
+        lines += [_line(row) for row in rows]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _line(row: Row) -> str:
+    ours = ", ".join(f"`{name}`" for name in row.ours.split(", ") if name) or "none"
+    default = "" if row.default is None else f"`{row.default}`"
+    if isinstance(row.default, dict):
+        default = "a mapping"
+    return f"| `{row.theirs}` | {default} | {ours} | {row.note} |"
+
+
+def page(text: str, library: str) -> str:
+    """The page with what is between the marks made anew."""
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n\n{tables(library)}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    for name in LIBRARIES:
+        file = DOCS / f"{name}.md"
+        file.write_text(page(file.read_text(encoding="utf-8"), name), encoding="utf-8")

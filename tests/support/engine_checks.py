@@ -1,0 +1,159 @@
+"""What tests of vLLM engines share: prompts, a yardstick for logprobs, ways to ask."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.run.loop import run_async
+from lightning_rl.sync.memory import MemoryTransport
+from tests.support.tolerances import rounding
+
+LONG = [3 + i % 10 for i in range(70)]  # more than two cache blocks of 32 tokens
+ROUNDING = rounding(additions=1_500, magnitude=15 / 0.7)
+"""In nats, 5e-4: of logits up to 15, over temperatures from 0.7, that two programs compute by the
+tiny model's sums in float32. Other weights, or a stale cache, are off by 0.1 and more."""
+PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], LONG, [3, 4, 2]]
+
+
+def generate(
+    engine: Any,
+    prompts: Sequence[list[int]],
+    sampling: Sampling,
+    seeds: Iterable[int] | None = None,
+) -> list[Completion]:
+    """All at once, by an engine or one replica of it; seeds from 0 on unless given."""
+
+    async def run() -> list[Completion]:
+        pairs = zip(prompts, range(len(prompts)) if seeds is None else seeds, strict=True)
+        return await asyncio.gather(*(engine.generate(p, sampling, s) for p, s in pairs))
+
+    return run_async(run())
+
+
+def plain_model(model: Path, weights: Mapping[str, Tensor]) -> Any:
+    """The Hugging Face model with these weights."""
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    plain.load_state_dict(weights)
+    return plain.eval()
+
+
+def same_draws(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Whether these are of the same weights, prompts and seeds, if in other batches.
+
+    ``token_ids`` and ``logprobs`` are compared. Where a drawn number lies between two roundings it
+    is another token, and so are those after it, which befalls one token in 100,000 or so: here one
+    completion at most may part from the other's, and is compared up to there. Under other seeds or
+    weights nearly all do.
+    """
+    parted = 0
+    for one, other in zip(ours, theirs, strict=True):
+        pairs = zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False)
+        alike = [abs(a - b) for _, _, a, b in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        if max(alike, default=0.0) > ROUNDING:
+            return False
+        parted += list(one.token_ids) != list(other.token_ids)
+    return parted <= 1 < len(ours)
+
+
+def true_logprobs(
+    plain: Any, prompt: list[int], token_ids: list[int], sampling: Sampling
+) -> list[float]:
+    """The logprobs of a completion from their definition, in float64."""
+    with torch.no_grad():
+        logits = plain(input_ids=torch.tensor([prompt + token_ids])).logits[0].double()
+    result = []
+    for step, token in enumerate(token_ids):
+        z = logits[len(prompt) - 1 + step].clone()
+        written = torch.tensor(token_ids[:step], dtype=torch.long).bincount(minlength=len(z))
+        seen = written > 0
+        seen[prompt] = True
+        penalty = sampling.repetition_penalty
+        z[seen] = torch.where(z[seen] > 0, z[seen] / penalty, z[seen] * penalty)
+        z -= sampling.frequency_penalty * written + sampling.presence_penalty * (written > 0)
+        z /= sampling.temperature
+        if step < sampling.min_tokens:
+            z[1] = -torch.inf
+        probs = z.softmax(-1)
+        z[probs < sampling.min_p * probs.max()] = -torch.inf
+        if sampling.top_k:
+            z[z < z.sort(descending=True).values[sampling.top_k - 1]] = -torch.inf
+        ordered, order = z.softmax(-1).sort(descending=True)
+        before = ordered.cumsum(0) - ordered
+        kept = order[before < sampling.top_p]
+        assert token in kept.tolist()
+        result.append(float(z[token] - z[kept].logsumexp(0)))
+    return result
+
+
+def own_logprobs(plain: Any, prompt: list[int], token_ids: list[int]) -> Tensor:
+    """Of a completion's tokens, by the Hugging Face model at temperature 1."""
+    ids = torch.tensor([prompt + token_ids])
+    with torch.no_grad():
+        logprobs = plain(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def scaled(weights: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
+    """Weights of another policy."""
+    return {name: weight * factor for name, weight in weights.items()}
+
+
+class FakeEngine(Engine):
+    """Has no model: what it generates is a test's to say."""
+
+    dtype, version, running, max_length = "float32", 0, True, 1000
+
+    def start(self, model_dir) -> None: ...
+    def load_weights(self, weights, version) -> None: ...
+    def close(self) -> None: ...
+
+
+class Forgetful(MemoryTransport):
+    """Loses a tensor after it was counted."""
+
+    def stage(self, weights):
+        for bucket in super().stage(weights):
+            yield bucket | {"tensors": [t for t in bucket["tensors"] if "norm" not in t[0]]}
+
+
+@contextmanager
+def connected(transport: Any, engine: Any) -> Iterator[Any]:
+    transport.connect(engine)
+    try:
+        yield transport
+    finally:
+        transport.close()
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def train_adapters(policy, seed):
+    """Give all adapters other weights; the policy then, merged."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    return {name: weight.clone() for name, weight in policy.named_weights()}

@@ -1,0 +1,69 @@
+"""A scenario of tests/support/ranks_run.py: a loop of one's own with Lightning Fabric."""
+
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import Strategy
+
+from lightning_rl.agents.base import SingleTurn
+from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.engines.sampling import Sampling
+from lightning_rl.models.policy import save_skeleton
+from lightning_rl.module import PolicyModule
+from lightning_rl.rewards.base import Rewards
+from tests.support.lots import LotEngine
+
+
+def bare_loop(
+    model: str,
+    rows: Iterable[dict[str, str]],
+    reward: Callable[..., list[float]],
+    strategy: Strategy | str = "auto",
+) -> dict[str, Any]:
+    """The named steps in a loop of one's own, as in recipes/sort_digits/bare_loop.py."""
+    fabric = Fabric(accelerator="cpu", devices=1 if strategy == "auto" else 2, strategy=strategy)
+    fabric.launch()
+    module = PolicyModule(
+        model,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        max_grad_norm=0.5,  # less than there is: gradients must be averaged before
+        max_tokens_per_pack=24,
+        ppo_epochs=2,
+        seed=7,
+    )
+    module.configure_model()
+    policy = module.policy
+    fabric.setup(module, module.configure_optimizers())
+    prompts = IterablePrompts(rows, seed=3)
+    prompts.load(policy.tokenizer)
+    engine, sampling = LotEngine(device="cpu"), Sampling(max_tokens=6)
+    with tempfile.TemporaryDirectory() as directory:
+        save_skeleton(model, directory)
+        engine.start(Path(directory))
+    pipeline = RolloutPipeline(engine, SingleTurn(), Rewards([reward]), policy.tokenizer)
+    source = GroupSource(
+        prompts, 4 // fabric.world_size, 3, sampling, seed=5,
+        rank=fabric.global_rank, ranks=fabric.world_size,
+    )  # fmt: skip
+    told, ids = [], []
+    for iteration in range(3):
+        engine.load_weights(policy.named_weights(), version=iteration)
+        source.begin(iteration)
+        groups = [source.next() for _ in range(source.num_groups)]
+        pipeline.complete(groups, sampling)
+        rollouts = [rollout for group in groups for rollout in group]
+        ids.append([(r.id, r.token_ids) for r in rollouts])
+        batch = module.compute_old_logprobs(pack_rollouts(rollouts))
+        told.append(module.update(module.compute_advantages(batch)))
+        module.iteration += 1
+    return {
+        "rows": told,
+        "rollouts": ids,
+        "weights": [float(p.norm()) for p in policy.parameters()],
+    }

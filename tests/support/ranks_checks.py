@@ -1,0 +1,139 @@
+"""Scenarios of tests/support/ranks_run.py: guards that trip on one rank, and a rerun by two."""
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_rl.callbacks import (
+    BatchGuard,
+    IterationCheckpoint,
+    Mask,
+    MetricGuard,
+    RLCallback,
+    SkipUpdate,
+    StopRun,
+    WeightSync,
+)
+from lightning_rl.cli import main
+from lightning_rl.data.packing import token_rows
+from lightning_rl.data.rollouts.log import checksums
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.datamodule import RLDataModule
+from lightning_rl.engines.sampling import Sampling
+from lightning_rl.engines.transformers import TransformersEngine
+from lightning_rl.errors import GuardError
+from lightning_rl.module import PolicyModule
+from lightning_rl.run import dist
+from tests.support.small_run import trainer_of
+
+
+class OnRankOne(BatchGuard):
+    """Trips in one iteration, on rank 1 alone; rank 0 has nothing to measure."""
+
+    what = "a number of rank 1"
+
+    def __init__(self, iteration: int, action: Any) -> None:
+        super().__init__(0.5, action)
+        self.iteration = iteration
+        self.name = f"on_rank_one_{iteration}"
+
+    def measure(self, module, batch):
+        return float(module.iteration == self.iteration) if dist.rank() == 1 else None
+
+    def offenders(self, module, batch):
+        """The first rollout of rank 1."""
+        return (token_rows(batch) == 0) & (dist.rank() == 1)
+
+
+class Noted(RLCallback):
+    """Rows, and a metric that only rank 1 records."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_update_start(self, trainer, pl_module, batch) -> None:
+        if dist.rank() == 1:
+            pl_module.record({"local/metric": float(pl_module.iteration)})
+
+    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
+        self.rows.append({n: v for n, v in metrics.items() if n.startswith(("guard/", "policy/"))})
+
+
+def guarded(model: str, where: Path, rows: Any, reward: Any) -> dict[str, Any]:
+    """Skips the first update, masks in the second, and stops after the third."""
+    noted = Noted()
+    guards = [
+        OnRankOne(0, SkipUpdate()),
+        OnRankOne(1, Mask()),
+        MetricGuard("local/metric", 1.5, StopRun()),
+    ]
+    callbacks = [WeightSync(), noted, *guards, IterationCheckpoint(100)]
+    trainer = trainer_of(
+        where, callbacks, devices=2, strategy="ddp", logger=CSVLogger(where),
+        enable_checkpointing=True,
+    )  # fmt: skip
+    data = RLDataModule(
+        IterablePrompts(rows, seed=3), [reward], TransformersEngine(), sampling=Sampling(6),
+        group_size=3, groups_per_iteration=4, iterations_per_epoch=5, seed=5,
+    )  # fmt: skip
+    module = PolicyModule(model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), seed=7)
+    try:
+        trainer.fit(module, data)
+    except GuardError as stopped:
+        weights = checksums(module.policy.state_dict().items())
+        return {"rows": noted.rows, "reason": stopped.reason, "weights": weights,
+                "saved": Path(stopped.checkpoint or "").name}  # fmt: skip
+    raise AssertionError("the guard did not stop the run")
+
+
+def rerun(model: str, where: Path, prompts: list[dict[str, str]]) -> dict[str, Any]:
+    """A run of the command line, and an iteration of it done again by as many."""
+    where.mkdir(exist_ok=True)
+    rank = os.environ["RANK"]
+    file = where / f"prompts_{rank}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    config = where / f"config_{rank}.yaml"
+    config.write_text(yaml.safe_dump(_config(model, where, file)))
+    run = str(where / "lightning_logs" / "version_0")
+    made = {"fit": _command("fit", "--config", str(config))}
+    made["iteration"] = _command("rerun", run, "--iteration", "4", "--since", "0")
+    return made
+
+
+def _command(*arguments: str) -> tuple[int, str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        status = main(list(arguments))
+    return status, said.getvalue()
+
+
+def _config(model: str, where: Path, prompts: Path) -> dict[str, Any]:
+    return {
+        "model": {"class_path": "PolicyModule", "init_args": {
+            "model": model, "minibatches": 2,
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
+        }},
+        "data": {"class_path": "RLDataModule", "init_args": {
+            "train_prompts": {"class_path": "JSONLPrompts", "init_args": {"path": str(prompts)}},
+            "rewards": ["tests.support.ranks_run.share_of_even_digits"],
+            "engine": {"class_path": "TransformersEngine"},
+            "sampling": {"max_tokens": 6}, "group_size": 3, "groups_per_iteration": 4,
+            "iterations_per_epoch": 4,
+        }},
+        "trainer": {
+            "accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 1,
+            "enable_model_summary": False, "enable_progress_bar": False,
+            "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": str(where)}},
+            "callbacks": [
+                {"class_path": "WeightSync"},
+                {"class_path": "IterationCheckpoint", "init_args": {"every_n_iterations": 2}},
+            ],
+        },
+    }  # fmt: skip

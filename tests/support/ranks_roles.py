@@ -1,0 +1,146 @@
+"""A scenario of tests/support/ranks_run.py: three policies; of one a rank may have no rows."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.optim import SGD
+
+from lightning_rl import (
+    GAE,
+    Agent,
+    EffectiveSampleGuard,
+    Episode,
+    Evaluate,
+    HFExport,
+    IterationCheckpoint,
+    K3Penalty,
+    LogprobGapGuard,
+    LogprobSpikeGuard,
+    LoRA,
+    Periodic,
+    RewardAlarms,
+    RLCallback,
+    RolesModule,
+    SharedModelGroup,
+    SharedValueHead,
+    StalenessGuard,
+    WarmupCosine,
+    WeightSync,
+    ZeroAdvantageGuard,
+)
+from lightning_rl.data.rollouts.log import checksums
+from tests.support.lots import LotAdapters
+from tests.support.small_run import data_module, numbers, trainer_of
+
+NAMES = ("first", "second", "rare")
+
+
+class Trio(Agent):
+    """The first speaks, the second reads it; the third is asked about some prompts only."""
+
+    async def run(self, rollout, engine, sampling):
+        episode, own = Episode(rollout), rollout.prompt.token_ids
+        _, said = await episode.call(engine, own, sampling, "first")
+        _, read = await episode.call(engine, [*own, *said.token_ids, 2], sampling, "second")
+        paid = {"first": said, "second": read}
+        if int(rollout.prompt.prompt[:-1]) % 3 == 0:
+            _, paid["rare"] = await episode.call(engine, [2, *own], sampling, "rare")
+        rollout.role_rewards = {name: even_share(c.token_ids) for name, c in paid.items()}
+        episode.end()
+        return rollout
+
+
+def even_share(token_ids: list[int]) -> float:
+    """Of the digits; those from 0 to 9 are tokens 3 to 12."""
+    return sum(3 <= token <= 12 and token % 2 == 1 for token in token_ids) / len(token_ids)
+
+
+def mean_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Of whole rollouts, whose roles have rewards of their own."""
+    return [even_share(ids) for ids in completion_ids]
+
+
+class Watch(RLCallback):
+    """Rows of metrics, and the rollouts and the rows of each policy that a rank has."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.rollouts: list[list[tuple[str, list[list[int]]]]] = []
+        self.learned: list[dict[str, int]] = []
+
+    def setup(self, trainer, pl_module, stage) -> None:
+        # Adapters are drawn when the model is made, and rank 0's are those of all ranks.
+        torch.manual_seed(11 + trainer.global_rank)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self.learned.append({})
+        told = trainer.train_dataloader.current
+        self.rollouts.append([(r.id, [row.token_ids for row in r.rows]) for r in told])
+
+    def on_update_start(self, trainer, pl_module, batch) -> None:
+        self.learned[-1][pl_module.name] = len(batch["rollouts"])
+
+    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
+        self.rows.append(dict(metrics))
+
+
+def policy(lr: float, **options: Any) -> SharedModelGroup:
+    # Not Adam, to which a gradient that is twice too large is the same.
+    made = {"lora": LoRA(rank=4), "optimizer": lambda p: SGD(p, lr=lr), "max_grad_norm": None}
+    return SharedModelGroup(**(made | options), max_tokens_per_pack=24, seed=7)
+
+
+def three_policies(model: str) -> RolesModule:
+    policies = {
+        "first": policy(
+            1.0,
+            max_grad_norm=0.1,
+            ppo_epochs=2,
+            minibatches=3,
+            lr_scheduler=lambda o: WarmupCosine(o, warmup_steps=2, total_steps=24),
+        ),
+        "second": policy(0.05, schedule=Periodic(every=2), kl=K3Penalty()),
+        "rare": policy(0.05, advantage=GAE(), value_head=SharedValueHead(), ppo_epochs=2),
+    }
+    return RolesModule(model, policies)
+
+
+def fit_roles(
+    model: str, where: Path, strategy: Any = "auto", ckpt_path: str | None = None
+) -> dict[str, Any]:
+    """A run of four iterations, saved after each; or the rest of one."""
+    watch, module = Watch(), three_policies(model)
+    guards = [
+        LogprobGapGuard(), LogprobSpikeGuard(), EffectiveSampleGuard(), StalenessGuard(),
+        ZeroAdvantageGuard(),
+    ]  # fmt: skip
+    callbacks = [
+        WeightSync(), Evaluate(2), RewardAlarms(window=1), *guards, watch, HFExport(),
+        IterationCheckpoint(1, 9),
+    ]  # fmt: skip
+    trainer = trainer_of(
+        where, callbacks, devices=1 if strategy == "auto" else 2, strategy=strategy,
+        logger=CSVLogger(where), enable_checkpointing=True,
+    )  # fmt: skip
+    data = data_module(
+        engine=LotAdapters(device="cpu"), agent=Trio(), rewards=[mean_share],
+        train_prompts=numbers(100, 124, seed=4), eval_prompts=numbers(90, 93), group_size=3,
+        groups_per_iteration=4, iterations_per_epoch=4,
+    )  # fmt: skip
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    return {
+        "rows": watch.rows,
+        "rollouts": watch.rollouts,
+        "learned": watch.learned,
+        "versions": module.role_versions,
+        "weights": checksums(module.state_dict().items()),
+    }
+
+
+def roles_and_rest(model: str, where: Path, strategy: Any) -> dict[str, Any]:
+    """The run, and one that goes on from its second iteration."""
+    whole = fit_roles(model, where / "whole", strategy())
+    saved = where / "whole" / "lightning_logs" / "version_0" / "checkpoints" / "iteration_2.ckpt"
+    return {"whole": whole, "rest": fit_roles(model, where / "rest", strategy(), str(saved))}

@@ -1,0 +1,111 @@
+"""A Slurm of two emulated nodes on the loopback interface, from whatever ``slurmctld`` is found.
+
+With Debian: ``apt-get install slurm-wlm``. Or, as Lightning warns in every run where ``srun`` is
+installed, unpack the packages into a folder (``dpkg -x``) and put its ``usr/bin`` and ``usr/sbin``
+into PATH for these tests alone.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.support.two_ranks import free_port
+
+NODES = ("n1", "n2")
+
+
+def program(name: str) -> Path | None:
+    """A program of Slurm's, also under the name that Debian gives it."""
+    found = shutil.which(name) or shutil.which(f"{name}-wlm")
+    return None if found is None else Path(found).resolve()
+
+
+def missing() -> str | None:
+    """What is not installed, as a reason to skip; None if all is there."""
+    names = [n for n in ("slurmctld", "slurmd", "slurmstepd", "sbatch", "srun") if not program(n)]
+    if names:
+        return f"Slurm is not installed ({', '.join(names)} not found): apt-get install slurm-wlm"
+    if os.geteuid() != 0:
+        return "slurmd starts jobs as root only"
+    return None
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[dict[str, str]]:
+    """Start it; gives the environment in which ``sbatch`` and ``srun`` find it."""
+    controller, daemon, step = (program(n) for n in ("slurmctld", "slurmd", "slurmstepd"))
+    assert controller is not None
+    plugins = next((controller.parents[1] / "lib").glob("*/slurm-wlm"), None)
+    host = socket.gethostname().partition(".")[0]
+    ports = [free_port() for _ in range(3)]
+    nodes = [
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1"
+        for node, port in zip(NODES, ports[1:], strict=True)
+    ]
+    settings: dict[str, object] = {
+        "ClusterName": "test",
+        "SlurmctldHost": f"{host}(127.0.0.1)",
+        "SlurmctldPort": ports[0],
+        "SlurmUser": "root",
+        "AuthType": "auth/none",  # nothing but this machine reaches it
+        "CredType": "cred/none",
+        "StateSaveLocation": folder / "state",
+        "SlurmdSpoolDir": folder / "spool.%n",
+        "SlurmctldPidFile": folder / "slurmctld.pid",
+        "SlurmdPidFile": folder / "slurmd.%n.pid",
+        "SlurmctldLogFile": folder / "slurmctld.log",
+        "SlurmdLogFile": folder / "slurmd.%n.log",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "JobAcctGatherType": "jobacct_gather/none",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_CPU",
+        "SlurmdParameters": "config_overrides",
+        "ReturnToService": 2,
+    }
+    if plugins is not None:
+        settings["PluginDir"] = plugins
+    (folder / "state").mkdir(parents=True)
+    for node in NODES:
+        (folder / f"spool.{node}").mkdir()
+    partition = "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP"
+    lines = [*(f"{key}={value}" for key, value in settings.items()), *nodes, partition]
+    (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+    libraries = [] if plugins is None else [str(plugins), str(plugins.parent)]
+    environment = os.environ | {
+        "SLURM_CONF": str(folder / "slurm.conf"),
+        "LD_LIBRARY_PATH": os.pathsep.join([*libraries, os.environ.get("LD_LIBRARY_PATH", "")]),
+    }
+    commands = [[controller, "-D"], *([daemon, "-D", "-N", node, "-d", step] for node in NODES)]
+    with ExitStack() as stack:
+        for number, command in enumerate(commands):
+            output = stack.enter_context((folder / f"said_{number}").open("w"))
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+            stack.callback(_end, process)
+        _wait_until_idle(environment)
+        yield environment
+
+
+def _wait_until_idle(environment: dict[str, str]) -> None:
+    end = time.monotonic() + 60
+    states: list[str] = []
+    while states != ["idle"] * len(NODES):
+        assert time.monotonic() < end, f"nodes are {states}"
+        time.sleep(0.5)
+        command = ["sinfo", "--noheader", "--Node", "--format=%t"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        states = done.stdout.split()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,93 @@
+"""A run that generates pushes its weights, whether or not it was told to."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_rl.callbacks import Evaluate, RLCallback, WeightSync
+from lightning_rl.callbacks.defaults import push_weights
+from lightning_rl.models.policy import Policy
+from lightning_rl.sync.schedule import FixedSchedule
+from tests.support.small_run import adamw, data_module, grpo, trainer_of
+
+
+class Watch(RLCallback):
+    """Notes what rollouts were written by, and how far the engine was off."""
+
+    def __init__(self):
+        self.synced, self.versions = [], []
+
+    def on_weights_synced(self, trainer, pl_module, version):
+        self.synced.append(version)
+
+    def on_collect_end(self, trainer, pl_module, rollouts):
+        self.versions.append({v for rollout in rollouts for v in rollout.versions})
+
+
+def small(**options):
+    return data_module(
+        group_size=2, groups_per_iteration=2, iterations_per_epoch=2, eval_samples=1, **options
+    )
+
+
+def syncs(trainer):
+    return [c for c in trainer.callbacks if isinstance(c, WeightSync)]
+
+
+def test_a_script_without_one_pushes_before_its_first_rollouts(tiny_model, tmp_path):
+    watch, evaluate = Watch(), Evaluate()
+    trainer = trainer_of(tmp_path, [evaluate, watch], logger=False)
+    data = small()
+    trainer.fit(grpo(tiny_model, optimizer=adamw(1e-3)), data)
+    [sync] = syncs(trainer)
+    assert trainer.callbacks.index(sync) < trainer.callbacks.index(evaluate)
+    assert watch.synced == [0, 1, 2]
+    assert watch.versions == [{0}, {1}]
+    metrics = trainer.callback_metrics
+    assert metrics["sync/version"] == 2
+    assert metrics["sync/probe_gap"] < 1e-4
+    assert metrics["rollout/logprob_gap_max"] < 1e-4  # rollouts are of the trainer's weights
+    assert "eval/accuracy" in metrics
+
+
+@pytest.mark.parametrize("act", ["validate", "test", "predict"])
+def test_without_training_too(tiny_model, tmp_path, act):
+    trainer, module, data = trainer_of(tmp_path, [], logger=False), grpo(tiny_model), small()
+    engine = data.engine
+    held = []
+    engine.load_weights = lambda weights, version: (
+        held.append(dict(weights)),
+        type(engine).load_weights(engine, held[-1].items(), version),
+    )
+    getattr(trainer, act)(module, data)
+    [weights] = held
+    expected = dict(Policy(str(tiny_model)).named_weights())
+    assert weights.keys() == expected.keys()
+    assert all(weights[name].equal(weight) for name, weight in expected.items())
+
+
+def test_a_given_one_stays_as_it_is(tiny_model, tmp_path):
+    class Own(WeightSync):
+        """Somebody's own."""
+
+    watch, given = Watch(), Own(schedule=FixedSchedule(2), probe_prompts=0)
+    trainer = trainer_of(tmp_path, [watch, given], logger=False)
+    trainer.fit(grpo(tiny_model, optimizer=adamw(1e-3)), small())
+    assert syncs(trainer) == [given]
+    assert trainer.callbacks.index(watch) < trainer.callbacks.index(given)
+    assert watch.synced == [0, 2]
+    assert "sync/probe_gap" not in trainer.callback_metrics
+
+
+def test_a_run_without_an_engine_gets_none_nor_keeps_an_earlier_runs():
+    given, other = WeightSync(), Evaluate()
+    trainer = SimpleNamespace(callbacks=[other], datamodule=small())
+    push_weights(trainer)
+    push_weights(trainer)
+    assert [isinstance(c, WeightSync) for c in trainer.callbacks] == [True, False]
+    trainer.datamodule = None  # recorded rollouts, say
+    push_weights(trainer)
+    assert trainer.callbacks == [other]
+    trainer.callbacks = [other, given]
+    push_weights(trainer)
+    assert trainer.callbacks == [other, given]

@@ -1,0 +1,71 @@
+"""Recorded runs are read, although names have changed since they were recorded."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_rl
+from lightning_rl.callbacks import RLCallback
+from lightning_rl.cli.rerun.rebuild import callbacks_that_rerun, with_public_names
+from lightning_rl.data.rollouts.log import RerunLog
+
+
+@pytest.mark.parametrize(
+    ("recorded", "read"),
+    [
+        ("lightning_rl.ReplayRecorder", "lightning_rl.RerunRecorder"),
+        ("lightning_rl.callbacks.replay_recorder.ReplayRecorder", "lightning_rl.RerunRecorder"),
+        ("lightning_rl.where.it.was.RolesModule", "lightning_rl.RolesModule"),
+        ("lightning_rl.callbacks.preview.PreviewTable", "lightning_rl.PreviewTable"),
+        ("lightning_rl.games.staged.annealing.LinearShare", "lightning_rl.LinearSchedule"),
+        ("RolesModule", "RolesModule"),
+        ("mine.lightning_rl.RolesModule", "mine.lightning_rl.RolesModule"),
+        ("lightning_rl.somewhere.private", "lightning_rl.somewhere.private"),
+    ],
+)
+def test_recorded_configurations_name_our_classes_wherever_they_are_now(recorded, read):
+    text = "- class_path: {}\n  init_args: {{path: lightning_rl.txt}}\n"
+    assert with_public_names(text.format(recorded)) == text.format(read)
+
+
+IMPORTS = """
+from lightning_rl.errors import LightningRLError
+from lightning_rl.config.hints import import_object
+for path in ("callbacks.evaluate.Evaluate", "callbacks.Evaluate"):
+    try:
+        import_object(path)
+    except LightningRLError as error:
+        print(error)
+try:
+    import callbacks.evaluate
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_from_a_checkout_callbacks_have_one_name():
+    """The folder callbacks/ is in the working directory, and so may be imported by that name."""
+    checkout = Path(lightning_rl.__file__).parents[2]
+    command = [sys.executable, "-c", IMPORTS]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+    refusals = done.stdout.splitlines()
+    assert len(refusals) == 3
+    for line in refusals:
+        assert "callbacks/ is the package lightning_rl.callbacks" in line
+        assert "from lightning_rl.callbacks import Evaluate" in line
+
+
+def test_only_callbacks_that_say_so_take_part_in_a_rerun():
+    class Ours(RLCallback):
+        reruns = True
+
+    ours = Ours()
+    assert callbacks_that_rerun([RLCallback(), ours]) == [ours]
+
+
+def test_logs_of_earlier_releases_are_found(tmp_path):
+    assert RerunLog(tmp_path).path == tmp_path / "rerun"
+    (tmp_path / "replay").mkdir()
+    assert RerunLog(tmp_path).path == tmp_path / "replay"

@@ -1,0 +1,204 @@
+"""Filters and dynamic sampling: what is kept, what takes a rejected group's place, when it ends."""
+
+import json
+
+import pytest
+
+from lightning_rl.agents.base import SingleTurn
+from lightning_rl.collect.collector import GroupFilter, RewardSpread, SyncCollector
+from lightning_rl.collect.loader import RolloutBatches
+from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.errors import FilterError, LightningRLError
+from lightning_rl.models.policy import load_tokenizer
+from lightning_rl.rewards.base import Rewards
+from lightning_rl.rollout import RolloutStatus
+from tests.support.engine_checks import FakeEngine
+
+
+def group_of(make_rollout, *rewards, **fields):
+    return [make_rollout([3], [1], reward=r, **fields) for r in rewards]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "min_spread", "kept"),
+    [
+        ([0.0, 1.0], 0.0, True),
+        ([1.0, 1.0], 0.0, False),
+        ([0.0, 0.0, 0.0], 0.0, False),
+        ([0.25, 0.5], 0.25, False),  # must exceed it
+        ([0.25, 0.75], 0.25, True),
+        ([-1.0, -0.5], 0.0, True),
+        ([1.0], 0.0, False),
+    ],
+)
+def test_reward_spread(make_rollout, rewards, min_spread, kept):
+    assert RewardSpread(min_spread).keep(group_of(make_rollout, *rewards)) is kept
+
+
+def test_reward_spread_looks_at_graded_rollouts_only(make_rollout):
+    group = group_of(make_rollout, 1.0, 1.0, None)
+    group[2].status = RolloutStatus.FAILED
+    assert not RewardSpread().keep(group)
+    failed = group_of(make_rollout, 0.0, 1.0, status=RolloutStatus.FAILED)
+    assert not RewardSpread().keep(failed)
+
+
+# ---------------------------------------------------------------- dynamic sampling
+
+
+class Dice(FakeEngine):
+    """Writes one digit drawn from the request's seed, then the end token; on record."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    async def generate(self, token_ids, sampling, seed) -> Completion:
+        self.seeds.append(seed)
+        return Completion([3 + seed % 10, 1], [-1.0, -1.0], "stop", [0, 0])
+
+
+class Noted(SyncCollector):
+    """Writes down how many groups it was asked for."""
+
+    def __init__(self, asked: list[int]) -> None:
+        super().__init__()
+        self.asked = asked
+
+    async def take(self, count):
+        self.asked.append(count)
+        return await super().take(count)
+
+
+class Collecting:
+    """A pipeline over numbered prompts, of which only multiples of ``useful`` can spread."""
+
+    def __init__(self, tiny_model, useful: int, rows: int = 30) -> None:
+        tokenizer = load_tokenizer(str(tiny_model))
+        data = [{"prompt": f"{n}=", "number": n} for n in range(1, rows + 1)]
+        self.prompts = IterablePrompts(data, shuffle=False)
+        self.prompts.load(tokenizer)
+        self.engine = Dice()
+        self.drawn: list[int] = []
+
+        def reward(completion_ids, number):
+            counts = range(len(completion_ids))
+            return [float(n % useful == 0 and i == 0) for i, n in zip(counts, number, strict=True)]
+
+        self.pipeline = RolloutPipeline(self.engine, SingleTurn(), Rewards([reward]), tokenizer)
+        self.collector = Noted(self.drawn)
+
+    def collect(self, filters, groups: int = 4, rounds: int = 10, iteration: int = 0):
+        sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5)
+        source = GroupSource(self.prompts, groups, 3, sampling, seed=4)
+        batches = RolloutBatches(self.pipeline, self.collector, source, filters, rounds)
+        batches.collect(iteration)
+        batches.ack()
+        return batches
+
+
+def numbers(rollouts) -> list[int]:
+    return [r.prompt.columns["number"] for r in rollouts]
+
+
+def test_without_filters_one_round_is_all(tiny_model):
+    run = Collecting(tiny_model, useful=100)
+    collection = run.collect(filters=[], rounds=1)
+    assert run.drawn == [4]
+    assert collection.rollouts == collection.generated
+    assert {r.status for r in collection.rollouts} == {RolloutStatus.COMPLETED}
+    assert collection.metrics() == {}
+
+
+def test_rejected_groups_are_replaced_by_groups_of_new_prompts(tiny_model):
+    run = Collecting(tiny_model, useful=3)
+    collection = run.collect([RewardSpread()])
+    # 1 2 [3] 4 | 5 [6] 7 | 8 [9] | 10 | 11 | [12]
+    assert run.drawn == [4, 3, 2, 1, 1, 1]
+    assert numbers(collection.rollouts) == [n for n in (3, 6, 9, 12) for _ in range(3)]
+    assert numbers(collection.generated) == [n for n in range(1, 13) for _ in range(3)]
+    assert collection.metrics() == {"filter/RewardSpread": 8.0}
+    for rollout in collection.generated:
+        kept = rollout.prompt.columns["number"] % 3 == 0
+        assert rollout.status is (RolloutStatus.COMPLETED if kept else RolloutStatus.SKIPPED)
+        assert rollout.reward is not None  # rejected ones keep what they were rejected for
+        assert (rollout.temperature, rollout.top_p, rollout.top_k) == (0.7, 0.9, 5)
+
+
+def test_ids_and_seeds_never_repeat_within_an_iteration_nor_after(tiny_model):
+    run = Collecting(tiny_model, useful=3, rows=5)  # so few that prompts come again
+    first = run.collect([RewardSpread()], iteration=0, rounds=30)
+    assert len(first.generated) > 5 * 3
+    assert len(set(numbers(first.generated))) == 5
+    second = run.collect([RewardSpread()], iteration=1, rounds=30)
+    for collection in (first, second):
+        ids = [r.id for r in collection.generated]
+        assert len(set(ids)) == len(ids)
+        by_group = {r.group_id: r.prompt.id for r in collection.generated}
+        assert len(by_group) == len(ids) / 3
+    both = first.generated + second.generated
+    assert len({r.id for r in both}) == len(both)
+    assert len(set(run.engine.seeds)) == len(run.engine.seeds) == len(both)
+    assert sorted(r.seed for r in both) == sorted(run.engine.seeds)
+
+
+def test_the_same_run_again_is_the_same(tiny_model):
+    runs = [Collecting(tiny_model, useful=3).collect([RewardSpread()]) for _ in range(2)]
+    assert [r.to_dict() for r in runs[0].generated] == [r.to_dict() for r in runs[1].generated]
+
+
+def test_too_few_good_groups_end_with_a_clear_error(tiny_model):
+    run = Collecting(tiny_model, useful=3)
+    message = (
+        r"after 3 rounds only 3 of groups_per_iteration=4 groups passed the filters "
+        r"\(RewardSpread rejected 6\).*raise max_rounds"
+    )
+    with pytest.raises(FilterError, match=message) as error:
+        run.collect([RewardSpread()], rounds=3)
+    assert run.drawn == [4, 3, 2]
+    assert isinstance(error.value, LightningRLError)
+
+
+class Even(GroupFilter):
+    """A user's own filter: even numbers."""
+
+    def keep(self, group) -> bool:
+        return group[0].prompt.columns["number"] % 2 == 0
+
+
+def test_all_filters_must_agree_and_each_counts_what_it_rejected_first(tiny_model):
+    run = Collecting(tiny_model, useful=3)
+    collection = run.collect([Even(), RewardSpread()], groups=2)
+    # 1 2 | 3 4 | 5 6 | 7 | ... | 12
+    assert numbers(collection.rollouts) == [6, 6, 6, 12, 12, 12]
+    assert collection.metrics() == {"filter/Even": 6.0, "filter/RewardSpread": 4.0}
+    assert collection.tell() == "Even rejected 6, RewardSpread rejected 4"
+
+
+def test_a_kept_group_keeps_its_failures_for_what_they_are(tiny_model, make_rollout):
+    collection = RolloutBatches(None, SyncCollector(), None, [RewardSpread()])
+    group = group_of(make_rollout, 1.0, 1.0, None)
+    group[2].status = RolloutStatus.FAILED
+    collection.add(group)
+    assert [r.status.value for r in group] == ["skipped", "skipped", "failed"]
+    assert collection.kept == []
+
+
+def test_a_collection_that_failed_is_gone_on_with_as_it_was(tiny_model):
+    whole = Collecting(tiny_model, useful=3).collect([RewardSpread()], rounds=10)
+
+    def batches(run, rounds):
+        sampling = Sampling(max_tokens=4, temperature=0.7, top_p=0.9, top_k=5)
+        source = GroupSource(run.prompts, 4, 3, sampling, seed=4)
+        return RolloutBatches(run.pipeline, SyncCollector(), source, [RewardSpread()], rounds)
+
+    first = batches(Collecting(tiny_model, useful=3), rounds=2)
+    with pytest.raises(FilterError):
+        first.collect(0)
+    second = batches(Collecting(tiny_model, useful=3), rounds=10)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    again = second.collect(0)
+    assert [r.to_dict() for r in again] == [r.to_dict() for r in whole.rollouts]
+    second.ack()
+    assert second.state_dict()["collector"] == {"groups": []}

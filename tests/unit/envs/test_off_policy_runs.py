@@ -1,0 +1,253 @@
+"""Runs of DQN and SAC: they learn, warm up, and go on bit by bit."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from tensordict import TensorDict
+
+from lightning_rl import (
+    ActionCritic,
+    ActorCritic,
+    ConfigError,
+    CopyEvery,
+    DQNModule,
+    EnvCollector,
+    EnvDataModule,
+    Gym,
+    LinearSchedule,
+    MLPBody,
+    Periodic,
+    QAgent,
+    SACAgent,
+    SACModule,
+    TransitionBuffer,
+)
+from lightning_rl.envs.networks.actor_critic import joint_log_prob, sampled
+from lightning_rl.envs.networks.space import Discrete, Observed, Space
+from tests.support.small_run import SaveAfter, trainer_of
+
+
+def small(kind):
+    if kind is DQNModule:
+        agent = QAgent(MLPBody([16], "relu"))
+    else:
+        agent = SACAgent(MLPBody([16], "relu"), critic=ActionCritic(hidden=[16]))
+    return kind(
+        {"agent": agent},
+        buffer=TransitionBuffer(100),
+        warmup_frames=40,
+        updates_per_iteration=2,
+        batch_size=8,
+        seed=3,
+    )
+
+
+def data(kind=DQNModule, iterations=8, **options):
+    name = "CartPole-v1" if kind is DQNModule else "Pendulum-v1"
+    options = {"num_envs": 2, "frames_per_iteration": 20, "eval_episodes": 0, "seed": 3} | options
+    return EnvDataModule(Gym(name), iterations_per_epoch=iterations, **options)
+
+
+def fit(module, datamodule, tmp_path, *callbacks, **options):
+    torch.manual_seed(0)
+    trainer = trainer_of(tmp_path, callbacks, logger=False)
+    trainer.fit(module, datamodule, **options)
+    return trainer
+
+
+class Rows(Callback):
+    """What each iteration recorded."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_iteration_end(self, trainer, pl_module, metrics):
+        self.rows.append(metrics)
+
+
+def learned(row):
+    return {key: value for key, value in row.items() if not key.endswith("_per_s")}
+
+
+@pytest.mark.parametrize("kind", [DQNModule, SACModule])
+def test_a_run_that_goes_on_is_bit_equal(kind, tmp_path):
+    whole, path = Rows(), tmp_path / "after.ckpt"
+    module = small(kind)
+    fit(module, data(kind), tmp_path, whole, SaveAfter(5, path))
+    saved = torch.load(path, weights_only=True)["lightning_rl"]["parts"]["buffer"]
+    assert saved["ranks"][0]["added"] == 100
+    assert len(saved["ranks"][0]["rows"]["terminated"]) == 100
+    rest, again = Rows(), small(kind)
+    torch.manual_seed(9)
+    fit(again, data(kind), tmp_path / "again", rest, ckpt_path=str(path))
+    for key, weight in module.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[key]), key
+    assert [learned(r) for r in rest.rows[-3:]] == [learned(r) for r in whole.rows[-3:]]
+    assert again.buffer.added == module.buffer.added == 160
+    assert int(again.updates) == int(module.updates) == 2 * 7  # all but the first, of the warm-up
+
+
+@pytest.mark.parametrize("kind", [DQNModule, SACModule])
+def test_the_same_seed_learns_the_same_and_another_something_else(kind, tmp_path):
+    weights = []
+    for seed in (3, 3, 4):
+        module = small(kind)
+        module.seed = seed
+        fit(module, data(kind, 4), tmp_path)
+        weights.append(torch.cat([p.flatten() for p in module.agents["agent"].parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_nothing_is_learned_before_the_warm_up_is_over(tmp_path):
+    rows, module = Rows(), small(DQNModule)
+    module.epsilon = LinearSchedule(start=0.5, final=0.0, iterations=4)
+    fit(module, data(iterations=4), tmp_path, rows)
+    assert [row["policy/exploration"] for row in rows.rows] == [1.0, 1.0, 0.25, 0.125]
+    assert ["value/loss" in row for row in rows.rows] == [False, True, True, True]
+    assert [row["buffer/size"] for row in rows.rows] == [20, 40, 60, 80]
+
+
+def test_random_actions_are_uniform(tmp_path):
+    module = small(SACModule)
+    module.warmup_frames = 10_000
+    fit(module, data(SACModule, 2, frames_per_iteration=400), tmp_path)
+    actions = module.buffer.sample(4000)["agent", "actions", "action"]
+    # Uniform in [-2, 2]; of the buffer's last 100, the standard deviation of the mean is 0.12.
+    assert abs(float(actions.mean())) < 5 * 0.12
+    assert float(actions.std()) == pytest.approx(4 / 12**0.5, rel=0.25)
+
+
+def test_targets_follow_only_after_an_update(tmp_path):
+    module = small(DQNModule)
+    module.target_update = CopyEvery(1000)
+    fit(module, data(iterations=4), tmp_path)
+    begin, now = module.targets["agent"].state_dict(), module.agents["agent"].state_dict()
+    assert any(not torch.equal(begin[key], now[key]) for key in now)
+    module = small(DQNModule)
+    module.target_update = CopyEvery(1)
+    fit(module, data(iterations=4), tmp_path)
+    target, now = module.targets["agent"].state_dict(), module.agents["agent"].state_dict()
+    assert all(torch.equal(target[key], now[key]) for key in now)
+
+
+def test_an_agent_that_is_not_due_only_acts(tmp_path):
+    agent = QAgent(MLPBody([16], "relu"), schedule=Periodic(every=100, first=100))
+    module = DQNModule({"agent": agent}, warmup_frames=0, batch_size=8, updates_per_iteration=1)
+    fit(module, data(iterations=3), tmp_path)
+    assert int(module.updates) == 0
+    assert module.buffer.added == 60
+
+
+def test_another_kind_of_agent_is_refused(tmp_path):
+    module = DQNModule()
+    module.given_agents = {"agent": ActorCritic()}
+    with pytest.raises(ConfigError, match="teaches a QAgent, and agent 'agent' is ActorCritic"):
+        fit(module, data(), tmp_path)
+
+
+def test_dqn_learns_to_balance(tmp_path):
+    """A random policy holds the pole for 22 steps; the largest return is 500."""
+    module = DQNModule(
+        {"agent": QAgent(MLPBody([64, 64], "relu"))},
+        epsilon=LinearSchedule(1.0, 0.05, iterations=80),
+        target_update=CopyEvery(200),
+        warmup_frames=500,
+        batch_size=64,
+        seed=0,
+    )
+    datamodule = data(num_envs=4, frames_per_iteration=32, iterations=110, eval_episodes=10, seed=0)
+    trainer = fit(module, datamodule, tmp_path)
+    [metrics] = trainer.validate(module, datamodule, verbose=False)
+    assert metrics["eval/reward_mean"] > 80
+
+
+class Signs(EnvCollector):
+    """Two groups, a pair of agents and one alone: a reward for naming the sign that they see.
+
+    Every step is an episode. The one alone sees two things, of which one is noise.
+    """
+
+    agents: ClassVar = {
+        "pair": Space({"sign": Observed((1,))}, {"say": Discrete(2)}, agents=2),
+        "lone": Space(
+            {"sign": Observed((1,)), "noise": Observed((2, 2), torch.uint8)}, {"name": Discrete(2)}
+        ),
+    }
+    exact = ""
+
+    def start(self, seed, first, num_envs):
+        self.count = num_envs
+
+    def seen(self, name, *shape):
+        space = self.agents[name]
+        shape = (*shape, *([space.agents] if space.agents else []))
+        seen = {"sign": torch.randn(*shape, 1)}
+        if "noise" in space.observations:
+            seen["noise"] = torch.randint(255, (*shape, 2, 2), dtype=torch.uint8)
+        return seen
+
+    def acted(self, agents, name, *shape):
+        seen = self.seen(name, *shape)
+        made, _ = agents[name].act(seen)
+        action = sampled(made, greedy=False)
+        [(only, chosen)] = action.items()
+        right = (chosen == (seen["sign"].squeeze(-1) > 0)).float()
+        return {
+            "observations": seen,
+            "actions": {only: chosen},
+            "logprobs": joint_log_prob(made, action),
+            "rewards": right,
+        }
+
+    @torch.no_grad()
+    def collect(self, agents, iteration, steps):
+        shape = (self.count, steps)
+        over = torch.ones(shape, dtype=torch.bool)
+        own = {name: self.acted(agents, name, *shape) for name in self.agents}
+        after = {name: {"observations": self.seen(name, 0)} for name in self.agents}
+        steps = TensorDict({"done": over, "terminated": over} | own, shape)
+        ends = TensorDict({"place": torch.zeros(0, dtype=torch.long)} | after, [0])
+        return TensorDict({"steps": steps, "ends": ends}, [])
+
+    def play(self, agents, seeds, greedy, render=False):
+        raise NotImplementedError
+
+    def close(self):
+        pass
+
+
+def test_groups_of_agents_learn_side_by_side(tmp_path):
+    rows = Rows()
+    agents = {name: QAgent(MLPBody([16], "relu")) for name in Signs.agents}
+    agents["lone"] = QAgent(MLPBody([16], "relu", observations=["sign"]))
+    module = DQNModule(
+        agents,
+        gamma=0.0,
+        epsilon=LinearSchedule(1.0, 0.05, iterations=10),
+        warmup_frames=64,
+        updates_per_iteration=10,
+        batch_size=32,
+        optimizer=lambda p: torch.optim.Adam(p, lr=1e-2),
+        seed=0,
+    )
+    datamodule = EnvDataModule(
+        Gym("CartPole-v1"),
+        collector=Signs(),
+        num_envs=4,
+        frames_per_iteration=64,
+        iterations_per_epoch=30,
+        eval_episodes=0,
+    )
+    fit(module, datamodule, tmp_path, rows)
+    last = module.buffer.sample(4)
+    assert last["pair", "rewards"].shape == (4, 2)
+    assert last["lone", "following", "noise"].dtype == torch.uint8
+    for name in Signs.agents:
+        assert rows.rows[-1][f"value/{name}/loss"] < 0.05
+    signs = {"sign": torch.tensor([[-1.0], [1.0]])}
+    assert module.agents["lone"].act(signs)[0]["name"].mode().tolist() == [0, 1]
+    [group] = [g for g in module.optimizers().param_groups if g["name"] == "pair/critic"]
+    assert group["params"][0] is next(module.agents["pair"].head.parameters())

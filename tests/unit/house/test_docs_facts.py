@@ -1,0 +1,138 @@
+"""Facts that pages state, and that change with the code: names, counts, sizes."""
+
+import ast
+import inspect
+import re
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import lightning_rl
+import lightning_rl.callbacks as callbacks
+from lightning_rl.algos.advantages import Advantage
+from lightning_rl.algos.losses import PolicyLoss
+from lightning_rl.config.hints import class_names
+from lightning_rl.engines.base import Engine
+
+ROOT = Path(__file__).parents[3]
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_every_callback_has_a_line():
+    pages = page("docs/callbacks.md") + page("docs/guards.md")
+    named = set(re.findall(r"`(\w+)", pages))
+    assert sorted(set(callbacks.__all__) - named - {"BatchGuard", "Guard", "GuardAction"}) == []
+
+
+def test_every_recipe_is_in_the_readme():
+    recipes = [path.parent.name for path in (ROOT / "recipes").glob("*/README.md")]
+    assert len(recipes) >= 4
+    text = page("README.md")
+    assert [name for name in recipes if f"recipes/{name}/README.md" not in text] == []
+
+
+def test_only_public_engines_are_offered():
+    for module in (ROOT / "lightning_rl" / "engines").glob("*.py"):
+        if module.stem not in ("__init__", "vllm_worker"):  # which needs a server's own process
+            import_module(f"lightning_rl.engines.{module.stem}")
+    offered = {
+        name
+        for name, engine in class_names([Engine]).items()
+        if engine.__module__.startswith("lightning_rl.engines")
+    }
+    assert offered - set(lightning_rl.__all__) - {"SimulatedEngine"} == set()
+    assert {"VLLMLocal", "VLLMServer", "RayEngine", "TransformersEngine"} <= offered
+
+
+def public(base: type) -> list[type]:
+    found = (getattr(lightning_rl, name) for name in lightning_rl.__all__)
+    return [c for c in found if inspect.isclass(c) and issubclass(c, base) and c is not base]
+
+
+@pytest.mark.parametrize("base", [Advantage, PolicyLoss])
+def test_every_advantage_and_loss_names_its_paper(base):
+    concrete = [c for c in public(base) if "__call__" in vars(c) or "compare" in vars(c)]
+    concrete = [c for c in concrete if c.__name__ != "GroupAdvantage"]  # a base, of no paper
+    assert len(concrete) >= 5
+    assert [c.__name__ for c in concrete if not re.search(r"\b(19|20)\d\d\b", c.__doc__)] == []
+
+
+def test_collectors_are_tried_on_as_many_loads_as_the_page_says():
+    test = page("tests/unit/collect/test_collectors.py")
+    loads = sum(map(int, re.findall(r"max_examples=(\d+)", test)))
+    assert f"on {loads} random loads" in page("docs/collectors.md")
+
+
+def test_pages_and_setup_agree_on_the_environments_size():
+    cuda, cpu = re.search(
+        r"= cuda \]; then size_gb=(\d+); else size_gb=(\d+)", page("install/setup.sh")
+    ).groups()
+    for name in ("README.md", "docs/index.md"):
+        assert f"({cpu} GB for the CPU, {cuda} GB for CUDA" in page(name)
+
+
+def test_every_command_is_on_its_page():
+    from lightning_rl.cli import COMMANDS, USAGE
+
+    text = page("docs/cli.md")
+    assert [c for c in COMMANDS if f"**{c}**" not in text and f"lightning-rl {c}" not in text] == []
+    assert [c for c in COMMANDS if f"\n  {c} " not in USAGE] == []
+
+
+# ---------------------------------------------------------------- names of modules and files
+
+NAME = re.compile(r"(?<![\w./-])lightning_rl(?:\.(?!_)\w+)+")
+PATH = re.compile(r"(?<![\w./-])(?:lightning_rl|benchmarks|tests|recipes|docs)(?:/[\w-]+)+\.\w+")
+INVENTED = {
+    "lightning_rl.progress",  # a key in Parquet files
+    "recipes/reasoning_gym/my_task.yaml",
+}
+
+
+def texts() -> list[Path]:
+    """All files in which a reader meets names of modules and files; tests also invent some."""
+    folders = ("docs", "recipes", "benchmarks", "install", "lightning_rl")
+    kinds = (".md", ".py", ".pyi", ".yaml", ".toml", ".sh")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    found = [path for path in found if path.suffix in kinds]
+    return [*found, *(ROOT / name for name in ("README.md", "Makefile", "mkdocs.yml"))]
+
+
+@cache
+def bound_in(module: Path) -> set[str]:
+    """All names that a module's text binds, wherever it does."""
+    nodes = list(ast.walk(ast.parse(module.read_text(encoding="utf-8"))))
+    aliases = {(n.asname or n.name).split(".")[0] for n in nodes if isinstance(n, ast.alias)}
+    return aliases | {getattr(n, key) for n in nodes for key in ("name", "id") if hasattr(n, key)}
+
+
+def exists(name: str) -> bool:
+    """Of a dotted name: the module, and the first name after it."""
+    place = ROOT / "lightning_rl"
+    for part in name.split(".")[1:]:
+        if (place / part).is_dir():
+            place /= part
+        elif (module := place / f"{part}.py").exists():
+            place = module
+        elif place.is_dir():
+            public_names = lightning_rl.__all__ if place.name == "lightning_rl" else []
+            return part in public_names or part in bound_in(place / "__init__.py")
+        else:
+            return part in bound_in(place)
+    return True
+
+
+def test_no_text_names_a_module_or_file_that_is_gone():
+    gone = set()
+    for path in texts():
+        text = path.read_text(encoding="utf-8")
+        modules, files = set(NAME.findall(text)) - INVENTED, set(PATH.findall(text))
+        wrong = [name for name in modules if not exists(name)]
+        wrong += [name for name in files - INVENTED if not (ROOT / name).exists()]
+        gone |= {f"{path.relative_to(ROOT)}: {name}" for name in wrong}
+    assert not gone, "\n".join(sorted(gone))

@@ -1,0 +1,214 @@
+"""The pages on parts of one's own: their code runs, all of it together, on public names alone."""
+
+import ast
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_rl
+from lightning_rl import (
+    ActorCritic,
+    ActorCriticModule,
+    EnvDataModule,
+    Game,
+    Gym,
+    MLPBody,
+    WeightSync,
+    pack_rollouts,
+)
+from lightning_rl.callbacks import Evaluate
+from tests.support.small_run import adamw, data_module, grpo, trainer_of
+
+PAGES = sorted((Path(__file__).parents[3] / "docs" / "extend").glob("*.md"))
+FILE = re.compile(r'```python title="(\w+)\.py"\n(.*?)```', re.DOTALL)
+FILES = {name: code for page in PAGES for name, code in FILE.findall(page.read_text())}
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    """The pages' files, as modules by the part they are about."""
+    place = tmp_path_factory.mktemp("mine")
+    for name, code in FILES.items():
+        (place / f"{name}.py").write_text(code)
+    sys.path.insert(0, str(place))
+    yield {name.removeprefix("my_"): import_module(name) for name in FILES}
+    sys.path.remove(str(place))
+    for name in FILES:
+        del sys.modules[name]
+
+
+def test_there_is_a_page_for_each_part_on_public_names_alone():
+    parts = {"loss", "advantage", "aggregation", "correction", "agent", "prompts", "filter"}
+    parts |= {"episode", "collector", "engine", "transport", "metered", "schedule", "guard"}
+    parts |= {"update", "env", "head", "turns", "loop"}
+    assert {name.removeprefix("my_") for name in FILES} == parts
+    for name, code in FILES.items():
+        for node in ast.walk(ast.parse(code)):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            if module is not None and module.startswith("lightning_rl"):
+                assert module == "lightning_rl", name
+                assert {alias.name for alias in node.names} <= set(lightning_rl.__all__), name
+            if isinstance(node, ast.Attribute):  # nor what is private, by any name
+                assert not re.match(r"_[^_]", node.attr), f"{name}: {node.attr}"
+
+
+def test_a_run_on_nothing_but_parts_of_ones_own(mine, tiny_model, tmp_path):
+    transport = mine["metered"].Metered()
+    guard = mine["guard"].LongRollouts(bound=0.01, action=mine["guard"].SlowDown(0.25))
+    data = data_module(
+        train_prompts=mine["prompts"].Sums(limit=5, seed=1),
+        eval_prompts=None,
+        engine=mine["engine"].OneByOne(),
+        agent=mine["agent"].Prefilled("77"),
+        collector=mine["collector"].Waves(size=2),
+        filters=[mine["filter"].NotAllCut(most=1.0)],
+        group_size=4,
+        groups_per_iteration=3,
+        iterations_per_epoch=3,
+    )
+    schedule = mine["schedule"].OftenThenRarely(until=1, then_every=2)
+    sync = WeightSync(transport, schedule)
+    trainer = trainer_of(tmp_path, [sync, guard])
+    module = grpo(
+        tiny_model,
+        advantage=mine["advantage"].Squashed(0.5),
+        loss=mine["loss"].SquaredRatio(),
+        aggregation=mine["aggregation"].RootLength(),
+        correction=mine["correction"].Tempered(0.5),
+        optimizer=adamw(1e-3),
+        minibatches=3,
+    )
+    trainer.fit(module, data)
+
+    metrics = trainer.callback_metrics
+    assert metrics["rollout/completed"] == 12
+    assert all(r.token_ids[:2] == [10, 10] for r in data.generated)  # "77", which no loss sees
+    assert not any(m for r in data.generated for m in r.loss_mask[:2])
+    assert metrics["sync/probe_gap"] < 1e-4
+    assert "policy/ratio_far" in metrics
+    # Synced before training and after iterations 1 and 3, each time with all weights.
+    weights = sum(w.numel() for _, w in module.policy.named_weights())
+    assert transport.sent_mb == pytest.approx(3 * 4 * weights / 2**20)
+    assert metrics["guard/truncated"] == 1
+    assert metrics["policy/lr"] == pytest.approx(1e-3 * 0.25**3)
+
+
+def test_an_agent_of_ones_own_calls_a_model_as_it_likes(mine, tiny_model, tmp_path):
+    data = data_module(
+        agent=mine["episode"].Compacting(),
+        eval_prompts=None,
+        group_size=2,
+        groups_per_iteration=2,
+        iterations_per_epoch=1,
+    )
+    trainer = trainer_of(tmp_path, [WeightSync()])
+    trainer.fit(grpo(tiny_model, optimizer=adamw(1e-2)), data)
+    metrics = trainer.callback_metrics
+    assert metrics["rollout/calls_per_episode"] == 2
+    assert metrics["rollout/logprob_gap_max"] < 1e-4
+    # An answer that reads the whole of a short draft goes on from it, others begin a row.
+    assert 1 < metrics["rollout/rows_per_episode"] <= 2
+
+
+def in_env(place, env, module, iterations):
+    """The mean reward of held-out episodes, before and after a run."""
+    data = EnvDataModule(
+        env, num_envs=8, frames_per_iteration=320, iterations_per_epoch=iterations, eval_episodes=20
+    )
+    trainer = trainer_of(place, [Evaluate(every_n_iterations=iterations)])
+    seen = []
+    module.record = lambda metrics, record=module.record: (seen.append(metrics), record(metrics))
+    trainer.fit(module, data)
+    rewards = [metrics["eval/reward_mean"] for metrics in seen if "eval/reward_mean" in metrics]
+    return rewards[0], rewards[-1]
+
+
+def test_an_environment_a_head_and_a_turn_of_ones_own(mine, tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    late = mine["turns"].Late(first=2)
+    agent = ActorCritic(policy=mine["head"].Open(0.2), schedule=late, body=MLPBody([8]))
+    module = ActorCriticModule(agents={"agent": agent}, optimizer=adamw(0.01))
+    in_env(tmp_path, Gym("my_env:Thermostat-v0"), module, iterations=2)
+    taught = module.agents["agent"]
+    # Of two actions each keeps a chance of a tenth, whatever is seen.
+    chances = taught.act({"observation": torch.linspace(-9, 9, 7).unsqueeze(1)})[0]["action"].logits
+    assert float(chances.exp().min()) >= 0.1
+    torch.testing.assert_close(chances.exp().sum(1), torch.ones(7))
+    assert not module.trainer.optimizers[0].state  # nothing was learned in iterations 0 and 1
+
+
+def test_a_loop_of_ones_own_learns(mine, tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    before, after = in_env(
+        tmp_path, Gym("my_env:Thermostat-v0"), mine["loop"].ImitateBest(share=0.3), iterations=12
+    )
+    # Whatever weights it begins with: some are at -18 already, most at -299.
+    assert before < after
+    assert after > -16
+
+
+def test_an_update_in_games_of_ones_own(mine):
+    x, y = (torch.tensor([value], requires_grad=True) for value in (0.5, 0.25))
+    game = Game([(x * y).sum(), -(x * y).sum()], [[x], [y]], [0.1, 0.1])
+    # xi = (y, -x), so nabla |xi|^2 / 2 = (x, y): 0.25 + 0.5 * 0.5 and -0.5 + 0.5 * 0.25
+    found = mine["update"].Consensus(0.5)(game, torch.Generator())
+    assert [float(v) for v in found] == pytest.approx([0.5, -0.375])
+
+
+def test_a_transport_of_ones_own_brings_the_trainers_weights(mine, tiny_model, tmp_path):
+    """The page's class, which is short, into a real engine, whose logprobs the probe compares."""
+    [definition] = ast.parse(FILES["my_transport"]).body[-1:]
+    assert definition.end_lineno - definition.lineno + 1 <= 30
+    transport = mine["transport"].CompressedFiles(str(tmp_path / "weights"))
+    data = data_module(group_size=2, groups_per_iteration=2, iterations_per_epoch=2)
+    trainer = trainer_of(tmp_path, [WeightSync(transport)])
+    module = grpo(tiny_model, optimizer=adamw(1e-2))
+    trainer.fit(module, data)
+    metrics = trainer.callback_metrics
+    assert metrics["sync/version"] == 2
+    assert metrics["sync/probe_gap"] < 1e-4
+    assert metrics["rollout/logprob_gap_max"] < 1e-4
+    names = {name for name, _ in module.policy.named_weights()}
+    assert {path.stem for path in (tmp_path / "weights").iterdir()} == names
+
+
+def test_the_formulas_are_what_their_docstrings_say(mine, make_rollout):
+    loss, metrics = mine["loss"].SquaredRatio(2.0)(
+        torch.tensor([0.5, 0.0]).log1p(),
+        {"old_logprobs": torch.zeros(2), "advantages": torch.tensor([1.0, -1.0])},
+    )
+    # w = 1.5 and 1: -1.5 + (0.5)^2 and 1
+    assert loss.tolist() == pytest.approx([-1.25, 1.0])
+    assert metrics["ratio_far"].tolist() == [1, 0]
+
+    rewards, groups = torch.tensor([0.0, 1.0, 5.0]), torch.tensor([0, 0, 1])
+    compared = mine["advantage"].Squashed(0.5).compare(rewards, groups)
+    assert compared.tolist() == pytest.approx([-0.76159, 0.76159, 0], abs=1e-5)  # tanh(1)
+
+    batch = pack_rollouts([make_rollout([2], [3] * n, group_id=str(n)) for n in (1, 4)])
+    weights = mine["aggregation"].RootLength()(batch)
+    # 1 and 4 x 1/2, divided by their sum
+    expected = torch.tensor([1.0, 0.5, 0.5, 0.5, 0.5]) / 3
+    torch.testing.assert_close(weights[batch["tokens", "loss_mask"]], expected)
+
+    log_weight = torch.tensor([0.0, 2.0])
+    assert mine["correction"].Tempered(0.5).weights(log_weight, None).tolist() == pytest.approx(
+        [1.0, 2.71828], abs=1e-5
+    )
+
+
+def test_the_reference_has_every_public_name_once():
+    pages = sorted((PAGES[0].parents[1] / "api").glob("*.md"))
+    shown = [
+        n for p in pages for n in re.findall(r"^::: lightning_rl\.(\w+)$", p.read_text(), re.M)
+    ]
+    assert sorted(shown) == sorted(set(shown))
+    missing = set(lightning_rl.__all__) - set(shown)
+    assert not missing, (
+        f"add `::: lightning_rl.{min(missing)}` to the page in docs/api it belongs to"
+    )
+    assert set(shown) <= set(lightning_rl.__all__)

@@ -1,0 +1,103 @@
+"""setup.cfg, the disk, the pins and what a built wheel and sdist hold agree with each other."""
+
+import configparser
+import os
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[3]
+PACKAGE_FOLDERS = {"lightning_rl": "lightning_rl", "lightning_rl.callbacks": "callbacks"}
+
+
+@pytest.fixture(scope="module")
+def config() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def modules_on_disk() -> set[str]:
+    """Every module as a wheel must hold it; callbacks/ under its installed name."""
+    found = set()
+    for package, folder in PACKAGE_FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):  # rglob does not follow the symlink
+            relative = path.relative_to(ROOT / folder)
+            found.add(f"{package.replace('.', '/')}/{relative.as_posix()}")
+    return found
+
+
+def test_package_list_names_every_folder_with_python_files(config: configparser.ConfigParser):
+    listed = set(lines(config["options"]["packages"]))
+    assert listed == {str(Path(m).parent).replace("/", ".") for m in modules_on_disk()}
+
+
+def data_on_disk() -> set[str]:
+    """Every file beside the modules, as a wheel must hold it."""
+    left_out = (".py", ".pyc")
+    files = (path for path in (ROOT / "lightning_rl").rglob("*") if path.is_file())
+    return {path.relative_to(ROOT).as_posix() for path in files if path.suffix not in left_out}
+
+
+def test_package_data_names_every_other_file(config: configparser.ConfigParser):
+    packaged = set()
+    for package, patterns in config["options.package_data"].items():
+        folder = ROOT / package.replace(".", "/")
+        for pattern in patterns.split(","):
+            packaged |= {p.relative_to(ROOT).as_posix() for p in folder.glob(pattern.strip())}
+    assert data_on_disk() == packaged
+
+
+def test_every_package_has_an_init():
+    modules = modules_on_disk()
+    assert {str(Path(m).parent / "__init__.py") for m in modules} <= modules
+
+
+def test_callbacks_is_one_folder_under_two_names(config: configparser.ConfigParser):
+    link = ROOT / "lightning_rl" / "callbacks"
+    # Relative, or a clone elsewhere would point at this machine's folder.
+    assert os.readlink(link) == "../callbacks"
+    declared = dict(line.split(" = ") for line in lines(config["options"]["package_dir"]))
+    assert declared == PACKAGE_FOLDERS
+
+
+def requirement_sets(config: configparser.ConfigParser, backend: str) -> list[Requirement]:
+    extras = config["options.extras_require"]
+    text = config["options"]["install_requires"]
+    for extra in (backend, "dev", "docs", "recipes"):
+        text += "\n" + extras[extra]
+    return [Requirement(line) for line in lines(text) if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_pins_lie_in_the_declared_ranges(config: configparser.ConfigParser, backend: str):
+    pins: dict[str, set[str]] = {}
+    for line in lines((ROOT / "install" / f"{backend}-constraints.txt").read_text()):
+        pin = Requirement(line)
+        (version,) = pin.specifier
+        assert version.operator == "=="
+        pins.setdefault(canonicalize_name(pin.name), set()).add(version.version)
+    for required in requirement_sets(config, backend):
+        versions = pins.get(canonicalize_name(required.name), set())
+        assert versions, f"{required.name} is not pinned for {backend}; run make lock"
+        for version in versions:
+            assert required.specifier.contains(version, prereleases=True), (required, version)
+
+
+def test_cpu_set_has_neither_cuda_nor_torchvision():
+    overrides = lines((ROOT / "install" / "cpu-overrides.txt").read_text())
+    dropped = [Requirement(line) for line in overrides if not line.startswith("#")]
+    assert {r.name for r in dropped} == {"torchvision", "torchaudio", "torchcodec", "triton"}
+    assert not any(r.marker.evaluate() for r in dropped if r.marker), "an override applies here"
+    pinned = {
+        Requirement(line).name
+        for line in lines((ROOT / "install" / "cpu-constraints.txt").read_text())
+    }
+    assert not pinned & {r.name for r in dropped}
+    assert not [name for name in pinned if name.startswith("nvidia-")]

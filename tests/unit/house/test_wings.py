@@ -1,0 +1,107 @@
+"""One spine and two wings: who may import whom across them, and inside of a wing."""
+
+import pytest
+
+from benchmarks.house import ROOT, Arrow, arrows, modules_of
+
+WINGS = {"envs": (), "games": ("envs",)}
+"""Each wing, and the wings that it may import. All may import the spine, which imports none."""
+OPTIONAL = ("convert", "verifiers")
+"""Rooms that could leave for a package of their own: nobody imports them."""
+INSIDE = {
+    "envs": ("algos", "networks"),
+    "games": ("algos", "protocols", "roles", "staged"),
+}
+"""Parts of a wing that import those before them, and nothing else of their wing."""
+
+
+@pytest.fixture(scope="module")
+def library() -> set[Arrow]:
+    return arrows(modules_of(ROOT, "lightning_rl", "callbacks"))
+
+
+def room(module: str) -> str:
+    """The first folder, or file, below the package."""
+    return module.split(".")[1] if "." in module else module
+
+
+def part(module: str) -> tuple[str, str]:
+    """A module's room, and the folder or file of it that the module is in; "" is the room."""
+    _, _, inside = module.removeprefix("lightning_rl.").partition(".")
+    return room(module), inside.partition(".")[0]
+
+
+def not_allowed(found: set[Arrow]) -> list[str]:
+    """Arrows into a wing or an optional room that do not come from where they may."""
+    wrong = []
+    for arrow in sorted(found, key=str):
+        above, below = room(arrow.importer), room(arrow.imported)
+        if above == below or below not in (*WINGS, *OPTIONAL):
+            continue
+        if below not in WINGS.get(above, ()):
+            wrong.append(str(arrow))
+    return wrong
+
+
+def inside_out(found: set[Arrow]) -> list[str]:
+    """Arrows from a part of a wing to one that does not stand before it, or to no part of it."""
+    wrong = []
+    for arrow in sorted(found, key=str):
+        wing, above = part(arrow.importer)
+        other, below = part(arrow.imported)
+        parts = INSIDE.get(wing, ())
+        if other != wing or above not in parts or below in (above, ""):
+            continue
+        if below not in parts[: parts.index(above)]:
+            wrong.append(str(arrow))
+    return wrong
+
+
+def test_the_spine_imports_neither_wing(library):
+    assert not_allowed(library) == []
+
+
+def test_inside_of_the_wings_imports_run_one_way_too(library):
+    assert inside_out(library) == []
+
+
+@pytest.mark.parametrize("name", [*WINGS, *OPTIONAL])
+def test_all_of_them_are_there(name):
+    assert (ROOT / "lightning_rl" / name / "__init__.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "allowed"),
+    [
+        ("collect.loader", "envs.base", False),
+        ("cli.check", "games.staged.command", False),
+        ("module", "games.module", False),
+        ("envs.base", "games.module", False),
+        ("games.module", "envs.base", True),
+        ("envs.base", "learn.base", True),
+        ("games.staged.command", "cli.process", True),
+        ("cli", "convert.main", False),
+        ("games.roles.module", "verifiers.agent", False),
+        ("convert.main", "cli.process", True),
+        ("convert.main", "convert.trl", True),
+    ],
+)
+def test_arrows_that_are_planted_are_found(above, below, allowed):
+    arrow = Arrow(f"lightning_rl.{above}", f"lightning_rl.{below}")
+    assert not_allowed({arrow}) == ([] if allowed else [str(arrow)])
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "allowed"),
+    [
+        ("envs.networks.agent", "envs.base", False),
+        ("envs.algos.steps", "envs.networks.agent", False),
+        ("envs.networks.agent", "envs.algos.steps", True),
+        ("games.roles.game", "games.protocols.base", True),
+        ("games.protocols.base", "games.staged.trainer", False),
+        ("envs.base", "envs.networks.agent", True),
+    ],
+)
+def test_arrows_inside_that_are_planted_are_found(above, below, allowed):
+    arrow = Arrow(f"lightning_rl.{above}", f"lightning_rl.{below}")
+    assert inside_out({arrow}) == ([] if allowed else [str(arrow)])

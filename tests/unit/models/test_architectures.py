@@ -1,0 +1,122 @@
+"""Which architectures packed scoring is exact for, and that all others are refused."""
+
+import pytest
+import torch
+import transformers as hf
+
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.policy import Policy
+from recipes.sort_digits.prepare import make_tokenizer
+from tests.support.tolerances import gradient_rounding, scores_rounding
+
+TOKENS = {"vocab_size": 16, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.2}
+WIDTH = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+GROUPED = TOKENS | HEADS | WIDTH | {"num_key_value_heads": 2}
+GPT2 = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+
+EXACT = {
+    "llama": lambda: hf.LlamaConfig(**GROUPED),
+    "mistral": lambda: hf.MistralConfig(**GROUPED, sliding_window=64),
+    "qwen3": lambda: hf.Qwen3Config(**GROUPED, head_dim=8),
+    "gemma3": lambda: hf.Gemma3TextConfig(**GROUPED, head_dim=8),
+    "gpt2": lambda: hf.GPT2Config(**GPT2, initializer_range=0.2),
+    # Its output head is not called lm_head.
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**TOKENS | HEADS | WIDTH),
+    "phi3": lambda: hf.Phi3Config(**GROUPED),
+    # Learned positions; its layers keep dropout as a number.
+    "opt": lambda: hf.OPTConfig(
+        **TOKENS, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        word_embed_proj_dim=32, max_position_embeddings=64, init_std=0.2, dropout=0.5,
+    ),
+    # Mixture of experts; values narrower than keys, and no grouped heads.
+    "mixtral": lambda: hf.MixtralConfig(**GROUPED, num_local_experts=4),
+}  # fmt: skip
+REFUSED = {
+    "logits multiplied after the head": (
+        lambda: hf.CohereConfig(**GROUPED), "logit_scale=0.0625",
+    ),
+    "logits divided after the head": (
+        lambda: hf.GraniteConfig(**GROUPED, logits_scaling=2.0), "logits_scaling=2.0",
+    ),
+    "logits capped after the head": (
+        lambda: hf.Gemma2Config(**GROUPED, head_dim=8), "final_logit_softcapping=30.0",
+    ),
+    "attention scores capped": (
+        lambda: hf.Gemma2Config(**GROUPED, head_dim=8, final_logit_softcapping=None), "softcap",
+    ),
+    "attention sinks": (
+        lambda: hf.GptOssConfig(
+            **GROUPED, head_dim=8, num_local_experts=2, num_experts_per_tok=1
+        ), "s_aux",
+    ),
+    "a state-space model": (
+        lambda: hf.MambaConfig(**TOKENS, hidden_size=32, num_hidden_layers=2), "not exact",
+    ),
+    "convolutions between attention layers": (
+        lambda: hf.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]), "not exact",
+    ),
+    "a transform before the head": (
+        lambda: hf.BertConfig(**TOKENS | HEADS | WIDTH, is_decoder=True), "not exact",
+    ),
+    "a table of attention classes": (
+        lambda: hf.GPTJConfig(**GPT2, rotary_dim=4), "no other attention than its own",
+    ),
+    "layers that pass no arguments on": (
+        lambda: hf.StableLmConfig(**GROUPED), "cannot score packed rollouts",
+    ),
+}  # fmt: skip
+
+
+def saved(config, directory) -> str:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = hf.AutoModelForCausalLM.from_config(config).float()
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact(name, tmp_path, random_rollouts):
+    directory = saved(EXACT[name](), tmp_path)
+    rollouts = random_rollouts(0)
+    policy = Policy(directory)
+    plain = hf.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    assert dict(policy.named_weights()).keys() == plain.state_dict().keys()
+    scores = policy(pack_rollouts(rollouts))
+    expected = []
+    for rollout in rollouts:
+        ids = torch.tensor(rollout.prompt.token_ids + rollout.token_ids)
+        start, mask = len(rollout.prompt.token_ids), torch.tensor(rollout.loss_mask)
+        logits = plain(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
+        log_p = (logits / rollout.temperature).log_softmax(-1)
+        expected.append(log_p.gather(-1, ids[start:, None]).squeeze(-1)[mask])
+    expected = torch.cat(expected)
+    bound = scores_rounding(plain.config.get_text_config(), expected)
+    torch.testing.assert_close(scores.logprobs, expected, rtol=0, atol=bound)
+    scores.logprobs.square().sum().backward()
+    expected.square().sum().backward()
+    theirs = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    # Some gradients (of key biases) are zero but for rounding: they are held to the size of all.
+    size = torch.stack([g.norm() for g in theirs.values()]).norm()
+    for parameter_name, gradient in theirs.items():
+        gap = (policy.lm.get_parameter(parameter_name).grad - gradient).norm()
+        bound = gradient_rounding(plain.config.get_text_config(), len(expected))
+        assert gap <= bound * gradient.norm() + 1e-6 * size, parameter_name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, tmp_path):
+    build, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        Policy(saved(build(), tmp_path))
+
+
+def test_a_rollout_beyond_the_sliding_window_is_refused(tmp_path, make_rollout):
+    policy = Policy(saved(hf.MistralConfig(**GROUPED, sliding_window=8), tmp_path))
+    # The last token predicts nothing, so nine tokens run eight: just within the window.
+    policy(pack_rollouts([make_rollout([3, 4, 5], [6] * 6)]))
+    with pytest.raises(ConfigError, match=r"rollout of 9 tokens exceeds .* window of 8"):
+        policy(pack_rollouts([make_rollout([3, 4, 5], [6] * 7)]))

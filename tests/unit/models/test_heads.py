@@ -1,0 +1,247 @@
+"""The policy head against a naive float64 implementation, and the value heads."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_rl.models import heads
+from lightning_rl.models.attention import build_layout
+from lightning_rl.models.heads import SeparateValueHead, SharedValueHead, token_logprobs
+from lightning_rl.models.policy import Policy
+from tests.support.tolerances import norm_rounding, rounding
+
+
+def naive(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor]:
+    logits = nn.functional.linear(hidden, weight, bias) / temperature[:, None]
+    log_p = logits.log_softmax(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def problem(bias: bool) -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    linear = nn.Linear(8, 11, bias=bias)
+    for parameter in linear.parameters():
+        parameter.data.normal_(std=0.5, generator=generator)
+    hidden = torch.randn(7, 8, generator=generator).requires_grad_()
+    targets = torch.randint(11, (7,), generator=generator)
+    temperature = torch.tensor([1.0, 0.7, 0.5, 2.0, 1.0, 1.3, 0.6])
+    return linear, hidden, targets, temperature
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 11, 33, 1 << 24])  # one row at a time ... all at once
+def test_logprobs_entropy_and_all_gradients_match_float64(monkeypatch, bias, chunk):
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", chunk)
+    linear, hidden, targets, temperature = problem(bias)
+    ours = token_logprobs(hidden, linear, targets, temperature)
+    inputs = [hidden, *linear.parameters()]
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    theirs = naive(*doubles[:2], doubles[2] if bias else None, targets, temperature.double())
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert mine.dtype == torch.float32
+        bound = rounding(sum(linear.weight.shape), magnitude=float(reference.abs().max()))
+        torch.testing.assert_close(mine.double(), reference, rtol=0, atol=bound)
+    # A different weight per token and output, so that no two errors cancel.
+    upstream = torch.linspace(-1, 2, 14).reshape(2, 7)
+    mine = torch.autograd.grad(ours, inputs, tuple(upstream))
+    reference = torch.autograd.grad(theirs, doubles, tuple(upstream.double()))
+    for a, b in zip(mine, reference, strict=True):
+        assert (a.double() - b).norm() <= 3e-6 * b.norm()
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_loss_of_one_output_alone_has_its_own_gradient(monkeypatch, used):
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 33)
+    linear, hidden, targets, temperature = problem(False)
+    inputs = [hidden, linear.weight]
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    ours = token_logprobs(hidden, linear, targets, temperature)[used]
+    theirs = naive(*doubles, None, targets, temperature.double())[used]
+    upstream = torch.linspace(-1, 2, 7)
+    mine = torch.autograd.grad(ours, inputs, upstream)
+    reference = torch.autograd.grad(theirs, doubles, upstream.double())
+    for a, b in zip(mine, reference, strict=True):
+        assert (a.double() - b).norm() <= 3e-6 * b.norm()
+
+
+def test_a_frozen_head_gets_no_gradient_but_passes_one_on():
+    linear, hidden, targets, temperature = problem(True)
+    (expected,) = torch.autograd.grad(
+        token_logprobs(hidden, linear, targets, temperature)[0].sum(), hidden
+    )
+    linear.requires_grad_(False)
+    token_logprobs(hidden, linear, targets, temperature)[0].sum().backward()
+    torch.testing.assert_close(hidden.grad, expected, rtol=0, atol=0)
+    assert linear.weight.grad is None
+    assert linear.bias.grad is None
+
+
+def test_the_hand_calculated_case():
+    # Logits (ln 3, 0) at temperature 1: probabilities 3/4 and 1/4.
+    linear = nn.Linear(1, 2, bias=False)
+    linear.weight.data = torch.tensor([[3.0], [1.0]]).log()
+    logprobs, entropy = token_logprobs(
+        torch.ones(2, 1), linear, torch.tensor([0, 1]), torch.tensor([1.0, 0.5])
+    )
+    # At temperature 1/2 the logits double: probabilities 9/10 and 1/10.
+    assert logprobs.exp().tolist() == pytest.approx([0.75, 0.1])
+    assert entropy.tolist() == pytest.approx([0.562335, 0.325083], abs=1e-6)
+
+
+def test_greedy_tokens_are_scored_at_temperature_one():
+    linear, hidden, targets, _ = problem(False)
+    greedy = token_logprobs(hidden, linear, targets, torch.zeros(7))[0]
+    assert torch.equal(greedy, token_logprobs(hidden, linear, targets, torch.ones(7))[0])
+
+
+def value_gradients(policy: Policy, batch) -> tuple[Tensor, dict[str, Tensor]]:
+    values = policy(batch).values
+    ((values - 1) ** 2).sum().backward()
+    return values.detach(), {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("head", [SharedValueHead, SeparateValueHead])
+def test_values_are_zero_at_first_one_per_loss_token(tiny_model, random_batch, head):
+    batch = random_batch(1)
+    values, _ = value_gradients(Policy(str(tiny_model), head()), batch)
+    assert values.shape == (int(batch["tokens", "loss_mask"].sum()),)
+    assert values.dtype == torch.float32
+    assert not values.any()
+
+
+def moved(head):
+    """As after some training, since a head of zeros passes no gradient to the body."""
+    nn.init.normal_(head.linear.weight)
+    return head
+
+
+def test_a_shared_head_trains_the_body_unless_detached(tiny_model, random_batch):
+    for detach in (False, True):
+        policy = Policy(str(tiny_model), SharedValueHead(detach=detach))
+        moved(policy.value_head)
+        _, gradients = value_gradients(policy, random_batch(1))
+        assert gradients["value_head.linear.weight"].any()
+        assert any(name.startswith("lm.") for name in gradients) is not detach
+
+
+def test_a_shared_head_reads_the_state_that_predicts_the_token(tiny_model, make_rollout):
+    from lightning_rl.data.packing import pack_rollouts
+
+    batch = pack_rollouts([make_rollout([3, 4], [5, 6, 1])])
+    policy = Policy(str(tiny_model), SharedValueHead())
+    moved(policy.value_head)
+    layout = build_layout(batch)
+    hidden = policy.lm.base_model(
+        input_ids=torch.tensor([[3, 4, 5, 6]]), use_cache=False, layout=layout
+    ).last_hidden_state[0]
+    expected = policy.value_head.linear(hidden[1:])[:, 0]  # after 4, 5 and 6
+    torch.testing.assert_close(policy(batch).values, expected, rtol=0, atol=1e-6)
+
+
+def test_a_separate_body_shares_nothing_with_the_policy(tiny_model, random_batch):
+    policy = Policy(str(tiny_model), SeparateValueHead())
+    moved(policy.value_head)
+    batch = random_batch(1)
+    _, gradients = value_gradients(policy, batch)
+    assert gradients
+    assert all(name.startswith("value_head.") for name in gradients)
+    before = policy(batch)
+    with torch.no_grad():
+        for parameter in policy.lm.parameters():
+            parameter.mul_(1.5)
+    after = policy(batch)
+    assert torch.equal(after.values, before.values)
+    assert not torch.allclose(after.logprobs, before.logprobs)
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+def test_logits_in_float32_under_bfloat16(tiny_model, random_batch, fp32):
+    """Of states in bfloat16 the head itself then rounds no more, forward and backward."""
+    policy = Policy(str(tiny_model), cast_lm_head_to_fp32=fp32)
+    batch, head = random_batch(1), policy.lm.get_output_embeddings().weight
+    states = []
+    policy.lm.model.norm.register_forward_hook(lambda module, args, output: states.append(output))
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = policy(batch)
+        grad = torch.autograd.grad(scores.logprobs.sum(), states[0])[0]
+    layout = build_layout(batch)
+    hidden = states[0][0].detach().double().requires_grad_()
+    logits = hidden[layout.predictors] @ head.detach().double().T / 0.7
+    targets = batch["tokens", "input_ids"][scores.live]
+    exact = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    exact_grad = torch.autograd.grad(exact.sum(), hidden)[0]
+    gap = float((scores.logprobs - exact).abs().max())
+    grad_gap = float((grad[0] - exact_grad).norm() / exact_grad.norm())
+    if fp32:
+        assert gap < 1e-5
+        assert grad_gap < 1e-5
+    else:  # bfloat16 has 8 bits
+        assert gap > 1e-3
+        assert grad_gap > 1e-4
+
+
+def test_logits_in_float32_of_weights_in_bfloat16(tiny_model, random_batch):
+    """As with ``precision: bf16-true``: exact of the states and weights as they are."""
+    policy = Policy(str(tiny_model), cast_lm_head_to_fp32=True).bfloat16()
+    batch, states = random_batch(1), []
+    policy.lm.model.norm.register_forward_hook(lambda module, args, output: states.append(output))
+    scores = policy(batch)
+    scores.logprobs.sum().backward()
+    assert states[0].dtype == torch.bfloat16
+    hidden = states[0][0, build_layout(batch).predictors].double()
+    head = policy.lm.get_output_embeddings().weight
+    logits = hidden @ head.detach().double().T / 0.7
+    targets = batch["tokens", "input_ids"][scores.live]
+    exact = logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    bound = rounding(sum(head.shape), magnitude=float(exact.detach().abs().max()))
+    torch.testing.assert_close(scores.logprobs.double(), exact, rtol=0, atol=bound)
+    assert head.grad.dtype == torch.bfloat16
+    assert bool(head.grad.any())
+
+
+class Copies(TorchDispatchMode):
+    """Changes of dtype of a matrix, and matrix products, each by the dtype that results."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.casts, self.products = shape, [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
+            self.casts.append(result.dtype)
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default):
+            self.products.append(result.dtype)
+        return result
+
+
+@pytest.mark.parametrize("rows", [7, 2, 1])
+def test_weights_are_cast_once_a_pass_and_products_have_16_bits(monkeypatch, rows):
+    """Not once a chunk; the weight's gradient too is computed in 16 bits and added in 32."""
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 11 * rows)
+    linear, hidden, targets, temperature = problem(False)
+    chunks = -(-7 // rows)
+    with Copies(linear.weight.shape) as copies:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # as Lightning's is
+            logprobs, _ = token_logprobs(hidden, linear, targets, temperature)
+        assert copies.casts == [torch.bfloat16]
+        logprobs.sum().backward()  # where autocast is off, as in a thread of its own
+    assert copies.casts == 2 * [torch.bfloat16]
+    # Logits forward and again backward, then the gradients of states and weight.
+    assert copies.products == 4 * chunks * [torch.bfloat16]
+    assert linear.weight.grad.dtype == hidden.grad.dtype == torch.float32
+    doubles = [x.detach().double().requires_grad_() for x in (hidden, linear.weight)]
+    naive(*doubles, None, targets, temperature.double())[0].sum().backward()
+    for mine, exact in zip((hidden, linear.weight), doubles, strict=True):
+        gap = (mine.grad - exact.grad).norm() / exact.grad.norm()
+        assert 1e-4 < gap < norm_rounding(sum(linear.weight.shape), torch.bfloat16)
+
+
+def test_chunks_of_a_large_vocabulary_by_device():
+    """16,384 tokens of 151,936 words: 110 rows a chunk on a CPU, 883 on a GPU."""
+    assert len(heads._chunks(torch.empty(16_384, 1), 151_936)) == 149
+    rows = heads.chunk_elements(torch.device("cuda")) // 151_936
+    assert -(-16_384 // rows) == 19

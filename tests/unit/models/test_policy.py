@@ -1,0 +1,211 @@
+"""Packed scoring is the plain Hugging Face forward, rollout by rollout: values and gradients."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lightning_rl.data.packing import pack_rollouts, select, split_packs
+from lightning_rl.errors import ConfigError
+from lightning_rl.models import attention, attention_batches
+from lightning_rl.models.lora import LoRA
+from lightning_rl.models.policy import Policy
+from tests.support.tolerances import distance, gradient_rounding, scores_rounding
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model) -> Policy:
+    return Policy(str(tiny_model))
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="sdpa")
+
+
+def scored_alone(model, rollouts) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies of all model tokens, with one plain forward per rollout."""
+    logprobs, entropies = [], []
+    for rollout in rollouts:
+        ids = torch.tensor(rollout.prompt.token_ids + rollout.token_ids)
+        start = len(rollout.prompt.token_ids)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
+        log_p = (logits / rollout.temperature).log_softmax(-1)[torch.tensor(rollout.loss_mask)]
+        targets = ids[start:][torch.tensor(rollout.loss_mask)]
+        logprobs.append(log_p.gather(-1, targets[:, None]).squeeze(-1))
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def gradients(model, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    seed=st.integers(0, 10**6),
+    groups=st.integers(1, 6),
+    temperature=st.sampled_from([1.0, 0.7, 1.4]),
+)
+def test_logprobs_and_entropy_equal_a_plain_forward(
+    policy, plain, random_rollouts, seed, groups, temperature
+):
+    rollouts = random_rollouts(seed, groups=groups, temperature=temperature)
+    with torch.no_grad():
+        scores = policy(pack_rollouts(rollouts))
+        logprobs, entropy = scored_alone(plain, rollouts)
+    bound = scores_rounding(policy.lm.config, logprobs)
+    torch.testing.assert_close(scores.logprobs, logprobs, rtol=0, atol=bound)
+    torch.testing.assert_close(scores.entropy, entropy, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_gradients_equal_those_of_a_plain_forward(policy, plain, random_rollouts, seed):
+    rollouts = random_rollouts(seed)
+    scores = policy(pack_rollouts(rollouts))
+    credit = torch.linspace(-1, 2, len(scores.logprobs))
+    ours = gradients(policy.lm, (scores.logprobs * credit).sum())
+    theirs = gradients(plain, (scored_alone(plain, rollouts)[0] * credit).sum())
+    assert ours.keys() == theirs.keys()
+    bound = gradient_rounding(policy.lm.config, len(credit))
+    for name in ours:
+        assert distance(ours[name], theirs[name]) < bound, name
+
+
+def test_live_tokens_are_the_loss_mask_in_order(policy, random_batch):
+    batch = random_batch(0)
+    assert torch.equal(policy(batch).live, batch["tokens", "loss_mask"].nonzero().squeeze(1))
+
+
+@pytest.mark.parametrize("budget", [1, 20, 60, 10_000])
+def test_scores_do_not_depend_on_the_pack_budget(policy, random_batch, budget):
+    batch = random_batch(7, groups=6)
+    with torch.no_grad():
+        whole = policy(batch).logprobs
+        by_token = torch.zeros(len(batch["tokens"]))
+        by_token[batch["tokens", "loss_mask"]] = whole
+        for rows in split_packs(batch, budget):
+            pack = select(batch, rows)
+            starts = (batch["rollouts", "length"].cumsum(0) - batch["rollouts", "length"])[rows]
+            lengths = batch["rollouts", "length"][rows]
+            spans = [torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
+            expected = by_token[torch.cat(spans)][pack["tokens", "loss_mask"]]
+            bound = scores_rounding(policy.lm.config, expected)
+            torch.testing.assert_close(policy(pack).logprobs, expected, rtol=0, atol=bound)
+
+
+def test_scores_do_not_depend_on_the_order_of_rollouts(policy, random_rollouts):
+    rollouts = random_rollouts(8, groups=5)
+    order = torch.randperm(len(rollouts), generator=torch.Generator().manual_seed(0)).tolist()
+    counts = [sum(r.loss_mask) for r in rollouts]
+    with torch.no_grad():
+        scores = policy(pack_rollouts(rollouts)).logprobs.split(counts)
+        shuffled = policy(pack_rollouts([rollouts[i] for i in order])).logprobs
+    expected = torch.cat([scores[i] for i in order])
+    bound = scores_rounding(policy.lm.config, expected)
+    torch.testing.assert_close(shuffled, expected, rtol=0, atol=bound)
+
+
+def test_scores_do_not_depend_on_how_segments_are_bucketed(monkeypatch, policy, random_batch):
+    batch = random_batch(9, groups=6)
+    with torch.no_grad():
+        few = policy(batch).logprobs
+        count = len(attention.build_layout(batch).batches.parts)
+        monkeypatch.setattr(attention_batches, "MAX_SCORES", 40)
+        many = policy(batch).logprobs
+        assert len(attention.build_layout(batch).batches.parts) > count
+    bound = scores_rounding(policy.lm.config, many)
+    torch.testing.assert_close(few, many, rtol=0, atol=bound)
+
+
+def test_a_shared_prompt_is_computed_once(make_rollout):
+    rollouts = [make_rollout([3, 4, 5], [6, 7, 1]), make_rollout([3, 4, 5], [8, 1])]
+    layout = attention.build_layout(pack_rollouts(rollouts))
+    # The prompt, then each completion less its last token, at its true position.
+    assert layout.input_ids.tolist() == [3, 4, 5, 6, 7, 8]
+    assert layout.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
+    assert layout.predictors.tolist() == [2, 3, 4, 2, 5]
+
+
+def test_only_one_token_completions(policy, plain, make_rollout):
+    rollouts = [make_rollout([3, 4], [5]), make_rollout([3, 4], [6]), make_rollout([7], [1])]
+    with torch.no_grad():
+        ours, theirs = policy(pack_rollouts(rollouts)).logprobs, scored_alone(plain, rollouts)[0]
+    bound = scores_rounding(policy.lm.config, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
+
+
+def layer_runs(policy: Policy, batch) -> tuple[int, dict[str, Tensor]]:
+    runs = []
+    # The layer's first step: recomputation stops as soon as it has what backward needs.
+    first_step = policy.lm.base_model.layers[0].input_layernorm
+    handle = first_step.register_forward_pre_hook(lambda *_: runs.append(1))
+    grads = gradients(policy.lm, policy(batch).logprobs.sum())
+    handle.remove()
+    return len(runs), grads
+
+
+def test_gradient_checkpointing_recomputes_and_changes_nothing(tiny_model, random_batch):
+    batch = random_batch(3)
+    plainly, expected = layer_runs(Policy(str(tiny_model)), batch)
+    again, grads = layer_runs(Policy(str(tiny_model), gradient_checkpointing=True), batch)
+    assert (plainly, again) == (1, 2)
+    for name in expected:
+        torch.testing.assert_close(grads[name], expected[name])
+
+
+def test_adapters_have_the_same_gradients_with_recomputed_layers(tiny_model, random_batch):
+    """The base is frozen, so that nothing that enters the first layer has a gradient."""
+    batch, grads = random_batch(3), []
+    for recomputes in (False, True):
+        policy = Policy(str(tiny_model), lora=LoRA(rank=2), gradient_checkpointing=recomputes)
+        generator = torch.Generator().manual_seed(1)
+        adapters = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+        for parameter in adapters.values():
+            parameter.data.normal_(std=0.1, generator=generator)
+        policy(batch).logprobs.sum().backward()
+        grads.append({name: parameter.grad for name, parameter in adapters.items()})
+    for name, expected in grads[0].items():
+        assert expected.any(), name
+        torch.testing.assert_close(grads[1][name], expected)
+
+
+def test_random_init_takes_only_the_configuration(tiny_model, policy):
+    torch.manual_seed(1)  # the fixture was made with 0
+    fresh = Policy(str(tiny_model), random_init=True)
+    name, weight = next(iter(fresh.named_weights()))
+    mine = dict(policy.named_weights())[name]
+    assert weight.shape == mine.shape
+    assert not torch.equal(weight, mine)
+
+
+def test_named_weights_always_hold_the_head(policy):
+    weights = dict(policy.named_weights())
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    assert set(weights) >= {name for name, _ in policy.lm.named_parameters()}
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere.*there is no such directory"):
+        Policy(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty.*a file in it is missing or damaged"):
+        Policy(str(tmp_path / "empty"))
+
+
+def test_threads_stay_at_one():
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("model", ["runs/no/model", "./nowhere", "made/nowhere"])
+def test_a_missing_directory_is_refused_before_any_hub_is_asked(monkeypatch, tmp_path, model):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made").mkdir()
+    with pytest.raises(ConfigError, match=r"there is no such directory \(working directory"):
+        Policy(model)
