@@ -12,7 +12,9 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 PROMPT = {"prompt": "2 + 3 =", "max_tokens": 2}
 MESSAGE = {**GOOD, "model": "policy"}
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-ALLOWED = RequestLimits(client_templates=True, max_seconds=3, max_bytes=2**20)
+ALLOWED = RequestLimits(client_templates=True, max_seconds=30, max_bytes=2**20)
+"""So long that a busy machine refuses for the reason that is asked for."""
+SHORT = RequestLimits(client_templates=True, max_seconds=3, max_bytes=2**20)
 
 
 def posted(body: Any, path: str = CHAT, hostile: str = "") -> Said:
@@ -132,7 +134,7 @@ CALLS: list[Call] = [
         "an endless chat template, where allowed",
         chat(chat_template=ENDLESS),
         *("400", "more than 3 s"),
-        limits=ALLOWED,
+        limits=SHORT,
     ),
     http_call(
         "a chat template that fills the memory, where allowed",
