@@ -20,13 +20,12 @@ PARTS = {
         "algos.game_steps",
         "algos.game_updates",
         "envs.game_module",
-        "envs.joint_loss",
         "offline.solo",
         "offline.labelled",
         "offline.label_heads",
     ),
     "offline": ("offline",),
-    "view": ("view",),
+    "view": ("view", "cli.view"),
     "optional": ("convert", "cli.convert", "verifiers", "serving.verifiers"),
 }
 """What is in which part, by folders and files of ``lightning_rl/``; all else is the spine.

@@ -1,7 +1,7 @@
 """What processes do in tests/integration/test_ddp_resume.py whose checkpoints are folders.
 
-Run as tests/support/ranks_run.py, with the name of a scenario: two processes begin a run, and any number
-go on with its ``last``.
+Run as tests/support/ranks_run.py, with the name of a scenario: two processes begin a run, and any
+number go on with its ``last``.
 """
 
 import os

@@ -102,7 +102,7 @@ def test_every_file_is_in_one_part_wherever_it_stands():
         "offline.solo": "games",
         "offline.dpo": "offline",
         "cli.convert.verl": "optional",
-        "cli.view": "spine",
+        "cli.view.page": "view",
         "module": "spine",
     }
     assert {name: part(f"lightning_rl.{name}") for name in places} == places
