@@ -27,15 +27,14 @@ from benchmarks.results import parser_of, report
 from lightning_rl import (
     LoRA,
     MemoryTransport,
-    PolicyEngines,
     Sampling,
     TransformersAdapters,
     TransformersEngine,
     VLLMAdapters,
     VLLMLocal,
-    WeightTransport,
 )
 from lightning_rl.engines.base import Engine
+from lightning_rl.extend import PolicyEngines, WeightTransport
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.base import push

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.games import PLAN, WALK, Game, Turns, command, noise_of
-from lightning_rl import GRPO, RLOO, Advantage, TreeRLOO
+from lightning_rl import GRPO, RLOO, TreeRLOO
 from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.extend import Advantage
 from lightning_rl.rollout import Fork, Rollout
 
 PAGE = Path(__file__).parents[1] / "docs" / "branching.md"

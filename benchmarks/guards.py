@@ -20,20 +20,8 @@ from typing import Any
 from benchmarks.results import parser_of, report
 from benchmarks.schedulers_real import Clock
 from benchmarks.task import OUT, KeptEngine, fit, make_data, make_module, prepare
-from lightning_rl import (
-    Correct,
-    Evaluate,
-    FixedSchedule,
-    GuardAction,
-    JSONLPrompts,
-    LogprobGapGuard,
-    Mask,
-    Sampling,
-    SkipUpdate,
-    VLLMLocal,
-    Warn,
-    WeightSync,
-)
+from lightning_rl import Evaluate, FixedSchedule, JSONLPrompts, Sampling, VLLMLocal, WeightSync
+from lightning_rl.callbacks import Correct, GuardAction, LogprobGapGuard, Mask, SkipUpdate, Warn
 
 LR = 5e-4  # the recipe's is 1.5e-4
 SYNC_EVERY, ITERATIONS = 8, 24

@@ -39,7 +39,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks import forked
-from lightning_rl import RLCallback
+from lightning_rl.callbacks import RLCallback
 from lightning_rl.rollout import Message, as_text
 from recipes.sort_digits.prepare import prepare
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from benchmarks.matrix_games_plot import draw
 from benchmarks.results import parser_of, report, write_block
-from lightning_rl import LOLA, SOS, SPG, Game, GameUpdate, Simultaneous
+from lightning_rl.games import LOLA, SOS, SPG, Game, GameUpdate, Simultaneous
 
 PAGE = Path(__file__).parents[1] / "docs" / "games.md"
 FIGURE = Path(__file__).parents[1] / "docs" / "images" / "matrix-games.png"

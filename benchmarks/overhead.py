@@ -35,13 +35,12 @@ from lightning_rl import (
     PreviewTable,
     Rewards,
     Rollout,
-    RolloutPipeline,
     SingleTurn,
     StepTimer,
     WeightSync,
-    pack_rollouts,
 )
 from lightning_rl.engines.base import Engine
+from lightning_rl.extend import RolloutPipeline, pack_rollouts
 from lightning_rl.sync.verify import probe_gap
 from recipes.sort_digits.reward import exact_match
 

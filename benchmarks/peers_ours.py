@@ -13,9 +13,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from benchmarks.peers_run import Progress, parser_of_run
 from benchmarks.task import fit, make_data, make_module
 from lightning_rl import (
-    Engine,
     PreviewTable,
-    RLCallback,
     Rollout,
     Sampling,
     StepTimer,
@@ -24,6 +22,8 @@ from lightning_rl import (
     VLLMLocal,
     WeightSync,
 )
+from lightning_rl.callbacks import RLCallback
+from lightning_rl.extend import Engine
 
 PARTS = ("generate", "train", "iteration")
 ENGINES: dict[str, Callable[[int], Engine]] = {

@@ -15,12 +15,12 @@ from lightning_rl import (
     GRPO,
     JSONLPrompts,
     PolicyModule,
-    RLCallback,
     RLDataModule,
     Rollout,
     Sampling,
     VLLMLocal,
 )
+from lightning_rl.callbacks import RLCallback
 from lightning_rl.engines.base import Engine
 from lightning_rl.learn.policies import RolloutModule
 from recipes.sort_digits.reward import exact_match

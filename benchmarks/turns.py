@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.games import GROUP_SIZE, WALK, Turns, command, noise_of
-from lightning_rl import GRPO, RLOO, Advantage, DrGRPO, GiGPO, RewardToGo, TurnGAE
+from lightning_rl import GRPO, RLOO, DrGRPO, GiGPO, RewardToGo, TurnGAE
 from lightning_rl.data.episodes import calls_of
 from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.extend import Advantage
 from lightning_rl.rollout import Rollout
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"

@@ -1,20 +1,11 @@
 """Reinforcement-learning post-training of language models, in plain Lightning.
 
 Importing this package is quick: names are loaded when first used, vLLM only when an engine starts.
+Here are the names that most runs need. Others are in ``lightning_rl.callbacks`` (guards too),
+``lightning_rl.extend`` (what parts of your own derive from), ``lightning_rl.envs``,
+``lightning_rl.games`` and ``lightning_rl.errors``.
 """
 
-from typing import Any
+from lightning_rl.config.names import surface
 
-from lightning_rl.config import names
-
-__all__ = sorted(names.MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in names.MODULE_OF:
-        raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}")
-    return names.public(name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = surface(__name__)  # pyright: ignore[reportUnsupportedDunderAll]

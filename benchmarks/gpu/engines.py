@@ -16,10 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.clock import settle, used_bytes
 from benchmarks.gpu.made import model_of, prompts_of, quantiles, warm_model
-from lightning_rl import MemoryTransport, Prompt, Rollout, RolloutStatus, VLLMLocal, pack_rollouts
+from lightning_rl import MemoryTransport, Prompt, Rollout, VLLMLocal
 from lightning_rl.agents.base import append_written
 from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.extend import RolloutStatus, pack_rollouts
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.base import push as push_weights

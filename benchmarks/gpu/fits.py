@@ -14,16 +14,16 @@ from lightning_rl import (
     IterablePrompts,
     LoRA,
     PolicyModule,
-    RLCallback,
     RLDataModule,
     Sampling,
     SharedValueHead,
     TransformersEngine,
     WeightSync,
-    pack_rollouts,
 )
+from lightning_rl.callbacks import RLCallback
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.errors import ConfigError
+from lightning_rl.extend import pack_rollouts
 
 ITERATIONS = 2
 ALWAYS = ("32-true", "bf16-mixed")

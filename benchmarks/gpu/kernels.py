@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.clock import begin_peak, milliseconds, peak_bytes
 from benchmarks.gpu.made import rollouts_of, shape_of
-from lightning_rl import pack_rollouts
+from lightning_rl.extend import pack_rollouts
 from lightning_rl.models import heads
 from lightning_rl.models.attention import PackLayout, build_layout, packed_attention
 from lightning_rl.models.varlen import attend, plain_varlen, varlen_dtype

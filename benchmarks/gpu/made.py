@@ -13,7 +13,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.task import quiet_trainer
-from lightning_rl import Prompt, Rollout, RolloutStatus, Row
+from lightning_rl import Prompt, Rollout
+from lightning_rl.extend import RolloutStatus, Row
 from recipes.sort_digits.prepare import make_tokenizer
 
 FIRST, LAST = 2, 12

@@ -15,12 +15,14 @@ from torch.nn import Parameter
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.clock import begin_peak, counted_waits, give_back, peak_bytes, settle
 from benchmarks.gpu.made import adamw, model_of, rollouts_of, trainer_of
-from lightning_rl import PolicyModule, RLCallback, pack_rollouts
+from lightning_rl import PolicyModule
 from lightning_rl.algos.advantages import Advantage
+from lightning_rl.callbacks import RLCallback
 from lightning_rl.cli.plan import Placement, training_memory
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import token_rows
 from lightning_rl.errors import PackMemoryError
+from lightning_rl.extend import pack_rollouts
 from lightning_rl.models import policy as policy_code
 from lightning_rl.models.attention import PackLayout
 

@@ -15,8 +15,15 @@ import numpy as np
 from gymnasium import spaces
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_rl import ActorCriticModule, EnvDataModule, Gym, GymWorkers, PooledGym, TorchRLEnv
 from lightning_rl.callbacks import IterationCheckpoint
+from lightning_rl.envs import (
+    ActorCriticModule,
+    EnvDataModule,
+    Gym,
+    GymWorkers,
+    PooledGym,
+    TorchRLEnv,
+)
 
 NAME = f"{__name__}:Rude-v0"
 HUNG = Path("hung")

@@ -11,7 +11,8 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from benchmarks.hostile.call import Call, command
 from benchmarks.hostile.env_worlds import KINDS, NAME, Terminate, fit, script
-from lightning_rl import (
+from lightning_rl.callbacks import Evaluate, Watchdog
+from lightning_rl.envs import (
     DQNModule,
     EnvDataModule,
     Gym,
@@ -20,7 +21,6 @@ from lightning_rl import (
     SACModule,
     TorchRLLoss,
 )
-from lightning_rl.callbacks import Evaluate, Watchdog
 
 GENEROUS = 240.0
 """Seconds: processes import much before they step, on a busy machine."""

@@ -11,15 +11,8 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from benchmarks.hostile.call import Call
-from lightning_rl import (
-    AgentServer,
-    Prompt,
-    RequestLimits,
-    Rollout,
-    Sampling,
-    Session,
-    TransformersEngine,
-)
+from lightning_rl import Prompt, Rollout, Sampling, TransformersEngine
+from lightning_rl.extend import AgentServer, RequestLimits, Session
 from lightning_rl.models.policy import Policy, save_skeleton
 from recipes.sort_digits.prepare import EOS, PAD, make_model, make_tokenizer
 

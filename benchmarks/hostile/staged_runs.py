@@ -10,17 +10,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from lightning_rl import (
+from lightning_rl import IterablePrompts, LLMJudge
+from lightning_rl.extend import OpenAIJudge
+from lightning_rl.games import (
     ChatGroup,
     ExpertIteration,
     Instructions,
-    IterablePrompts,
-    LLMJudge,
     LocalJobs,
     Nip,
     OpenAIChat,
     OpenAIFineTuning,
-    OpenAIJudge,
     StagedTrainer,
     TextScenario,
 )

@@ -1,20 +1,39 @@
-"""The library's public names, none loaded before its use."""
+"""Public names: which package shows each, and none loaded before its use."""
 
 import ast
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-_STUB = Path(__file__).parents[1] / "__init__.pyi"
+_LIBRARY = Path(__file__).parents[1]
 
-MODULE_OF = {
-    alias.name: statement.module
-    for statement in ast.parse(_STUB.read_text()).body
-    if isinstance(statement, ast.ImportFrom) and statement.module
-    for alias in statement.names
+
+def _shown_by(stub: Path) -> dict[str, str]:
+    """The names that a stub imports, each with the module that it is in."""
+    return {
+        alias.name: statement.module
+        for statement in ast.parse(stub.read_text(encoding="utf-8")).body
+        if isinstance(statement, ast.ImportFrom) and statement.module
+        for alias in statement.names
+    }
+
+
+SURFACES = {
+    "lightning_rl": _shown_by(_LIBRARY / "__init__.pyi"),
+    **{
+        f"lightning_rl.{folder.name}": _shown_by(folder / "__init__.pyi")
+        for folder in sorted(_LIBRARY.iterdir())
+        if (folder / "__init__.pyi").is_file()
+    },
 }
-"""Public name: the module that it is in."""
+"""Package with a list of names for users, its ``__init__.pyi``: each name's module."""
 
+MODULE_OF = {name: module for shown in SURFACES.values() for name, module in shown.items()}
+"""Public name: the module that it is in. A configuration may name any of them by that alone."""
+
+HOME = {name: package for package, shown in reversed(SURFACES.items()) for name in shown}
+"""Public name: the package to import it from; ``lightning_rl`` where that has it."""
 
 RENAMED = {
     "Coefficient": "ConstantSchedule",
@@ -27,7 +46,7 @@ RENAMED = {
 
 
 def public(name: str) -> Any:
-    """Import ``lightning_rl.<name>``."""
+    """Import what has this public name."""
     return getattr(import_module(MODULE_OF[name]), name)
 
 
@@ -35,3 +54,18 @@ def load_all() -> None:
     """Import all of them; a configuration may then name subclasses by their short names."""
     for name in MODULE_OF:
         public(name)
+
+
+def surface(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` and ``__all__`` of a package, which load names when asked."""
+    shown = sorted(SURFACES[package])
+
+    def load(name: str) -> Any:
+        if name in SURFACES[package]:
+            return public(name)
+        if f"{package}.{name}" in SURFACES:
+            return import_module(f"{package}.{name}")
+        place = f"; it is in {HOME[name]}" if name in HOME else ""
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{place}")
+
+    return load, lambda: shown, shown

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-import lightning_rl
+from lightning_rl.algos.losses import ValueLoss
+from lightning_rl.config.names import public
 from lightning_rl.convert.conversion import Conversion
 from lightning_rl.errors import ConfigError
 
@@ -11,7 +12,7 @@ PARTS = ("loss", "aggregation", "advantage", "correction", "kl", "kl_reward", "e
 
 def part_of(written: dict[str, Any]) -> Any:
     """The object that a ``class_path`` and its ``init_args`` are."""
-    return getattr(lightning_rl, written["class_path"])(**written.get("init_args", {}))
+    return public(written["class_path"])(**written.get("init_args", {}))
 
 
 def check_parts(result: Conversion) -> None:
@@ -25,7 +26,7 @@ def check_parts(result: Conversion) -> None:
     try:
         made = {name: part_of(model[name]) for name in PARTS if name in model}
         if "value_loss" in model:
-            lightning_rl.ValueLoss(**model["value_loss"])
+            ValueLoss(**model["value_loss"])
     except ConfigError as error:
         raise ConfigError(f"what these values amount to here is refused: {error}") from error
     least = made["advantage"].min_group_size

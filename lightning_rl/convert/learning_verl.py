@@ -201,7 +201,7 @@ def _coefficient(given: Given, result: Conversion) -> Any:
         "mean over tokens, AdaptiveCoefficient as one over tokens"
     )
     return instance(
-        "lightning_rl.AdaptiveCoefficient",
+        "lightning_rl.extend.AdaptiveCoefficient",
         value=coef,
         target=given["algorithm.kl_ctrl.target_kl"],
         gain=rollouts / given["algorithm.kl_ctrl.horizon"],

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import AddedToken, Qwen2Tokenizer
 
-from lightning_rl import VerifiersPrompts
+from lightning_rl.verifiers import VerifiersPrompts
 from recipes.sort_digits.prepare import (
     EOS,
     PAD,

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from transformers import AddedToken, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from lightning_rl import Adp, Conversation, Debate, Message, Protocol, SoloVerifier
+from lightning_rl.extend import Message
+from lightning_rl.games import Adp, Conversation, Debate, Protocol, SoloVerifier
 from recipes.pointing.scenario import OTHER, PLACES, POINT, QUESTION, WANTED, Pointing
 from recipes.sort_digits.prepare import EOS, PAD, make_tokenizer, write_missing, write_model
 

@@ -6,7 +6,7 @@ answers with a place, a to h, and who reads its message is shown the digit there
 
 from typing import Any
 
-from lightning_rl import REJECT, Instructions, Seat, TextScenario
+from lightning_rl.games import REJECT, Instructions, Seat, TextScenario
 
 PLACES = "abcdefgh"
 WANTED, OTHER = "7", "3"

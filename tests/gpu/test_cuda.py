@@ -10,21 +10,17 @@ from lightning.pytorch import Trainer
 from lightning_rl import (
     GAE,
     IterablePrompts,
-    Policy,
     PolicyModule,
     Prompt,
     RLDataModule,
     Rollout,
-    RolloutStatus,
-    Row,
     Sampling,
-    SamplingDistribution,
     SharedValueHead,
     StepTimer,
     TransformersEngine,
     WeightSync,
-    pack_rollouts,
 )
+from lightning_rl.extend import Policy, RolloutStatus, Row, SamplingDistribution, pack_rollouts
 from lightning_rl.models import varlen
 from lightning_rl.models.attention import build_layout, packed_attention
 

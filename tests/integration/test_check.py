@@ -13,7 +13,7 @@ import yaml
 from torch.nn import Parameter
 
 from benchmarks.memory import FollowAllocations
-from lightning_rl import LoRA, Periodic
+from lightning_rl import LoRA
 from lightning_rl.cli import layouts, main, stopwatch
 from lightning_rl.cli.plan import (
     BatchPlan,
@@ -26,6 +26,7 @@ from lightning_rl.cli.plan import (
 from lightning_rl.cli.training_plan import training_plan
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.extend import Periodic
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt

@@ -12,20 +12,15 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import Strategy
 
-from lightning_rl import (
-    Environment,
-    Prompt,
-    RewardThreshold,
-    Selection,
-    StagedAlgorithm,
-    StagedTrainer,
-)
+from lightning_rl import Prompt
 from lightning_rl.cli import main
 from lightning_rl.cli.parser import RLArgumentParser, checked_sources
 from lightning_rl.cli.trusted_texts import TABLE
 from lightning_rl.config import names
 from lightning_rl.config.hints import classes, item_hint, mapping_hint, parameters
 from lightning_rl.errors import ConfigError
+from lightning_rl.extend import Environment
+from lightning_rl.games import RewardThreshold, Selection, StagedAlgorithm, StagedTrainer
 
 ROOTS = (LightningModule, LightningDataModule, Callback, CheckpointIO, Precision, Strategy)
 """What a configuration of ``lightning-rl fit`` names."""

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from lightning_rl import ConfigError, GRUBody, Gym, PooledGym
+from lightning_rl.envs import GRUBody, Gym, PooledGym
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
+from lightning_rl.errors import ConfigError
 from tests.support.env_agents import agent_for
 from tests.support.tolerances import rounding
 

@@ -9,20 +9,20 @@ import time
 import pytest
 from lightning.pytorch import Callback
 
-from lightning_rl import (
+from lightning_rl.callbacks import IterationCheckpoint
+from lightning_rl.envs import (
     ActorCriticModule,
     EnvDataModule,
     EnvError,
     GymWorkers,
     PooledGym,
-    RunInterrupted,
     TorchRLEnv,
 )
-from lightning_rl.callbacks import IterationCheckpoint
 from lightning_rl.envs.collector import collector_of
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.watch import Watch
 from lightning_rl.envs.workers import WorkersCollector
+from lightning_rl.errors import RunInterrupted
 from lightning_rl.run.loop import stalled_seconds
 from tests.support.env_agents import agent_for, collected
 from tests.support.small_run import trainer_of

@@ -10,8 +10,10 @@ import yaml
 from tensordict import TensorDict
 
 from benchmarks import forked
-from lightning_rl import ActorCritic, ActorCriticModule, EntropyBonus, RLCallback
+from lightning_rl import EntropyBonus
+from lightning_rl.callbacks import RLCallback
 from lightning_rl.cli import main
+from lightning_rl.envs import ActorCritic, ActorCriticModule
 from lightning_rl.envs.networks.space import Discrete, Observed, Space
 from lightning_rl.envs.rows import rows_of
 

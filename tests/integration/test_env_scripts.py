@@ -11,8 +11,14 @@ from tests.support.two_ranks import ROOT
 SCRIPT = """
 import gymnasium
 from lightning.pytorch import Trainer
-from lightning_rl import (
-    ActorCritic, ActorCriticModule, EnvDataModule, GymWorkers, MLPBody, PooledGym, TorchRLEnv
+from lightning_rl.envs import (
+    ActorCritic,
+    ActorCriticModule,
+    EnvDataModule,
+    GymWorkers,
+    MLPBody,
+    PooledGym,
+    TorchRLEnv,
 )
 {before}
 print("the script runs")

@@ -6,19 +6,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rl import (
-    ActorCriticModule,
-    CollectorSchedule,
-    ConfigError,
-    EnvDataModule,
-    FixedSchedule,
-    GRUBody,
-    Gym,
-    GymWorkers,
-    TrainerSchedule,
-)
+from lightning_rl import FixedSchedule
+from lightning_rl.envs import ActorCriticModule, EnvDataModule, GRUBody, Gym, GymWorkers
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
+from lightning_rl.errors import ConfigError
+from lightning_rl.extend import CollectorSchedule, TrainerSchedule
 from tests.support.env_agents import agent_for
 from tests.support.small_run import SaveAfter, trainer_of
 

@@ -6,27 +6,19 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
-from lightning_rl import (
-    GSPO,
-    LOLA,
-    PSOS,
-    PSPG,
-    SPG,
+from lightning_rl import GSPO, EntropyBonus, Surrogate
+from lightning_rl.callbacks import IterationCheckpoint, RLCallback
+from lightning_rl.envs import (
     ActorCritic,
     ActorCriticModule,
-    ConfigError,
-    EntropyBonus,
     EnvDataModule,
-    GameModule,
     MLPBody,
-    Periodic,
-    RLCallback,
-    Simultaneous,
     StepGAE,
-    Surrogate,
     TorchRLEnv,
 )
-from lightning_rl.callbacks import IterationCheckpoint
+from lightning_rl.errors import ConfigError
+from lightning_rl.extend import Periodic
+from lightning_rl.games import LOLA, PSOS, PSPG, SPG, GameModule, Simultaneous
 from recipes.matrix_games.env import MatrixGame
 
 PENNIES = [[[3, -1], [-1, 1]], [[-3, 1], [1, -1]]]

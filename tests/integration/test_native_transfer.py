@@ -9,7 +9,7 @@ import torch
 from vllm import envs
 from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
 
-from lightning_rl import IPCTransport, MemoryTransport, NCCLTransport
+from lightning_rl import MemoryTransport
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.vllm_server import VLLMServer, server_command
@@ -19,6 +19,7 @@ from lightning_rl.errors import (
     SyncTimeoutError,
     WeightSyncError,
 )
+from lightning_rl.extend import IPCTransport, NCCLTransport
 
 BUCKET_MB = 0.02
 

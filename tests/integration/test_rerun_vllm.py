@@ -16,7 +16,7 @@ from lightning_rl.data.rollouts.files import open_rollouts
 pytest.importorskip("vllm")
 
 CODE = """
-from lightning_rl import Agent, Environment, Episode, Reply
+from lightning_rl.extend import Agent, Environment, Episode, Reply
 
 class Again(Environment):
     def __init__(self, prompt):

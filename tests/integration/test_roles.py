@@ -6,18 +6,15 @@ from transformers import AutoTokenizer, LlamaConfig
 
 from lightning_rl import (
     AsyncCollector,
-    ConfigError,
-    Engine,
-    Periodic,
-    PolicyEngines,
     ReplayBuffer,
-    RLCallback,
     StreamedCollector,
     VLLMAdapters,
     VLLMLocal,
     WarmupCosine,
 )
-from lightning_rl.callbacks import Evaluate, HFExport, WeightSync
+from lightning_rl.callbacks import Evaluate, HFExport, RLCallback, WeightSync
+from lightning_rl.errors import ConfigError
+from lightning_rl.extend import Engine, Periodic, PolicyEngines
 from lightning_rl.models.policy import Policy
 from tests.support.small_run import SaveAfter, numbers, trainer_of
 from tests.support.tiny_models import save_random_model

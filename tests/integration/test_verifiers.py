@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lightning_rl import VerifiersAgent, VerifiersPrompts
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from lightning_rl.run.loop import run_async
+from lightning_rl.verifiers import VerifiersAgent, VerifiersPrompts
 from lightning_rl.verifiers.workers import workers_of
 from tests.support.engine_checks import FakeEngine, is_running, wait_for
 from tests.support.tiny_models import chat_tokenizer

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lightning_rl import ActorCritic
+from lightning_rl.envs import ActorCritic
 from lightning_rl.envs.collector import EnvCollector
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.watch import Watch

@@ -9,28 +9,27 @@ from torch.optim import SGD
 
 from lightning_rl import (
     GAE,
-    Agent,
-    EffectiveSampleGuard,
-    Episode,
     Evaluate,
     HFExport,
     IterationCheckpoint,
     K3Penalty,
-    LogprobGapGuard,
-    LogprobSpikeGuard,
     LoRA,
-    Periodic,
-    RewardAlarms,
-    RLCallback,
-    RolesModule,
-    SharedModelGroup,
     SharedValueHead,
-    StalenessGuard,
     WarmupCosine,
     WeightSync,
+)
+from lightning_rl.callbacks import (
+    EffectiveSampleGuard,
+    LogprobGapGuard,
+    LogprobSpikeGuard,
+    RewardAlarms,
+    RLCallback,
+    StalenessGuard,
     ZeroAdvantageGuard,
 )
 from lightning_rl.data.rollouts.log import checksums
+from lightning_rl.extend import Agent, Episode, Periodic
+from lightning_rl.games import RolesModule, SharedModelGroup
 from tests.support.lots import LotAdapters
 from tests.support.small_run import data_module, numbers, trainer_of
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_rl import Nip
 from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.games import Nip
 from lightning_rl.games.protocols.text_scenario import Instructions, TextScenario
 from lightning_rl.games.staged.chat import OpenAIChat
 from lightning_rl.games.staged.expert_iteration import ExpertIteration

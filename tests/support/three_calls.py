@@ -4,7 +4,7 @@ import asyncio
 import random
 from dataclasses import replace
 
-from lightning_rl import Agent, Episode
+from lightning_rl.extend import Agent, Episode
 from lightning_rl.rollout import Rollout, Row
 
 

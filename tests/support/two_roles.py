@@ -1,7 +1,9 @@
 """Rollouts that two policies write, and a run in which both learn."""
 
-from lightning_rl import Agent, Episode, LoRA, PolicyEngines, RolesModule, SharedModelGroup
+from lightning_rl import LoRA
 from lightning_rl.engines import TransformersEngine
+from lightning_rl.extend import Agent, Episode, PolicyEngines
+from lightning_rl.games import RolesModule, SharedModelGroup
 from tests.support.small_run import adamw, data_module
 
 

@@ -16,7 +16,7 @@ from lightning_rl.callbacks.recorder import outcome
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
-from lightning_rl.config.names import MODULE_OF, RENAMED
+from lightning_rl.config.names import HOME, RENAMED
 from lightning_rl.data.rollouts.log import Outcome
 from lightning_rl.errors import DataError
 from lightning_rl.learn.policies import RolloutModule
@@ -79,7 +79,7 @@ def with_public_names(text: str) -> str:
 
     def public(path: re.Match[str]) -> str:
         name = RENAMED.get(path[1], path[1])
-        return f"lightning_rl.{name}" if name in MODULE_OF else path[0]
+        return f"{HOME[name]}.{name}" if name in HOME else path[0]
 
     return _OUR_PATH.sub(public, text)
 

@@ -21,7 +21,7 @@ def game_loss(step_losses: Tensor, before: Tensor) -> Tensor:
     """Mean loss of a player, a scalar with the derivatives of its expectation in all players'.
 
     ``step_losses`` (E, T) are functions of what was done in a step, as
-    :meth:`~lightning_rl.GameUpdate.step_loss` has them, and ``before`` (E, T) is of
+    :meth:`~lightning_rl.games.GameUpdate.step_loss` has them, and ``before`` (E, T) is of
     :func:`said_before`. Of steps l_t the loss is the mean of l_t + (e^(before - sg(before)) - 1)
     (l_t - sg(l_t)). With l_t = -A_t p_t / sg(p_t) and scores S of players f and g its gradient is
     -A_t S_f,t, and its mixed derivative -A_t (S_f,t S_g,<=t + S_f,<t S_g,t): what f does has to do

@@ -12,18 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks import branching as benchmark
-from lightning_rl import (
-    GRPO,
-    RLOO,
-    Branching,
-    EveryCall,
-    FunctionAgent,
-    MultiTurn,
-    RandomCalls,
-    TheseCalls,
-    TreeRLOO,
-    forked,
-)
+from lightning_rl import GRPO, RLOO, Branching, FunctionAgent, MultiTurn, TreeRLOO
 from lightning_rl.agents.rows import captured
 from lightning_rl.algos.tree import Branched, tree_credits
 from lightning_rl.callbacks import RLCallback, WeightSync
@@ -39,6 +28,7 @@ from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.rollouts.rows import rows_of
 from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError, EngineError, EpisodeError
+from lightning_rl.extend import EveryCall, RandomCalls, TheseCalls, forked
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Fork, Prompt, Rollout, RolloutStatus
 from tests.support.lots import LotEngine

@@ -6,20 +6,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from lightning_rl import (
-    Agent,
-    ContextLengthError,
-    EngineError,
-    Episode,
-    EpisodeError,
-    Prompt,
-    Rollout,
-    RolloutStatus,
-    Sampling,
-)
+from lightning_rl import Prompt, Rollout, Sampling
 from lightning_rl.collect.pipeline import run_agent
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, StructuredOutputs
+from lightning_rl.errors import ContextLengthError, EngineError, EpisodeError
+from lightning_rl.extend import Agent, Episode, RolloutStatus
 from lightning_rl.rollout import SamplingDistribution
 
 PLAIN = Sampling(max_tokens=4)

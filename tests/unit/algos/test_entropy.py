@@ -19,7 +19,7 @@ def test_the_linear_schedule():
 
 def test_a_configuration_names_a_schedule_as_it_names_a_class():
     given = {"start": 0.3, "final": 0.1, "iterations": 10}
-    for name in ("LinearSchedule", "lightning_rl.LinearSchedule"):
+    for name in ("LinearSchedule", "lightning_rl.extend.LinearSchedule"):
         schedule = {"class_path": name, "init_args": given}
         bonus = {"class_path": "EntropyBonus", "init_args": {"coef": schedule}}
         for entropy in (bonus, {"coef": schedule}):

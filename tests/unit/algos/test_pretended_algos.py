@@ -8,12 +8,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-import lightning_rl
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.correction import Correction
 from lightning_rl.algos.kl import EntropyBonus, KLPenalty
 from lightning_rl.algos.losses import PolicyLoss, PPOClip, ValueLoss
 from lightning_rl.algos.objective import Aggregation, Objective, loss_tokens
+from lightning_rl.config import names
 from lightning_rl.data.episodes import call_numbers
 from lightning_rl.data.packing import has_zero_advantage, select, split_minibatches, without
 from lightning_rl.models.policy import Scores
@@ -25,7 +25,7 @@ KINDS = (Advantage, Aggregation, Correction, EntropyBonus, KLPenalty, PolicyLoss
 
 def parts(*kinds: type) -> list[Any]:
     """One of every public class of these kinds, as it is by default."""
-    public = (getattr(lightning_rl, name) for name in lightning_rl.__all__)
+    public = (names.public(name) for name in names.MODULE_OF)
     classes = [
         c
         for c in public

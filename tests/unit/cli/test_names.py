@@ -15,13 +15,16 @@ from lightning_rl.data.rollouts.log import RerunLog
 @pytest.mark.parametrize(
     ("recorded", "read"),
     [
-        ("lightning_rl.ReplayRecorder", "lightning_rl.RerunRecorder"),
-        ("lightning_rl.callbacks.replay_recorder.ReplayRecorder", "lightning_rl.RerunRecorder"),
-        ("lightning_rl.where.it.was.RolesModule", "lightning_rl.RolesModule"),
+        ("lightning_rl.ReplayRecorder", "lightning_rl.callbacks.RerunRecorder"),
+        (
+            "lightning_rl.callbacks.replay_recorder.ReplayRecorder",
+            "lightning_rl.callbacks.RerunRecorder",
+        ),
+        ("lightning_rl.where.it.was.RolesModule", "lightning_rl.games.RolesModule"),
         ("lightning_rl.callbacks.preview.PreviewTable", "lightning_rl.PreviewTable"),
-        ("lightning_rl.games.staged.annealing.LinearShare", "lightning_rl.LinearSchedule"),
+        ("lightning_rl.games.staged.annealing.LinearShare", "lightning_rl.extend.LinearSchedule"),
         ("RolesModule", "RolesModule"),
-        ("mine.lightning_rl.RolesModule", "mine.lightning_rl.RolesModule"),
+        ("mine.lightning_rl.games.RolesModule", "mine.lightning_rl.games.RolesModule"),
         ("lightning_rl.somewhere.private", "lightning_rl.somewhere.private"),
     ],
 )

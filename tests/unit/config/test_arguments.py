@@ -11,19 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
-import lightning_rl
 from lightning_rl import (
     GRPO,
     RLOO,
     AsyncCollector,
-    DataError,
-    GroupFilter,
     HFDatasetPrompts,
-    Instructions,
     IterablePrompts,
     IterationCheckpoint,
     JSONLPrompts,
-    KLGuard,
     LoRA,
     MultiTurn,
     OneStepOffCollector,
@@ -36,15 +31,17 @@ from lightning_rl import (
     Sampling,
     SFTDataModule,
     SingleTurn,
-    StopRun,
-    TextScenario,
     TokenSum,
     TransformersEngine,
     VLLMServer,
     WeightSync,
 )
+from lightning_rl.callbacks import KLGuard, StopRun
+from lightning_rl.config import names
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.extend import GroupFilter
+from lightning_rl.games import Instructions, TextScenario
 from tests.support.bad_configs import complaint
 
 # Records that a run makes in great numbers, and what only code puts together.
@@ -75,7 +72,7 @@ def data_module(**arguments) -> RLDataModule:
 
 
 def test_every_class_that_a_configuration_may_name_checks_its_arguments():
-    public = {name: getattr(lightning_rl, name) for name in lightning_rl.__all__}
+    public = {name: names.public(name) for name in names.MODULE_OF}
     classes = {
         name: cls
         for name, cls in public.items()

@@ -6,21 +6,18 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_rl import (
-    ActorCriticModule,
+from lightning_rl import EntropyBonus, K2Penalty, PolicyModule
+from lightning_rl.config.layers import differences
+from lightning_rl.envs import ActorCriticModule, DQNModule
+from lightning_rl.errors import ConfigError
+from lightning_rl.extend import (
     AdaptiveCoefficient,
     AdaptiveKL,
-    ConfigError,
     ConstantSchedule,
-    DQNModule,
-    EntropyBonus,
-    ExpertIteration,
     ExponentialSchedule,
-    K2Penalty,
     LinearSchedule,
-    PolicyModule,
 )
-from lightning_rl.config.layers import differences
+from lightning_rl.games import ExpertIteration
 
 
 def test_each_by_hand():

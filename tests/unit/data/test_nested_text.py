@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer
 
-from lightning_rl import JSONLPrompts, ParquetPrompts, Prompt, Rollout, RolloutStatus, Row
+from lightning_rl import JSONLPrompts, ParquetPrompts, Prompt, Rollout
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.views import as_torchrl
+from lightning_rl.extend import RolloutStatus, Row
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.log import as_plain
 

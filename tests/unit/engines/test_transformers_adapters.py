@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rl import PolicyEngines, WeightSync
+from lightning_rl import WeightSync
 from lightning_rl.engines import Sampling, TransformersAdapters, TransformersEngine, VLLMAdapters
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError, WeightSyncError
+from lightning_rl.extend import PolicyEngines
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.run.loop import run_async

@@ -9,19 +9,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rl import (
-    ActorCriticModule,
-    ConfigError,
-    DQNModule,
-    EnvDataModule,
-    EnvError,
-    Gym,
-    RunInterrupted,
-    StalledError,
-)
 from lightning_rl.callbacks import Evaluate, IterationCheckpoint, Watchdog
+from lightning_rl.envs import ActorCriticModule, DQNModule, EnvDataModule, EnvError, Gym
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.watch import Watch
+from lightning_rl.errors import ConfigError, RunInterrupted, StalledError
 from lightning_rl.run.threads import hanging_threads
 from tests.support import rude_worlds
 from tests.support.env_agents import agent_for, collected

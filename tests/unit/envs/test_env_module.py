@@ -8,15 +8,8 @@ from lightning.pytorch import LightningModule as PlainModule
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from tensordict import TensorDict
 
-from lightning_rl import (
-    ActorCriticModule,
-    DQNModule,
-    EnvDataModule,
-    Gym,
-    MLPBody,
-    QAgent,
-    RLCallback,
-)
+from lightning_rl.callbacks import RLCallback
+from lightning_rl.envs import ActorCriticModule, DQNModule, EnvDataModule, Gym, MLPBody, QAgent
 from lightning_rl.envs.networks.space import Discrete, Observed, Space
 from lightning_rl.envs.torchrl_space import Places
 from tests.support import worlds  # registers the environments

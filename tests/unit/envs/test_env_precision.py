@@ -5,19 +5,13 @@ from typing import ClassVar
 import pytest
 import torch
 
-from lightning_rl import (
-    ActorCritic,
-    ActorCriticModule,
-    ConfigError,
-    EnvDataModule,
-    Evaluate,
-    Gym,
-    MLPBody,
-    RLCallback,
-)
+from lightning_rl import Evaluate
+from lightning_rl.callbacks import RLCallback
+from lightning_rl.envs import ActorCritic, ActorCriticModule, EnvDataModule, Gym, MLPBody
 from lightning_rl.envs.batches import steps_of
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.networks.actor_critic import joint_log_prob
+from lightning_rl.errors import ConfigError
 from tests.support import worlds  # registers the environments
 from tests.support.small_run import trainer_of
 

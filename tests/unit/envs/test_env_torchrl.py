@@ -10,25 +10,22 @@ from torchrl.modules import NormalParamExtractor, ProbabilisticActor, TanhNormal
 from torchrl.objectives import ClipPPOLoss, SACLoss
 from torchrl.objectives.value import GAE
 
-from lightning_rl import (
+from lightning_rl import EntropyBonus, PPOClip
+from lightning_rl.callbacks import RLCallback
+from lightning_rl.envs import (
     ActorCriticModule,
-    ConfigError,
-    EntropyBonus,
     EnvDataModule,
     GRUBody,
     Gym,
-    PPOClip,
-    RLCallback,
     StepGAE,
     TorchRLLoss,
-    ValueLoss,
-    as_torchrl,
-    pack_rollouts,
     steps_of,
 )
 from lightning_rl.envs.batches import handed_out
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.networks.space import Discrete, Observed, Space
+from lightning_rl.errors import ConfigError
+from lightning_rl.extend import ValueLoss, as_torchrl, pack_rollouts
 from tests.support.env_agents import agent_for
 from tests.support.small_run import trainer_of
 from tests.unit.envs.test_env_update import DISCRETE, built, compare, loss_of, rows

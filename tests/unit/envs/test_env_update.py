@@ -8,31 +8,24 @@ from torch import nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss, KLPENPPOLoss, ReinforceLoss
 
-from lightning_rl import (
-    CISPO,
-    GSPO,
+from lightning_rl import CISPO, GSPO, EntropyBonus, Reinforce, Surrogate
+from lightning_rl.algos.losses import ValueLoss
+from lightning_rl.envs import (
     ActorCritic,
     ActorCriticModule,
-    AdaptiveKL,
-    Alternating,
     Centralized,
-    ConfigError,
-    EntropyBonus,
-    EveryIteration,
     GRUBody,
     MLPBody,
     PerAgent,
-    Periodic,
-    Reinforce,
-    SimulationLoss,
     StepGAE,
     StepReturn,
-    Surrogate,
 )
-from lightning_rl.algos.losses import ValueLoss
 from lightning_rl.envs.batches import handed_out
 from lightning_rl.envs.networks.space import Continuous, Discrete, Observed, Space
 from lightning_rl.envs.rows import Clips, Rows, rows_of
+from lightning_rl.errors import ConfigError
+from lightning_rl.extend import AdaptiveKL, Alternating, EveryIteration, Periodic
+from lightning_rl.games import SimulationLoss
 
 DISCRETE = Space({"observation": Observed((3,))}, {"action": Discrete(4)})
 BOUNDS = torch.ones(2)

@@ -4,10 +4,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rl import (
+from lightning_rl.envs import (
     ActorCritic,
     ActorCriticModule,
-    ConfigError,
     DQNModule,
     EnvDataModule,
     Gym,
@@ -20,6 +19,7 @@ from lightning_rl.envs.datamodule import COLLECTORS
 from lightning_rl.envs.lengths import too_short
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.rows import rows_of
+from lightning_rl.errors import ConfigError
 from tests.support import worlds  # registers the environments
 from tests.support.small_run import trainer_of
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from lightning_rl import ConfigError, EnvDataModule, EnvError, GRUBody, Gym, TorchRLEnv
+from lightning_rl.envs import EnvDataModule, EnvError, GRUBody, Gym, TorchRLEnv
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.networks.actor_critic import joint_log_prob
+from lightning_rl.errors import ConfigError
 from tests.support import worlds  # registers the environments
 from tests.support.env_agents import agent_for, collected
 

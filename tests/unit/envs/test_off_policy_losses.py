@@ -10,9 +10,8 @@ from torch import nn
 from torchrl.modules import ProbabilisticActor, QValueActor, TanhNormal, ValueOperator
 from torchrl.objectives import DQNLoss, SACLoss
 
-from lightning_rl import (
+from lightning_rl.envs import (
     ActionCritic,
-    ConfigError,
     DQNModule,
     DuelingHead,
     GRUBody,
@@ -27,6 +26,7 @@ from lightning_rl import (
 from lightning_rl.envs.algos.td import greedy_value, td_target
 from lightning_rl.envs.networks.space import Continuous, Discrete, MultiDiscrete, Observed, Space
 from lightning_rl.envs.transitions import Transitions
+from lightning_rl.errors import ConfigError
 
 SEEN = {"observation": Observed((3,))}
 CHOICE = Space(SEEN, {"action": Discrete(4)})

@@ -7,18 +7,15 @@ import torch
 from lightning.pytorch import Callback
 from tensordict import TensorDict
 
-from lightning_rl import (
+from lightning_rl.envs import (
     ActionCritic,
     ActorCritic,
-    ConfigError,
     CopyEvery,
     DQNModule,
     EnvCollector,
     EnvDataModule,
     Gym,
-    LinearSchedule,
     MLPBody,
-    Periodic,
     QAgent,
     SACAgent,
     SACModule,
@@ -26,6 +23,8 @@ from lightning_rl import (
 )
 from lightning_rl.envs.networks.actor_critic import joint_log_prob, sampled
 from lightning_rl.envs.networks.space import Discrete, Observed, Space
+from lightning_rl.errors import ConfigError
+from lightning_rl.extend import LinearSchedule, Periodic
 from tests.support.small_run import SaveAfter, trainer_of
 
 

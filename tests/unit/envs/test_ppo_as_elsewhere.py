@@ -7,14 +7,14 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from lightning_rl import (
+from lightning_rl.callbacks import RLCallback
+from lightning_rl.envs import (
     ActorCritic,
     ActorCriticModule,
     EnvDataModule,
     GaussianHead,
     Gym,
     MLPBody,
-    RLCallback,
     StepGAE,
 )
 from lightning_rl.envs.batches import handed_out

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from lightning_rl import ConfigError, StepGAE, StepReturn, Steps
+from lightning_rl.envs import StepGAE, StepReturn, Steps
 from lightning_rl.envs.algos.steps import reward_to_go, step_gae
+from lightning_rl.errors import ConfigError
 
 GAMMA, LAM = 0.96875, 0.875  # torchrl rounds them to float32, and these are exact there
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from lightning_rl import ConfigError, CopyEvery, Polyak, TransitionBuffer
+from lightning_rl.envs import CopyEvery, Polyak, TransitionBuffer
 from lightning_rl.envs.batches import handed_out
 from lightning_rl.envs.networks.distributions import TanhGaussian
 from lightning_rl.envs.networks.exploring import EpsilonGreedy, PartlyUniform
 from lightning_rl.envs.networks.space import Discrete, Observed, Space
 from lightning_rl.envs.transitions import Transitions, transitions_of
+from lightning_rl.errors import ConfigError
 
 WALKER = SimpleNamespace(
     space=Space(

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from tensordict import TensorDict
 
-from lightning_rl import LOLA, POLA
+from lightning_rl.games import LOLA, POLA
 from lightning_rl.games.roles.conversations import conversation_losses
 
 

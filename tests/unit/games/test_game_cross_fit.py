@@ -6,18 +6,8 @@ import pytest
 import torch
 from torch.distributions import Bernoulli
 
-from lightning_rl import (
-    LOLA,
-    POLA,
-    PSOS,
-    PSPG,
-    SOS,
-    SPG,
-    ConfigError,
-    CrossFitted,
-    Game,
-    GameUpdate,
-)
+from lightning_rl.errors import ConfigError
+from lightning_rl.games import LOLA, POLA, PSOS, PSPG, SOS, SPG, CrossFitted, Game, GameUpdate
 from lightning_rl.games.algos.scores import Player, ScoreGame
 from lightning_rl.games.algos.steps import game_loss
 

@@ -7,28 +7,23 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoTokenizer, GPTNeoXConfig
 
-from lightning_rl import (
-    GSPO,
+from lightning_rl import GSPO, EntropyBonus, LoRA, Surrogate
+from lightning_rl.algos.advantages import GAE
+from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.extend import Periodic, pack_rollouts
+from lightning_rl.games import (
     LOLA,
     POLA,
     PSOS,
     PSPG,
     SOS,
     SPG,
-    ConfigError,
     CrossFitted,
-    DataError,
-    EntropyBonus,
     GameRolesModule,
     GameUpdate,
-    LoRA,
-    Periodic,
     RolesModule,
     Simultaneous,
-    Surrogate,
-    pack_rollouts,
 )
-from lightning_rl.algos.advantages import GAE
 from lightning_rl.games.algos.game import Game, flat
 from lightning_rl.games.roles.conversations import conversation_losses, written
 from lightning_rl.models.heads import SharedValueHead

@@ -5,7 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_rl import LOLA, POLA, PSOS, PSPG, SOS, SPG, ConfigError, PPOClip, Simultaneous
+from lightning_rl import PPOClip
+from lightning_rl.errors import ConfigError
+from lightning_rl.games import LOLA, POLA, PSOS, PSPG, SOS, SPG, Simultaneous
 from lightning_rl.games.algos.game import Game, flat, nystrom_solve
 from lightning_rl.games.algos.steps import game_loss, said_before
 from lightning_rl.games.algos.updates import sos_weight

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from lightning_rl import ConfigError, SimulationLoss
 from lightning_rl.envs.networks.distributions import Categorical
+from lightning_rl.errors import ConfigError
+from lightning_rl.games import SimulationLoss
 
 AGENTS = ("adversarial_verifier", "simulator")
 

@@ -5,20 +5,17 @@ from copy import deepcopy
 
 import pytest
 
-from lightning_rl import (
+from lightning_rl import Prompt, Rollout, Sampling, TransformersEngine
+from lightning_rl.errors import ConfigError
+from lightning_rl.extend import RolloutStatus
+from lightning_rl.games import (
     Adp,
-    ConfigError,
     Debate,
     MerlinArthur,
     Nip,
-    Prompt,
     ProtocolAgent,
-    Rollout,
-    RolloutStatus,
-    Sampling,
     SoloVerifier,
     TextScenario,
-    TransformersEngine,
     protocol_metrics,
 )
 from lightning_rl.games.protocols.base import ACCEPT, GO_ON, REJECT, VERIFIER

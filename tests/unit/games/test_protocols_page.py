@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rl import Conversation, Seat, TextScenario, drawn
+from lightning_rl.games import Conversation, Seat, TextScenario, drawn
 from lightning_rl.games.protocols.base import ACCEPT, REJECT
 
 PAGE = (Path(__file__).parents[3] / "docs" / "protocols.md").read_text("utf-8")

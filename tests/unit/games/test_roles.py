@@ -7,23 +7,15 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 
-from lightning_rl import (
-    ConfigError,
-    GuardError,
-    LogprobGapGuard,
-    LoRA,
-    Periodic,
-    PolicyEngines,
-    RLCallback,
-    RolesModule,
-    SkipUpdate,
-    ZeroAdvantageGuard,
-    pack_rollouts,
-)
+from lightning_rl import LoRA
 from lightning_rl.algos.advantages import GAE
+from lightning_rl.callbacks import LogprobGapGuard, RLCallback, SkipUpdate, ZeroAdvantageGuard
 from lightning_rl.config.hints import parse
 from lightning_rl.data.packing import token_rows
 from lightning_rl.engines import TransformersEngine
+from lightning_rl.errors import ConfigError, GuardError
+from lightning_rl.extend import Periodic, PolicyEngines, pack_rollouts
+from lightning_rl.games import RolesModule
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.rollout import Row
 from lightning_rl.sync.checkpoint import CheckpointTransport

@@ -5,27 +5,28 @@ import json
 import pytest
 import torch
 
-from lightning_rl import (
+from lightning_rl.cli import main
+from lightning_rl.envs import (
     ActorCritic,
     ActorCriticModule,
-    ClassHead,
     CNNBody,
-    ConfigError,
-    DataError,
     EnvDataModule,
-    FunctionData,
     GRUBody,
     Gym,
-    LabelledData,
     MLPBody,
-    NumberHead,
     QAgent,
+)
+from lightning_rl.envs.networks.pretrained import LAYERS
+from lightning_rl.envs.networks.space import Discrete, Observed, Space
+from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.games import (
+    ClassHead,
+    FunctionData,
+    LabelledData,
+    NumberHead,
     SoloDataModule,
     SoloModule,
 )
-from lightning_rl.cli import main
-from lightning_rl.envs.networks.pretrained import LAYERS
-from lightning_rl.envs.networks.space import Discrete, Observed, Space
 from lightning_rl.games.labelled import rows_of, space_of
 from tests.support.labelled_poles import falling
 from tests.support.small_run import trainer_of

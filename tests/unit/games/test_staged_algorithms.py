@@ -5,8 +5,9 @@ from itertools import product
 
 import pytest
 
-from lightning_rl import Debate, ExponentialSchedule, Nip
 from lightning_rl.errors import ConfigError
+from lightning_rl.extend import ExponentialSchedule
+from lightning_rl.games import Debate, Nip
 from lightning_rl.games.protocols.conversation import Conversation
 from lightning_rl.games.protocols.text_scenario import Instructions, TextScenario
 from lightning_rl.games.staged.chat import ChatAnswer

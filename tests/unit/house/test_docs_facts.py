@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import lightning_rl
 import lightning_rl.callbacks as callbacks
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.losses import PolicyLoss
 from lightning_rl.config.hints import class_names
+from lightning_rl.config.names import MODULE_OF, SURFACES, public as public_name
 from lightning_rl.engines.base import Engine
 
 ROOT = Path(__file__).parents[3]
@@ -45,12 +45,12 @@ def test_only_public_engines_are_offered():
         for name, engine in class_names([Engine]).items()
         if engine.__module__.startswith("lightning_rl.engines")
     }
-    assert offered - set(lightning_rl.__all__) - {"SimulatedEngine"} == set()
+    assert offered - set(MODULE_OF) - {"SimulatedEngine"} == set()
     assert {"VLLMLocal", "VLLMServer", "RayEngine", "TransformersEngine"} <= offered
 
 
 def public(base: type) -> list[type]:
-    found = (getattr(lightning_rl, name) for name in lightning_rl.__all__)
+    found = (public_name(name) for name in MODULE_OF)
     return [c for c in found if inspect.isclass(c) and issubclass(c, base) and c is not base]
 
 
@@ -120,7 +120,8 @@ def exists(name: str) -> bool:
         elif (module := place / f"{part}.py").exists():
             place = module
         elif place.is_dir():
-            public_names = lightning_rl.__all__ if place.name == "lightning_rl" else []
+            package = ".".join(("lightning_rl", *place.relative_to(ROOT / "lightning_rl").parts))
+            public_names = SURFACES.get(package, {})
             return part in public_names or part in bound_in(place / "__init__.py")
         else:
             return part in bound_in(place)

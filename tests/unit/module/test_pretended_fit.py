@@ -12,32 +12,34 @@ from transformers.integrations import accelerate
 from lightning_rl import (
     GAE,
     BaseReference,
-    Correct,
     DPOModule,
-    EffectiveSampleGuard,
     EntropyBonus,
     HFExport,
     IterablePrompts,
     IterationCheckpoint,
     K1Penalty,
     K3Penalty,
-    KLGuard,
-    LogprobGapGuard,
-    LogprobSpikeGuard,
     LoRA,
-    Mask,
     PairDataModule,
-    Policy,
-    RLCallback,
     SeparateValueHead,
     SFTDataModule,
     SFTModule,
-    SkipUpdate,
-    StalenessGuard,
     TokenTIS,
     WeightSync,
+)
+from lightning_rl.callbacks import (
+    Correct,
+    EffectiveSampleGuard,
+    KLGuard,
+    LogprobGapGuard,
+    LogprobSpikeGuard,
+    Mask,
+    RLCallback,
+    SkipUpdate,
+    StalenessGuard,
     ZeroAdvantageGuard,
 )
+from lightning_rl.extend import Policy
 from lightning_rl.models import short_attention
 from tests.support.pretended import DEVICE, moving_in_place, on_the_device
 from tests.support.small_run import adamw, data_module, grpo, ppo, trainer_of

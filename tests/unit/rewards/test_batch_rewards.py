@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_rl import batch_reward
 from lightning_rl.errors import ConfigError
+from lightning_rl.extend import batch_reward
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.pool import Isolated
 from lightning_rl.rewards.remote import Remote

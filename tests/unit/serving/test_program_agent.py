@@ -13,22 +13,18 @@ from pathlib import Path
 import pytest
 
 from lightning_rl import (
-    AgentClient,
-    Completion,
-    ConfigError,
-    EngineError,
     FunctionAgent,
     ProgramAgent,
     Prompt,
     Rewards,
     Rollout,
-    RolloutPipeline,
-    RolloutStatus,
     Sampling,
     ScriptAgent,
     TransformersEngine,
 )
 from lightning_rl.agents.templates import TurnTemplate
+from lightning_rl.errors import ConfigError, EngineError
+from lightning_rl.extend import AgentClient, Completion, RolloutPipeline, RolloutStatus
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.run.loop import run_async

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import lightning_rl
+from lightning_rl.config import names
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.base import checked
 from lightning_rl.errors import (
@@ -338,13 +338,13 @@ def test_the_pair_table_is_what_the_classes_say():
     )
     assert {row[0] for row in rows} == {
         name
-        for name in lightning_rl.__all__
-        if name.endswith("Transport") and not isabstract(getattr(lightning_rl, name))
+        for name in names.MODULE_OF
+        if name.endswith("Transport") and not isabstract(names.public(name))
     }
     for name, *cells in rows:
-        transport = getattr(lightning_rl, name)
+        transport = names.public(name)
         for engine, cell in zip(head[1:], cells, strict=True):
-            reached = issubclass(getattr(lightning_rl, engine), transport.reaches)
+            reached = issubclass(names.public(engine), transport.reaches)
             assert reached == (cell != "–"), f"{name} to {engine}"
 
 

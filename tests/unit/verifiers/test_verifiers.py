@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from lightning_rl import VerifiersAgent, VerifiersPrompts
 from lightning_rl.cli.trusted_texts import kind_of
 from lightning_rl.errors import ConfigError
+from lightning_rl.verifiers import VerifiersAgent, VerifiersPrompts
 from lightning_rl.verifiers.hosting import Hosting
 from lightning_rl.verifiers.prompts import shown
 from tests.support.tiny_models import chatml_tokenizer

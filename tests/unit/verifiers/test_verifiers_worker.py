@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from lightning_rl import VerifiersAgent
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from lightning_rl.run.loop import run_async
+from lightning_rl.verifiers import VerifiersAgent
 from lightning_rl.verifiers.hosting import Hosting
 from lightning_rl.verifiers.worker import Worker, WorkerDied, WorkerError
 from tests.support.engine_checks import is_running
