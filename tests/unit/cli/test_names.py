@@ -50,7 +50,7 @@ except ImportError as error:
 
 def test_from_a_checkout_callbacks_have_one_name():
     """The folder callbacks/ is in the working directory, and so may be imported by that name."""
-    checkout = Path(lightning_rl.__file__).parents[2]
+    checkout = Path(lightning_rl.__file__).parents[1]
     command = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
     refusals = done.stdout.splitlines()

@@ -9,8 +9,8 @@ import yaml
 from jsonargparse._parameter_resolvers import get_signature_parameters
 from lightning.pytorch import Trainer
 
-import lightning_rl
 from lightning_rl import PolicyModule, RLDataModule
+from lightning_rl.config.names import MODULE_OF, public
 from lightning_rl.convert.main import as_yaml, main
 from lightning_rl.convert.trl import TRL, convert_trl
 from lightning_rl.convert.verl import VERL, convert_verl
@@ -45,8 +45,8 @@ def is_ours(name: str) -> bool:
     """Whether ``name``, as tables have it, is an argument or a public class."""
     place, _, argument = name.partition(".")
     if not argument:
-        return place == "seed_everything" or hasattr(lightning_rl, place)
-    owner = PLACES.get(place) or getattr(lightning_rl, place)
+        return place == "seed_everything" or place in MODULE_OF
+    owner = PLACES.get(place) or public(place)
     # A class hands on to its bases what it does not name, as the parser of configurations knows.
     return argument in {parameter.name for parameter in get_signature_parameters(owner)}
 
@@ -57,7 +57,7 @@ def test_each_counterpart_exists(row):
     assert [name for name in names if not is_ours(name)] == []
     assert names or row.note, "no counterpart, and no reason"
     for code in re.findall(r"`([A-Z]\w+)", row.note):  # classes, ours or Lightning's
-        assert hasattr(lightning_rl, code) or code in (
+        assert code in MODULE_OF or code in (
             "ModelParallelStrategy",
             "ModelCheckpoint",
             "TensorBoardLogger",
