@@ -82,7 +82,8 @@ def _require_own(key: Any) -> None:
 def _no_view(what: str) -> ConfigError:
     return ConfigError(
         f"a packed batch of language models has no {what}: "
-        "lightning_rl.extend.as_torchrl(batch) has a row for each rollout, as_steps(batch) one for each token, with next, action, a batch size"
+        "lightning_rl.extend.as_torchrl(batch) has a row for each rollout, as_steps(batch) one for "
+        "each token, with next, action, a batch size"
     )
 
 

@@ -46,8 +46,8 @@ def conversation_losses(
     is :meth:`~lightning_rl.games.GameUpdate.step_loss` with their advantages, times
     ``loss_weights``, and that of another's tokens the same with the advantage of i in that rollout,
     and its mean weight there: what i was paid is the outcome of what all said, each token of which
-    counts alike. In :func:`~lightning_rl.games.algos.steps.game_loss` they know what was said before. All of it is
-    in float64: what is summed here are thousands of log probabilities.
+    counts alike. In :func:`~lightning_rl.games.algos.steps.game_loss` they know what was said
+    before. All of it is in float64: what is summed here are thousands of log probabilities.
     """
     everything: Any = torch.cat(list(players))  # a TensorDict, as they are
     _, everything["rollout"] = everything["rollout"].unique(return_inverse=True)

@@ -41,7 +41,8 @@ def test_package_list_names_every_folder_with_python_files(config: configparser.
 def data_on_disk() -> set[str]:
     """Every file beside the modules, as a wheel must hold it."""
     left_out = (".py", ".pyc")
-    files = (path for path in (ROOT / "lightning_rl").rglob("*") if path.is_file())
+    folders = (ROOT / "lightning_rl", ROOT / "lightning_rl" / "callbacks")  # which is a symlink
+    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(ROOT).as_posix() for path in files if path.suffix not in left_out}
 
 
