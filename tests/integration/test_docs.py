@@ -322,8 +322,10 @@ def test_the_mixture_of_its_page_trains_each_set_as_it_says(stand_in, capsys):
     assert [*map(len, of.values())] == [
         sum(256 * row[f"rollout/{name}/share"] for row in trained) for name in of
     ]
-    assert {(r.temperature, *r.reward_parts) for r in of["sort"]} == {(1.0, "exact_match")}
-    assert {(r.temperature, *r.reward_parts) for r in of["spell"]} == {(0.8, "environment")}
+    assert {(r.sampling.temperature, *r.reward_parts) for r in of["sort"]} == {(1.0, "exact_match")}
+    assert {(r.sampling.temperature, *r.reward_parts) for r in of["spell"]} == {
+        (0.8, "environment")
+    }
     assert all(all(r.loss_mask) for r in of["sort"])
     assert max(len(r.token_ids) for r in of["spell"]) > 1  # some first digit was right
     for rollout in of["spell"]:

@@ -123,7 +123,8 @@ def test_rejected_groups_are_replaced_by_groups_of_new_prompts(tiny_model):
         kept = rollout.prompt.columns["number"] % 3 == 0
         assert rollout.status is (RolloutStatus.COMPLETED if kept else RolloutStatus.SKIPPED)
         assert rollout.reward is not None  # rejected ones keep what they were rejected for
-        assert (rollout.temperature, rollout.top_p, rollout.top_k) == (0.7, 0.9, 5)
+        sampling = rollout.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.9, 5)
 
 
 def test_ids_and_seeds_never_repeat_within_an_iteration_nor_after(tiny_model):

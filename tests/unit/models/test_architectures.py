@@ -91,7 +91,7 @@ def test_exact(name, tmp_path, random_rollouts):
         ids = torch.tensor(rollout.prompt.token_ids + rollout.token_ids)
         start, mask = len(rollout.prompt.token_ids), torch.tensor(rollout.loss_mask)
         logits = plain(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
-        log_p = (logits / rollout.temperature).log_softmax(-1)
+        log_p = (logits / rollout.sampling.temperature).log_softmax(-1)
         expected.append(log_p.gather(-1, ids[start:, None]).squeeze(-1)[mask])
     expected = torch.cat(expected)
     bound = scores_rounding(plain.config.get_text_config(), expected)

@@ -33,7 +33,9 @@ def scored_alone(model, rollouts) -> tuple[Tensor, Tensor]:
         ids = torch.tensor(rollout.prompt.token_ids + rollout.token_ids)
         start = len(rollout.prompt.token_ids)
         logits = model(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
-        log_p = (logits / rollout.temperature).log_softmax(-1)[torch.tensor(rollout.loss_mask)]
+        log_p = (logits / rollout.sampling.temperature).log_softmax(-1)[
+            torch.tensor(rollout.loss_mask)
+        ]
         targets = ids[start:][torch.tensor(rollout.loss_mask)]
         logprobs.append(log_p.gather(-1, targets[:, None]).squeeze(-1))
         entropies.append(-(log_p.exp() * log_p).sum(-1))

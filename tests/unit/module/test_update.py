@@ -81,7 +81,7 @@ def test_the_grpo_gradient_is_the_policy_gradient(
         advantage = rollout.reward - sum(peers) / len(peers)
         ids = torch.tensor(rollout.prompt.token_ids + rollout.token_ids)
         start, mask = len(rollout.prompt.token_ids), torch.tensor(rollout.loss_mask)
-        logits = plain(input_ids=ids[None]).logits[0, start - 1 : -1] / rollout.temperature
+        logits = plain(input_ids=ids[None]).logits[0, start - 1 : -1] / rollout.sampling.temperature
         logprobs = logits.log_softmax(-1).gather(-1, ids[start:, None]).squeeze(-1)[mask]
         per_rollout = len(rollouts) * len(logprobs)
         loss -= (
