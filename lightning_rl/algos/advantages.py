@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.episodes import Calls, calls_of, received
+from lightning_rl.data.episodes import CallTable, calls_of, received
 from lightning_rl.data.packing import episode_rows, token_rows
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.run.dist import global_mean_std
@@ -141,7 +141,7 @@ class Advantage(ABC):
         """Return the batch with advantages (and ``returns``, where there is a critic)."""
 
 
-def on_tokens(batch: TensorDict, calls: Calls, values_M: Tensor) -> Tensor:
+def on_tokens(batch: TensorDict, calls: CallTable, values_M: Tensor) -> Tensor:
     """Values (M,) of the calls' tokens, where these are in the batch, (T,); else 0."""
     empty = values_M.new_zeros(len(batch["tokens"]))
     return empty.index_put((calls.tokens,), values_M)
@@ -223,7 +223,7 @@ class CriticAdvantage(Advantage):
         return not self.whiten
 
     def give(
-        self, batch: TensorDict, calls: Calls, advantages: Tensor, returns: Tensor
+        self, batch: TensorDict, calls: CallTable, advantages: Tensor, returns: Tensor
     ) -> TensorDict:
         """The batch with advantages and returns (M,) of the calls' tokens; 0 for all others."""
         if self.whiten:

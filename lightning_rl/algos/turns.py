@@ -24,11 +24,11 @@ from lightning_rl.algos.advantages import (
     total_rewards,
 )
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.episodes import Calls, calls_of, received
+from lightning_rl.data.episodes import CallTable, calls_of, received
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 
 
-def call_rewards(batch: TensorDict, calls: Calls) -> Tensor:
+def call_rewards(batch: TensorDict, calls: CallTable) -> Tensor:
     """What each call was paid, (C,); an episode's add up to all that it was paid."""
     paid = received(batch, calls)[calls.tokens]
     return paid.new_zeros(len(calls.first)).index_add(0, calls.of_token, paid)
@@ -110,7 +110,7 @@ class RewardToGo(WithinGroups):
         return batch
 
     @staticmethod
-    def baseline(returns: Tensor, calls: Calls, group: Tensor) -> Tensor:
+    def baseline(returns: Tensor, calls: CallTable, group: Tensor) -> Tensor:
         """The others' mean return (C,), for returns (C,) and groups (C,) of calls."""
         like = pairs(group, calls.place)
         others, count = _means_of_others(returns, like)
@@ -172,7 +172,7 @@ class GiGPO(WithinGroups):
         return batch
 
     @staticmethod
-    def _states(batch: TensorDict, calls: Calls) -> Tensor:
+    def _states(batch: TensorDict, calls: CallTable) -> Tensor:
         """The state of each call, (C,)."""
         first = calls.tokens[calls.first]
         states = batch["tokens"].get("state", None)

@@ -37,7 +37,7 @@ _PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True)
-class Layout:
+class DeviceLayout:
     """A way to use this machine: a name, and what the command line says for it.
 
     Args:
@@ -58,7 +58,7 @@ class Layout:
 
 def layouts_of(
     cores: int, groups: int, strategy: str = "auto", streams: bool = False, plain: bool = False
-) -> list[Layout]:
+) -> list[DeviceLayout]:
     """Those that make sense for so many cores and groups per iteration, the simplest first.
 
     Of the numbers of processes that share the groups evenly the smallest and the largest;
@@ -74,31 +74,33 @@ def layouts_of(
     return [*one, *streamed, *several, *without]
 
 
-def _streamed(cores: int, groups: int, flags: tuple[str, ...]) -> Layout:
+def _streamed(cores: int, groups: int, flags: tuple[str, ...]) -> DeviceLayout:
     """Half of the groups at a time, so that some are complete early."""
     flags = ("--trainer.devices", "1", *flags, "--data.collector", "StreamedCollector")
     in_flight = ("--data.collector.max_groups_in_flight", str(max(1, groups // 2)))
     # Two threads in all are one for each; more are divided.
     threads = 1 if cores == 2 else cores
-    return Layout("1 process, streamed", (*flags, *in_flight), {"OMP_NUM_THREADS": str(threads)})
+    return DeviceLayout(
+        "1 process, streamed", (*flags, *in_flight), {"OMP_NUM_THREADS": str(threads)}
+    )
 
 
-def _plain(layout: Layout) -> Layout:
+def _plain(layout: DeviceLayout) -> DeviceLayout:
     flags = (*layout.flags, "--data.engine", "TransformersEngine")
-    return Layout(f"{layout.name}, TransformersEngine", flags, layout.environment)
+    return DeviceLayout(f"{layout.name}, TransformersEngine", flags, layout.environment)
 
 
-def _processes(count: int, threads: int, flags: tuple[str, ...] = ()) -> Layout:
+def _processes(count: int, threads: int, flags: tuple[str, ...] = ()) -> DeviceLayout:
     processes = "1 process" if count == 1 else f"{count} processes"
     each = "1 thread" if threads == 1 else f"{threads} threads"
-    return Layout(
+    return DeviceLayout(
         f"{processes}, {each}{'' if count == 1 else ' each'}",
         ("--trainer.devices", str(count), *flags),
         {"OMP_NUM_THREADS": str(threads)},
     )
 
 
-def candidates(cli: Built) -> list[Layout]:
+def candidates(cli: Built) -> list[DeviceLayout]:
     """The layouts to compare for a configuration.
 
     Raises:
@@ -129,7 +131,7 @@ def candidates(cli: Built) -> list[Layout]:
     return layouts_of(usable_cores(), data.groups_per_iteration, strategy, streams, plain)
 
 
-def compare(layouts: Sequence[Layout], arguments: Sequence[str], scratch: Path) -> list[str]:
+def compare(layouts: Sequence[DeviceLayout], arguments: Sequence[str], scratch: Path) -> list[str]:
     """Measure layouts of what ``fit`` with these arguments does, and say which is fastest.
 
     Raises:
@@ -148,8 +150,8 @@ def compare(layouts: Sequence[Layout], arguments: Sequence[str], scratch: Path) 
 
 
 def in_turns(
-    layouts: Sequence[Layout],
-    measure: Callable[[Layout], list[Row] | str],
+    layouts: Sequence[DeviceLayout],
+    measure: Callable[[DeviceLayout], list[Row] | str],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[Row] | str]:
     """The rows of each layout by name, or why there are none; in turns, since a machine changes."""
@@ -169,7 +171,7 @@ def in_turns(
     return found
 
 
-def _tried(layout: Layout, arguments: Sequence[str], file: Path) -> list[Row] | str:
+def _tried(layout: DeviceLayout, arguments: Sequence[str], file: Path) -> list[Row] | str:
     """The iterations of one try in a process of its own, or the last line that it printed."""
     path = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "lightning_rl", "check", TIMED, str(file)]
@@ -205,7 +207,7 @@ def table(rows: Mapping[str, list[Row] | str]) -> list[str]:
     return lines
 
 
-def verdict(layouts: Sequence[Layout], rows: Mapping[str, list[Row] | str]) -> str:
+def verdict(layouts: Sequence[DeviceLayout], rows: Mapping[str, list[Row] | str]) -> str:
     """Name the fastest, and how much faster than the others it is."""
     seconds = {
         layout: _median(found, "iteration")
@@ -231,7 +233,7 @@ def _busy(load: float, cores: int) -> list[str]:
     ]
 
 
-def fastest(seconds: Mapping[Layout, float]) -> Layout:
+def fastest(seconds: Mapping[DeviceLayout, float]) -> DeviceLayout:
     """The first, and so the simplest, of those that are as fast as the fastest."""
     least = min(seconds.values())
     return next(layout for layout, taken in seconds.items() if taken <= least * CLOSE)

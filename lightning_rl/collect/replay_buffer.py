@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_rl.algos.losses import SFTMix
 from lightning_rl.algos.objective import Objective
-from lightning_rl.collect.samplers import Entry, Sampler, Uniform
+from lightning_rl.collect.samplers import BufferEntry, Sampler, Uniform
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.rollouts.store import RolloutStore
 from lightning_rl.errors import ConfigError, require_at_least
@@ -60,7 +60,7 @@ class ReplayBuffer:
         self.max_staleness = max_staleness
         self.sampler = sampler or Uniform()
         self.seed = run_seed(seed)
-        self.entries: list[Entry] = []
+        self.entries: list[BufferEntry] = []
         """What can be replayed, in the order of arrival."""
         self.metrics: dict[str, float] = {}
         """``buffer/*``, ``sample/*`` and ``rollout/archived`` of the last exchange."""
@@ -193,7 +193,7 @@ class ReplayBuffer:
             "rollout/archived": float(rollouts),
         }
 
-    def _mark(self, state: str, entries: Sequence[Entry]) -> int:
+    def _mark(self, state: str, entries: Sequence[BufferEntry]) -> int:
         """Set the state of groups in the file; return how many rollouts they have."""
         return self.store.set_state(state, [entry.place for entry in entries]) if entries else 0
 
@@ -208,10 +208,10 @@ def warn_if_uncorrected(kind: str, objective: Objective, trust_engine_logprobs: 
         )
 
 
-def _entry(place: int, rewards: Sequence[float], versions: Sequence[int]) -> list[Entry]:
+def _entry(place: int, rewards: Sequence[float], versions: Sequence[int]) -> list[BufferEntry]:
     """The entry of a group from its rollouts' rewards; none if no rollout can be replayed."""
     if not rewards or not versions:
         return []
     mean = math.fsum(rewards) / len(rewards)
     spread = math.fsum(abs(reward - mean) for reward in rewards) / len(rewards)
-    return [Entry(place, min(versions), mean, spread)]
+    return [BufferEntry(place, min(versions), mean, spread)]

@@ -14,7 +14,7 @@ from lightning_rl.rollout import Group
 
 
 @dataclass(frozen=True)
-class Entry:
+class BufferEntry:
     """A group in the buffer, as far as samplers need to know it.
 
     ``oldest`` is the version of its oldest token, ``reward`` the mean r̄ of its G rewards and
@@ -51,8 +51,8 @@ class Sampler(ABC):
 
     @abstractmethod
     def choose(
-        self, entries: Sequence[Entry], count: int, random: np.random.Generator
-    ) -> list[Entry]:
+        self, entries: Sequence[BufferEntry], count: int, random: np.random.Generator
+    ) -> list[BufferEntry]:
         """At most ``count`` different entries; given ones are older than the fresh groups."""
 
     def experts(self, fresh: int, random: np.random.Generator) -> list[Group]:
@@ -83,8 +83,8 @@ class FIFO(Sampler):
         self._last = 0
 
     def choose(
-        self, entries: Sequence[Entry], count: int, random: np.random.Generator
-    ) -> list[Entry]:
+        self, entries: Sequence[BufferEntry], count: int, random: np.random.Generator
+    ) -> list[BufferEntry]:
         chosen = [entry for entry in entries if entry.place > self._last][:count]
         if chosen:
             self._last = chosen[-1].place
@@ -101,12 +101,12 @@ class _Weighted(Sampler):
     """Draws without replacement; the first with probability w / sum w, and so on."""
 
     @abstractmethod
-    def log_weights(self, entries: Sequence[Entry]) -> np.ndarray:
+    def log_weights(self, entries: Sequence[BufferEntry]) -> np.ndarray:
         """log w of each entry; -inf for those never to be drawn."""
 
     def choose(
-        self, entries: Sequence[Entry], count: int, random: np.random.Generator
-    ) -> list[Entry]:
+        self, entries: Sequence[BufferEntry], count: int, random: np.random.Generator
+    ) -> list[BufferEntry]:
         if not entries or count == 0:
             return []
         log_weights = self.log_weights(entries)
@@ -119,7 +119,7 @@ class _Weighted(Sampler):
 class Uniform(_Weighted):
     """Every group of the buffer is as likely as any other."""
 
-    def log_weights(self, entries: Sequence[Entry]) -> np.ndarray:
+    def log_weights(self, entries: Sequence[BufferEntry]) -> np.ndarray:
         return np.zeros(len(entries))
 
 
@@ -139,7 +139,7 @@ class RewardPriority(_Weighted):
             raise ConfigError(f"RewardPriority(temperature={temperature}) must be > 0")
         self.temperature = temperature
 
-    def log_weights(self, entries: Sequence[Entry]) -> np.ndarray:
+    def log_weights(self, entries: Sequence[BufferEntry]) -> np.ndarray:
         return np.array([entry.reward for entry in entries]) / self.temperature
 
 
@@ -160,7 +160,7 @@ class AdvantagePriority(_Weighted):
         require_finite(alpha=alpha)
         self.alpha = alpha
 
-    def log_weights(self, entries: Sequence[Entry]) -> np.ndarray:
+    def log_weights(self, entries: Sequence[BufferEntry]) -> np.ndarray:
         spread = np.array([entry.spread for entry in entries])
         positive = spread > 0
         logs = np.log(spread, where=positive, out=np.zeros_like(spread))
@@ -220,8 +220,8 @@ class Mixed(Sampler):
         return round(fresh * self.replayed / (1 - self.replayed - self.expert))
 
     def choose(
-        self, entries: Sequence[Entry], count: int, random: np.random.Generator
-    ) -> list[Entry]:
+        self, entries: Sequence[BufferEntry], count: int, random: np.random.Generator
+    ) -> list[BufferEntry]:
         return self.pick.choose(entries, count, random)
 
     def experts(self, fresh: int, random: np.random.Generator) -> list[Group]:

@@ -29,7 +29,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Entry:
+class FlagVerdict:
     """The verdict on a flag or callback, and what is said about it.
 
     ``used`` takes the Trainer, or the callback, and gives the value that is refused or warned of;
@@ -96,15 +96,15 @@ _USED: dict[str, Callable[[Any], Any]] = {
     "model_registry": _unless("_model_registry", None),
     "ModelCheckpoint": lambda callback: callback._every_n_train_steps or None,
 }
-"""Flags and callbacks of which not every use is refused or warned of: see ``Entry.used``."""
+"""Flags and callbacks of which not every use is refused or warned of: see ``FlagVerdict.used``."""
 
 
 _SAID = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
-def _entries(part: str) -> dict[str, Entry]:
+def _entries(part: str) -> dict[str, FlagVerdict]:
     return {
-        name: Entry(Verdict(verdict), words, _USED.get(name, lambda _: True))
+        name: FlagVerdict(Verdict(verdict), words, _USED.get(name, lambda _: True))
         for name, said in _SAID[part].items()
         for verdict, words in said.items()
     }

@@ -13,7 +13,7 @@ from lightning_rl.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterRow:
     """One parameter of another library.
 
     Args:
@@ -58,16 +58,16 @@ class Row:
         return numeric and self.default is not None and not self.nullable
 
 
-def sections(library: str) -> dict[str, list[Row]]:
+def sections(library: str) -> dict[str, list[ParameterRow]]:
     """Read the table of ``trl`` or ``verl``: the rows by their heading."""
     text = Path(__file__).with_name(f"{library}.yaml").read_text(encoding="utf-8")
     return {
-        title: [Row(theirs, **(columns or {})) for theirs, columns in rows.items()]
+        title: [ParameterRow(theirs, **(columns or {})) for theirs, columns in rows.items()]
         for title, rows in parse_yaml(text, library).items()
     }
 
 
-def table(library: str) -> dict[str, Row]:
+def table(library: str) -> dict[str, ParameterRow]:
     """Read all rows of ``trl`` or ``verl``, by its own names."""
     return {row.theirs: row for rows in sections(library).values() for row in rows}
 
@@ -182,7 +182,10 @@ class Given:
     """
 
     def __init__(
-        self, values: Mapping[str, Any], rows: Mapping[str, Row], defaults: Mapping[str, Any]
+        self,
+        values: Mapping[str, Any],
+        rows: Mapping[str, ParameterRow],
+        defaults: Mapping[str, Any],
     ) -> None:
         known = {name: row.default for name, row in rows.items()}
         values = {
@@ -204,7 +207,7 @@ class Given:
         """A value that is not carried over by this."""
         return self._values[name]
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> ParameterRow:
         """Look a parameter up in the table."""
         return self._rows[name]
 

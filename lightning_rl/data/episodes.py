@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_rl.data.packing import episode_rows, token_rows
 
 
-class Calls(NamedTuple):
+class CallTable(NamedTuple):
     """The C calls of a batch, and its M model tokens, call by call.
 
     Episodes follow one another, and within each its calls in their order, in whichever rows they
@@ -42,7 +42,7 @@ def call_numbers(batch: TensorDict) -> Tensor:
     return torch.where(mask, begins.cumsum(0) - 1, -1)
 
 
-def calls_of(batch: TensorDict) -> Calls:
+def calls_of(batch: TensorDict) -> CallTable:
     """The calls of all episodes, with the tokens that are trained on."""
     live = batch["tokens", "loss_mask"].nonzero().squeeze(1)
     _, of_row = episode_rows(batch).unique(return_inverse=True)
@@ -60,10 +60,10 @@ def calls_of(batch: TensorDict) -> Calls:
     of_call = episode[first]
     _, inverse, counts = of_call.unique_consecutive(return_inverse=True, return_counts=True)
     place = torch.arange(len(first), device=first.device) - (counts.cumsum(0) - counts)[inverse]
-    return Calls(live, begins.cumsum(0) - 1, of_call, place, first)
+    return CallTable(live, begins.cumsum(0) - 1, of_call, place, first)
 
 
-def received(batch: TensorDict, calls: Calls) -> Tensor:
+def received(batch: TensorDict, calls: CallTable) -> Tensor:
     """What each token was paid, (T,): an episode's tokens together its reward and token rewards.
 
     A call's reward falls on its last token. What the episode was paid beyond its calls' rewards

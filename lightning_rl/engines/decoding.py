@@ -27,7 +27,7 @@ LEAST_ROOM = 32
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class DecodeRequest:
     """A request, and what is written of it. Each token has the version that wrote it.
 
     ``writer`` is the engine, or the one of its policies, whose weights write it.
@@ -165,21 +165,21 @@ class Decoder:
         if lm.config._attn_implementation == "sdpa":  # else it computes what SDPA cannot
             lm.set_attn_implementation(ATTENTION)
         self.ends = list(ends)
-        self.rows: list[Request] = []
+        self.rows: list[DecodeRequest] = []
         self._cache = DynamicCache()
         self._starts = torch.empty(0, dtype=torch.long)  # the first column of each row
         self._logits = torch.empty(0, device=lm.device)  # (N, V), of each row's next token
 
     @property
-    def live(self) -> list[Request]:
+    def live(self) -> list[DecodeRequest]:
         """Rows that are not over."""
         return [row for row in self.rows if row.reason is None]
 
     @torch.inference_mode()
-    def join(self, rows: Sequence[Request]) -> None:
+    def join(self, rows: Sequence[DecodeRequest]) -> None:
         """Read the rows' tokens; from the next step on they are written too."""
         self._drop_dead(at_most=0.0)
-        alike: dict[tuple[Engine, *tuple[int, ...]], list[Request]] = defaultdict(list)
+        alike: dict[tuple[Engine, *tuple[int, ...]], list[DecodeRequest]] = defaultdict(list)
         for row in rows:
             row.cached = row.writer.version
             alike[row.writer, *row.text].append(row)
@@ -199,7 +199,7 @@ class Decoder:
             self.join(changed)
 
     @torch.inference_mode()
-    def step(self) -> list[Request]:
+    def step(self) -> list[DecodeRequest]:
         """Draw a token for each live row; returns those that are over now."""
         places = [place for place, row in enumerate(self.rows) if row.reason is None]
         live = [self.rows[place] for place in places]
@@ -223,17 +223,17 @@ class Decoder:
             self._drop_dead(at_most=0.0)
         return over
 
-    def draw(self, logits: Tensor, rows: Sequence[Request]) -> tuple[list[int], list[float]]:
+    def draw(self, logits: Tensor, rows: Sequence[DecodeRequest]) -> tuple[list[int], list[float]]:
         """A token for each of N rows by logits (N, V), and its logprob."""
         return draw(logits, rows, self.ends)
 
     # ---------------------------------------------------------------- the model
 
-    def compute(self, rows: Sequence[Request], **inputs: Any) -> Any:
+    def compute(self, rows: Sequence[DecodeRequest], **inputs: Any) -> Any:
         """The model's output for a batch in which each of ``rows`` has a line."""
         return self.lm(**inputs, use_cache=True, logits_to_keep=1)
 
-    def _read(self, alike: Sequence[list[Request]]) -> None:
+    def _read(self, alike: Sequence[list[DecodeRequest]]) -> None:
         """Read texts that one row or several have."""
         firsts = [rows[0] for rows in alike]
         texts, device = [row.text for row in firsts], self.lm.device
@@ -304,7 +304,9 @@ class Decoder:
 # ---------------------------------------------------------------- sampling
 
 
-def draw(logits: Tensor, rows: Sequence[Request], ends: list[int]) -> tuple[list[int], list[float]]:
+def draw(
+    logits: Tensor, rows: Sequence[DecodeRequest], ends: list[int]
+) -> tuple[list[int], list[float]]:
     """A token for each row, and its logprob under the distribution it was drawn from.
 
     ``logits`` (N, V) in float32. A token is where the cumulative distribution passes a number that
@@ -325,7 +327,7 @@ def draw(logits: Tensor, rows: Sequence[Request], ends: list[int]) -> tuple[list
     return tokens, logprobs
 
 
-def _draw_alike(logits: Tensor, rows: Sequence[Request]) -> tuple[Tensor, Tensor]:
+def _draw_alike(logits: Tensor, rows: Sequence[DecodeRequest]) -> tuple[Tensor, Tensor]:
     """Of rows that sample alike: tokens (n,) and logprobs (n,)."""
     sampling = rows[0].sampling
     if sampling.temperature == 0:
@@ -340,7 +342,7 @@ def _draw_alike(logits: Tensor, rows: Sequence[Request]) -> tuple[Tensor, Tensor
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
-def _restrained(logits: Tensor, rows: Sequence[Request], ends: list[int]) -> Tensor:
+def _restrained(logits: Tensor, rows: Sequence[DecodeRequest], ends: list[int]) -> Tensor:
     """Logits with the end held back and tokens penalized, where rows say so."""
     held = [p for p, row in enumerate(rows) if len(row.tokens) < row.sampling.min_tokens]
     penalized = [place for place, row in enumerate(rows) if row.sampling.distribution.penalizes]
@@ -354,7 +356,7 @@ def _restrained(logits: Tensor, rows: Sequence[Request], ends: list[int]) -> Ten
     return logits
 
 
-def _penalized(logits: Tensor, row: Request) -> Tensor:
+def _penalized(logits: Tensor, row: DecodeRequest) -> Tensor:
     """Logits (V,) with those changed that stand in the prompt or were written, as vLLM does."""
     sampling = row.sampling
     logits = logits.clone()

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, checked, fail
-from lightning_rl.engines.decoding import Decoder, Request
+from lightning_rl.engines.decoding import Decoder, DecodeRequest
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.sampling import end_tokens
@@ -63,8 +63,8 @@ class TransformersEngine(Engine):
             raise ConfigError(f"engine device={device!r}: {str(error).splitlines()[0]}") from error
         self._lm: PreTrainedModel | None = None
         # Who waits for which request: to be begun, and of those that are being written.
-        self._waiting: dict[Request, asyncio.Future[Completion]] = {}
-        self._writing: dict[Request, asyncio.Future[Completion]] = {}
+        self._waiting: dict[DecodeRequest, asyncio.Future[Completion]] = {}
+        self._writing: dict[DecodeRequest, asyncio.Future[Completion]] = {}
         self._arrived = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
         # Weights are pushed from the trainer's thread, while batches are sampled in another.
@@ -132,7 +132,7 @@ class TransformersEngine(Engine):
                 )
         self.require_room(len(token_ids), sampling)
         loop = asyncio.get_running_loop()
-        request = Request(writer, list(token_ids), sampling, random.Random(seed))
+        request = DecodeRequest(writer, list(token_ids), sampling, random.Random(seed))
         future = self._waiting[request] = loop.create_future()
         if self._loop_task is None or self._loop_task.done():
             self._arrived = asyncio.Event()  # of this loop
@@ -159,7 +159,7 @@ class TransformersEngine(Engine):
             for request in over:
                 self._writing.pop(request).set_result(request.completion())
 
-    def _advance(self, decoder: Decoder | None) -> tuple[Decoder, list[Request]]:
+    def _advance(self, decoder: Decoder | None) -> tuple[Decoder, list[DecodeRequest]]:
         """:meth:`_step`, unless weights are pushed meanwhile; a first one makes the decoder."""
         with self._exclusive:
             if self._lm is None:
@@ -172,7 +172,7 @@ class TransformersEngine(Engine):
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
         return Decoder(lm, self._ends)
 
-    def _step(self, decoder: Decoder) -> list[Request]:
+    def _step(self, decoder: Decoder) -> list[DecodeRequest]:
         """One token for each request, those that join now included; returns those that are over."""
         for request, future in list(self._writing.items()):
             if future.done():  # nobody waits for it any more

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.adapters import AdapterEngine, layers_of, require_adapters
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.decoding import Decoder, Request
+from lightning_rl.engines.decoding import Decoder, DecodeRequest
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import EngineError, WeightSyncError
@@ -157,6 +157,6 @@ class _AdaptedDecoder(Decoder):
         super().__init__(lm, ends)
         self._adapters = adapters
 
-    def compute(self, rows: Sequence[Request], **inputs: Any) -> Any:
+    def compute(self, rows: Sequence[DecodeRequest], **inputs: Any) -> Any:
         self._adapters.begin(row.writer for row in rows)
         return super().compute(rows, **inputs)

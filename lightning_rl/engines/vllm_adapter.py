@@ -50,7 +50,7 @@ class SampledLogprobs:
 
 
 @dataclass(slots=True)
-class Request:
+class InFlightRequest:
     """A request in flight: who waits for it, who writes it, and the versions of its tokens so far.
 
     ``writer`` is the engine, or the one of its policies, whose version is that of the next token.

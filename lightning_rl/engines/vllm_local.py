@@ -15,7 +15,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, checked, fail
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_adapter import (
-    Request,
+    InFlightRequest,
     add_request,
     reload_weights,
     sampling_params,
@@ -92,7 +92,7 @@ class VLLMLocal(VLLMEngine):
         self._device: int | None = None  # the trainer's GPU
         self._asleep: set[str] = set()  # of what vLLM calls weights and kv_cache
         self._shapes: dict[str, torch.Size] = {}
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, InFlightRequest] = {}
         self._next_id = 0
         self._loop_task: asyncio.Task[None] | None = None
         # Weights are pushed from the trainer's thread, while requests come from the event loop's.
@@ -179,7 +179,7 @@ class VLLMLocal(VLLMEngine):
         loop = asyncio.get_running_loop()
         request_id = str(self._next_id)
         self._next_id += 1
-        request = Request(loop.create_future(), writer)
+        request = InFlightRequest(loop.create_future(), writer)
         params = sampling_params(sampling, seed)
         with self._exclusive:
             writer.require_ready()  # which it is not in the middle of a push
@@ -255,7 +255,7 @@ class VLLMLocal(VLLMEngine):
             for request in requests.values():
                 fail(request.future, message, error)
 
-    def _step(self) -> list[tuple[Request, Any]]:
+    def _step(self) -> list[tuple[InFlightRequest, Any]]:
         """Advance all requests; returns those that are over, with their outputs."""
         over = []
         with self._exclusive, self._on_device():

@@ -25,7 +25,7 @@ _TAKEN = {
 """What a batch has besides observations and actions."""
 
 
-class Played(Protocol):
+class EpisodeSource(Protocol):
     """What has played: an agent that knows what it sees and does."""
 
     @property
@@ -67,7 +67,7 @@ def handed_out(collected: TensorDict, spaces: Mapping[str, Space]) -> TensorDict
     return TensorDict(batch | {"next": TensorDict(after, shape)}, shape)
 
 
-def steps_of(batch: TensorDict, agents: Mapping[str, Played]) -> TensorDict:
+def steps_of(batch: TensorDict, agents: Mapping[str, EpisodeSource]) -> TensorDict:
     """A batch's steps [E, T] as agents learn from them.
 
     ``done`` and ``terminated`` (E, T), and per agent, under its name, ``observations`` and

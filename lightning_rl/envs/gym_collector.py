@@ -21,7 +21,7 @@ from lightning_rl.envs.collector import (
 )
 from lightning_rl.envs.gym import ACTION, Gym, space_of
 from lightning_rl.envs.gym_player import (
-    Player,
+    EnvSlot,
     buffer_of,
     close,
     picture_of,
@@ -61,8 +61,8 @@ class GymCollector(EnvCollector):
         self.env = env
         self._limit = max_episode_length
         self.deadline = Deadline(max_step_seconds, env.name)
-        self._players: list[Player] = []
-        self._acting: Player | None = None
+        self._players: list[EnvSlot] = []
+        self._acting: EnvSlot | None = None
         self._rows: list[Any] = []
         self._state: Tensor | None = None
         self._begins: list[bool] = []
@@ -78,7 +78,7 @@ class GymCollector(EnvCollector):
         envs = [self.env.made() for _ in range(num_envs or 1)]
         self.agents = {AGENT: space_of(envs[0])}
         self._players = [
-            Player(env, seed, first + place, self._limit) for place, env in enumerate(envs)
+            EnvSlot(env, seed, first + place, self._limit) for place, env in enumerate(envs)
         ]
         self._rows = []
 
@@ -121,7 +121,7 @@ class GymCollector(EnvCollector):
             acts["begins"] = torch.from_numpy(table.begins.T.copy())
         return table.batch(self.env.name, acts, self._players[0].place)
 
-    def _step(self, table: StepTable, step: int, place: int, player: Player, action: Any) -> None:
+    def _step(self, table: StepTable, step: int, place: int, player: EnvSlot, action: Any) -> None:
         self._acting = player
         row, reward, over, cut = player.step(action)
         ended = player.over(over) if over or cut else None
@@ -142,7 +142,7 @@ class GymCollector(EnvCollector):
             self._begins = [True] * len(self._players)
             self._state = agent.begin(len(self._players)) if agent.state_size else None
 
-    def _reset(self, player: Player) -> Any:
+    def _reset(self, player: EnvSlot) -> Any:
         """What a player sees at the begin of its first episode."""
         self.deadline.again()
         self._acting = player
@@ -159,12 +159,12 @@ class GymCollector(EnvCollector):
         agent, space = agents[AGENT], self.agents[AGENT]
         device = agent.device
         options = {"render_mode": "rgb_array"} if render else {}
-        players: list[Player] = []
+        players: list[EnvSlot] = []
         episodes: dict[int, EnvEpisode] = {}
         pictures: list[list[Any]] = [[] for _ in seeds]
         try:
             for seed in seeds:
-                players.append(Player(self.env.made(**options), seed, 0, self._limit))
+                players.append(EnvSlot(self.env.made(**options), seed, 0, self._limit))
             rows = [self._reset(player) for player in players]
             state = agent.begin(len(players)) if agent.state_size else None
             playing = list(range(len(players)))

@@ -30,7 +30,7 @@ def place_of(place: int, step: int, episode: int, seed: int) -> str:
     return f"environment {place} in step {step} of its episode {episode}, of seed {seed}"
 
 
-class Player:
+class EnvSlot:
     """One environment, the episode that it is in, and what was done in it.
 
     Args:

@@ -4,11 +4,11 @@ from typing import Any
 
 from lightning_rl.envs.collector import raised
 from lightning_rl.envs.gym import Gym
-from lightning_rl.envs.gym_player import Player, close
-from lightning_rl.envs.processes import Line
+from lightning_rl.envs.gym_player import EnvSlot, close
+from lightning_rl.envs.processes import PipeEnd
 
 
-def serve(line: Line, places: list[int], env: Gym, seed: int, limit: int | None) -> None:
+def serve(line: PipeEnd, places: list[int], env: Gym, seed: int, limit: int | None) -> None:
     """Answer requests until there are no more.
 
     A request is (place, what, value): ``begin`` an episode by its number, ``step`` with an action,
@@ -17,7 +17,7 @@ def serve(line: Line, places: list[int], env: Gym, seed: int, limit: int | None)
     next one's begin follow. Instead of an answer there may be (place, an error that
     tells what it raised).
     """
-    players = {place: Player(env.made(), seed, place, limit) for place in places}
+    players = {place: EnvSlot(env.made(), seed, place, limit) for place in places}
     while (request := line.receive()) is not None:
         place, what, value = request
         try:
@@ -28,7 +28,7 @@ def serve(line: Line, places: list[int], env: Gym, seed: int, limit: int | None)
     close(env.name, (player.env for player in players.values()))
 
 
-def _answer(player: Player, what: str, value: Any) -> tuple[Any, ...]:
+def _answer(player: EnvSlot, what: str, value: Any) -> tuple[Any, ...]:
     if what == "begin":
         return player.place, player.begin(value), 0.0, False, False, None, None
     if what == "again":

@@ -33,7 +33,7 @@ class Failed:
     error: str
 
 
-class Line:
+class PipeEnd:
     """One end of a pipe between processes."""
 
     def __init__(self, connection: Connection) -> None:
@@ -104,7 +104,7 @@ class EnvProcesses:
                 process.start()
             theirs.close()
             self.processes.append(process)
-            self._lines.append(Line(ours))
+            self._lines.append(PipeEnd(ours))
 
     def send(self, index: int, request: Any) -> None:
         """Ask a process.
@@ -216,7 +216,7 @@ def _run(name: str, serve: Callable[..., None], connection: Connection, *argumen
     """What a process does from its start to its end."""
     stay_kept(os.getppid())  # what an environment starts, such as a simulator, ends with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which saves and ends them
-    line = Line(connection)
+    line = PipeEnd(connection)
     try:
         serve(line, *arguments)
     except HungUpError:

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.envs.batches import Played, steps_of
+from lightning_rl.envs.batches import EpisodeSource, steps_of
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.run import dist
 
@@ -46,7 +46,7 @@ class Transitions:
         )
 
 
-def transitions_of(batch: TensorDict, agents: Mapping[str, Played]) -> TensorDict:
+def transitions_of(batch: TensorDict, agents: Mapping[str, EpisodeSource]) -> TensorDict:
     """The steps of a batch one by one, [T * E], the earliest of all environments first.
 
     ``terminated`` (N,), and per agent, under its name, ``observations`` and ``following`` by name,

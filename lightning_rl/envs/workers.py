@@ -16,7 +16,7 @@ from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.processes import ProcessesCollector
 from lightning_rl.envs.spawning import without_main
 from lightning_rl.envs.watch import END_S, START_S
-from lightning_rl.envs.workers_process import Played, serve
+from lightning_rl.envs.workers_process import WorkerBatch, serve
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.sync.schedule import CollectorStatus, FixedSchedule, SyncSchedule, SyncState
 
@@ -83,7 +83,7 @@ class WorkersCollector(ProcessesCollector):
         places = torch.arange(first, first + count)
         self._shares = [s.tolist() for s in places.tensor_split(min(self.env.workers, count))]
         self._start_processes(serve, self._shares, seed, self.deadline.seconds)
-        self._found: dict[int, Played] = {}
+        self._found: dict[int, WorkerBatch] = {}
         """What processes have played of the batch that is waited for."""
         self._heard = False
         """The processes have started, and played a batch."""
@@ -143,13 +143,13 @@ class WorkersCollector(ProcessesCollector):
         state = SyncState(trained, self._version, collector, RunState.WAITING)
         return not fresh or self.env.sync.should_sync(state)
 
-    def _played(self) -> list[Played]:
+    def _played(self) -> list[WorkerBatch]:
         """What all processes have played, by process.
 
         Raises:
             EnvError: if an environment raised or hangs, or a process is gone.
         """
-        found = self._found = dict[int, Played]()
+        found = self._found = dict[int, WorkerBatch]()
         while len(found) < len(self._shares):
             # A process says by itself what hangs, unless it hangs where Python cannot stop it.
             self.deadline.again(self.deadline.seconds + 2 * END_S if self._heard else START_S)

@@ -13,12 +13,12 @@ from lightning_rl.envs.collector import Deadline, EnvEpisode
 from lightning_rl.envs.gym import Gym
 from lightning_rl.envs.gym_collector import GymCollector
 from lightning_rl.envs.networks.agent import EnvAgent
-from lightning_rl.envs.processes import Line
+from lightning_rl.envs.processes import PipeEnd
 from lightning_rl.envs.watch import Watch
 
 
 @dataclass(frozen=True)
-class Played:
+class WorkerBatch:
     """What a process has played: a batch, as ``GymCollector`` has it, and its state then."""
 
     batch: Any
@@ -30,7 +30,7 @@ class Played:
 class _Beating(Deadline):
     """Also tells those that wait, now and then, that steps are taken."""
 
-    def __init__(self, seconds: float, what: str, line: Line) -> None:
+    def __init__(self, seconds: float, what: str, line: PipeEnd) -> None:
         super().__init__(seconds, what)
         self._line = line
         self._every = min(1.0, seconds / 4)
@@ -66,7 +66,7 @@ class _Worker:
 
     def play(
         self, iteration: int, steps: int, autocast: torch.dtype | None, greedy: bool
-    ) -> Played:
+    ) -> WorkerBatch:
         """Play the next steps of an iteration; ``autocast``: the dtype in which agents act."""
         own = self.collector
         own.greedy = greedy
@@ -74,11 +74,16 @@ class _Worker:
             lambda: own.collect(self.agents, iteration, steps),
             lambda: nullcontext() if autocast is None else torch.autocast("cpu", autocast),
         )
-        return Played(batch, list(own.finished), list(own.carried), own.state_dict())
+        return WorkerBatch(batch, list(own.finished), list(own.carried), own.state_dict())
 
 
 def serve(
-    line: Line, places: list[int], env: Gym, seed: int, limit: int | None, max_step_seconds: float
+    line: PipeEnd,
+    places: list[int],
+    env: Gym,
+    seed: int,
+    limit: int | None,
+    max_step_seconds: float,
 ) -> None:
     """Answer requests until there are no more.
 

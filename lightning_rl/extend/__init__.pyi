@@ -73,7 +73,7 @@ from lightning_rl.collect.pipeline import (
 from lightning_rl.collect.samplers import (
     FIFO as FIFO,
     AdvantagePriority as AdvantagePriority,
-    Entry as Entry,
+    BufferEntry as BufferEntry,
     Mixed as Mixed,
     RewardPriority as RewardPriority,
     Sampler as Sampler,

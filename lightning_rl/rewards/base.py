@@ -11,7 +11,7 @@ from typing import Any
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import AgentError, ConfigError, RewardError, require_finite
 from lightning_rl.rewards.calling import (
-    Calls,
+    RewardCaller,
     RewardFailure,
     RewardFunction,
     is_async,
@@ -69,7 +69,7 @@ class Rewards:
         self._of_group = {n: f for n, f in self.functions.items() if n not in self._of_batch}
         self.state = TrainerState()
         """Progress of training, which whoever trains keeps up to date."""
-        self._calls = Calls()
+        self._calls = RewardCaller()
 
     @property
     def of_batch(self) -> list[str]:

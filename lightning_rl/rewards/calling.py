@@ -123,7 +123,7 @@ def is_batch_reward(function: RewardFunction) -> bool:
     return bool(getattr(function, "per_batch", False))
 
 
-class Calls:
+class RewardCaller:
     """Calls reward functions: plain ones in a thread that can be left behind, one at a time.
 
     Each call comes to a list of scores, or to a :class:`RewardFailure`; what is raised is why not

@@ -31,13 +31,13 @@ class APIRefusal(LightningRLError):
         self.status = status
 
 
-class Answer(Protocol):
+class AnswerSchema(Protocol):
     """A dataclass with the fields that are read of an answer; ``called`` is its name for users."""
 
     called: ClassVar[str]
 
 
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=AnswerSchema)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 
-class Asker(Protocol):
+class ProgramChannel(Protocol):
     """Asks the program's process."""
 
     def ask(self, what: str, *arguments: Any, **named: Any) -> Any:
@@ -21,7 +21,7 @@ _WORDLESS = frozenset(
 """Methods of Python's own types that say yes or no: not for an object of the program's to say."""
 
 
-class Remote:
+class RemoteObject:
     """An object in the program's process.
 
     It can be called, and its attributes and items asked for. Compared, it is what it holds as plain
@@ -30,7 +30,7 @@ class Remote:
 
     __slots__ = ("_asker", "_number")
 
-    def __init__(self, asker: Asker, number: int) -> None:
+    def __init__(self, asker: ProgramChannel, number: int) -> None:
         object.__setattr__(self, "_asker", asker)
         object.__setattr__(self, "_number", number)
 
@@ -99,17 +99,17 @@ def plain(value: Any) -> Any:
     Raises:
         TypeError: if it is none.
     """
-    found = _ask("plain", value) if isinstance(value, Remote) else value
-    if isinstance(found, Remote):
+    found = _ask("plain", value) if isinstance(value, RemoteObject) else value
+    if isinstance(found, RemoteObject):
         raise TypeError("it is no plain data")
     return found
 
 
-def _ask(what: str, remote: Remote, *arguments: Any, **named: Any) -> Any:
+def _ask(what: str, remote: RemoteObject, *arguments: Any, **named: Any) -> Any:
     return object.__getattribute__(remote, "_asker").ask(what, remote, *arguments, **named)
 
 
-def number_of(remote: Remote) -> int:
+def number_of(remote: RemoteObject) -> int:
     """By which the other process knows it."""
     return object.__getattribute__(remote, "_number")
 
@@ -123,8 +123,8 @@ def _of_type(kind: type, value: Any) -> Any:
 def _compares(name: str) -> Callable[[Any, Any], Any]:
     compare = getattr(operator, name)
 
-    def method(self: Remote, other: Any) -> Any:
-        if isinstance(other, Remote):
+    def method(self: RemoteObject, other: Any) -> Any:
+        if isinstance(other, RemoteObject):
             raise TypeError("two objects of the program's are compared; compare plain data")
         return compare(plain(self), other)
 
@@ -134,22 +134,22 @@ def _compares(name: str) -> Callable[[Any, Any], Any]:
 def _computes(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
     compute = getattr(operator, name)
 
-    def method(self: Remote, other: Any) -> Any:
+    def method(self: RemoteObject, other: Any) -> Any:
         # With a number of the tests' it is done here: the program must not read it.
-        if isinstance(other, Remote):
+        if isinstance(other, RemoteObject):
             return _ask(name, self, other)
         return compute(plain(self), other)
 
-    def reflected(self: Remote, other: Any) -> Any:
+    def reflected(self: RemoteObject, other: Any) -> Any:
         return compute(other, plain(self))
 
     return method, reflected
 
 
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Remote, f"__{_name}__", _compares(_name))
+    setattr(RemoteObject, f"__{_name}__", _compares(_name))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
     for _prefix, _method in zip(("", "r"), _computes(_name), strict=True):
-        setattr(Remote, f"__{_prefix}{_name}__", _method)
+        setattr(RemoteObject, f"__{_prefix}{_name}__", _method)
 for _name in ("neg", "abs"):
-    setattr(Remote, f"__{_name}__", lambda self, _name=_name: _ask(_name, self))
+    setattr(RemoteObject, f"__{_name}__", lambda self, _name=_name: _ask(_name, self))

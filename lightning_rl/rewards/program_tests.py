@@ -18,8 +18,8 @@ from types import CodeType
 from typing import Any
 
 from lightning_rl.rewards import tested_program
-from lightning_rl.rewards.program_object import Remote, number_of
-from lightning_rl.rewards.tested_program import Line, error_of, read, written
+from lightning_rl.rewards.program_object import RemoteObject, number_of
+from lightning_rl.rewards.tested_program import JSONSocket, error_of, read, written
 from lightning_rl.run.keeper import keep_others_out
 
 _ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}
@@ -53,7 +53,7 @@ def passes(program: str, tests: str | list[str]) -> bool:
         )
         theirs.close()
         try:
-            asker = Asker(Line(ours))
+            asker = ProcessClient(JSONSocket(ours))
             passed = _all_pass(asker, program, compiled, _modules_of(trees))
         finally:
             process.kill()
@@ -66,7 +66,7 @@ def passes(program: str, tests: str | list[str]) -> bool:
 
 
 def _all_pass(
-    asker: "Asker", program: str, tests: Iterable[CodeType], modules: dict[str, str]
+    asker: "ProcessClient", program: str, tests: Iterable[CodeType], modules: dict[str, str]
 ) -> bool:
     try:
         asker.begin(program)
@@ -102,7 +102,7 @@ def _modules_of(trees: Iterable[ast.Module]) -> dict[str, str]:
 class _Names(dict[str, Any]):
     """The names of tests: their own, then Python's, then the program's."""
 
-    def __init__(self, asker: "Asker", modules: dict[str, str]) -> None:
+    def __init__(self, asker: "ProcessClient", modules: dict[str, str]) -> None:
         super().__init__({"__name__": "tests", "__builtins__": builtins})
         self._asker = asker
         self._modules = modules
@@ -115,10 +115,10 @@ class _Names(dict[str, Any]):
         return self._asker.ask("name", name)
 
 
-class Asker:
+class ProcessClient:
     """Asks the program's process, and reads what it answers."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: JSONSocket) -> None:
         self._line = line
         self._functions: list[Callable[..., Any]] = []
         self.asked = 0
@@ -188,7 +188,7 @@ class Asker:
             raise
 
     def _told(self, value: Any) -> dict[str, Any]:
-        if isinstance(value, Remote):
+        if isinstance(value, RemoteObject):
             return {"kept": number_of(value)}
         if callable(value):
             self._functions.append(value)
@@ -203,7 +203,7 @@ class Asker:
             return self._functions[told]
         if kind != "kept":
             raise ValueError(f"an answer of kind {kind!r}")
-        return Remote(self, told)
+        return RemoteObject(self, told)
 
 
 def _changed(old: Any, new: Any) -> Any:

@@ -6,7 +6,7 @@ DESCRIPTOR is a socket to the judge, in whose process the tests run. The first m
 program. Then each asks for something of it, and what comes back is plain data, or the number of an
 object that stays here. So whatever the program does to this interpreter, it can only answer.
 
-Both sides share :class:`Line` and the form of values. Only the standard library is imported.
+Both sides share :class:`JSONSocket` and the form of values. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _WRITTEN_TYPES = {
 _ITEM_TYPES = {kind: kind.__name__ for kind in (tuple, set, frozenset, deque, dict)}
 
 
-class Line:
+class JSONSocket:
     """A socket on which each message is a JSON object behind its length."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -196,7 +196,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 class Answers:
     """Does what the judge asks; keeps the objects that it was told of by numbers."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: JSONSocket) -> None:
         self.line = line
         self.module = types.ModuleType(PROGRAM)
         self.kept: list[Any] = []
@@ -290,7 +290,7 @@ def error_of(names: list[str], text: str) -> Exception:
 def main() -> None:
     """Serve the judge."""
     sys.path[:] = json.loads(sys.argv[2])
-    line = Line(socket.socket(fileno=int(sys.argv[1])))
+    line = JSONSocket(socket.socket(fileno=int(sys.argv[1])))
     sys.argv = [PROGRAM]
     with contextlib.suppress(EOFError, OSError):
         Answers(line).serve()

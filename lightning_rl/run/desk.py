@@ -6,10 +6,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from lightning_rl.errors import LightningRLError
-from lightning_rl.run.threads import Answer
+from lightning_rl.run.threads import ThreadFuture
 
 
-class Call(Answer):
+class PendingCall(ThreadFuture):
     """A call whose result a coroutine waits for."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
@@ -47,7 +47,7 @@ class Desk:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.is_open = False
-        self._calls: dict[Call, None] = {}  # in their order
+        self._calls: dict[PendingCall, None] = {}  # in their order
         self._bell: SimpleQueue[None] = SimpleQueue()
         self.busy = False
 
@@ -65,12 +65,12 @@ class Desk:
         for call in left:
             call.give_back()
 
-    def hand_in(self, call: Callable[[], Any]) -> Call | None:
+    def hand_in(self, call: Callable[[], Any]) -> PendingCall | None:
         """Have a call made; None where nobody serves."""
         with self._lock:
             if not self.is_open:
                 return None
-            handed = Call(call)
+            handed = PendingCall(call)
             self._calls[handed] = None
         self.ring()
         return handed

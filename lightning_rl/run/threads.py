@@ -145,7 +145,7 @@ def _cuda_device() -> int | None:
     return torch.cuda.current_device() if torch and torch.cuda.is_initialized() else None
 
 
-class Answer:
+class ThreadFuture:
     """What another thread has to tell a coroutine, in whose loop it is made."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ async def in_daemon_thread(function: Callable[..., Any], arguments: dict[str, An
     Raises:
         RuntimeError: instead of what would end the process, such as SystemExit.
     """
-    answer = Answer()
+    answer = ThreadFuture()
 
     def work() -> None:
         answer.give(*_outcome(lambda: function(**arguments)))

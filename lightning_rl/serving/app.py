@@ -18,7 +18,7 @@ from lightning_rl.serving.door import Door
 from lightning_rl.serving.errors import RequestError, session_over, unknown_key
 from lightning_rl.serving.http import (
     Receive,
-    Reply,
+    Response,
     Send,
     json_reply,
     read_body,
@@ -126,7 +126,7 @@ class AgentApp:
         headers: Mapping[bytes, bytes],
         body: bytes,
         receive: Receive,
-    ) -> Reply:
+    ) -> Response:
         retries, session = guest.retries, guest.session
         ask, wanted = await session.prepare(lambda: door.read(read_json(body), session.terms))
         key, retried = retries.name(path, body, headers)
@@ -150,10 +150,10 @@ class AgentApp:
         guest.answered += 1
         number, now = f"{session.episode.rollout.id}-{guest.answered}", int(time.time())
 
-        def written() -> Reply:
+        def written() -> Response:
             if wanted.stream:
                 events = b"".join(door.stream(ask, wanted, answers, number, now))
-                return Reply(events, kind=b"text/event-stream; charset=utf-8")
+                return Response(events, kind=b"text/event-stream; charset=utf-8")
             return json_reply(door.write(ask, wanted, answers, number, now))
 
         return await session.beside(written)

@@ -17,7 +17,7 @@ _RETRY = {False: (b"x-should-retry", b"false"), True: (b"x-should-retry", b"true
 
 
 @dataclass(slots=True)
-class Reply:
+class Response:
     """What is sent back."""
 
     body: bytes
@@ -33,12 +33,12 @@ class Reply:
         await send({"type": "http.response.body", "body": self.body})
 
 
-def json_reply(value: Any) -> Reply:
+def json_reply(value: Any) -> Response:
     """An object, as JSON."""
-    return Reply(json.dumps(value, ensure_ascii=False).encode())
+    return Response(json.dumps(value, ensure_ascii=False).encode())
 
 
-def refusal(door: Door, error: RequestError) -> Reply:
+def refusal(door: Door, error: RequestError) -> Response:
     """An error, in the words of the API that was asked.
 
     Who has no key, or has not been read to the end, has no use for the connection.

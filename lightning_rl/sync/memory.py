@@ -22,7 +22,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(slots=True)
-class Layout:
+class BufferLayout:
     """Weights, and where each starts in a flat buffer of ``numel`` elements."""
 
     weights: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -61,14 +61,14 @@ def _aligned(weight: Tensor) -> int:
     return -(-weight.numel() // _ALIGNMENT) * _ALIGNMENT
 
 
-def cut(weights: Weights, max_numel: int) -> Iterator[Layout]:
+def cut(weights: Weights, max_numel: int) -> Iterator[BufferLayout]:
     """Layouts of at most ``max_numel`` elements, or of one unit where that is larger."""
-    layout = Layout()
+    layout = BufferLayout()
     for _, group in groupby(weights, key=lambda item: unit_of(item[0])):
         unit = list(group)  # which an engine fuses, so it is not split
         if layout.weights and layout.numel + sum(_aligned(w) for _, w in unit) > max_numel:
             yield layout
-            layout = Layout()
+            layout = BufferLayout()
         layout.add(unit)
     if layout.weights:
         yield layout

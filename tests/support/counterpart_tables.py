@@ -5,7 +5,7 @@ python -m tests.support.counterpart_tables         writes them into the pages
 
 from pathlib import Path
 
-from lightning_rl.convert.conversion import Row, sections
+from lightning_rl.convert.conversion import ParameterRow, sections
 
 DOCS = Path(__file__).parents[2] / "docs"
 LIBRARIES = ("trl", "verl")
@@ -22,7 +22,7 @@ def tables(library: str) -> str:
     return "\n\n".join(parts)
 
 
-def _line(row: Row) -> str:
+def _line(row: ParameterRow) -> str:
     ours = ", ".join(f"`{name}`" for name in row.ours.split(", ") if name) or "none"
     default = "" if row.default is None else f"`{row.default}`"
     if isinstance(row.default, dict):

@@ -5,13 +5,13 @@ python -m tests.support.lightning_table            writes them into the page
 
 from pathlib import Path
 
-from lightning_rl.config.lightning_flags import CALLBACKS, TRAINER, Entry
+from lightning_rl.config.lightning_flags import CALLBACKS, TRAINER, FlagVerdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 SECTIONS = {"flags": TRAINER, "callbacks": CALLBACKS}
 
 
-def table(entries: dict[str, Entry]) -> str:
+def table(entries: dict[str, FlagVerdict]) -> str:
     """One row per name."""
     rows = (f"| `{name}` | {e.verdict.value} | {e.words} |" for name, e in entries.items())
     return "\n".join(["| | | |", "|---|---|---|", *rows])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl.engines.decoding import Decoder, Request
+from lightning_rl.engines.decoding import Decoder, DecodeRequest
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.engines.transformers_adapters import TransformersAdapters
 
@@ -20,7 +20,7 @@ END, DIGITS = 1, range(3, 13)  # of the tiny model's tokenizer
 END_SHARE = 0.1
 
 
-def draw_by_lot(logits: Tensor, rows: Sequence[Request]) -> tuple[list[int], list[float]]:
+def draw_by_lot(logits: Tensor, rows: Sequence[DecodeRequest]) -> tuple[list[int], list[float]]:
     """For each of N rows a digit or the end, and its logprob by logits (N, V)."""
     tokens = [_lot(row) for row in rows]
     for row in rows:
@@ -34,7 +34,7 @@ def draw_by_lot(logits: Tensor, rows: Sequence[Request]) -> tuple[list[int], lis
     return tokens, logprobs[range(len(rows)), tokens].tolist()
 
 
-def _lot(row: Request) -> int:
+def _lot(row: DecodeRequest) -> int:
     if row.random.random() < END_SHARE and len(row.tokens) >= row.sampling.min_tokens:
         return END
     return row.random.choice(DIGITS)

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_rl.games.algos.game import GamePoint, Levels, derived
 
 
-class Player(ABC):
+class GamePlayer(ABC):
     """A player with parameters theta (D,), by the log probabilities l(theta), (M,), of its actions.
 
     J = dl / dtheta, (M, D), is never there as a whole.
@@ -64,7 +64,7 @@ class ScoreGame(GamePoint):
 
     losses: Sequence[Tensor]
     logprobs: Sequence[Tensor]
-    players: Sequence[Player]
+    players: Sequence[GamePlayer]
     rates: Sequence[float | Tensor]
     order: Levels | None = None
     _gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False)

@@ -12,7 +12,7 @@ from lightning_rl.algos.losses import Metrics, PolicyLoss
 from lightning_rl.algos.objective import Objective
 from lightning_rl.data.packing import token_rows, with_host, without
 from lightning_rl.games.algos.game import flat
-from lightning_rl.games.algos.scores import Player
+from lightning_rl.games.algos.scores import GamePlayer
 from lightning_rl.games.roles.group import SharedModelGroup
 from lightning_rl.run.metrics import TokenMetrics
 
@@ -28,7 +28,7 @@ class _Scores(PolicyLoss):
         return logprobs, {}
 
 
-class PolicyPlayer(Player):
+class PolicyPlayer(GamePlayer):
     """A policy and the minibatch of rollouts that it learns from.
 
     Slopes along a direction are central differences: the weights are moved both ways, and put back

@@ -39,7 +39,7 @@ class Tree:
         ]
 
 
-class Sampler:
+class InteractionSampler:
     """Samples trees of interactions, some at a time.
 
     They are kept in a rollout file, from which they can be had again.

@@ -22,7 +22,7 @@ from lightning_rl.games.staged.callbacks import StagedCallback, StagedLoggers
 from lightning_rl.games.staged.group import ChatGroup, require_groups
 from lightning_rl.games.staged.keeper import JobKeeper, ended_by
 from lightning_rl.games.staged.report import StagedReport, retest_directory, verdict_metrics
-from lightning_rl.games.staged.sampler import Sampler, Tree, remove_rollouts
+from lightning_rl.games.staged.sampler import InteractionSampler, Tree, remove_rollouts
 from lightning_rl.games.staged.state import FIRST_STAGE, LAST_STAGE, StagedState
 from lightning_rl.games.staged.units import Unit, all_units, rows_of, train_units
 from lightning_rl.rewards.openai_api import APIRefusal
@@ -125,7 +125,7 @@ class StagedTrainer:
         self.rollout_format = rollout_format
         self.seed = run_seed(seed)
         chats = {agent: group.chat for group in groups.values() for agent in group.agents}
-        self.sampler = Sampler(protocol, scenario, chats, max_concurrency, self.seed)
+        self.sampler = InteractionSampler(protocol, scenario, chats, max_concurrency, self.seed)
         self.keeper = JobKeeper(self._save, job_timeout_s, poll_s)
         self.report = StagedReport(self.run_dir)
         loggers = logger if isinstance(logger, list) else [] if logger is None else [logger]

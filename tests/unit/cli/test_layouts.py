@@ -9,7 +9,7 @@ from lightning_rl.algos.baselines import ReinforcePlusPlus
 from lightning_rl.cli import layouts
 from lightning_rl.cli.layouts import (
     BUDGET_S,
-    Layout,
+    DeviceLayout,
     candidates,
     fastest,
     in_turns,
@@ -113,20 +113,20 @@ def test_what_cannot_be_laid_out(built, given, message):
 
 
 def test_the_command_to_type():
-    layout = Layout("b", ("--data.collector", "a b"), {"OMP_NUM_THREADS": "1", "B": "2"})
+    layout = DeviceLayout("b", ("--data.collector", "a b"), {"OMP_NUM_THREADS": "1", "B": "2"})
     assert layout.command() == "OMP_NUM_THREADS=1 B=2 lightning-rl fit ... --data.collector 'a b'"
-    assert Layout("plain").command() == "lightning-rl fit ..."
+    assert DeviceLayout("plain").command() == "lightning-rl fit ..."
 
 
 def test_what_is_faster_by_noise_is_not_worth_more_processes():
-    one, two, three = Layout("1"), Layout("2"), Layout("3")
+    one, two, three = DeviceLayout("1"), DeviceLayout("2"), DeviceLayout("3")
     assert fastest({one: 1.02, two: 1.0, three: 1.5}) is one
     assert fastest({one: 1.1, two: 1.0, three: 0.99}) is two
     assert fastest({one: 1.1, two: 1.0, three: 0.9}) is three
 
 
 def test_the_verdict_counts_iterations_without_their_evaluation():
-    one, two = Layout("1 process"), Layout("2 processes", ("--trainer.devices", "2"))
+    one, two = DeviceLayout("1 process"), DeviceLayout("2 processes", ("--trainer.devices", "2"))
     evaluated = ROW | {"iteration": 9.0, "eval": 7.5}  # 1.5 by itself
     rows = {"1 process": [ROW, ROW | {"iteration": 4.0}], "2 processes": [evaluated]}
     assert verdict([one, two], rows) == (
@@ -141,7 +141,7 @@ def test_a_layout_that_does_not_run_is_told_of():
     assert columns.split() == ["iteration", "generate", "train", "sync", "measured"]
     assert good.split() == ["one", "2", "1", "0.5", "0.1", "2"]
     assert bad == "  two  did not run: config error: too many"
-    assert verdict([Layout("one"), Layout("two")], {"one": [ROW], "two": "no"}) == (
+    assert verdict([DeviceLayout("one"), DeviceLayout("two")], {"one": [ROW], "two": "no"}) == (
         "fastest: one: `lightning-rl fit ...`"
     )
 
@@ -152,14 +152,14 @@ def test_a_busy_machine_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(layouts, "BUDGET_S", 0.0)
     for load, warned in ((0.9, False), (1.1, True)):
         monkeypatch.setattr(layouts.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        lines = layouts.compare([Layout("one")], [], tmp_path)
+        lines = layouts.compare([DeviceLayout("one")], [], tmp_path)
         assert any("2 cores had a load of 1.1 before" in line for line in lines) == warned
 
 
 def test_no_layout_that_runs_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(layouts, "_tried", lambda layout, arguments, file: f"no {layout.name}")
     with pytest.raises(LightningRLError, match="no layout could be measured; a: no a"):
-        layouts.compare([Layout("a"), Layout("b")], [], tmp_path)
+        layouts.compare([DeviceLayout("a"), DeviceLayout("b")], [], tmp_path)
 
 
 class Clock:
@@ -171,7 +171,7 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def measure(self, layout: Layout):
+    def measure(self, layout: DeviceLayout):
         self.now += self.seconds
         self.measured.append(layout.name)
         return "it failed" if layout.name == "bad" else [ROW]
@@ -179,7 +179,7 @@ class Clock:
 
 def test_turns_are_taken_as_long_as_they_end_in_time():
     clock = Clock(BUDGET_S / 7)
-    found = in_turns([Layout("a"), Layout("b")], clock.measure, clock)
+    found = in_turns([DeviceLayout("a"), DeviceLayout("b")], clock.measure, clock)
     # After three turns six sevenths have passed, and another would end after eight.
     assert clock.measured == ["a", "b"] * 3
     assert found == {"a": [ROW] * 3, "b": [ROW] * 3}
@@ -187,14 +187,17 @@ def test_turns_are_taken_as_long_as_they_end_in_time():
 
 def test_each_is_measured_once_however_long_it_takes():
     clock = Clock(10 * BUDGET_S)
-    assert in_turns([Layout("a"), Layout("b")], clock.measure, clock) == {"a": [ROW], "b": [ROW]}
+    assert in_turns([DeviceLayout("a"), DeviceLayout("b")], clock.measure, clock) == {
+        "a": [ROW],
+        "b": [ROW],
+    }
 
 
 def test_what_failed_is_not_tried_again():
     clock = Clock(BUDGET_S / 10)
-    found = in_turns([Layout("bad"), Layout("good")], clock.measure, clock)
+    found = in_turns([DeviceLayout("bad"), DeviceLayout("good")], clock.measure, clock)
     assert clock.measured.count("bad") == 1
     assert clock.measured.count("good") > 2
     assert found["bad"] == "it failed"
     alone = Clock(0.0)
-    assert in_turns([Layout("bad")], alone.measure, alone) == {"bad": "it failed"}
+    assert in_turns([DeviceLayout("bad")], alone.measure, alone) == {"bad": "it failed"}

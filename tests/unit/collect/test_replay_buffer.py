@@ -13,7 +13,7 @@ from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.samplers import (
     FIFO,
     AdvantagePriority,
-    Entry,
+    BufferEntry,
     Mixed,
     RewardPriority,
     Uniform,
@@ -226,10 +226,10 @@ def test_a_checkpoint_before_the_first_batch_is_fine(buffer, make_group):
 
 ENTRIES = [
     # place, oldest version, mean reward, mean |r - mean|
-    Entry(1, 0, 0.00, 0.0),
-    Entry(2, 0, 0.25, 0.1),
-    Entry(3, 0, 0.50, 0.3),
-    Entry(4, 0, 1.00, 0.0),
+    BufferEntry(1, 0, 0.00, 0.0),
+    BufferEntry(2, 0, 0.25, 0.1),
+    BufferEntry(3, 0, 0.50, 0.3),
+    BufferEntry(4, 0, 1.00, 0.0),
 ]
 
 

@@ -56,7 +56,7 @@ NO_CONFIGURATION = {
     "CrossFitted",
     "Decision",
     "Demonstrations",
-    "Entry",
+    "BufferEntry",
     "EnvEpisode",
     "Environment",
     "Episode",

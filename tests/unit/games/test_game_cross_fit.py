@@ -8,7 +8,7 @@ from torch.distributions import Bernoulli
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.games import LOLA, POLA, PSOS, PSPG, SOS, SPG, CrossFitted, Game, GameUpdate
-from lightning_rl.games.algos.scores import Player, ScoreGame
+from lightning_rl.games.algos.scores import GamePlayer, ScoreGame
 from lightning_rl.games.algos.steps import game_loss
 
 UPDATES = [SPG(), PSPG(), LOLA(), POLA(), SOS(), PSOS()]
@@ -74,7 +74,7 @@ def twice_differentiated(count, order, chosen):
     return Game(losses, [[p] for p in players], [0.3] * count, order)
 
 
-class Coin(Player):
+class Coin(GamePlayer):
     """A player of one parameter: of log probabilities the slope is a - p, the bend -p (1 - p)."""
 
     def __init__(self, logit, acts, advantages):
