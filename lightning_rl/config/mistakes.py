@@ -296,6 +296,8 @@ def innermost(error: BaseException) -> LightningRLError:
     wanted = [line for line in lines if not line.startswith(noise) and "NoneType" not in line]
     keys = [line.split('"')[1] for line in wanted if line.startswith("Parser key")]
     rest = [line for line in wanted if not line.startswith(("Parser key", "Problem with given"))]
+    # Of a union such as float | Schedule, what the class said and not that it is no float.
+    rest.sort(key=lambda line: line.startswith("Expected a <class"))
     what = (rest or lines or [repr(error)])[0].split(" Got value: Namespace")[0]
     if not isinstance(error, ValueError | TypeError | ArgumentError | MisconfigurationException):
         what = f"{type(error).__name__}: {what}"

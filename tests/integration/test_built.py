@@ -39,7 +39,8 @@ def test_wheel_holds_every_module_once(built: tuple[list[str], list[str]]):
     modules = [name for name in in_wheel if name.endswith(".py")]
     assert sorted(modules) == sorted(modules_on_disk())
     assert set(in_wheel) >= data_on_disk() >= {"lightning_rl/py.typed", "lightning_rl/__init__.pyi"}
-    assets = {path.name for path in (ROOT / "lightning_rl" / "view").iterdir() if path.is_file()}
+    view = ROOT / "lightning_rl" / "cli" / "view"
+    assets = {path.name for path in view.iterdir() if path.is_file()}
     assert {name.split("/")[-1] for name in in_wheel if "/view/" in name} >= assets
     assert "lightning_rl-0.1.0.dist-info/licenses/LICENSE" in in_wheel
 

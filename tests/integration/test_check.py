@@ -240,7 +240,8 @@ def test_run_on_two_processes_is_told_once(workplace):
 
 def test_run_finds_what_only_an_update_shows(workplace, capsys):
     Path("breaks.py").write_text(
-        "from lightning_rl import ConfigError, RLCallback\n\n"
+        "from lightning_rl.callbacks import RLCallback\n"
+        "from lightning_rl.errors import ConfigError\n\n"
         "class Breaks(RLCallback):\n"
         "    def on_update_start(self, trainer, pl_module, batch):\n"
         "        raise ConfigError('broken update')\n"

@@ -215,9 +215,9 @@ def test_one_run_directory_with_rank_0s_rollouts_and_their_logprobs(results, alo
         recorded[run] = {line["id"]: line for line in map(json.loads, lines)}
     assert len(recorded["fsdp"]) == ITERATIONS * GROUPS * GROUP_SIZE // 2
     for name, line in recorded["fsdp"].items():
-        other = recorded["alone/plain"][name]
-        assert line["trainer_logprobs"] == pytest.approx(other["trainer_logprobs"], abs=TOLERANCE)
-        assert any(line["trainer_logprobs"])
+        [ours], [theirs] = line["rows"], recorded["alone/plain"][name]["rows"]
+        assert ours["trainer_logprobs"] == pytest.approx(theirs["trainer_logprobs"], abs=TOLERANCE)
+        assert any(ours["trainer_logprobs"])
 
 
 def test_filters_that_reject_more_on_one_rank_lose_no_prompt(results):

@@ -1,5 +1,6 @@
 """Scripts that start environments in processes, as a newcomer writes them."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,13 @@ def run(folder: Path, env: str, before: str = "", agents: str = "") -> subproces
     script = folder / "script.py"
     script.write_text(SCRIPT.format(env=env, before=before, agents=agents))
     return subprocess.run(
-        [sys.executable, script], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, script],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},  # where tests.support is
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
 
 

@@ -55,7 +55,7 @@ def recorded(tiny_model, make_rollout):
     rollouts = [rollout(group, index) for group in range(6) for index in range(4)]
     logprobs = token_logprobs(Policy(str(tiny_model)), rollouts)
     for made, values in zip(rollouts, logprobs, strict=True):
-        made.logprobs = values.tolist()
+        made.rows[0].logprobs = values.tolist()
     return rollouts
 
 

@@ -90,4 +90,4 @@ def test_too_many_failures_stop_the_run_and_keep_the_rollouts(tiny_model, tmp_pa
     assert [r["status"] for r in kept] == ["completed"] * 2 + ["failed"] * 2 + ["completed"] * 4
     assert [r["reward"] is None for r in kept] == [False] * 2 + [True] * 2 + [False] * 4
     assert kept[2]["error"] == "reward length: its process was killed by SIGABRT"
-    assert all(r["token_ids"] for r in kept)
+    assert all(r["rows"][0]["token_ids"] for r in kept)
