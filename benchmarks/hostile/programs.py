@@ -76,7 +76,7 @@ def _reward_run(folder: Path) -> str:
     module(folder, f"{_FORK}\nreturn [1.0] * len(completions)")
     return (
         "import asyncio, time\nfrom mine import reward\n"
-        "from lightning_rl.rewards.calling import Calls\ncalls = Calls()\n"
+        "from lightning_rl.rewards.calling import RewardCaller\ncalls = RewardCaller()\n"
         "asyncio.run(calls.call_in_loop(reward, {'completions': ['a']}))\n"
         "print('ready', flush=True)\ntime.sleep(600)"
     )

@@ -84,8 +84,8 @@ import time; time.sleep(3)
 PLAIN = """
 import asyncio
 from mine import forks
-from lightning_rl.rewards.calling import Calls
-calls = Calls()
+from lightning_rl.rewards.calling import RewardCaller
+calls = RewardCaller()
 async def grade():
     for _ in range(9):
         await calls.call_in_loop(forks, {"completions": ["a"]})

@@ -452,8 +452,8 @@ def test_a_reward_that_crashes_python_is_named(tmp_path):
     )
     script = (
         "import asyncio\nfrom crashing import crashes\n"
-        "from lightning_rl.rewards.calling import Calls\n"
-        "asyncio.run(Calls().call_in_loop(crashes, {'completions': ['a']}))\n"
+        "from lightning_rl.rewards.calling import RewardCaller\n"
+        "asyncio.run(RewardCaller().call_in_loop(crashes, {'completions': ['a']}))\n"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
