@@ -40,9 +40,11 @@ SETTINGS = [
     (rl.GeometricMIS, "high"),
     (Sampling, "temperature"), (Sampling, "top_p"),
     (rl.RewardSpread, "min_spread"), (rl.extend.RewardPriority, "temperature"),
-    (rl.extend.AdvantagePriority, "alpha"), (rl.extend.Mixed, "replayed"), (rl.extend.Mixed, "expert_reward"),
+    (rl.extend.AdvantagePriority, "alpha"), (rl.extend.Mixed, "replayed"),
+    (rl.extend.Mixed, "expert_reward"),
     (rl.LoRA, "alpha"), (rl.PartialCollector, "over_issue"),
-    (rl.callbacks.KLGuard, "bound"), (rl.callbacks.LogprobGapGuard, "bound"), (rl.callbacks.RewardAlarms, "eval_drop"),
+    (rl.callbacks.KLGuard, "bound"), (rl.callbacks.LogprobGapGuard, "bound"),
+    (rl.callbacks.RewardAlarms, "eval_drop"),
     (rl.callbacks.RewardAlarms, "length_ratio"),
 ]  # fmt: skip
 BAD = [math.nan, math.inf, -math.inf]
