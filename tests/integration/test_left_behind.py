@@ -54,7 +54,7 @@ class Simulated(Walk):
 ENVIRONMENTS = """
 import gymnasium, threading
 gymnasium.register("Simulated-v0", entry_point="mine:Simulated")
-from lightning_rl import {kind}
+from lightning_rl.envs import {kind}
 from lightning_rl.envs.collector import collector_of
 from tests.support.env_agents import agent_for
 made = collector_of({kind}("mine:Simulated-v0", workers=2), None, 600.0)
