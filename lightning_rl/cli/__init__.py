@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
@@ -121,16 +122,14 @@ def _run(arguments: list[str]) -> int:
     _search_working_directory(arguments)
     from lightning_rl.cli.process import quiet
 
-    with quiet():
-        # Lightning's parser wants the command itself.
-        if command.module == _APP:
-            options = arguments
+    with quiet(), ExitStack() as stack:
         if name == "fit" and command.module == _APP:
             from lightning_rl.run.interrupts import stopped_while_starting
 
-            with stopped_while_starting():
-                return int(import_module(command.module).main(options))
-        return int(import_module(command.module).main(options))
+            stack.enter_context(stopped_while_starting())
+        # Lightning's parser wants the command itself.
+        given = arguments if command.module == _APP else options
+        return int(import_module(command.module).main(given))
 
 
 def _search_working_directory(arguments: list[str]) -> None:
