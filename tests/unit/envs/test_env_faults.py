@@ -161,7 +161,15 @@ def test_a_hanging_environment_is_named_with_its_line(release, where, monkeypatc
     watch.close()  # at once, without a word
 
 
-def test_a_collection_that_is_broken_off_between_steps_leaves_nothing_behind():
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C raises in the main thread, also where tests were started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_collection_that_is_broken_off_between_steps_leaves_nothing_behind(ctrl_c):
     made = GymCollector(Gym("tests.support.worlds:Walk-v0"), None, 60.0)
     watch = Watch(made, "Walk")
     watch.start(0, 0, 2)
