@@ -190,7 +190,7 @@ def test_mlflow_files(tiny_model, tmp_path, monkeypatch):
     artifacts = next((tmp_path / "mlruns").glob("*/*/artifacts"))
     tables = [
         json.loads((artifacts / f"rollouts/iteration_00000{iteration}.json").read_text())
-        for iteration in (0, 1)
+        for iteration in (1, 2)
     ]
     assert [table["columns"] for table in tables] == [COLUMNS] * 2
     shown = [row[:3] for table in tables for row in table["data"]]
