@@ -54,7 +54,7 @@ class Evaluate(RLCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module = self.module_of(pl_module)
-        # A run that goes on may have been stopped in the middle of an evaluation.
+        # A resumed run may have been stopped in the middle of an evaluation.
         begins = not trainer.ckpt_path and self.before_training
         if begins or self.should_evaluate(trainer, module.iteration):
             self.evaluate(trainer, module)
@@ -91,7 +91,7 @@ class Evaluate(RLCallback):
 
 
 def is_last(trainer: Trainer, version: int) -> bool:
-    """Tell whether the run ends with this iteration, as far as its number of steps tells."""
+    """Whether the run ends with this iteration, judging by its number of steps."""
     if 0 < trainer.max_steps <= trainer.global_step:
         return True
     return version == last_iteration(trainer, version)

@@ -50,7 +50,7 @@ class GuardAction(ABC):
 
     @abstractmethod
     def act(self, finding: Finding) -> Decision | None:
-        """Do it, or decide what is done to the update."""
+        """Act, or decide about the update."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Guard(RLCallback, ABC):
 
 
 class BatchGuard(Guard, ABC):
-    """A guard of what is about to be trained on; every action is in time. Override ``measure``."""
+    """A guard of the batch before its update; every action is in time. Override ``measure``."""
 
     before_update = True
     language_only = True
@@ -227,7 +227,7 @@ class BatchGuard(Guard, ABC):
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
         """The number, best of all ranks' batches together; None if there is nothing to measure.
 
-        A number of this rank's batch alone will do: the ranks tell each other.
+        A number for this rank's batch alone suffices: the ranks combine theirs.
         """
 
     def on_update_start(

@@ -1,4 +1,4 @@
-"""LearningAlarms: says so when a policy gets worse instead of better. On by default; only warns."""
+"""LearningAlarms: warns when a policy gets worse instead of better. On by default."""
 
 import logging
 import math
@@ -48,7 +48,7 @@ class Sample:
 
 
 class Ends:
-    """The values of a run's first iterations, and those of its last, of which there are as many.
+    """The values of a run's first iterations, and of equally many last ones.
 
     Args:
         window: iterations at either end, at least.
@@ -175,7 +175,7 @@ class LearningAlarms(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
     ) -> None:
         datamodule = datamodule_of(trainer)
-        if not isinstance(datamodule, RLDataModule):  # recorded rollouts do not tell of this policy
+        if not isinstance(datamodule, RLDataModule):  # recorded rollouts are not this policy's
             return
         # Also those that filters rejected: which ones that are changes as the policy does.
         groups: dict[str, list[float]] = defaultdict(list)

@@ -44,7 +44,7 @@ def peek(data: RLDataModule, module: RolloutModule, groups: int, group_size: int
 def _collect(
     data: RLDataModule, module: RolloutModule, groups: int, group_size: int
 ) -> tuple[list[Rollout], Callable[[list[int]], str]]:
-    """Graded rollouts, and what makes text of their tokens."""
+    """Graded rollouts, and the tokenizer that decodes them."""
     states = gather_random_states()
     data.predict_series = LazyLoader(lambda _: data.try_out(groups, group_size), 1)
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch, _without_info():
@@ -64,7 +64,7 @@ def _collect(
 
 
 def _copy_of(data: RLDataModule) -> RLDataModule:
-    """One with the same parts, but for those that a run writes to."""
+    """One with the same parts, except those that a run writes to."""
     own = copy.copy(data)
     own.trainer, own.buffer = None, None
     return own

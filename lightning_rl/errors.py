@@ -24,7 +24,7 @@ class ImportNameError(ConfigError, ImportError):
 
 
 class DataError(LightningRLError, ValueError):
-    """A prompt or rollout file does not hold what it should; names file and line."""
+    """A prompt or rollout file is malformed; names file and line."""
 
 
 class RewardError(LightningRLError):
@@ -44,7 +44,7 @@ class EpisodeError(LightningRLError):
 
 
 class ContextLengthError(EpisodeError):
-    """A call's prompt is as long as all that the engine can read and write."""
+    """A call's prompt leaves no room in the engine's context."""
 
 
 class FineTuneError(LightningRLError):
@@ -97,7 +97,7 @@ class RunInterrupted(LightningRLError):
 
 
 class GuardError(RunInterrupted):
-    """A guard stopped the run; ``reason`` names its value, its bound and what may help."""
+    """A guard stopped the run; ``reason`` names its value, its bound and possible fixes."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, status=1)
@@ -120,7 +120,7 @@ class PackMemoryError(LightningRLError):
 
 
 class StalledError(EngineError):
-    """No rollout came to an end for so long that it hangs."""
+    """No rollout was finished for so long that the run seems to hang."""
 
 
 class WeightSyncError(EngineError):

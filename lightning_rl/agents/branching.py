@@ -1,4 +1,4 @@
-"""Branching: rollouts are forked at some of their calls, and go on otherwise from there."""
+"""Branching: rollouts are forked at some of their calls, and continue differently from there."""
 
 import random
 from abc import ABC, abstractmethod
@@ -108,7 +108,7 @@ class Branching(Agent):
     is FAILED with the reason.
 
     Args:
-        agent: what is forked; one that has models called more than once.
+        agent: whose rollouts are forked; it calls models more than once.
         k: continuations of each chosen call, beside the rollout's own.
         at: before which calls.
 
@@ -159,12 +159,12 @@ class Branching(Agent):
 
 
 def forked(rollout: Rollout, calls: int, number: int) -> Rollout:
-    """A rollout that begins with the first ``calls`` calls of another, and is to go on from there.
+    """A rollout that begins with the first ``calls`` calls of another, and continues from there.
 
     Args:
-        rollout: what it branches off from; may be recorded. Nothing of it is shared.
-        calls: not all; of 0 it begins anew with the prompt.
-        number: tells its seeds from those of other branches at the same place.
+        rollout: the one it branches off from; may be recorded. Nothing is shared with it.
+        calls: fewer than all; 0 starts over from the prompt.
+        number: distinguishes its seeds from those of other branches at the same place.
 
     Raises:
         EpisodeError: if the rollout has too few calls.

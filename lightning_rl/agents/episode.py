@@ -19,9 +19,9 @@ from lightning_rl.rollout import Call, Rollout, RolloutStatus
 class Episode:
     """Has models called for a rollout, and keeps all of it: in ``calls``, and in rows of tokens.
 
-    A call whose prompt goes on from the very tokens of a row, by the same role and sampled alike,
+    A call whose prompt continues the exact tokens of a row, by the same role and sampled alike,
     continues the longest such row: what its prompt adds is given, so without loss. Any other begins
-    a row. Nothing is ever encoded or decoded, so what is trained on is what was generated. Calls
+    a row. Nothing is ever encoded or decoded, so training uses what was generated. Calls
     are in the order of asking, whichever was answered first.
 
     Seeds depend on what is asked, and how often it was asked before, but not on when: a program
@@ -60,7 +60,7 @@ class Episode:
     async def call(
         self, engine: Engine, prompt_ids: Sequence[int], sampling: Sampling, role: str = ""
     ) -> tuple[Call, Completion]:
-        """Let a role's model go on after ``prompt_ids``, and record what it wrote.
+        """Let a role's model continue ``prompt_ids``, and record what it wrote.
 
         Several may be under way at once. One that is cancelled has not been asked: who asks again
         gets the same. ``max_tokens`` is lowered to what the engine has room for.
@@ -100,9 +100,9 @@ class Episode:
         return call, completion
 
     def undelivered(self, call: Call) -> None:
-        """Take note that whoever asked for a call never got it, as when a connection broke.
+        """Note that the client never got a call's answer, as when a connection broke.
 
-        Who asks the same again gets the same; if nobody does, it is dropped. After the rollout's
+        A repeated request gets the same answer; if none comes, it is dropped. After the rollout's
         end, and said twice, it changes nothing.
         """
         if not call.asked or self.rollout.status is not RolloutStatus.INIT:
@@ -166,7 +166,7 @@ class Episode:
 
 
 def _question(role: str, prompt: list[int], sampling: Sampling) -> bytes:
-    """A digest of what a call asks: role, prompt, and what it samples from."""
+    """A digest of a call's request: role, prompt, and sampling settings."""
     settings = [float(value) for value in astuple(sampling.distribution)]
     asked = f"{role}/{settings}/{sampling.structured_outputs is not None}/".encode()
     return blake2b(asked + array("q", prompt).tobytes(), digest_size=16).digest()

@@ -78,7 +78,7 @@ class TokenMIS(Correction):
     TRL's ``token_mask``. What is dropped still counts where the loss is averaged.
 
     Args:
-        weighted: what is kept weighs w; False: 1, which is rejection sampling as in verl.
+        weighted: a kept token weighs w; False: 1, which is rejection sampling as in verl.
 
     Raises:
         ConfigError: unless 0 <= low < 1 < high, and ``high`` is finite.

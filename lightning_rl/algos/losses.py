@@ -30,7 +30,7 @@ class PolicyLoss(ABC):
     logprobs. Rollouts without any advantage are then left out of the update, which is exact.
     """
 
-    zero_at_zero_advantage: ClassVar[bool] = False  # unless a loss says so, nothing is left out
+    zero_at_zero_advantage: ClassVar[bool] = False  # by default nothing is left out
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
@@ -70,7 +70,7 @@ def check_step_loss(what: str, loss: Callable[..., Any]) -> None:
     """Try a loss on a step, and refuse it if it looks at more than that.
 
     Raises:
-        ConfigError: naming what has it, and what it looks at.
+        ConfigError: naming the part and what it looks at.
     """
     one = torch.zeros(1, device="cpu")
     step = {"old_logprobs": one, "advantages": one, "values": one, "returns": one, "weights": one}

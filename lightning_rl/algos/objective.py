@@ -111,7 +111,7 @@ class TokenSum(Aggregation):
     However many rows a rollout has, it is one; one of each role, if they are several.
 
     Args:
-        max_tokens: the constant that stands in for a rollout's own length, e.g.
+        max_tokens: the constant that replaces a rollout's own length, e.g.
             ``sampling.max_tokens``.
     """
 
@@ -184,7 +184,7 @@ class Objective:
         metrics |= {f"policy/{name}": value for name, value in extra.items()}
         if self.correction is not None:
             weights, extra = self.correction(tokens)
-            # No engine wrote the expert's tokens: there is nothing to correct.
+            # No engine wrote the expert's tokens, so nothing is corrected.
             loss = torch.where(tokens["expert"], 1.0, weights) * loss
             metrics |= {f"correction/{name}": value for name, value in extra.items()}
         metrics["policy/loss"] = loss
@@ -205,7 +205,7 @@ class Decision:
 
     Args:
         skip: no optimizer steps; the iteration is counted all the same.
-        mask: tokens (T,) to take out of the loss; if none is left anywhere, there is no update.
+        mask: tokens (T,) to take out of the loss; if none is left on any rank, there is no update.
         correction: weigh this batch by it, whatever ``model.correction`` is.
         stop: raised when the iteration is over, without its update if that is still to come.
     """

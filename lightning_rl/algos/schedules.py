@@ -12,7 +12,7 @@ FAR = 10**9
 
 
 class Schedule(ABC):
-    """A number for each iteration. Where a setting takes one, a plain number stands for itself.
+    """A number for each iteration. A setting that takes one also takes a plain number.
 
     Between its first number and its last it leaves the range of both nowhere.
     """
@@ -22,7 +22,7 @@ class Schedule(ABC):
         """The number in an iteration, counted from 0."""
 
     def update(self, measured: float) -> None:
-        """Called after each iteration with the mean of what the number weighs, if that is known."""
+        """Called after each iteration with the mean of the weighted quantity, if known."""
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing, unless the number depends on more than the iteration."""
@@ -34,7 +34,7 @@ class Schedule(ABC):
 
 @configurable
 class ConstantSchedule(Schedule):
-    """The same number in all iterations; what a plain number becomes. It is part of a checkpoint.
+    """The same number in all iterations, as for a plain number. It is part of a checkpoint.
 
     Raises:
         ConfigError: for one that is not finite.
@@ -42,7 +42,7 @@ class ConstantSchedule(Schedule):
 
     def __init__(self, value: float) -> None:
         require_finite(value=value)
-        self._value = value  # as configured, which is what a resumed run is compared by
+        self._value = value  # as configured: a resumed run is compared by it
         self.value = value
 
     def at(self, iteration: int) -> float:
@@ -97,7 +97,7 @@ class ExponentialSchedule(Schedule):
 
 @configurable
 class AdaptiveSchedule(ConstantSchedule):
-    """Follows what it weighs, once per iteration, to bring its mean to ``target``.
+    """Adapts once per iteration to bring the mean of the weighted quantity to ``target``.
 
     Args:
         value: to start with.
@@ -182,7 +182,7 @@ def schedule_of(
 ) -> Schedule:
     """What a setting of that name was given, as a schedule of numbers in [low, high].
 
-    ``measured``: it hears after each iteration what it should follow.
+    ``measured``: it gets the measured value after each iteration.
 
     Raises:
         ConfigError: for numbers out of range, or a schedule that would hear nothing.

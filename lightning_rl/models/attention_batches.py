@@ -38,7 +38,7 @@ class Segments:
 
     @property
     def prefix(self) -> tuple[Tensor, Tensor]:
-        """Start and length (M,) of what each completion sees before itself."""
+        """Start and length (M,) of the tokens that each completion sees before itself."""
         return self.start[self.prompt], self.length[self.prompt]
 
 
@@ -47,7 +47,7 @@ class AttentionBatch:
     """Segments attended in one SDPA call: N segments, padded to Lq queries and Lk keys.
 
     ``query`` (N, Lq) and ``key`` (N, Lk) index the pack's S tokens, -1 where padded. ``mask``
-    (N, 1, Lq, Lk) is True where a query may look; None means plain causal attention, in which
+    (N, 1, Lq, Lk) is True where a query may look; None means plain causal attention, where
     padding on the right is never looked at. ``prepared`` is what a way to compute it has worked out
     of them once, for all layers.
     """
@@ -179,7 +179,7 @@ def _causal_batch(start: Tensor, length: Tensor) -> AttentionBatch:
 def _suffix_batch(
     start: Tensor, length: Tensor, prefix_start: Tensor, prefix_length: Tensor
 ) -> AttentionBatch:
-    """Completions on their prompts, each padded by itself: a mask says what is seen."""
+    """Completions on their prompts, each padded by itself; a mask marks the visible keys."""
     query = _index(start, length)
     prefix = _index(prefix_start, prefix_length)
     steps = _steps(length)

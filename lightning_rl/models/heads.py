@@ -34,7 +34,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     Backward recomputes each chunk's logits: with p = softmax(z / τ) and H its entropy,
     d logprob[t] / dz = (1[t] - p) / τ and dH / dz = -p (log p + H) / τ; times the penalties' slope.
     Products are computed in ``dtype``, to which weights are cast once a pass; autocast, which would
-    do so for each chunk anew, is off meanwhile.
+    repeat it for each chunk, is off meanwhile.
     """
 
     @staticmethod

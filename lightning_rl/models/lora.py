@@ -49,7 +49,7 @@ class LoRA:
         """From a ``peft.LoraConfig``.
 
         Raises:
-            ConfigError: if it is another method than LoRA, or has what is refused.
+            ConfigError: for another method than LoRA, or options that are refused.
         """
         if getattr(config, "peft_type", None) != "LORA":
             raise ConfigError(

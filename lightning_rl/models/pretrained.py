@@ -114,7 +114,7 @@ def load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
     """
     require_local(model)
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its report of what we refuse fills a page
+    transformers_logging.set_verbosity_error()  # its report on a refused model fills a page
     try:
         if without_weights():
             lm = skeleton(load_config(model, loading), loading, ATTENTION)
@@ -133,7 +133,7 @@ def load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(not_found(model, "causal LM", error)) from error
-    except KeyError as error:  # an architecture that looks attention up in a table of its own
+    except KeyError as error:  # an architecture with its own table of attentions
         raise ConfigError(
             f"model={model!r}: its architecture takes no other attention than its own, so rollouts "
             f"cannot be packed; {OTHER_MODEL}"
@@ -150,7 +150,7 @@ def load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
 
 
 def of_same_weights(lm: PreTrainedModel) -> PreTrainedModel:
-    """A model with modules of its own, whose parameters are the very ones of another.
+    """A model with its own modules that shares the parameters of another.
 
     What is added to one, such as adapters, is not in the other.
     """
@@ -270,7 +270,7 @@ def _tokenizer_of(lm: PreTrainedModel) -> Any:
 
 
 def without_weights() -> bool:
-    """True if what is built now is to have shapes only (``with torch.device("meta"):``)."""
+    """True if models are now built with shapes only (``with torch.device("meta"):``)."""
     return torch.get_default_device().type == "meta"
 
 

@@ -55,7 +55,7 @@ class Penalties:
         places = self.begin[:, None] + torch.arange(width, device=self.begin.device)
         before = places < self.end[:, None]
         ids = self.input_ids[places.clamp(max=len(self.input_ids) - 1)]
-        # One more column takes what is none of a token's own past.
+        # One more column takes what is not in a token's own past.
         seen = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device)
         seen.scatter_(1, ids.where(before, vocabulary), True)
         written = (before & (places >= self.turn[:, None])).float()
@@ -149,7 +149,7 @@ def sampled_by(
     end_ids = torch.tensor([] if no_end is None else ends, dtype=torch.long, device="cpu")
     end_ids = end_ids.to(targets.device, non_blocking=True)
     if no_end is not None:
-        # One that is there all the same, in a rollout from elsewhere, shows that none was left out.
+        # If one occurs all the same, in a rollout from elsewhere, none was left out.
         no_end = (no_end & ~torch.isin(targets, end_ids))[:, None] if end_ids.numel() else None
     return SampledBy(
         # Sampled at temperature τ, so score at τ too, else ratios start away from 1.
@@ -192,7 +192,7 @@ def sampled_logits(
 
 
 def _cut(scaled: Tensor, by: SampledBy) -> Tensor | None:
-    """Where (m, V) min-p, then top-k and top-p among what is left, exclude a token."""
+    """Where (m, V) min-p, then top-k and top-p among the rest, exclude a token."""
     unlikely = None
     if by.min_p is not None:
         probs = scaled.softmax(-1)
@@ -205,7 +205,7 @@ def _cut(scaled: Tensor, by: SampledBy) -> Tensor | None:
 
 
 def _outside(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Where (m, V) top-k, then top-p among what is left, exclude a token; both given as (m, 1)."""
+    """Where (m, V) top-k, then top-p among the rest, exclude a token; both given as (m, 1)."""
     ordered, order = scaled.sort(-1)
     vocabulary = scaled.shape[1]
     # Engines keep what ties with the k-th, which in bfloat16 is common.

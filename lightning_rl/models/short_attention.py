@@ -58,7 +58,7 @@ class _Rows:
     """Where N segments of Lq queries and Lk keys find theirs, for G query heads on each of H.
 
     ``query`` (N, H, Lq) indexes the S x H rows of G queries that share a key, ``key`` (N, H, Lk)
-    the S x H rows of keys: what is gathered lies as the products read it, and is not copied again.
+    the S x H rows of keys: gathered rows have the layout of the products, and are not copied again.
     ``bias`` (N H, Lq G, Lk) is 0 where a query may look, -inf elsewhere.
     """
 

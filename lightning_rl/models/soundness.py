@@ -21,7 +21,7 @@ from lightning_rl.run.dist import any_rank
 
 _WEIGHTS = "*.safetensors"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "sentencepiece*", "*.tiktoken")
-# What stands for a picture or a sound, which no text holds, may be beyond a text model's embedding.
+# Placeholders of pictures and sounds, which no text holds, may exceed a text model's embedding.
 _OTHER_MODALITY = re.compile("image|video|audio|vision|speech", re.IGNORECASE)
 _SHOWN = 3
 
@@ -47,7 +47,7 @@ def require_sound(model: str, weights: bool = True) -> None:
             f"{directory} holds no tokenizer (tokenizer.json and tokenizer_config.json); save that "
             "of the model there"
         )
-    # Of other formats only loading tells.
+    # Other formats have to be loaded to find out.
     for path in sorted(directory.glob(_WEIGHTS)) if weights else ():
         _require_readable(path)
 

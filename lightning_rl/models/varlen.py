@@ -2,7 +2,7 @@
 
 The kernel takes segments of queries and of keys, one after another without padding. Queries are the
 pack's own row; a completion's keys are its prompt's and its own. Causal, with fewer queries than
-keys, means aligned at the end: just what a completion behind its prompt needs.
+keys, means aligned at the end, as a completion after its prompt needs.
 """
 
 from collections.abc import Callable
@@ -94,7 +94,7 @@ def fused_kernel() -> Callable[..., Any]:
     if "enable_gqa" in signature(varlen_attn).parameters:
         return varlen_attn
 
-    # torch 2.11 takes fewer key than query heads without being told that it may.
+    # torch 2.11 accepts fewer key than query heads without an argument.
     def untold(*args: Any, enable_gqa: bool, **options: Any) -> Any:
         return varlen_attn(*args, **options)
 
@@ -105,7 +105,7 @@ def fused_kernel() -> Callable[..., Any]:
 def kernel_works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Try the kernel: it must exist for this device, and attend as this module needs it to.
 
-    Both ways: what it computes, and the gradients of that.
+    Both its outputs and their gradients.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     q, k, v = (

@@ -28,7 +28,7 @@ class RecordedGroups:
     """Groups drawn without end in a seeded order, pass after pass; a checkpoint holds the place.
 
     Args:
-        groups: what is drawn.
+        groups: to draw from.
         shuffle: draw each pass in a new order, fixed by ``seed``; False keeps the given one.
         seed: of the orders.
     """

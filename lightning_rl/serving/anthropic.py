@@ -120,7 +120,7 @@ def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, 
 
 
 def _conversation(fields: Fields) -> list[Said]:
-    """The chat, in the form of OpenAI's messages: a result of a tool is a message of its own."""
+    """The chat, in the form of OpenAI's messages: a tool's result becomes its own message."""
     messages: list[Message] = []
     system = text_of(fields.body.get("system"), "system")
     if system:

@@ -45,7 +45,7 @@ class _Guest:
 
 
 class AgentApp:
-    """Answers requests for the sessions that are open, and tells them apart by their keys."""
+    """Answers requests for the sessions that are open, and distinguishes them by their keys."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._guests: dict[str, _Guest] = {}
@@ -102,7 +102,7 @@ class AgentApp:
         try:
             guest = self._guest(headers)
         except RequestError:
-            with suppress(RequestError):  # a stranger's, of which nothing is kept
+            with suppress(RequestError):  # without a key: nothing of it is kept
                 await read_body(receive, 0)
             raise
         return guest, await read_body(receive, guest.session.terms.limits.max_bytes)

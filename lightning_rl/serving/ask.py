@@ -1,4 +1,4 @@
-"""What a request comes to, and its answer, whichever API it came by."""
+"""What a request asks for, and its answer, independent of the API."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class Terms:
     Args:
         formats: ways to write chats.
         sampling: holds where a request says nothing.
-        client_sampling: whether requests may change what is sampled from.
+        client_sampling: whether requests may change sampling settings.
         models: the roles that may be asked for, by the names that clients use.
         limits: bounds of a request.
         known: settings that were asked for before, by what they change: a client repeats them.
@@ -70,7 +70,7 @@ class Terms:
 
 @dataclass(slots=True)
 class Ask:
-    """Prompts, and how often and how each is to be gone on with.
+    """Prompts, and how often and how each is to be continued.
 
     ``prompts`` are token ids: given, or those of ``chat``, written as ``form`` says. ``must_call``
     is empty, the name of the tool that has to be called, or ``*`` for any.

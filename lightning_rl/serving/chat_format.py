@@ -32,7 +32,7 @@ class ChatFormat:
         template: writes chats.
         parser: reads calls; one of its own is made for these tools.
         tools: OpenAI-style schemas.
-        key: what tells it from other formats.
+        key: distinguishes it from other formats.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ChatFormat:
         self.key = key
         self.template = template
         self.parser = copy(parser)
-        self._parsing = Lock()  # vLLM's parsers keep what they are at
+        self._parsing = Lock()  # vLLM's parsers hold state
         if tools:
             self.parser.configure(self.tokenizer, self.tools)
         self._encoded = lru_cache(_PROMPTS_KEPT)(self._encode)

@@ -65,7 +65,7 @@ def is_gone(receive: Receive) -> bool:
 
 
 async def read_body(receive: Receive, most: int) -> bytes:
-    """A request's body, of so many bytes at most; what is beyond is taken, but not kept.
+    """A request's body, of at most so many bytes; the rest is read, but not kept.
 
     So its client hears why it was refused, and not only that the connection was closed.
 

@@ -56,7 +56,7 @@ class Launcher:
 
     Args:
         modules: what Python scripts need, imported once for all of them.
-        python: the interpreter that runs scripts; None: there are only commands.
+        python: the interpreter that runs scripts; None: commands only.
         env: its environment variables.
         own_processes: whether each program sees only the processes that it starts itself, where
             this machine allows that; else it can read the keys of others in ``/proc``.
@@ -194,7 +194,7 @@ class Program:
         return first is not None and "alone" in first
 
     async def wait(self) -> Ending:
-        """How it ended, with all that it started, once all that it printed is there.
+        """How it ended, with everything it started, once all of its output is there.
 
         ``done``, or ``exit``, ``killed`` or ``output`` with the reason.
         """
@@ -217,7 +217,7 @@ class Program:
         return Ending("done")
 
     async def end(self) -> None:
-        """End it with all that it started, unless it has; afterwards nothing is left."""
+        """End it with everything it started, unless it has ended."""
         self._ask_to_end()
         if self._answer is not None:
             _, late = await asyncio.wait([self._answer], timeout=_END_S)

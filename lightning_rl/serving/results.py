@@ -1,4 +1,4 @@
-"""What came of an agent's run: how it ended, and what it says of it."""
+"""The result of an agent's run: how it ended, and what it reports."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def signal_name(number: int) -> str:
 
 
 def last_lines(output: bytes | bytearray, most: int | None = None) -> str:
-    """The last of what a process printed, behind a colon; nothing if it printed nothing."""
+    """The end of a process's output, after a colon; nothing if it printed nothing."""
     lines = [line.strip() for line in output.decode(errors="replace").splitlines()]
     said = [line for line in lines if line]
     told = " | ".join(said if most is None else said[-most:])

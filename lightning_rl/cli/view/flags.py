@@ -25,7 +25,7 @@ Record = dict[str, Any]
 def find_flags(record: Record) -> dict[str, list[int]]:
     """The names of the flags that apply, each with the places of the tokens it is about.
 
-    A flag about the rollout as a whole has no places; those of a row go on counting after the
+    A flag about the rollout as a whole has no places; those of a row count on after the
     rows before it. ``record`` is a line of ``recorded.jsonl`` or ``rollouts.jsonl``.
     """
     found: dict[str, list[int]] = {}
