@@ -1,4 +1,4 @@
-"""RunArtifacts: the files of a run, where its loggers keep files."""
+"""RunArtifacts: a run's files, uploaded by its loggers."""
 
 from collections.abc import Sequence
 from functools import singledispatch

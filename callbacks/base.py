@@ -47,7 +47,7 @@ class RLCallback(Callback):
         return None
 
     def on_evaluation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before episodes of environments are played apart, to evaluate the agents."""
+        """Called before agents are evaluated in separate episodes of environments."""
 
     def on_sync_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before weights are pushed to the engine, or to ``GymWorkers``."""

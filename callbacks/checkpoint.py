@@ -157,7 +157,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen to signals from now on, unless it does."""
+        """Start listening to signals, unless it already does."""
         if self._training:
             return
         module, alone = self.module_of(pl_module), trainer.world_size == 1
@@ -368,7 +368,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
 
 
 def _continue_newest_run(trainer: Trainer) -> None:
-    """Go on in the last folder that holds a checkpoint, where every run begins a new one.
+    """Continue in the last folder that holds a checkpoint; new runs begin a new one.
 
     Raises:
         ConfigError: if another process is at it.

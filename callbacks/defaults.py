@@ -53,7 +53,7 @@ IN_PLACE_OF: dict[type[Callback], type[Callback]] = {
 
 
 def own_display(trainer: Trainer) -> list[Callback]:
-    """Our progress bar and summary, in the place of Lightning's, and none of its false alarms.
+    """Our progress bar and summary instead of Lightning's, without its false alarms.
 
     Only in the place of those that the Trainer made, or that have their default settings: what was
     chosen stays, and what was switched off stays off.

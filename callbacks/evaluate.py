@@ -73,7 +73,7 @@ class Evaluate(RLCallback):
             module.flush_metrics()  # the iteration's row is written already
 
     def should_evaluate(self, trainer: Trainer, version: int) -> bool:
-        """Tell whether to evaluate the policy of this version; override to change when.
+        """Whether to evaluate the policy of this version; override to change when.
 
         The last one is evaluated in any case.
         """
@@ -82,7 +82,7 @@ class Evaluate(RLCallback):
         return version % self.every_n_iterations == 0 or is_last(trainer, version)
 
     def evaluate(self, trainer: Trainer, module: RecordingModule) -> None:
-        """Roll out the held-out prompts with the present weights, and record what came of it."""
+        """Roll out the held-out prompts with the present weights, and record the results."""
         for sync in find_callbacks(trainer, WeightSync):
             sync.catch_up(trainer, module)
         _, metrics = self.data_of(trainer).evaluate()

@@ -55,7 +55,7 @@ class GuardAction(ABC):
 
 @dataclass(frozen=True)
 class Warn(GuardAction):
-    """Nothing but the line in the log."""
+    """Only the warning in the log."""
 
     def act(self, finding: Finding) -> None:
         """The guard has logged it already."""
@@ -170,17 +170,17 @@ class Guard(RLCallback, ABC):
         return self._generate_state_key(name=self.name, bound=self.bound)
 
     def breaks(self, value: float) -> bool:
-        """Tell whether a value is bad."""
+        """Whether a value is bad."""
         return not value <= self.bound
 
     def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
-        """Tokens, (T,), that are to blame: ``Mask`` takes them out. Override it to allow that."""
+        """The offending tokens, (T,), which ``Mask`` removes. Override it to allow that."""
         raise NotImplementedError
 
     def judge(
         self, module: RecordingModule, value: float | None, batch: TensorDict | None
     ) -> Decision | None:
-        """Record a value, and act on it; all ranks have to come here, with a value or None."""
+        """Record a value, and act on it; all ranks must call this, with a value or None."""
         values = [v for v in gather(value) if v is not None]
         if not values:
             return None
@@ -309,7 +309,7 @@ class KLGuard(MetricGuard):
 
 @configurable
 class EntropyGuard(MetricFloorGuard):
-    """Mean entropy per token, in nats: near zero, the policy tries nothing new any more."""
+    """Mean entropy per token, in nats: near zero, the policy tries nothing new."""
 
     fix = "lower lr, or add an entropy bonus or a KL penalty"
 

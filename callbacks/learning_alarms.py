@@ -34,7 +34,7 @@ class Sample:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Sample":
-        """Of values that are at hand."""
+        """From given values."""
         return cls(*summarize(list(values)), len(values))
 
     def lowest(self, later: "Sample", sigmas: float) -> float:
@@ -75,7 +75,7 @@ class Ends:
 
     @property
     def full(self) -> bool:
-        """Tell whether both ends are complete, and do not overlap."""
+        """Whether both ends are complete, and do not overlap."""
         return self._enough(self.last)
 
     @property
@@ -93,7 +93,7 @@ class Ends:
         return {"first": self.first, "last": self.last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken."""
+        """Continue where the state was taken."""
         self.first, self.last = state["first"], state["last"]
 
 

@@ -1,4 +1,4 @@
-"""A small batch collected beside training: neither module nor data module are changed by it."""
+"""A small batch collected beside training; it changes neither module nor data module."""
 
 import copy
 import logging
@@ -88,7 +88,7 @@ def _unchanged(module: RolloutModule) -> Iterator[RolloutModule]:
 
 @contextmanager
 def _without_info() -> Iterator[None]:
-    """Leave out what Lightning says of devices: it is about the Trainer that is made here."""
+    """Silence Lightning's messages on devices: they are about the Trainer made here."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -108,7 +108,7 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
 
 
 def draws() -> bool:
-    """Tell whether the output can be drawn on again: a terminal, or a notebook."""
+    """Whether the output can be redrawn: a terminal, or a notebook."""
     return sys.stdout.isatty() or "ipykernel" in sys.modules
 
 

@@ -50,7 +50,7 @@ class RolloutSelection(RLCallback, ABC):
         self._resumed = False
 
     def is_due(self, iteration: int) -> bool:
-        """Tell whether this iteration is recorded; the first is 1."""
+        """Whether this iteration is recorded; the first is 1."""
         return (iteration - 1) % self.every_n_iterations == 0
 
     @abstractmethod
@@ -231,7 +231,7 @@ def collected_rollouts(trainer: Trainer) -> list[Rollout]:
 def token_columns(
     module: PolicyModule, batch: TensorDict, rows: list[int]
 ) -> list[dict[str, list[float]]]:
-    """Read off numbers per completion token by column name, for each of the given rows."""
+    """Read numbers per completion token by column name, for each of the given rows."""
     batch, chosen = batch.copy(), torch.tensor(rows, dtype=torch.long)
     # The engine's where it is trusted, and zero where a rollout is left out of the update.
     partial = module.trust_engine_logprobs or module.skips_zero_advantage

@@ -27,7 +27,7 @@ LABELS = {
 
 
 def headline(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """Names of the metrics that say how it goes, out of those in the rows of a run.
+    """Names of the metrics that show progress, among those in a run's rows.
 
     Of held-out rollouts: their accuracy, their mean reward, or both. Where success is all that is
     rewarded the two are the same; where no reward reaches ``success_reward``, or each does, an
@@ -148,7 +148,7 @@ PACKAGES = ("lightning_rl", "torch", "lightning", "transformers", "tensordict", 
 
 
 class RunReport(RLCallback):
-    """Says in the end how a run went, and leaves three files in its directory, also if it fails.
+    """Reports a run's results at its end, and leaves three files, also if it fails.
 
     ``metrics.jsonl`` grows by one row of metrics, with the CPU seconds so far, per iteration; a
     second row of an iteration adds to the first. ``curves.png`` shows reward, accuracy and the
@@ -263,7 +263,7 @@ class RunReport(RLCallback):
         return self.history[-1] if trained else {}
 
     def _outcome(self) -> str:
-        """Say how it went, from where to where."""
+        """Log the results, before and after."""
         if not self.history:
             return "nothing was measured"
         last = self.history[-1]["iteration"]

@@ -1,4 +1,4 @@
-"""RewardAlarms: says when a policy seems to please the reward instead of solving the task."""
+"""RewardAlarms: warns when a policy seems to game the reward instead of solving the task."""
 
 import logging
 import math
@@ -184,7 +184,7 @@ def component(prompt_set: str, reward: str) -> str:
 
 
 def component_weights(task: Task) -> dict[str, float]:
-    """How much each component counts in the rewards of a task."""
+    """The weight of each component in the rewards of a task."""
     return {component(task.name, name): w for name, w in task.rewards.weights.items()}
 
 

@@ -1,4 +1,4 @@
-"""Watchdog: a run that waits for rollouts that never come says where they hang, and stops."""
+"""Watchdog: stops a run that waits for rollouts that never come, and reports where they hang."""
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"""WeightSync: the engine always samples from the weights that it says it does."""
+"""WeightSync: the engine samples from the weights that its version names."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The records a run is made of: prompts, and the rollouts sampled from them."""
+"""The records of a run: prompts, and the rollouts sampled from them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -40,13 +40,13 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """Tells the prompt from those of all sets."""
+        """Identifies the prompt among those of all sets."""
         return f"{self.set}/{self.id}" if self.set else self.id
 
 
 @dataclass(slots=True)
 class SamplingDistribution:
-    """What tokens were sampled from: all that changes their probabilities, to score them under it.
+    """The distribution of sampled tokens: every setting that changes it, to score under it.
 
     The defaults change nothing. :class:`~lightning_rl.engines.sampling.Sampling` says what each
     does, and what besides it a request asks for.
@@ -223,7 +223,7 @@ class Rollout:
         return sum(len(row.token_ids) for row in self.rows)
 
     def shared(self) -> list[int]:
-        """Of each row, how many of its tokens were there before the fork."""
+        """How many tokens of each row precede the fork."""
         counts = [0] * len(self.rows)
         if self.fork is not None:
             for call in self.model_calls()[: self.fork.calls]:
@@ -231,7 +231,7 @@ class Rollout:
         return counts
 
     def own_rows(self) -> list[Row]:
-        """All rows; what was there before the fork has no loss."""
+        """All rows; tokens before the fork have no loss."""
         if self.fork is None:
             return self.rows
         return [
@@ -283,7 +283,7 @@ class Rollout:
 
     @property
     def completed(self) -> bool:
-        """All of it is written, whether graded or not."""
+        """Completely written, whether graded or not."""
         return self.status is RolloutStatus.COMPLETED
 
     @property
@@ -339,7 +339,7 @@ def _made(kind: Callable[..., T], record: dict[str, Any] | None) -> T | None:
 
 
 def _joined(lists: list[list[T]]) -> list[T]:
-    """One list after the other; a single one as it is."""
+    """The lists concatenated; a single one unchanged."""
     return lists[0] if len(lists) == 1 else list(chain.from_iterable(lists))
 
 

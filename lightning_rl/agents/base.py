@@ -29,7 +29,7 @@ class Agent(ABC):
     chat_options: Mapping[str, Any] = {}
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Take over the tokenizer, before the first rollout; what encodes or decodes keeps it.
+        """Get the tokenizer, before the first rollout; agents that encode or decode keep it.
 
         Raises:
             ConfigError: if the agent cannot work with this tokenizer or its chat template.
@@ -130,7 +130,7 @@ async def within(seconds: float | None, turns: Awaitable[str]) -> str:
 
 
 def require_seconds(max_seconds: float | None) -> None:
-    """Refuse a time that no rollout ends in.
+    """Refuse a time limit in which no rollout can end.
 
     Raises:
         ConfigError: unless it is > 0 or None.

@@ -26,7 +26,7 @@ class ForkPoints(ABC):
 
     @abstractmethod
     def chosen(self, rollout: Rollout, number: int) -> bool:
-        """Tell if a completed rollout is forked before its ``number``-th call; the second is 2.
+        """Whether a completed rollout is forked before its ``number``-th call; the second is 2.
 
         Asked of the same rollout again, it must say the same.
         """
@@ -95,7 +95,7 @@ class RandomCalls(ForkPoints):
 
 @configurable
 class Branching(Agent):
-    """Forks what another agent does: from chosen calls on, it does it ``k`` times more.
+    """Forks another agent's rollouts: from chosen calls on, it continues ``k`` times more.
 
     A branch begins with the very calls that its rollout made before, token by token, without asking
     the engine, and then has seeds of its own. It is a rollout of the same group, with a reward of
@@ -193,7 +193,7 @@ def forked(rollout: Rollout, calls: int, number: int) -> Rollout:
 
 
 def _shared_calls(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
-    """What was asked before the fork, and answered."""
+    """The calls before the fork, with their answers."""
     count = 0 if rollout.fork is None else rollout.fork.calls
     calls = [captured(rollout, call) for call in rollout.model_calls()[:count]]
     return [(call.prompt_ids, call.completion.token_ids) for call in calls]

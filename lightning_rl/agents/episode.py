@@ -17,7 +17,7 @@ from lightning_rl.rollout import Call, Rollout, RolloutStatus
 
 
 class Episode:
-    """Has models called for a rollout, and keeps all of it: in ``calls``, and in rows of tokens.
+    """Calls models for a rollout, and records everything in ``calls`` and in rows of tokens.
 
     A call whose prompt continues the exact tokens of a row, by the same role and sampled alike,
     continues the longest such row: what its prompt adds is given, so without loss. Any other begins
@@ -140,12 +140,12 @@ class Episode:
         return seed
 
     def _forget(self, seed: int) -> None:
-        """Whoever asks this question again gets this seed."""
+        """A repetition of this question gets this seed."""
         question, number = self._asked_as.pop(seed)
         self._taken[question].discard(number)
 
     def _ask_again(self, place: int, call: Call) -> None:
-        """Have a held call follow those that were asked for before."""
+        """Put a held call after those that were asked for before."""
         calls = self.rollout.calls
         index = next(i for i, other in enumerate(calls) if other is call)
         call.asked, self._places[call.seed] = True, place
@@ -177,7 +177,7 @@ def _derived(seed: int, number: int, question: bytes) -> int:
 
 
 def _fitting(engine: Engine, length: int, sampling: Sampling) -> Sampling:
-    """The sampling with no more ``max_tokens`` than the engine has room for."""
+    """The sampling with ``max_tokens`` lowered to the engine's room."""
     if length == 0:
         raise EpisodeError("a call has no prompt tokens; give the model something to go on from")
     room = engine.max_length - length

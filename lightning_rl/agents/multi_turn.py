@@ -142,7 +142,7 @@ class _Episode:
             rollout.completion = self.messages
 
     async def play(self, engine: Engine, sampling: Sampling) -> str:
-        """Take turns, first those that the rollout holds already; return what ended them."""
+        """Take turns, first those that the rollout holds already; return why they ended."""
         recorded = recorded_turns(self.rollout)
         for number in range(self.limits.max_turns):
             turn, answer = recorded[number] if number < len(recorded) else ([], [])
@@ -183,7 +183,7 @@ class _Episode:
         return turn, None if over else completion.finish_reason
 
     def _is_over(self, turn: list[int], sampling: Sampling) -> bool:
-        """Tell if a turn found in a rollout had been written to its end."""
+        """Whether a turn found in a rollout was complete."""
         if not turn:
             return False
         ended = turn[-1] == self.tokenizer.eos_token_id
@@ -240,7 +240,7 @@ class _EnvironmentFailure(Exception):
 
 @contextmanager
 def _blaming(what: str) -> Iterator[None]:
-    """Tell an environment's errors, which cost one rollout, from the engine's, which end a run."""
+    """Separate an environment's errors, which cost a rollout, from the engine's, which end a run."""
     try:
         yield
     except Exception as error:

@@ -54,7 +54,7 @@ def write(rollout: Rollout, one: Captured) -> None:
 
 
 def cut_anew(rollout: Rollout, calls: Sequence[Captured]) -> None:
-    """Let the rollout hold these calls, in this order, and nothing else."""
+    """Make the rollout hold exactly these calls, in this order."""
     rollout.rows, rollout.calls = [Row(rollout.prompt.token_ids)], []
     for one in calls:
         write(rollout, one)
@@ -70,7 +70,7 @@ def drop_unasked(rollout: Rollout) -> None:
 
 
 def mask_roles(rollout: Rollout, roles: Collection[str]) -> None:
-    """Take what these roles wrote out of the loss."""
+    """Remove the tokens of these roles from the loss."""
     for row in rollout.rows:
         if row.role in roles:
             row.loss_mask[:] = [False] * len(row.loss_mask)

@@ -102,7 +102,7 @@ class TurnTemplate:
     def check(
         self, reply: Sequence[Message], calls: Sequence[Message] = (), allow_rewrites: bool = False
     ) -> None:
-        """Refuse a template that shows the model another past than the one it lived through.
+        """Refuse a template that shows the model another history than it really had.
 
         Conversations are rendered step by step: each must be the one before, plus what was added.
 
@@ -286,7 +286,7 @@ def _read_call(text: str, closed: bool) -> ParsedCall:
 
 @configurable
 class VLLMParser(ToolParser):
-    """One of vLLM's tool-call parsers, under the name that ``vllm serve`` knows it by.
+    """One of vLLM's tool-call parsers, under its name in ``vllm serve``.
 
     It needs vLLM to be installed; any engine may generate. Most of vLLM's parsers take a call that
     they cannot read for plain text: the model is then not told, and the turn is its last.

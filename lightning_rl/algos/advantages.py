@@ -133,7 +133,7 @@ class Advantage(ABC):
 
     @property
     def min_group_size(self) -> int:
-        """Rollouts that a group must have; above 1 for those that compare them."""
+        """How many rollouts a group needs; above 1 if they are compared."""
         return 1
 
     @abstractmethod
@@ -167,7 +167,7 @@ class WithinGroups(Advantage):
 
 
 class GroupAdvantage(WithinGroups):
-    """An advantage that is a function of episodes' rewards and groups, for each group apart."""
+    """An advantage that is a function of episodes' rewards and groups, per group."""
 
     def __call__(self, batch: TensorDict) -> TensorDict:
         episodes = episodes_of(batch)

@@ -69,7 +69,7 @@ class MaxRL(GroupAdvantage):
 @configurable
 @dataclass(frozen=True)
 class PassAtK(GroupAdvantage):
-    """Trains pass@k in place of pass@1 (Chen et al. 2025, "Pass@k Training", eqs. 14-15).
+    """Trains pass@k instead of pass@1 (Chen et al. 2025, "Pass@k Training", eqs. 14-15).
 
     With n rollouts, m of them wrong, mean R = 1 - C(m, k) / C(n, k) and std s = sqrt(R (1 - R)):
     A(right) = (1 - R) / s and A(wrong) = (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s.

@@ -1,4 +1,4 @@
-"""Holds on the update: ratios of probabilities, KL penalties, entropy bonuses."""
+"""Limits on the update: ratios of probabilities, KL penalties, entropy bonuses."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The loss of a pack: its parts put together per token, and how tokens are averaged."""
+"""The loss of a pack: the sum of its parts per token, and how tokens are averaged."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Aggregation(ABC):
         return weights * world_size() / total.clamp(min=1e-12)
 
     def factor(self, minibatch: TensorDict, weights: Tensor) -> Tensor:
-        """What calling the object multiplies these :meth:`weights` by."""
+        """The factor that calling the object applies to these :meth:`weights`."""
         return world_size() / all_sum(self.total(minibatch, weights)).clamp(min=1e-12)
 
 
@@ -131,7 +131,7 @@ class TokenSum(Aggregation):
 
 
 def loss_tokens(pack: TensorDict, scores: Scores) -> TensorDict:
-    """The M tokens of a pack that ``scores`` are of, with what losses want to know of each."""
+    """The M scored tokens of a pack, with the columns that losses use."""
     tokens = pack["tokens"][scores.live]
     tokens["row"] = token_rows(pack)[scores.live]
     tokens["expert"] = pack["rollouts", "expert"][tokens["row"]]
@@ -199,7 +199,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Decision:
-    """A callback's wishes about the update that is about to begin; by default none.
+    """A callback's decision about the coming update; by default none.
 
     Returned from ``RLCallback.on_update_start``, or from ``GuardAction.act``; on all ranks alike.
 
@@ -226,7 +226,7 @@ def check_parts(
     trust_engine_logprobs: bool,
     max_grad_norm: float | None,
 ) -> None:
-    """Check what ``PolicyModule`` was given.
+    """Check the arguments of ``PolicyModule``.
 
     Raises:
         ConfigError: naming the keys that contradict each other.

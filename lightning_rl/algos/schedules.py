@@ -25,7 +25,7 @@ class Schedule(ABC):
         """Called after each iteration with the mean of the weighted quantity, if known."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing, unless the number depends on more than the iteration."""
+        """Empty, unless the number depends on more than the iteration."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class AdaptiveSchedule(ConstantSchedule):
 
     @abstractmethod
     def factor(self, measured: float, target: float) -> float:
-        """What the value is multiplied by."""
+        """The factor on the value."""
 
 
 @configurable
@@ -154,7 +154,7 @@ class AdaptiveCoefficient(AdaptiveSchedule):
 
 @configurable
 class AdaptiveKL(AdaptiveSchedule):
-    """Weighs KL(old || new) per step (Schulman et al. 2017, PPO, section 4).
+    """Weights KL(old || new) per step (Schulman et al. 2017, PPO, section 4).
 
     After an iteration ``value`` is doubled if its mean KL was above 1.5 x ``target``, and halved if
     it was below ``target`` / 1.5. With ``loss: Surrogate`` it is PPO without a clip.
@@ -180,7 +180,7 @@ def schedule_of(
     high: float = math.inf,
     measured: bool = False,
 ) -> Schedule:
-    """What a setting of that name was given, as a schedule of numbers in [low, high].
+    """The value of the setting ``name``, as a schedule of numbers in [low, high].
 
     ``measured``: it gets the measured value after each iteration.
 

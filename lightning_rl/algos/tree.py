@@ -43,7 +43,7 @@ Credit = list[tuple[int, float]]
 
 
 def tree_credits(group: Sequence[Branched], rewards: Sequence[float]) -> dict[int | None, Credit]:
-    """What the rollouts and branches of a group are credited with, by their numbers.
+    """The credit of a group's rollouts and branches, by their numbers.
 
     ``rewards`` are those of all numbers; see :class:`TreeRLOO`. Under None is what would be a
     missing trunk's.
@@ -65,7 +65,7 @@ def tree_credits(group: Sequence[Branched], rewards: Sequence[float]) -> dict[in
 
 
 def _less_the_others(values: Sequence[float]) -> list[float]:
-    """Each minus the mean of all others; of one alone, 0."""
+    """Each minus the mean of all others; 0 for one alone."""
     total, others = fsum(values), len(values) - 1
     if not others:
         return [0.0]

@@ -81,7 +81,7 @@ class TurnGAE(CriticAdvantage):
 @configurable
 @dataclass(frozen=True)
 class RewardToGo(WithinGroups):
-    """The return of a call, less that of its like in the group's other rollouts; without a critic.
+    """The return of a call, less that of the same call in other rollouts; no critic.
 
     A[k] = R[k] - b[k], with R[k] = r[k] + gamma R[k+1]: what came before a call is no credit of its
     own (Williams 1992; Sutton et al. 2000, eq. 2). b[k] is the mean return of the k-th calls of the

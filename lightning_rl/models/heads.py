@@ -139,7 +139,7 @@ def _chunks(states: Tensor, vocabulary: int) -> list[slice]:
 
 
 def _logits_dtype(hidden: Tensor, fp32: bool) -> torch.dtype:
-    """Of the products: float32 if that is wanted, else autocast's or the states' own."""
+    """The dtype of the products: float32 if set, else autocast's or the states' own."""
     if fp32:
         return torch.float32
     device = hidden.device.type
@@ -230,7 +230,7 @@ class SharedValueHead(ValueHead):
 
 @configurable(model=model_of)
 class SeparateValueHead(ValueHead):
-    """A critic with a body of its own.
+    """A critic with its own body.
 
     Args:
         model: directory or hub name to start it from, with the same tokenizer; None: a copy of the

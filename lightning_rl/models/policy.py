@@ -51,7 +51,7 @@ from lightning_rl.run.dist import rank
 
 
 class Scores(NamedTuple):  # FSDP finds the tensors that a backward pass begins with in it
-    """The policy's scores of a pack's M loss tokens; ``live`` are their indices in the pack."""
+    """Scores of a pack's M loss tokens; ``live`` are their indices in the pack."""
 
     live: Tensor
     logprobs: Tensor
@@ -170,7 +170,7 @@ class Policy(nn.Module):
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks hold parts of its weights, and gather them together."""
+        """Whether ranks hold shards of its weights, and gather them together."""
         return any(isinstance(parameter, DTensor) for parameter in self.lm.parameters())
 
     def parameter_groups(self, value_lr: float | None) -> list[dict[str, Any]]:
@@ -197,7 +197,7 @@ class Policy(nn.Module):
             yield name, full_tensor(weight.detach())
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The LoRA by itself: ``X.lora_A`` and ``X.lora_B`` of each weight ``X.weight``.
+        """The LoRA alone: ``X.lora_A`` and ``X.lora_B`` of each weight ``X.weight``.
 
         :meth:`named_weights` has ``X.weight + lora_B @ lora_A``, where :meth:`named_base_weights`
         has ``X.weight``.

@@ -152,13 +152,13 @@ def _reshard_after_scoring(module: nn.Module, inputs: object, output: object) ->
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor in full, gathered by all ranks together; another one as it is."""
+    """A sharded tensor in full, gathered by all ranks together; any other unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @configurable
 class ShardedStrategy(ModelParallelStrategy):
-    """Weights, gradients and the optimizer's state are shared out among all processes (FSDP2).
+    """Weights, gradients and optimizer state are sharded over all processes (FSDP2).
 
     What ``ModelParallelStrategy`` does with as many data-parallel processes as there are; it can be
     used as well, except for ``cpu_offload``. With ``precision: bf16-mixed`` weights are gathered in

@@ -107,7 +107,7 @@ def compare(lm: PreTrainedModel, held: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def require_finite(model: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that no weight is NaN, infinite or of no use.
+    """Check that no weight is NaN, infinite or unusable.
 
     Raises:
         ConfigError: naming the first tensor that holds one, and its file.
@@ -183,7 +183,7 @@ def _require_readable(path: Path) -> None:
 
 
 def _file_of(model: str, name: str | None = None) -> str:
-    """The file of a weight, as far as that is known."""
+    """The file of a weight, if known."""
     directory = Path(model)
     index = directory / "model.safetensors.index.json"
     if not directory.is_dir():
@@ -202,7 +202,7 @@ ADVICE = (
 
 
 def non_finite(module: nn.Module) -> str | None:
-    """The first parameter that is of no use, on this rank: of sharded ones, its own part."""
+    """The first unusable parameter on this rank; of sharded ones, its own part."""
     for name, parameter in module.named_parameters():
         part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if not is_usable(part):

@@ -65,7 +65,7 @@ def build_varlen(
 
 
 def varlen_dtype(query: Tensor) -> torch.dtype | None:
-    """What the kernel would compute attention in; None: it cannot, here and now."""
+    """The dtype in which the kernel would compute; None if it cannot here."""
     if query.device.type != "cuda":
         return None
     autocast = torch.is_autocast_enabled("cuda")
@@ -175,7 +175,7 @@ def plain_varlen(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """What the kernel computes, segment by segment: its definition, on any device."""
+    """The kernel's result, segment by segment: its definition, on any device."""
     outputs = []
     for (i, j), (m, n) in zip(query_ends.unfold(0, 2, 1), key_ends.unfold(0, 2, 1), strict=True):
         seen = torch.ones(int(j - i), int(n - m), dtype=torch.bool, device=q.device)

@@ -1,4 +1,4 @@
-"""What agents have in common whose models are asked through a session."""
+"""The common part of agents that call their models through a session."""
 
 import asyncio
 from abc import abstractmethod
@@ -59,7 +59,7 @@ class SessionAgent(Agent):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What runs, for messages."""
+        """The name of what runs, for messages."""
 
     @abstractmethod
     async def play(self, rollout: Rollout, session: Session) -> Ending:
@@ -134,7 +134,7 @@ class SessionAgent(Agent):
 
 
 async def _until_failure(playing: Awaitable[Ending], session: Session) -> Ending:
-    """Await it, but no longer than models can be asked: who is told so may still wait for ever."""
+    """Await it, but no longer than models can be called; the program itself may wait forever."""
     play = asyncio.ensure_future(playing)
     failed = asyncio.create_task(session.failed.wait())
     try:
@@ -147,7 +147,7 @@ async def _until_failure(playing: Awaitable[Ending], session: Session) -> Ending
 
 
 def _judged(rollout: Rollout, ending: Ending) -> Ending:
-    """The same ending, once what was said is noted; another if that cannot be."""
+    """The same ending, once its result is recorded; another if the result is invalid."""
     if not rollout.calls:
         return Ending("silent", "asked no model")
     try:

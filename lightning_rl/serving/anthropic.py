@@ -1,4 +1,4 @@
-"""Messages as Anthropic's API has them."""
+"""Messages in the format of Anthropic's API."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -144,7 +144,7 @@ def _conversation(fields: Fields) -> list[Said]:
 
 
 def _content(message: Fields) -> list[Fields]:
-    """The blocks of a message; a text is one."""
+    """The blocks of a message; a text is one block."""
     content = message.body.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]

@@ -18,7 +18,7 @@ DEFAULT_MODEL = "policy"
 
 @dataclass(slots=True)
 class Terms:
-    """What the requests of a session are read by.
+    """What is needed to read a session's requests.
 
     Args:
         formats: ways to write chats.
@@ -120,13 +120,13 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What it says beside its calls."""
+        """Its text beside its calls."""
         return str(self.message["content"])
 
 
 @dataclass(slots=True)
 class Wanted:
-    """What a client wants to read of an answer, and how."""
+    """Which parts of an answer a client wants, and in which form."""
 
     stream: bool = False
     usage: bool = True

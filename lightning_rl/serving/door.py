@@ -41,7 +41,7 @@ class Door(ABC):
 
 
 class OpenAIDoor(Door):
-    """Errors, events and counts as OpenAI's API has them."""
+    """Errors, events and counts in the format of OpenAI's API."""
 
     prefix: str
     """Of the ids of answers."""

@@ -1,4 +1,4 @@
-"""What a client did wrong, or cannot have: each with the status and words that real APIs answer."""
+"""Errors of a client's request, each with the status and message of the real APIs."""
 
 from typing import Any
 
@@ -121,5 +121,5 @@ def engine_failed(error: BaseException) -> RequestError:
 
 
 def aborted() -> RequestError:
-    """The engine ended a completion early; its rollout is to be made again later."""
+    """The engine ended a completion early; its rollout will be repeated later."""
     return RequestError("The engine was interrupted", code="engine_interrupted", status=503)

@@ -70,7 +70,7 @@ class AgentClient:
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key)
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
         if "openai" in vars(self):
             await self.openai.close()
 

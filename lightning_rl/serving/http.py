@@ -39,7 +39,7 @@ def json_reply(value: Any) -> Response:
 
 
 def refusal(door: Door, error: RequestError) -> Response:
-    """An error, in the words of the API that was asked.
+    """An error, in the format of the API.
 
     Who has no key, or has not been read to the end, has no use for the connection.
     """
@@ -88,7 +88,7 @@ async def read_body(receive: Receive, most: int) -> bytes:
 
 
 def read_json(body: bytes) -> Any:
-    """What a body says.
+    """The content of a body.
 
     Raises:
         RequestError: if it is no JSON, or holds what no answer could repeat.

@@ -128,7 +128,7 @@ class _Family:
             self.look_after()
 
     def _left(self) -> set[int]:
-        """What programs left whose keeper is gone."""
+        """Leftovers of programs whose keeper is gone."""
         return set() if self._alone else {*kept.children()} - self.keepers - self._own
 
     def _kill(self, processes: set[int]) -> None:
@@ -212,7 +212,7 @@ def _keep(
 
 
 def _go_in(control: int) -> bool:
-    """Go on as the first process of a new namespace; whether it is one of users too."""
+    """Continue as the first process of a new namespace; whether it is one of users too."""
     own_user = namespaces.leave_processes()
     first = os.fork()
     if first:

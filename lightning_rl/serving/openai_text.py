@@ -1,4 +1,4 @@
-"""Completions of plain prompts as OpenAI's API has them."""
+"""Completions of plain prompts in the format of OpenAI's API."""
 
 from collections.abc import Iterator
 from itertools import accumulate

@@ -245,7 +245,7 @@ class ScriptAgent(ProgramAgent):
 
 
 def _absolute(program: str) -> str:
-    """The path of a program; a name alone stays one, to be looked for."""
+    """The path of a program; a bare name stays one, to be looked up."""
     return os.path.abspath(program) if os.sep in program else program
 
 

@@ -1,4 +1,4 @@
-"""Running programs: many at once, each with limits, and none of them longer than it is wanted."""
+"""Running programs: many at once, each with limits, and none longer than needed."""
 
 import asyncio
 import errno
@@ -32,7 +32,7 @@ _REASON_LINES = 3
 
 @dataclass(frozen=True, slots=True)
 class ProgramRequest:
-    """What to run, and within which bounds.
+    """What to run, and its limits.
 
     Args:
         env: all environment variables.
@@ -83,7 +83,7 @@ class Launcher:
     async def running(
         self, request: ProgramRequest, stdin: bytes, max_output_bytes: int
     ) -> "AsyncIterator[Program]":
-        """A program from its first instruction on; at the end of the block nothing is left of it.
+        """A running program; it is gone at the end of the block.
 
         Raises:
             ConfigError: if a module cannot be imported.
@@ -242,7 +242,7 @@ class Program:
             return
 
     async def _receive(self) -> dict[str, Any] | None:
-        """The keeper's next word; None if it is gone."""
+        """The keeper's next message; None if it is gone."""
         assert self._keeper is not None
         try:
             said = await asyncio.get_running_loop().sock_recv(self._keeper, 1 << 18)

@@ -26,7 +26,7 @@ _REASON_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run ended: ``done`` or one of ``ENDINGS``, the reason of a failure, what was said.
+    """How a run ended: ``done`` or one of ``ENDINGS``, the reason of a failure, the result.
 
     ``completion`` is what the rollout's becomes, None: the session's transcript. What the roles in
     ``untrained`` wrote has no loss.
@@ -78,7 +78,7 @@ def last_result(output: bytes) -> dict[str, Any]:
 
 
 def note_result(rollout: Rollout, said: Mapping[str, Any]) -> None:
-    """Write into a rollout what its agent says of it.
+    """Write an agent's result into its rollout.
 
     ``reward`` becomes the ``environment_reward``, ``role_rewards`` the rewards of roles (by name),
     ``call_rewards`` those of calls (in their order, None where nothing fell), ``metrics`` are

@@ -1,4 +1,4 @@
-"""Clients that ask again because no answer came: they get the one that was on its way."""
+"""Clients that repeat a request without an answer: they get the original answer."""
 
 import asyncio
 from collections import defaultdict
@@ -51,7 +51,7 @@ class Retries:
         return b"key " + _digest(key), True
 
     def earlier(self, key: bytes, retried: bool) -> asyncio.Future[list[Answer]] | None:
-        """What this request is to be answered by, if it was asked for before and got lost."""
+        """The recorded answer of this request, if it was asked before and got lost."""
         waiting = self._waiting[key]
         lost = next((pending for pending in waiting if pending.is_lost()), None)
         if lost is not None:

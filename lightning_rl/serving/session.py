@@ -1,4 +1,4 @@
-"""A rollout's session: whatever a program asks of models for it, by HTTP or in Python."""
+"""A rollout's session: all model calls of its program, by HTTP or in Python."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -33,7 +33,7 @@ _Calling = Coroutine[Any, Any, tuple[Call, Completion]]
 
 
 class Session:
-    """The door to models for one rollout, while :meth:`AgentServer.session` is open.
+    """Access to models for one rollout, while :meth:`AgentServer.session` is open.
 
     ``base_url`` and ``api_key`` are what OpenAI's clients need, ``anthropic_url`` is the URL for
     Anthropic's. ``episode`` records the calls.
@@ -235,7 +235,7 @@ class Session:
             raise RequestError(str(error), param="messages", code="invalid_value") from error
 
     def _turn(self, ask: Ask, completion: Completion) -> tuple[Message, str | None]:
-        """What the model wrote as a message, and the string that ended it."""
+        """The model's turn as a message, and the string that ended it."""
         if ask.form is None:
             tokenizer = self.terms.formats.tokenizer
             text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
@@ -264,7 +264,7 @@ class Session:
         return Answer(prompt, completion, call, turn, reason, ended_by)
 
     def _chat_of(self, ask: Ask, prompt: list[int]) -> list[Said]:
-        """What was asked; of a plain prompt, as a chat for whoever reads the transcript."""
+        """The request's messages; a plain prompt becomes a chat, for the transcript."""
         if ask.form is not None:
             return ask.chat
         text = str(self.terms.formats.tokenizer.decode(prompt))

@@ -92,7 +92,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _length(record: Record, name: str) -> int:
-    """Length of a per-token list; one that was not recorded is as long as it should be."""
+    """Length of a per-token list; one that was not recorded has the right length."""
     values = record.get(name)
     return len(record["token_ids"] if values is None else values)
 
