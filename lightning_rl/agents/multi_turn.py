@@ -240,7 +240,7 @@ class _EnvironmentFailure(Exception):
 
 @contextmanager
 def _blaming(what: str) -> Iterator[None]:
-    """Separate an environment's errors, which cost a rollout, from the engine's, which end a run."""
+    """Separate an environment's errors, which cost a rollout, from the engine's, which end runs."""
     try:
         yield
     except Exception as error:
