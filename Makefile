@@ -25,6 +25,7 @@ quickstart: setup  ## train the small model of recipes/sort_digits and show its 
 
 test: setup  ## unit tests, then integration tests with a real vLLM engine, then MLflow's
 	@install/verifiers.sh
+	@install/notebook.sh
 	$(PY) -m pytest tests/unit -n 2
 	$(PY) -m pytest tests/integration -n 2 --dist loadfile -m "not slow"  # a file shares its servers
 	@install/mlflow.sh

@@ -1,4 +1,4 @@
-"""RunArtifacts: the files of a run, where its loggers keep files."""
+"""RunArtifacts: a run's files, uploaded by its loggers."""
 
 from collections.abc import Sequence
 from functools import singledispatch
@@ -18,7 +18,7 @@ FILES = ("summary.json", "curves.png", "config*.yaml", "metrics.jsonl", "rollout
 
 @singledispatch
 def keep_files(logger: Logger, directory: Path, files: Sequence[Path]) -> None:
-    """Hand files of the run directory to a logger; as it stands, there is nothing to do.
+    """Hand files of the run directory to a logger; by default there is nothing to do.
 
     ``WandbLogger`` and ``MLFlowLogger`` have a store of files. For another class of logger register
     a function: ``@keep_files.register``.

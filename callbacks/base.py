@@ -1,4 +1,4 @@
-"""RLCallback: Lightning's callback with more hooks, and what it sees of a run by its type."""
+"""RLCallback: Lightning's callback with more hooks, and typed access to a run."""
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tensordict import TensorDict
@@ -19,7 +19,7 @@ class RLCallback(Callback):
 
     ``self.log`` is not available in these hooks; use ``pl_module.record({...})``.
 
-    ``reruns`` is True for a callback that has a say in what is learned: ``lightning-rl rerun``
+    ``reruns`` is True for a callback that changes what is learned: ``lightning-rl rerun``
     lets it take part again, and no other. ``language_only`` is True for one that makes nothing of
     agents that are no language models: their runs are refused with it.
     """
@@ -47,7 +47,7 @@ class RLCallback(Callback):
         return None
 
     def on_evaluation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before episodes of environments are played apart, to evaluate the agents."""
+        """Called before agents are evaluated in separate episodes of environments."""
 
     def on_sync_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before weights are pushed to the engine, or to ``GymWorkers``."""
@@ -61,7 +61,7 @@ class RLCallback(Callback):
         """Called with all that was recorded for an iteration (also for 0: before training)."""
 
     def on_report_written(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when ``RunReport`` has written what a run has come to, also one that failed."""
+        """Called when ``RunReport`` has written its files, also for a run that failed."""
 
     def module_of(self, pl_module: LightningModule) -> RecordingModule:
         """A hook's ``pl_module``, by its type: whatever counts iterations.

@@ -1,4 +1,4 @@
-"""Guards of what is about to be trained on: whose policy wrote it, and does it teach anything?"""
+"""Guards of the batch before the update: which policy wrote it, and does it teach anything?"""
 
 import math
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ class EffectiveSampleGuard(BatchGuard):
 @configurable
 @dataclass(eq=False, repr=False)
 class StalenessGuard(BatchGuard):
-    """Versions by which the oldest token is behind. ``Mask`` takes out tokens that are older."""
+    """How many versions the oldest token is behind. ``Mask`` removes older tokens."""
 
     name = "staleness"
     what = "the staleness of the oldest token (versions)"

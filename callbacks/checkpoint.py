@@ -1,4 +1,4 @@
-"""IterationCheckpoint: a run can go on from where it was, whatever stopped it."""
+"""IterationCheckpoint: a run can resume from where it was, whatever stopped it."""
 
 import math
 import os
@@ -62,7 +62,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     if the run goes on with ``last``. Lightning's own handlers, which save at once in each process,
     are not used.
 
-    Loggers are told of each, so that ``WandbLogger(log_model="all")`` uploads it.
+    Loggers hear of each, so that ``WandbLogger(log_model="all")`` uploads it.
 
     Files are ``checkpoints/iteration_<n>.ckpt`` in the run directory, and the links ``last.ckpt``
     and ``best.ckpt``. ``ckpt_path="last"`` takes the newest good one, and goes on in its run
@@ -146,7 +146,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
                 remove_checkpoint(left)
 
     def on_sync_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Of the first sync on: what it is followed by, an evaluation, may hang.
+        # From the first sync on: the evaluation after it may hang.
         if trainer.state.fn == "fit":
             self._begin(trainer, pl_module)
 
@@ -157,7 +157,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen to signals from now on, unless it does."""
+        """Start listening to signals, unless it already does."""
         if self._training:
             return
         module, alone = self.module_of(pl_module), trainer.world_size == 1
@@ -230,7 +230,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         module, self._training = self.module_of(pl_module), False
         try:
             if self._may_save(trainer, module, exception):
-                replace_loop_if_blocked()  # else saving what is in flight would wait for ever
+                replace_loop_if_blocked()  # else saving rollouts in flight would wait forever
                 self._save(trainer, module)
                 self._requeue(trainer, exception)
             self._finish(trainer)
@@ -288,7 +288,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self._tidy(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Wait for what is being written, and listen to signals no longer."""
+        """Wait for the write in progress, and stop listening to signals."""
         self._training = False
         try:
             trainer.strategy.checkpoint_io.teardown()
@@ -297,7 +297,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             self._interrupts.remove()
 
     def _rank(self, module: RecordingModule) -> bool:
-        """Remember this iteration if it is among the best so far; tell whether it is."""
+        """Remember this iteration if it is among the best so far; return whether it is."""
         value = None if self.monitor is None else module.recorded.get(self.monitor)
         if value is None or not math.isfinite(value):
             return False
@@ -309,7 +309,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         return entry in self.best
 
     def _tidy(self, trainer: Trainer) -> None:
-        """Delete what is neither among the last nor the best; point the links to what is."""
+        """Delete files that are neither among the last nor the best; update the links."""
         # Of files on disk: one that is being written replaces none yet.
         there = [name for name in self.saved if (self._directory / name).exists()]
         best = [name for _, name in self.best if name in there]
@@ -368,7 +368,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
 
 
 def _continue_newest_run(trainer: Trainer) -> None:
-    """Go on in the last folder that holds a checkpoint, where every run begins a new one.
+    """Continue in the last folder that holds a checkpoint; new runs begin a new one.
 
     Raises:
         ConfigError: if another process is at it.
@@ -399,7 +399,7 @@ def _continue_newest_run(trainer: Trainer) -> None:
 
 
 def _is_open(logger: TensorBoardLogger | CSVLogger) -> bool:
-    """Whether nobody has said which version it is.
+    """Whether its version is unknown.
 
     Who asked for its folder before, as ``ModelCheckpoint`` does, has only drawn the next number.
     """

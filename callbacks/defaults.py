@@ -27,7 +27,7 @@ from lightning_rl.run.noise import ignore_known_warnings
 class ParameterSummary(ModelSummary):
     """Lightning's summary without its table, whose layers say nothing here and whose FLOPs are 0.
 
-    A ``fit`` puts it in the place of Lightning's own, where that stands as the Trainer made it.
+    A ``fit`` replaces Lightning's own by it, if that has the Trainer's default settings.
     """
 
     @staticmethod
@@ -53,7 +53,7 @@ IN_PLACE_OF: dict[type[Callback], type[Callback]] = {
 
 
 def own_display(trainer: Trainer) -> list[Callback]:
-    """Our progress bar and summary, in the place of Lightning's, and none of its false alarms.
+    """Our progress bar and summary instead of Lightning's, without its false alarms.
 
     Only in the place of those that the Trainer made, or that have their default settings: what was
     chosen stays, and what was switched off stays off.
@@ -61,7 +61,7 @@ def own_display(trainer: Trainer) -> list[Callback]:
     ignore_known_warnings()
     callbacks = callbacks_of(trainer)
     replaced = [c for c in callbacks if type(c) in IN_PLACE_OF and vars(c) == vars(type(c)())]
-    for callback in replaced:  # Lightning would tell of each that it overrides
+    for callback in replaced:  # Lightning would report each override
         callbacks.remove(callback)
     return [IN_PLACE_OF[type(callback)]() for callback in replaced]
 
@@ -90,7 +90,7 @@ def env_callbacks(trainer: Trainer) -> list[Callback]:
     """Callbacks of a run whose policy is no language model, and so has no engine.
 
     Raises:
-        ConfigError: if there is one that works with language models only.
+        ConfigError: if one works with language models only.
     """
     for callback in find_callbacks(trainer, RLCallback):
         if callback.language_only:

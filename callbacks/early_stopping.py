@@ -16,7 +16,7 @@ class Monitor:
     """Looks for a metric in the rows of a run, until it is there.
 
     What an evaluation records is known after the first one, everything else after the first
-    iteration that made an update. A callback that has a value of its own only later records nan
+    iteration that made an update. A callback whose value comes later records nan
     until then.
 
     Args:

@@ -54,7 +54,7 @@ class Evaluate(RLCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module = self.module_of(pl_module)
-        # A run that goes on may have been stopped in the middle of an evaluation.
+        # A resumed run may have been stopped in the middle of an evaluation.
         begins = not trainer.ckpt_path and self.before_training
         if begins or self.should_evaluate(trainer, module.iteration):
             self.evaluate(trainer, module)
@@ -73,7 +73,7 @@ class Evaluate(RLCallback):
             module.flush_metrics()  # the iteration's row is written already
 
     def should_evaluate(self, trainer: Trainer, version: int) -> bool:
-        """Tell whether to evaluate the policy of this version; override to change when.
+        """Whether to evaluate the policy of this version; override to change when.
 
         The last one is evaluated in any case.
         """
@@ -82,7 +82,7 @@ class Evaluate(RLCallback):
         return version % self.every_n_iterations == 0 or is_last(trainer, version)
 
     def evaluate(self, trainer: Trainer, module: RecordingModule) -> None:
-        """Roll out the held-out prompts with the present weights, and record what came of it."""
+        """Roll out the held-out prompts with the present weights, and record the results."""
         for sync in find_callbacks(trainer, WeightSync):
             sync.catch_up(trainer, module)
         _, metrics = self.data_of(trainer).evaluate()
@@ -91,7 +91,7 @@ class Evaluate(RLCallback):
 
 
 def is_last(trainer: Trainer, version: int) -> bool:
-    """Tell whether the run ends with this iteration, as far as its number of steps tells."""
+    """Whether the run ends with this iteration, judging by its number of steps."""
     if 0 < trainer.max_steps <= trainer.global_step:
         return True
     return version == last_iteration(trainer, version)

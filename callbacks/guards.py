@@ -50,12 +50,12 @@ class GuardAction(ABC):
 
     @abstractmethod
     def act(self, finding: Finding) -> Decision | None:
-        """Do it, or decide what is done to the update."""
+        """Act, or decide about the update."""
 
 
 @dataclass(frozen=True)
 class Warn(GuardAction):
-    """Nothing but the line in the log."""
+    """Only the warning in the log."""
 
     def act(self, finding: Finding) -> None:
         """The guard has logged it already."""
@@ -170,17 +170,17 @@ class Guard(RLCallback, ABC):
         return self._generate_state_key(name=self.name, bound=self.bound)
 
     def breaks(self, value: float) -> bool:
-        """Tell whether a value is bad."""
+        """Whether a value is bad."""
         return not value <= self.bound
 
     def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
-        """Tokens, (T,), that are to blame: ``Mask`` takes them out. Override it to allow that."""
+        """The offending tokens, (T,), which ``Mask`` removes. Override it to allow that."""
         raise NotImplementedError
 
     def judge(
         self, module: RecordingModule, value: float | None, batch: TensorDict | None
     ) -> Decision | None:
-        """Record a value, and act on it; all ranks have to come here, with a value or None."""
+        """Record a value, and act on it; all ranks must call this, with a value or None."""
         values = [v for v in gather(value) if v is not None]
         if not values:
             return None
@@ -218,7 +218,7 @@ class Guard(RLCallback, ABC):
 
 
 class BatchGuard(Guard, ABC):
-    """A guard of what is about to be trained on; every action is in time. Override ``measure``."""
+    """A guard of the batch before its update; every action is in time. Override ``measure``."""
 
     before_update = True
     language_only = True
@@ -227,7 +227,7 @@ class BatchGuard(Guard, ABC):
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
         """The number, best of all ranks' batches together; None if there is nothing to measure.
 
-        A number of this rank's batch alone will do: the ranks tell each other.
+        A number for this rank's batch alone suffices: the ranks combine theirs.
         """
 
     def on_update_start(
@@ -309,7 +309,7 @@ class KLGuard(MetricGuard):
 
 @configurable
 class EntropyGuard(MetricFloorGuard):
-    """Mean entropy per token, in nats: near zero, the policy tries nothing new any more."""
+    """Mean entropy per token, in nats: near zero, the policy tries nothing new."""
 
     fix = "lower lr, or add an entropy bonus or a KL penalty"
 

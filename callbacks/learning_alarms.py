@@ -1,4 +1,4 @@
-"""LearningAlarms: says so when a policy gets worse instead of better. On by default; only warns."""
+"""LearningAlarms: warns when a policy gets worse instead of better. On by default."""
 
 import logging
 import math
@@ -34,7 +34,7 @@ class Sample:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Sample":
-        """Of values that are at hand."""
+        """From given values."""
         return cls(*summarize(list(values)), len(values))
 
     def lowest(self, later: "Sample", sigmas: float) -> float:
@@ -48,7 +48,7 @@ class Sample:
 
 
 class Ends:
-    """The values of a run's first iterations, and those of its last, of which there are as many.
+    """The values of a run's first iterations, and of equally many last ones.
 
     Args:
         window: iterations at either end, at least.
@@ -75,7 +75,7 @@ class Ends:
 
     @property
     def full(self) -> bool:
-        """Tell whether both ends are complete, and do not overlap."""
+        """Whether both ends are complete, and do not overlap."""
         return self._enough(self.last)
 
     @property
@@ -93,7 +93,7 @@ class Ends:
         return {"first": self.first, "last": self.last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken."""
+        """Continue where the state was taken."""
         self.first, self.last = state["first"], state["last"]
 
 
@@ -175,7 +175,7 @@ class LearningAlarms(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, rollouts: list[Rollout]
     ) -> None:
         datamodule = datamodule_of(trainer)
-        if not isinstance(datamodule, RLDataModule):  # recorded rollouts do not tell of this policy
+        if not isinstance(datamodule, RLDataModule):  # recorded rollouts are not this policy's
             return
         # Also those that filters rejected: which ones that are changes as the policy does.
         groups: dict[str, list[float]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""A small batch collected beside training: neither module nor data module are changed by it."""
+"""A small batch collected beside training; it changes neither module nor data module."""
 
 import copy
 import logging
@@ -44,7 +44,7 @@ def peek(data: RLDataModule, module: RolloutModule, groups: int, group_size: int
 def _collect(
     data: RLDataModule, module: RolloutModule, groups: int, group_size: int
 ) -> tuple[list[Rollout], Callable[[list[int]], str]]:
-    """Graded rollouts, and what makes text of their tokens."""
+    """Graded rollouts, and the tokenizer that decodes them."""
     states = gather_random_states()
     data.predict_series = LazyLoader(lambda _: data.try_out(groups, group_size), 1)
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch, _without_info():
@@ -64,7 +64,7 @@ def _collect(
 
 
 def _copy_of(data: RLDataModule) -> RLDataModule:
-    """One with the same parts, but for those that a run writes to."""
+    """One with the same parts, except those that a run writes to."""
     own = copy.copy(data)
     own.trainer, own.buffer = None, None
     return own
@@ -88,7 +88,7 @@ def _unchanged(module: RolloutModule) -> Iterator[RolloutModule]:
 
 @contextmanager
 def _without_info() -> Iterator[None]:
-    """Leave out what Lightning says of devices: it is about the Trainer that is made here."""
+    """Silence Lightning's messages on devices: they are about the Trainer made here."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -25,7 +25,7 @@ def log_table(
 ) -> None:
     """Show a table of an iteration; does nothing where a logger has no way to.
 
-    As it stands it is for TensorBoard, and loggers with an ``add_text`` like its own. For another
+    It supports TensorBoard, and loggers with the same ``add_text``. For another
     class of logger register a function: ``@log_table.register``.
     """
     experiment: Any = getattr(logger, "experiment", None)
@@ -123,7 +123,7 @@ def _shown(value: Any) -> Any:
 def preview_table(
     rollouts: Sequence[Rollout], decode: Callable[[list[int]], str] = str
 ) -> tuple[list[str], list[Row]]:
-    """Columns, and a row per rollout; between parts and end stands what rewards logged.
+    """Columns, and a row per rollout; columns that rewards logged come after the parts.
 
     Of an interaction by a protocol each turn is told; of another rollout of several rows each call,
     with the end of its prompt. Where there are several prompt sets, their names come first.

@@ -1,4 +1,4 @@
-"""RLProgressBar and StepTimer: how a run goes, what it is doing now, and where its time goes."""
+"""RLProgressBar and StepTimer: a run's progress, its present stage, and where its time goes."""
 
 import math
 import sys
@@ -89,7 +89,7 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
             self._write_line(f"epoch {trainer.current_epoch}, step {trainer.global_step}{of}", said)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """The few figures that tell how it goes."""
+        """The few figures that show its progress."""
         logged = super().get_metrics(trainer, pl_module)
         logged.pop("v_num", None)  # the logger's count of directories
         self._metrics = logged | _figures(trainer.callback_metrics)
@@ -108,7 +108,7 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
 
 
 def draws() -> bool:
-    """Tell whether the output can be drawn on again: a terminal, or a notebook."""
+    """Whether the output can be redrawn: a terminal, or a notebook."""
     return sys.stdout.isatty() or "ipykernel" in sys.modules
 
 

@@ -1,4 +1,4 @@
-"""Callbacks that record rollouts: each is a choice of rollouts, and of what is told of each."""
+"""Callbacks that record rollouts: each chooses rollouts, and what is recorded of each."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -32,7 +32,7 @@ COMPUTED = ("ref_logprobs", "advantages", "values", "returns")
 class RolloutSelection(RLCallback, ABC):
     """Appends the rollouts that it chooses to the file ``NAME`` in the run directory.
 
-    A run that begins anew adds to what is there. In one that is resumed, what was written behind
+    A new run appends to an existing file. In one that is resumed, what was written behind
     the checkpoint is taken back, for it is going to be written again.
     """
 
@@ -50,7 +50,7 @@ class RolloutSelection(RLCallback, ABC):
         self._resumed = False
 
     def is_due(self, iteration: int) -> bool:
-        """Tell whether this iteration is recorded; the first is 1."""
+        """Whether this iteration is recorded; the first is 1."""
         return (iteration - 1) % self.every_n_iterations == 0
 
     @abstractmethod
@@ -64,7 +64,7 @@ class RolloutSelection(RLCallback, ABC):
         rollouts: list[Rollout],
         more: Iterable[Record] | None = None,
     ) -> None:
-        """Append rollouts of an iteration; ``more`` is what else there is to tell of each.
+        """Append rollouts of an iteration; ``more`` holds further fields of each.
 
         Raises:
             DiskError: if they cannot be written; then none of them is.
@@ -151,7 +151,7 @@ class RolloutRecorder(RolloutSelection):
         return [r for r in rollouts if r.group_id in kept or r.id not in good]
 
     def _told(self, rollout: Rollout, columns: list[dict[str, list[float]]]) -> Record:
-        """The rollout's rows as they are recorded, with what is told of each beyond the rollout."""
+        """The rollout's rows as recorded, with further fields of each."""
         left = iter(columns)  # of rows with tokens; of none if it was not trained on
         rows = [
             record
@@ -231,7 +231,7 @@ def collected_rollouts(trainer: Trainer) -> list[Rollout]:
 def token_columns(
     module: PolicyModule, batch: TensorDict, rows: list[int]
 ) -> list[dict[str, list[float]]]:
-    """Read off numbers per completion token by column name, for each of the given rows."""
+    """Read numbers per completion token by column name, for each of the given rows."""
     batch, chosen = batch.copy(), torch.tensor(rows, dtype=torch.long)
     # The engine's where it is trusted, and zero where a rollout is left out of the update.
     partial = module.trust_engine_logprobs or module.skips_zero_advantage
@@ -258,8 +258,8 @@ def token_columns(
 class RolloutWriter(RLCallback):
     """Appends every rollout of ``lightning-rl rollout`` to ``path``.
 
-    The ending tells the format: ``.jsonl``, ``.parquet`` (a folder) or ``.sqlite``. If the file
-    already holds iterations, the run goes on after them, with the next prompts.
+    The ending chooses the format: ``.jsonl``, ``.parquet`` (a folder) or ``.sqlite``. If the file
+    already holds iterations, the run continues after them, with the next prompts.
 
     A fast dev run writes to its scratch directory instead.
 
@@ -285,7 +285,7 @@ class RolloutWriter(RLCallback):
             self.file = open_rollouts(str(path))
 
     def done(self) -> int:
-        """Count whole iterations in the file; what a killed run left behind is removed."""
+        """Count whole iterations in the file; remove what a killed run left behind."""
         progress = self.file.recover()
         return 0 if progress is None else int(progress["iterations"])
 

@@ -1,4 +1,4 @@
-"""RunReport: what a run did, for scripts (JSON) and for eyes (curves.png)."""
+"""RunReport: a run's results, for scripts (JSON) and for people (curves.png)."""
 
 import json
 import time
@@ -27,14 +27,14 @@ LABELS = {
 
 
 def headline(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """Names of the metrics that say how it goes, out of those in the rows of a run.
+    """Names of the metrics that show progress, among those in a run's rows.
 
     Of held-out rollouts: their accuracy, their mean reward, or both. Where success is all that is
     rewarded the two are the same; where no reward reaches ``success_reward``, or each does, an
     accuracy says nothing. Without an evaluation: the mean reward of what was trained on.
     """
     held_out = [name for name in ("eval/accuracy", "eval/reward_mean") if _any(rows, name)]
-    if len(held_out) == 1:  # environments tell of rewards alone
+    if len(held_out) == 1:  # environments report rewards only
         return held_out
     pairs = [
         (float(row["eval/accuracy"]), float(row["eval/reward_mean"]))
@@ -55,7 +55,7 @@ Row = dict[str, float]
 
 
 def plot_curves(history: Sequence[Row], path: str, title: str = "") -> None:
-    """Write them to a PNG; nothing where there is nothing to see."""
+    """Write them to a PNG, if there is anything to show."""
     figure = draw_curves(history, title)
     if figure is not None:
         figure.savefig(path, dpi=110)
@@ -84,7 +84,7 @@ def draw_curves(history: Sequence[Row], title: str = "") -> Any:
     ]
     if not panels:
         return None
-    # Margins in inches: a layout that looks for them draws all of it once more.
+    # Margins in inches: an automatic layout would draw everything twice.
     width, height = 9, 1.0 + 2.6 * len(panels)
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
@@ -148,7 +148,7 @@ PACKAGES = ("lightning_rl", "torch", "lightning", "transformers", "tensordict", 
 
 
 class RunReport(RLCallback):
-    """Says in the end how a run went, and leaves three files in its directory, also if it fails.
+    """Reports a run's results at its end, and leaves three files, also if it fails.
 
     ``metrics.jsonl`` grows by one row of metrics, with the CPU seconds so far, per iteration; a
     second row of an iteration adds to the first. ``curves.png`` shows reward, accuracy and the
@@ -258,12 +258,12 @@ class RunReport(RLCallback):
             plot_curves(self.history, str(file.with_name("curves.png")), title)
 
     def _after(self, iteration: int) -> dict[str, float]:
-        """The row of the policy that training came to; empty if there is none yet."""
+        """The row of the trained policy; empty if there is none yet."""
         trained = len(self.history) > 1 and self.history[-1]["iteration"] == iteration
         return self.history[-1] if trained else {}
 
     def _outcome(self) -> str:
-        """Say how it went, from where to where."""
+        """Log the results, before and after."""
         if not self.history:
             return "nothing was measured"
         last = self.history[-1]["iteration"]
@@ -281,7 +281,7 @@ class RunReport(RLCallback):
         )
         return (
             f"Trained in {self._wall_seconds():.0f} s: {self._outcome()}\n"
-            f"It all lies in {directory}: {', '.join(files)}"
+            f"Results are in {directory}: {', '.join(files)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""RewardAlarms: says when a policy seems to please the reward instead of solving the task."""
+"""RewardAlarms: warns when a policy seems to game the reward instead of solving the task."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ Row = dict[str, float]
 @configurable
 @dataclass(eq=False, repr=False)
 class RewardAlarms(RLCallback):
-    """Compares the last ``window`` iterations with the first, and warns of what looks like hacking.
+    """Compares the last ``window`` iterations with the first, and warns of signs of reward hacking.
 
     Records 0 or 1 for each alarm, every iteration, and logs a warning when one goes off:
 
@@ -179,12 +179,12 @@ def summary_row(rollouts: Sequence[Rollout], duplicates: float) -> Row:
 
 
 def component(prompt_set: str, reward: str) -> str:
-    """What a reward is called here: those of several prompt sets are told apart."""
+    """A reward's name here, with its prompt set where there are several."""
     return f"{prompt_set}/{reward}" if prompt_set else reward
 
 
 def component_weights(task: Task) -> dict[str, float]:
-    """How much each component counts in the rewards of a task."""
+    """The weight of each component in the rewards of a task."""
     return {component(task.name, name): w for name, w in task.rewards.weights.items()}
 
 

@@ -1,4 +1,4 @@
-"""Watchdog: a run that waits for rollouts that never come says where they hang, and stops."""
+"""Watchdog: stops a run that waits for rollouts that never come, and reports where they hang."""
 
 import logging
 import threading
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @configurable
 class Watchdog(RLCallback):
-    """Stops a run that waits, and in which no rollout came to an end or was graded for so long.
+    """Stops a waiting run in which no rollout was finished or graded for so long.
 
     In environments: in which no step was taken, where ``max_step_seconds`` is longer than that.
 

@@ -1,4 +1,4 @@
-"""WeightSync: the engine always samples from the weights that it says it does."""
+"""WeightSync: the engine samples from the weights that its version names."""
 
 import time
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ class WeightSync(RLCallback):
 
     # Not on_fit_start: sharded strategies restore checkpoints after it.
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # What a run that goes on pushes to its new engine, one that was not stopped did not push.
+        # A resumed run pushes to its new engine; an uninterrupted one did not push here.
         iteration = self.rollout_module_of(pl_module).iteration
         self._records = not trainer.ckpt_path or self._asked != iteration
         try:
@@ -150,7 +150,7 @@ class WeightSync(RLCallback):
             self._tell(datamodule.engine, module)
 
     def catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sync, unless the engine has the present weights; for what cannot wait for the schedule.
+        """Sync, unless the engine has the present weights, without waiting for the schedule.
 
         Call it on all ranks, while no update is under way.
         """
@@ -162,7 +162,7 @@ class WeightSync(RLCallback):
     def sync(
         self, trainer: Trainer, pl_module: LightningModule, names: Sequence[str] | None = None
     ) -> None:
-        """Pause, push, verify, resume; then tell the other callbacks.
+        """Pause, push, verify, resume; then notify the other callbacks.
 
         ``names``: of the policies that are pushed; None: all.
         """

@@ -12,9 +12,11 @@ lock() { # backend, options...
         --no-header --extra "$backend" --extra dev --extra docs --extra recipes --upgrade \
         --override "install/$backend-overrides.txt" --output-file "install/$backend-constraints.txt" "$@"
 }
-# Environments of their own (mlflow.sh, verifiers.sh), so the other constraints do not hold for them.
+# Environments of their own (mlflow.sh, notebook.sh, verifiers.sh), so the other constraints do not hold for them.
 .venv/bin/uv pip compile - --quiet --universal --python-version 3.11 --no-annotate --no-header \
     --upgrade --output-file install/mlflow.txt <<<'mlflow-skinny>=3'
+.venv/bin/uv pip compile - --quiet --universal --python-version 3.11 --no-annotate --no-header \
+    --upgrade --output-file install/notebook.txt <<<$'nbclient>=0.10\nipykernel>=6.29'
 .venv/bin/uv pip compile - --quiet --universal --python-version 3.11 --no-annotate --no-header \
     --upgrade --output-file install/verifiers.txt <<<'verifiers[ta]==0.4.*'
 # Packed attention is checked against this transformers; the CPU engine limits it by itself.

@@ -11,7 +11,7 @@ class LightningRLError(Exception):
     """Root of every error raised on purpose by lightning_rl."""
 
     def described(self) -> tuple[Any, ...]:
-        """What another process makes the same error of; the first is the message."""
+        """Arguments with which another process rebuilds the error; the first is the message."""
         return (str(self),)
 
 
@@ -24,11 +24,11 @@ class ImportNameError(ConfigError, ImportError):
 
 
 class DataError(LightningRLError, ValueError):
-    """A prompt or rollout file does not hold what it should; names file and line."""
+    """A prompt or rollout file is malformed; names file and line."""
 
 
 class RewardError(LightningRLError):
-    """Too large a share of rollouts failed; ``rollouts`` are those and their like."""
+    """Too large a share of rollouts failed; ``rollouts`` holds them."""
 
     def __init__(self, message: str, rollouts: Sequence[Any] = ()) -> None:
         super().__init__(message)
@@ -40,11 +40,11 @@ class AgentError(RewardError):
 
 
 class EpisodeError(LightningRLError):
-    """A call of a model that cannot be; it costs a rollout at most, not the run."""
+    """An impossible call of a model; it costs a rollout at most, not the run."""
 
 
 class ContextLengthError(EpisodeError):
-    """A call's prompt is as long as all that the engine can read and write."""
+    """A call's prompt leaves no room in the engine's context."""
 
 
 class FineTuneError(LightningRLError):
@@ -52,7 +52,7 @@ class FineTuneError(LightningRLError):
 
 
 class FilterError(LightningRLError):
-    """Group filters reject so much that no batch comes together."""
+    """Group filters reject so much that no batch can be filled."""
 
 
 class EngineError(LightningRLError):
@@ -97,7 +97,7 @@ class RunInterrupted(LightningRLError):
 
 
 class GuardError(RunInterrupted):
-    """A guard stopped the run; ``reason`` names its value, its bound and what may help."""
+    """A guard stopped the run; ``reason`` names its value, its bound and possible fixes."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, status=1)
@@ -120,7 +120,7 @@ class PackMemoryError(LightningRLError):
 
 
 class StalledError(EngineError):
-    """No rollout came to an end for so long that it hangs."""
+    """No rollout was finished for so long that the run seems to hang."""
 
 
 class WeightSyncError(EngineError):
@@ -136,7 +136,7 @@ class DamagedWeightsError(WeightSyncError):
 
 
 class StaleWeightsError(WeightSyncError):
-    """The engine answers from other weights than were pushed, or from what old ones cached."""
+    """The engine answers from other weights than were pushed, or from a stale cache."""
 
 
 class SyncTimeoutError(WeightSyncError):
@@ -144,7 +144,7 @@ class SyncTimeoutError(WeightSyncError):
 
 
 def kind_of_path(path: Path) -> str | None:
-    """What is there in place of a file, which reading would wait for or never end.
+    """The kind of a path whose reading would block or never end, such as a pipe.
 
     None: a file, or nothing at all.
     """

@@ -1,4 +1,4 @@
-"""The records a run is made of: prompts, and the rollouts sampled from them."""
+"""The records of a run: prompts, and the rollouts sampled from them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -40,13 +40,13 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """Tells the prompt from those of all sets."""
+        """Identifies the prompt among those of all sets."""
         return f"{self.set}/{self.id}" if self.set else self.id
 
 
 @dataclass(slots=True)
 class SamplingDistribution:
-    """What tokens were sampled from: all that changes their probabilities, to score them under it.
+    """The distribution of sampled tokens: every setting that changes it, to score under it.
 
     The defaults change nothing. :class:`~lightning_rl.engines.sampling.Sampling` says what each
     does, and what besides it a request asks for.
@@ -111,7 +111,7 @@ class Fork:
 
 @dataclass(slots=True)
 class Row:
-    """Tokens that go on from one prompt: they are scored in one pass, and trained on.
+    """Tokens that continue one prompt: they are scored in one pass, and trained on.
 
     The other lists have one entry for each token after the prompt: ``loss_mask`` is True where the
     model wrote it (False where it was given, as by an environment), ``logprobs`` are the engine's
@@ -154,9 +154,9 @@ class Row:
 class Rollout:
     """One trajectory, at the level of tokens. Text is only ever decoded from it, never encoded.
 
-    ``rows`` hold the tokens. The first row goes on from the prompt, and may be without tokens; an
-    agent that begins anew in between, with a shorter history or as another role, makes more of
-    them. ``sampling`` is what the tokens were sampled from, unless a row says otherwise.
+    ``rows`` hold the tokens. The first row continues the prompt, and may be without tokens; an
+    agent that starts over in between, with a shorter history or as another role, makes more of
+    them. ``sampling`` is what the tokens were sampled from, unless a row has its own.
     ``calls`` are the models' calls in their order; without any recorded, each stretch of tokens
     that a model wrote is one (:meth:`model_calls`). ``fork`` is where the rollout branched off,
     None for one that began with its prompt. ``dropped`` counts tokens that a model wrote for it and
@@ -165,7 +165,7 @@ class Rollout:
 
     ``environment_reward`` is what an environment paid, for rewards to use. ``reward_parts`` are the
     scores of the reward functions by name, and as ``name/part`` what a score consists of.
-    ``role_rewards`` are rewards of roles that are paid otherwise than the rollout. ``extra`` and
+    ``role_rewards`` are rewards of roles that differ from the rollout's. ``extra`` and
     ``logged`` are what reward functions and agents told: a value per column for this rollout (such
     as ``session_id`` and ``tools``, the schemas that its models were offered), and numbers for all
     of its group.
@@ -219,11 +219,11 @@ class Rollout:
 
     @property
     def length(self) -> int:
-        """Tokens after the prompts of all rows, whoever wrote them."""
+        """Tokens after the prompts of all rows, written or given."""
         return sum(len(row.token_ids) for row in self.rows)
 
     def shared(self) -> list[int]:
-        """Of each row, how many of its tokens were there before the fork."""
+        """How many tokens of each row precede the fork."""
         counts = [0] * len(self.rows)
         if self.fork is not None:
             for call in self.model_calls()[: self.fork.calls]:
@@ -231,7 +231,7 @@ class Rollout:
         return counts
 
     def own_rows(self) -> list[Row]:
-        """All rows; what was there before the fork has no loss."""
+        """All rows; tokens before the fork have no loss."""
         if self.fork is None:
             return self.rows
         return [
@@ -245,7 +245,7 @@ class Rollout:
         return [version for version, mine in pairs if mine]
 
     def prompt_of(self, call: Call) -> list[int]:
-        """The tokens that a call was asked to go on from."""
+        """The tokens that a call was asked to continue."""
         row = self.rows[call.row]
         return row.prompt_ids + row.token_ids[: call.start]
 
@@ -264,7 +264,7 @@ class Rollout:
         return calls
 
     def reward_of(self, role: str) -> float:
-        """What a role was paid; 0 where nobody graded."""
+        """A role's reward; 0 if it was not graded."""
         return self.role_rewards.get(role, 0.0 if self.reward is None else self.reward)
 
     @property
@@ -278,12 +278,12 @@ class Rollout:
 
     @property
     def own_seed(self) -> int:
-        """From which the seeds of what is its own are derived, not of what it shares."""
+        """The base of the seeds of its own tokens, not of those it shares."""
         return self.seed if self.fork is None else self.fork.seed
 
     @property
     def completed(self) -> bool:
-        """All of it is written, whether graded or not."""
+        """Completely written, whether graded or not."""
         return self.status is RolloutStatus.COMPLETED
 
     @property
@@ -339,12 +339,12 @@ def _made(kind: Callable[..., T], record: dict[str, Any] | None) -> T | None:
 
 
 def _joined(lists: list[list[T]]) -> list[T]:
-    """One list after the other; a single one as it is."""
+    """The lists concatenated; a single one unchanged."""
     return lists[0] if len(lists) == 1 else list(chain.from_iterable(lists))
 
 
 def _known(kind: type, record: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass out of a record, which may tell more."""
+    """The fields of a dataclass from a record, which may hold more."""
     names = {f.name for f in fields(kind)}
     return {key: value for key, value in record.items() if key in names}
 

@@ -29,7 +29,7 @@ class Agent(ABC):
     chat_options: Mapping[str, Any] = {}
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Take over the tokenizer, before the first rollout; what encodes or decodes keeps it.
+        """Get the tokenizer, before the first rollout; agents that encode or decode keep it.
 
         Raises:
             ConfigError: if the agent cannot work with this tokenizer or its chat template.
@@ -47,7 +47,7 @@ class Agent(ABC):
         return []
 
     def close(self) -> None:
-        """Free what it holds besides its rollouts, such as processes, once a run is over.
+        """Free resources besides its rollouts, such as processes, once a run is over.
 
         It may be asked to run again afterwards.
         """
@@ -64,7 +64,7 @@ class SingleTurn(Agent):
 
 
 def continuation_seed(seed: int, position: int) -> int:
-    """The seed of a request that goes on after ``position`` tokens of a completion; 63 bits.
+    """The seed of a request that continues after ``position`` tokens of a completion; 63 bits.
 
     At 0 it is the rollout's own, so that a first turn is what a single turn would have been. It
     depends on nothing else, so a rollout that was interrupted between two turns ends as if it had
@@ -76,7 +76,7 @@ def continuation_seed(seed: int, position: int) -> int:
 
 
 def room(rollout: Rollout, engine: Engine, sampling: Sampling) -> int:
-    """Tokens that may still follow; ``max_tokens`` counts all after the prompt, whoever's."""
+    """Tokens that may still follow; ``max_tokens`` counts all tokens after the prompt."""
     budget = min(sampling.max_tokens, engine.max_length - len(rollout.prompt.token_ids))
     return budget - len(rollout.token_ids)
 
@@ -84,7 +84,7 @@ def room(rollout: Rollout, engine: Engine, sampling: Sampling) -> int:
 async def generate_turn(
     rollout: Rollout, engine: Engine, sampling: Sampling, max_tokens: int, begun: int = 0
 ) -> Completion:
-    """Let the model go on for at most ``max_tokens`` tokens, and append them as they come.
+    """Let the model write at most ``max_tokens`` tokens, and append them as they come.
 
     ``begun`` is the number of tokens that this turn has already, which count for ``min_tokens``.
     """
@@ -99,7 +99,7 @@ async def generate_turn(
 
 
 def append_written(rollout: Rollout, completion: Completion) -> None:
-    """Append what the model wrote to the row that goes on from the prompt."""
+    """Append what the model wrote to the row that continues the prompt."""
     rollout.rows[0].append_written(completion.token_ids, completion.logprobs, completion.versions)
 
 
@@ -130,7 +130,7 @@ async def within(seconds: float | None, turns: Awaitable[str]) -> str:
 
 
 def require_seconds(max_seconds: float | None) -> None:
-    """Refuse a time that no rollout ends in.
+    """Refuse a time limit in which no rollout can end.
 
     Raises:
         ConfigError: unless it is > 0 or None.
@@ -163,12 +163,12 @@ def record_turns(
     """Record the turns that a rollout holds as its calls, in place of any from an earlier attempt.
 
     Args:
-        rollout: whose turns are each answered by tokens, but for the last.
-        last_reason: what ended the last turn; those before it came to their end.
+        rollout: each of its turns but the last is followed by given tokens.
+        last_reason: what ended the last turn; earlier turns ended by themselves.
         rewards: of the first turns; the others were not paid.
         states: that the first turns were asked in.
     """
-    rollout.calls = []  # so that they are found anew
+    rollout.calls = []  # they are recomputed
     calls = rollout.model_calls()
     shared = 0 if rollout.fork is None else rollout.fork.calls
     told = zip_longest(calls, rewards[: len(calls)], states[: len(calls)])
@@ -204,7 +204,7 @@ class Reply:
 
 
 class Environment(ABC):
-    """Answers the turns of one rollout: each rollout gets an object of its own, made from its row.
+    """Answers the turns of one rollout: each rollout gets its own object, made from its row.
 
     Whatever it raises marks that rollout FAILED, with the error kept, and the run goes on. It must
     be deterministic for rollouts that are interrupted and resumed: it is then made anew and asked
@@ -231,7 +231,7 @@ EnvironmentFactory = Callable[[Prompt], Environment]
 
 
 async def resolve(value: Any) -> Any:
-    """Await the result of an ``async`` method; that of a plain one is there."""
+    """Await the result of an ``async`` method; return that of a plain one."""
     return await value if inspect.isawaitable(value) else value
 
 
@@ -248,7 +248,7 @@ def new_rollouts(
     ``iteration`` is the number of those that are over, and negative for what belongs to none
     (evaluations, probes); ``first_place`` is the number of groups that were issued for it before.
     """
-    named = iteration + 1 if iteration >= 0 else iteration  # told from 1 on, as everywhere
+    named = iteration + 1 if iteration >= 0 else iteration  # counted from 1, as everywhere
     return [
         Rollout(
             prompt=prompt,

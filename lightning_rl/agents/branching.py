@@ -1,4 +1,4 @@
-"""Branching: rollouts are forked at some of their calls, and go on otherwise from there."""
+"""Branching: rollouts are forked at some of their calls, and continue differently from there."""
 
 import random
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ class ForkPoints(ABC):
 
     @abstractmethod
     def chosen(self, rollout: Rollout, number: int) -> bool:
-        """Tell if a completed rollout is forked before its ``number``-th call; the second is 2.
+        """Whether a completed rollout is forked before its ``number``-th call; the second is 2.
 
         Asked of the same rollout again, it must say the same.
         """
@@ -95,7 +95,7 @@ class RandomCalls(ForkPoints):
 
 @configurable
 class Branching(Agent):
-    """Forks what another agent does: from chosen calls on, it does it ``k`` times more.
+    """Forks another agent's rollouts: from chosen calls on, it continues ``k`` times more.
 
     A branch begins with the very calls that its rollout made before, token by token, without asking
     the engine, and then has seeds of its own. It is a rollout of the same group, with a reward of
@@ -108,7 +108,7 @@ class Branching(Agent):
     is FAILED with the reason.
 
     Args:
-        agent: what is forked; one that has models called more than once.
+        agent: whose rollouts are forked; it calls models more than once.
         k: continuations of each chosen call, beside the rollout's own.
         at: before which calls.
 
@@ -159,12 +159,12 @@ class Branching(Agent):
 
 
 def forked(rollout: Rollout, calls: int, number: int) -> Rollout:
-    """A rollout that begins with the first ``calls`` calls of another, and is to go on from there.
+    """A rollout that begins with the first ``calls`` calls of another, and continues from there.
 
     Args:
-        rollout: what it branches off from; may be recorded. Nothing of it is shared.
-        calls: not all; of 0 it begins anew with the prompt.
-        number: tells its seeds from those of other branches at the same place.
+        rollout: the one it branches off from; may be recorded. Nothing is shared with it.
+        calls: fewer than all; 0 starts over from the prompt.
+        number: distinguishes its seeds from those of other branches at the same place.
 
     Raises:
         EpisodeError: if the rollout has too few calls.
@@ -193,7 +193,7 @@ def forked(rollout: Rollout, calls: int, number: int) -> Rollout:
 
 
 def _shared_calls(rollout: Rollout) -> list[tuple[list[int], list[int]]]:
-    """What was asked before the fork, and answered."""
+    """The calls before the fork, with their answers."""
     count = 0 if rollout.fork is None else rollout.fork.calls
     calls = [captured(rollout, call) for call in rollout.model_calls()[:count]]
     return [(call.prompt_ids, call.completion.token_ids) for call in calls]

@@ -17,11 +17,11 @@ from lightning_rl.rollout import Call, Rollout, RolloutStatus
 
 
 class Episode:
-    """Has models called for a rollout, and keeps all of it: in ``calls``, and in rows of tokens.
+    """Calls models for a rollout, and records everything in ``calls`` and in rows of tokens.
 
-    A call whose prompt goes on from the very tokens of a row, by the same role and sampled alike,
+    A call whose prompt continues the exact tokens of a row, by the same role and sampled alike,
     continues the longest such row: what its prompt adds is given, so without loss. Any other begins
-    a row. Nothing is ever encoded or decoded, so what is trained on is what was generated. Calls
+    a row. Nothing is ever encoded or decoded, so training uses what was generated. Calls
     are in the order of asking, whichever was answered first.
 
     Seeds depend on what is asked, and how often it was asked before, but not on when: a program
@@ -60,7 +60,7 @@ class Episode:
     async def call(
         self, engine: Engine, prompt_ids: Sequence[int], sampling: Sampling, role: str = ""
     ) -> tuple[Call, Completion]:
-        """Let a role's model go on after ``prompt_ids``, and record what it wrote.
+        """Let a role's model continue ``prompt_ids``, and record what it wrote.
 
         Several may be under way at once. One that is cancelled has not been asked: who asks again
         gets the same. ``max_tokens`` is lowered to what the engine has room for.
@@ -100,9 +100,9 @@ class Episode:
         return call, completion
 
     def undelivered(self, call: Call) -> None:
-        """Take note that whoever asked for a call never got it, as when a connection broke.
+        """Note that the client never got a call's answer, as when a connection broke.
 
-        Who asks the same again gets the same; if nobody does, it is dropped. After the rollout's
+        A repeated request gets the same answer; if none comes, it is dropped. After the rollout's
         end, and said twice, it changes nothing.
         """
         if not call.asked or self.rollout.status is not RolloutStatus.INIT:
@@ -140,12 +140,12 @@ class Episode:
         return seed
 
     def _forget(self, seed: int) -> None:
-        """Whoever asks this question again gets this seed."""
+        """A repetition of this question gets this seed."""
         question, number = self._asked_as.pop(seed)
         self._taken[question].discard(number)
 
     def _ask_again(self, place: int, call: Call) -> None:
-        """Have a held call follow those that were asked for before."""
+        """Put a held call after those that were asked for before."""
         calls = self.rollout.calls
         index = next(i for i, other in enumerate(calls) if other is call)
         call.asked, self._places[call.seed] = True, place
@@ -166,7 +166,7 @@ class Episode:
 
 
 def _question(role: str, prompt: list[int], sampling: Sampling) -> bytes:
-    """A digest of what a call asks: role, prompt, and what it samples from."""
+    """A digest of a call's request: role, prompt, and sampling settings."""
     settings = [float(value) for value in astuple(sampling.distribution)]
     asked = f"{role}/{settings}/{sampling.structured_outputs is not None}/".encode()
     return blake2b(asked + array("q", prompt).tobytes(), digest_size=16).digest()
@@ -177,7 +177,7 @@ def _derived(seed: int, number: int, question: bytes) -> int:
 
 
 def _fitting(engine: Engine, length: int, sampling: Sampling) -> Sampling:
-    """The sampling with no more ``max_tokens`` than the engine has room for."""
+    """The sampling with ``max_tokens`` lowered to the engine's room."""
     if length == 0:
         raise EpisodeError("a call has no prompt tokens; give the model something to go on from")
     room = engine.max_length - length

@@ -41,7 +41,7 @@ class MultiTurn(Agent):
     rollouts, with what the environment paid until then as ``environment_reward``, and for which
     turn in ``calls``; a last turn that a token limit cut in the middle is not shown to it.
 
-    A rollout that holds turns already is gone on with: a new environment is led through them
+    A rollout that holds turns already is continued: a new environment is led through them
     without generating anything, then the rest is played. ``max_seconds`` counts anew.
 
     Args:
@@ -49,7 +49,7 @@ class MultiTurn(Agent):
             :class:`Environment`'s class (in YAML with ``init_args``), or any callable.
         max_turns: turns of the model at most.
         max_turn_tokens: tokens in one turn at most; a turn that long is over. None: no such limit.
-        max_seconds: wall time of one rollout at most; what is being generated then is lost.
+        max_seconds: maximum wall time of one rollout; the turn in generation is then lost.
         min_tokens: finished rollouts with fewer tokens after the prompt are SKIPPED.
         allow_rewrites: train on chats although the chat template rewrites earlier turns.
 
@@ -94,7 +94,7 @@ class MultiTurn(Agent):
         return rollout
 
     async def _play(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> str:
-        """Play until something ends the rollout, and return what it was."""
+        """Play until something ends the rollout, and return the reason."""
         if self._tokenizer is None:
             raise ConfigError("MultiTurn has no tokenizer yet; call configure(tokenizer) first")
         chat = None if isinstance(rollout.prompt.prompt, str) else self._chat
@@ -110,7 +110,7 @@ class MultiTurn(Agent):
 
     @cached_property
     def _chat(self) -> TurnTemplate:
-        """The way chats go on; made for the first, since text prompts need no template."""
+        """How chats continue; made for the first chat, since text prompts need no template."""
         assert self._tokenizer is not None
         template = TurnTemplate(self._tokenizer)
         template.check([_user("Reply.")], allow_rewrites=self.allow_rewrites)
@@ -118,7 +118,7 @@ class MultiTurn(Agent):
 
 
 class _Episode:
-    """One rollout, its environment, and what they say to each other."""
+    """One rollout, its environment, and their exchange."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class _Episode:
             rollout.completion = self.messages
 
     async def play(self, engine: Engine, sampling: Sampling) -> str:
-        """Take turns, first those that the rollout holds already; return what ended them."""
+        """Take turns, first those that the rollout holds already; return why they ended."""
         recorded = recorded_turns(self.rollout)
         for number in range(self.limits.max_turns):
             turn, answer = recorded[number] if number < len(recorded) else ([], [])
@@ -183,7 +183,7 @@ class _Episode:
         return turn, None if over else completion.finish_reason
 
     def _is_over(self, turn: list[int], sampling: Sampling) -> bool:
-        """Tell if a turn found in a rollout had been written to its end."""
+        """Whether a turn found in a rollout was complete."""
         if not turn:
             return False
         ended = turn[-1] == self.tokenizer.eos_token_id
@@ -240,7 +240,7 @@ class _EnvironmentFailure(Exception):
 
 @contextmanager
 def _blaming(what: str) -> Iterator[None]:
-    """Tell an environment's errors, which cost one rollout, from the engine's, which end a run."""
+    """Separate an environment's errors, which cost a rollout, from the engine's, which end runs."""
     try:
         yield
     except Exception as error:

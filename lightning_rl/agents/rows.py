@@ -1,4 +1,4 @@
-"""From a rollout's model calls to rows of tokens: what is merged, and what begins anew."""
+"""From a rollout's model calls to rows of tokens: which calls are merged, which begin a row."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from lightning_rl.rollout import Call, Rollout, Row, SamplingDistribution
 
 @dataclass(slots=True)
 class Captured:
-    """A call with all that its rows say of it: what it was asked, and what it answered.
+    """A call with the tokens of its rows: its prompt and its answer.
 
     ``sampling`` is None where it was sampled as the rollout says.
     """
@@ -22,7 +22,7 @@ class Captured:
 
 
 def own_sampling(rollout: Rollout, sampling: Sampling) -> SamplingDistribution | None:
-    """What is sampled from; None if it is what the rollout says."""
+    """Its sampling settings; None if they are the rollout's."""
     return None if sampling.distribution == rollout.sampling else sampling.distribution
 
 
@@ -36,7 +36,7 @@ def captured(rollout: Rollout, call: Call) -> Captured:
 
 
 def write(rollout: Rollout, one: Captured) -> None:
-    """Record a call as the last: at the end of a row that its prompt goes on from, or of a new one.
+    """Record a call as the last: at the end of a row that its prompt continues, or of a new one.
 
     A row's prompt and tokens must be the very beginning of the call's prompt, written by the same
     role and sampled alike; the longest such row is taken. What the prompt adds is given, so without
@@ -54,14 +54,14 @@ def write(rollout: Rollout, one: Captured) -> None:
 
 
 def cut_anew(rollout: Rollout, calls: Sequence[Captured]) -> None:
-    """Let the rollout hold these calls, in this order, and nothing else."""
+    """Make the rollout hold exactly these calls, in this order."""
     rollout.rows, rollout.calls = [Row(rollout.prompt.token_ids)], []
     for one in calls:
         write(rollout, one)
 
 
 def drop_unasked(rollout: Rollout) -> None:
-    """Take out the calls that nobody asked for (again), and count their tokens as dropped."""
+    """Remove the calls that were not asked for (again), and count their tokens as dropped."""
     if all(call.asked for call in rollout.calls):
         return
     calls = [captured(rollout, call) for call in rollout.calls]
@@ -70,19 +70,19 @@ def drop_unasked(rollout: Rollout) -> None:
 
 
 def mask_roles(rollout: Rollout, roles: Collection[str]) -> None:
-    """Take what these roles wrote out of the loss."""
+    """Remove the tokens of these roles from the loss."""
     for row in rollout.rows:
         if row.role in roles:
             row.loss_mask[:] = [False] * len(row.loss_mask)
 
 
 def _row_for(rollout: Rollout, one: Captured) -> int:
-    """The place of the longest row that the prompt goes on from, or of a new one."""
+    """The index of the longest row that the prompt continues, or of a new one."""
     rows = rollout.rows
     if not rows[0].token_ids and rows[0].prompt_ids == one.prompt_ids:
         rows[0].role, rows[0].sampling = one.role, one.sampling
         return 0
-    # The first row is there before any call, so without tokens it is nobody's yet.
+    # The first row exists before any call; without tokens it belongs to no role yet.
     begun = [place for place, row in enumerate(rows) if place or row.token_ids]
     fitting = [place for place in begun if _goes_on(rollout, one, rows[place])]
     if fitting:

@@ -1,4 +1,4 @@
-"""A model family's way to write chats: what stands between two turns, and how tools are called."""
+"""A model family's way to write chats: what comes between two turns, and how tools are called."""
 
 import logging
 import re
@@ -94,7 +94,7 @@ class TurnTemplate:
     def call_text(self, call: Message) -> str:
         """Write a turn that is one tool call as the template does, without the end token."""
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        # A reply follows, because some templates treat a last message otherwise.
+        # A reply follows, because some templates treat a last message differently.
         text = self.render([QUESTION, turn, tool_reply(call, "A result.")])
         opened = self.render([QUESTION])
         return text[_shared(opened, text) :].split(self.eos)[0]
@@ -102,7 +102,7 @@ class TurnTemplate:
     def check(
         self, reply: Sequence[Message], calls: Sequence[Message] = (), allow_rewrites: bool = False
     ) -> None:
-        """Refuse a template that shows the model another past than the one it lived through.
+        """Refuse a template that shows the model another history than it really had.
 
         Conversations are rendered step by step: each must be the one before, plus what was added.
 
@@ -258,7 +258,7 @@ class ToolParser(ABC):
         """The text beside the calls, and the calls in their order.
 
         ``text`` is a whole turn with its special tokens, without the end token. A call that cannot
-        be read is returned with its ``error``, which the model will be told.
+        be read is returned with its ``error``, which the model will see.
         """
 
 
@@ -286,7 +286,7 @@ def _read_call(text: str, closed: bool) -> ParsedCall:
 
 @configurable
 class VLLMParser(ToolParser):
-    """One of vLLM's tool-call parsers, under the name that ``vllm serve`` knows it by.
+    """One of vLLM's tool-call parsers, under its name in ``vllm serve``.
 
     It needs vLLM to be installed; any engine may generate. Most of vLLM's parsers take a call that
     they cannot read for plain text: the model is then not told, and the turn is its last.

@@ -1,4 +1,4 @@
-"""Tools: functions that a model may call; and the agent that runs them and lets it go on."""
+"""Tools: functions that a model may call; and the agent that runs them."""
 
 import asyncio
 import inspect
@@ -55,7 +55,7 @@ class ToolAgent(Agent):
         max_turns: turns of the model; calls in its last one are not run.
         call_timeout: seconds that one call may take.
         max_seconds: wall time for one rollout; None: no limit.
-        allow_rewrites: accept a chat template that shows earlier turns otherwise than the model
+        allow_rewrites: accept a chat template that shows earlier turns differently than the model
             wrote them.
 
     Raises:
@@ -118,7 +118,7 @@ class ToolAgent(Agent):
     async def _converse(
         self, rollout: Rollout, messages: list[Message], engine: Engine, sampling: Sampling
     ) -> str:
-        """Take turns until something ends the rollout; tells what.
+        """Take turns until something ends the rollout; returns the reason.
 
         The rollout holds all there is to know, so that one that was interrupted goes on from it.
         """
@@ -245,13 +245,13 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 class Toolbox:
     """Runs the tool calls of any number of rollouts at once; each is answered by a message.
 
-    What goes wrong is told to the model: the message's content then starts with ``Error:``, and its
+    An error is reported to the model: the message's content then starts with ``Error:``, and its
     ``error`` holds the kind: ``unreadable`` (not the parser's format), ``unknown_tool``,
     ``arguments``, ``exception`` or ``timeout``.
 
     Args:
         functions: tools; see :func:`tool_schema`. ``async`` ones run on the event loop, plain ones
-            in a thread each. A thread cannot be stopped: after a timeout it goes on unheard, so
+            in a thread each. A thread cannot be stopped: after a timeout it continues unheard, so
             what may hang should be ``async``, or bound itself.
         call_timeout: seconds that one call may take.
 
@@ -306,7 +306,7 @@ class Toolbox:
         except ValidationError as error:
             wrong = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             return _error(call, "arguments", "; ".join(wrong))
-        except Exception as error:  # a tool may raise anything; the model is told
+        except Exception as error:  # a tool may raise anything; the model sees it
             if isinstance(error, TimeoutError) and limit.expired():
                 return _error(call, "timeout", f"{name} took longer than {self.call_timeout:g} s")
             return _error(call, "exception", f"{type(error).__name__}: {error}")

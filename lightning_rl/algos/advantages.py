@@ -133,12 +133,12 @@ class Advantage(ABC):
 
     @property
     def min_group_size(self) -> int:
-        """Rollouts that a group must have; above 1 for those that compare them."""
+        """How many rollouts a group needs; above 1 if they are compared."""
         return 1
 
     @abstractmethod
     def __call__(self, batch: TensorDict) -> TensorDict:
-        """Return the batch with advantages (and ``returns``, where there is a critic)."""
+        """Return the batch with advantages (and ``returns``, if there is a critic)."""
 
 
 def on_tokens(batch: TensorDict, calls: CallTable, values_M: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class WithinGroups(Advantage):
 
 
 class GroupAdvantage(WithinGroups):
-    """An advantage that is a function of episodes' rewards and groups, for each group apart."""
+    """An advantage that is a function of episodes' rewards and groups, per group."""
 
     def __call__(self, batch: TensorDict) -> TensorDict:
         episodes = episodes_of(batch)
@@ -241,7 +241,7 @@ class GAE(CriticAdvantage):
     What a call was paid falls on its last token, what the rollout was paid beyond that (all of it,
     where no call was paid) on its last model token, and ``token_rewards`` (a KL in the reward)
     where they are. ``gamma`` and ``lam`` are per token, in the order of the calls: what follows a
-    token may stand in another row of its episode.
+    token may be in another row of its episode.
 
     Args:
         whiten: give the batch's advantages mean 0 and standard deviation 1, over all ranks.

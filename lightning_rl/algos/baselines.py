@@ -69,7 +69,7 @@ class MaxRL(GroupAdvantage):
 @configurable
 @dataclass(frozen=True)
 class PassAtK(GroupAdvantage):
-    """Trains pass@k in place of pass@1 (Chen et al. 2025, "Pass@k Training", eqs. 14-15).
+    """Trains pass@k instead of pass@1 (Chen et al. 2025, "Pass@k Training", eqs. 14-15).
 
     With n rollouts, m of them wrong, mean R = 1 - C(m, k) / C(n, k) and std s = sqrt(R (1 - R)):
     A(right) = (1 - R) / s and A(wrong) = (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s.
@@ -77,7 +77,7 @@ class PassAtK(GroupAdvantage):
     fewer than k. Success is judged by the reward alone, so ``kl_reward`` is refused.
 
     Args:
-        k: samples of which one has to be right.
+        k: samples, one of which must be right.
         success_reward: a rollout with at least this reward is right.
 
     Raises:
@@ -213,7 +213,7 @@ class RunningBaseline(Advantage):
         return spread_over_tokens(batch, rewards[episodes.of_row] - baseline)
 
     def state_dict(self) -> dict[str, Any]:
-        """The baseline, which a resumed run goes on with."""
+        """The baseline, which a resumed run continues with."""
         return {"baseline": self.baseline}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

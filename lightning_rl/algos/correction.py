@@ -78,7 +78,7 @@ class TokenMIS(Correction):
     TRL's ``token_mask``. What is dropped still counts where the loss is averaged.
 
     Args:
-        weighted: what is kept weighs w; False: 1, which is rejection sampling as in verl.
+        weighted: a kept token weighs w; False: 1, which is rejection sampling as in verl.
 
     Raises:
         ConfigError: unless 0 <= low < 1 < high, and ``high`` is finite.
@@ -102,7 +102,7 @@ class TokenMIS(Correction):
 
 
 class _Sequence(Correction, ABC):
-    """Weighs a whole rollout by the product of its tokens' weights: how much likelier it is."""
+    """Weights a whole rollout by the product of its tokens' weights: how much likelier it is."""
 
     def raw(self, log_weight: Tensor, row: Tensor) -> Tensor:
         return row_sums(log_weight, row)
@@ -133,7 +133,7 @@ class SequenceMIS(_Sequence, TokenMIS):
 
 
 class _Geometric(Correction, ABC):
-    """Weighs a whole rollout by the geometric mean of its tokens' weights, as GSPO's ratio is."""
+    """Weights a whole rollout by the geometric mean of its tokens' weights, as GSPO's ratio."""
 
     def raw(self, log_weight: Tensor, row: Tensor) -> Tensor:
         return row_means(log_weight, row)
@@ -163,7 +163,7 @@ class GeometricMIS(_Geometric, TokenMIS):
 
 
 def add_effective_share(metrics: dict[str, float]) -> dict[str, float]:
-    """Add ``correction/ess_share`` where a correction was at work, from the means of w and w^2.
+    """Add ``correction/ess_share`` where a correction applied, from the means of w and w^2.
 
     Effective sample size over the number of tokens, (sum w)^2 / (M sum w^2), in (0, 1].
     """

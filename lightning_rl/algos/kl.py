@@ -1,4 +1,4 @@
-"""Holds on the update: ratios of probabilities, KL penalties, entropy bonuses."""
+"""Limits on the update: ratios of probabilities, KL penalties, entropy bonuses."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -140,7 +140,7 @@ class K3Penalty(KLPenalty):
     """Estimator k3: GRPO's penalty in the loss (Shao et al. 2024, DeepSeekMath, eq. 4).
 
     Args:
-        cap: None, or what a token's estimate is taken at, at most: no gradient comes from beyond.
+        cap: None, or the maximum of a token's estimate; beyond it there is no gradient.
             10 is verl's, which a token reaches at 2.6 nats.
 
     Raises:
@@ -180,5 +180,5 @@ class EntropyBonus:
         return float(self._schedule.at(iteration))  # type: ignore[attr-defined]
 
 
-# The parser takes a subclass of a dataclass only where it is told to.
+# The parser takes a subclass of a dataclass only if it is told to.
 set_parsing_settings(subclasses_enabled=[EntropyBonus])

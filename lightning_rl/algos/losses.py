@@ -1,4 +1,4 @@
-"""Policy and value losses, per token; how tokens are averaged is :mod:`.aggregation`'s business.
+"""Policy and value losses, per token; ``Aggregation`` says how tokens are averaged.
 
 A loss sees the M model tokens of a pack: ``logprobs`` (M,) under the current policy and
 ``tokens``, a TensorDict [M] with ``old_logprobs``, ``rollout_logprobs``, ``advantages``, ``row``
@@ -30,7 +30,7 @@ class PolicyLoss(ABC):
     logprobs. Rollouts without any advantage are then left out of the update, which is exact.
     """
 
-    zero_at_zero_advantage: ClassVar[bool] = False  # unless a loss says so, nothing is left out
+    zero_at_zero_advantage: ClassVar[bool] = False  # by default nothing is left out
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
@@ -38,7 +38,7 @@ class PolicyLoss(ABC):
 
 
 def divergence(logprobs: Tensor, tokens: TensorDict) -> Metrics:
-    """``kl_old`` (M,): k3 estimate of how far the policy has moved from the one that is old."""
+    """``kl_old`` (M,): k3 estimate of how far the policy has moved from the old one."""
     return {"kl_old": k3(tokens["old_logprobs"], logprobs.detach())}
 
 
@@ -67,10 +67,10 @@ def check_dual_clip(dual: float | None) -> None:
 
 
 def check_step_loss(what: str, loss: Callable[..., Any]) -> None:
-    """Try a loss on a step, and refuse it if it looks at more than that.
+    """Try a loss on a step, and refuse it if it reads anything else.
 
     Raises:
-        ConfigError: naming what has it, and what it looks at.
+        ConfigError: naming the part and what it looks at.
     """
     one = torch.zeros(1, device="cpu")
     step = {"old_logprobs": one, "advantages": one, "values": one, "returns": one, "weights": one}
@@ -183,7 +183,7 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class Surrogate(PolicyLoss):
-    """-w A without a clip (Schulman et al. 2015, TRPO, eq. 14); something else has to hold it."""
+    """-w A without a clip (Schulman et al. 2015, TRPO, eq. 14); another part must bound it."""
 
     zero_at_zero_advantage: ClassVar[bool] = True
 

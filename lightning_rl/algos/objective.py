@@ -1,4 +1,4 @@
-"""The loss of a pack: its parts put together per token, and how tokens are averaged."""
+"""The loss of a pack: the sum of its parts per token, and how tokens are averaged."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Aggregation(ABC):
         return weights * world_size() / total.clamp(min=1e-12)
 
     def factor(self, minibatch: TensorDict, weights: Tensor) -> Tensor:
-        """What calling the object multiplies these :meth:`weights` by."""
+        """The factor that calling the object applies to these :meth:`weights`."""
         return world_size() / all_sum(self.total(minibatch, weights)).clamp(min=1e-12)
 
 
@@ -111,7 +111,7 @@ class TokenSum(Aggregation):
     However many rows a rollout has, it is one; one of each role, if they are several.
 
     Args:
-        max_tokens: the constant that stands in for a rollout's own length, e.g.
+        max_tokens: the constant that replaces a rollout's own length, e.g.
             ``sampling.max_tokens``.
     """
 
@@ -131,7 +131,7 @@ class TokenSum(Aggregation):
 
 
 def loss_tokens(pack: TensorDict, scores: Scores) -> TensorDict:
-    """The M tokens of a pack that ``scores`` are of, with what losses want to know of each."""
+    """The M scored tokens of a pack, with the columns that losses use."""
     tokens = pack["tokens"][scores.live]
     tokens["row"] = token_rows(pack)[scores.live]
     tokens["expert"] = pack["rollouts", "expert"][tokens["row"]]
@@ -184,7 +184,7 @@ class Objective:
         metrics |= {f"policy/{name}": value for name, value in extra.items()}
         if self.correction is not None:
             weights, extra = self.correction(tokens)
-            # No engine wrote the expert's tokens: there is nothing to correct.
+            # No engine wrote the expert's tokens, so nothing is corrected.
             loss = torch.where(tokens["expert"], 1.0, weights) * loss
             metrics |= {f"correction/{name}": value for name, value in extra.items()}
         metrics["policy/loss"] = loss
@@ -199,13 +199,13 @@ class Objective:
 
 @dataclass(frozen=True)
 class Decision:
-    """A callback's wishes about the update that is about to begin; by default none.
+    """A callback's decision about the coming update; by default none.
 
     Returned from ``RLCallback.on_update_start``, or from ``GuardAction.act``; on all ranks alike.
 
     Args:
         skip: no optimizer steps; the iteration is counted all the same.
-        mask: tokens (T,) to take out of the loss; if none is left anywhere, there is no update.
+        mask: tokens (T,) to take out of the loss; if none is left on any rank, there is no update.
         correction: weigh this batch by it, whatever ``model.correction`` is.
         stop: raised when the iteration is over, without its update if that is still to come.
     """
@@ -226,7 +226,7 @@ def check_parts(
     trust_engine_logprobs: bool,
     max_grad_norm: float | None,
 ) -> None:
-    """Check what ``PolicyModule`` was given.
+    """Check the arguments of ``PolicyModule``.
 
     Raises:
         ConfigError: naming the keys that contradict each other.

@@ -12,7 +12,7 @@ FAR = 10**9
 
 
 class Schedule(ABC):
-    """A number for each iteration. Where a setting takes one, a plain number stands for itself.
+    """A number for each iteration. A setting that takes one also takes a plain number.
 
     Between its first number and its last it leaves the range of both nowhere.
     """
@@ -22,10 +22,10 @@ class Schedule(ABC):
         """The number in an iteration, counted from 0."""
 
     def update(self, measured: float) -> None:
-        """Called after each iteration with the mean of what the number weighs, if that is known."""
+        """Called after each iteration with the mean of the weighted quantity, if known."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing, unless the number depends on more than the iteration."""
+        """Empty, unless the number depends on more than the iteration."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ class Schedule(ABC):
 
 @configurable
 class ConstantSchedule(Schedule):
-    """The same number in all iterations; what a plain number becomes. It is part of a checkpoint.
+    """The same number in all iterations, as for a plain number. It is part of a checkpoint.
 
     Raises:
         ConfigError: for one that is not finite.
@@ -42,7 +42,7 @@ class ConstantSchedule(Schedule):
 
     def __init__(self, value: float) -> None:
         require_finite(value=value)
-        self._value = value  # as configured, which is what a resumed run is compared by
+        self._value = value  # as configured: a resumed run is compared by it
         self.value = value
 
     def at(self, iteration: int) -> float:
@@ -97,7 +97,7 @@ class ExponentialSchedule(Schedule):
 
 @configurable
 class AdaptiveSchedule(ConstantSchedule):
-    """Follows what it weighs, once per iteration, to bring its mean to ``target``.
+    """Adapts once per iteration to bring the mean of the weighted quantity to ``target``.
 
     Args:
         value: to start with.
@@ -123,7 +123,7 @@ class AdaptiveSchedule(ConstantSchedule):
 
     @abstractmethod
     def factor(self, measured: float, target: float) -> float:
-        """What the value is multiplied by."""
+        """The factor on the value."""
 
 
 @configurable
@@ -154,7 +154,7 @@ class AdaptiveCoefficient(AdaptiveSchedule):
 
 @configurable
 class AdaptiveKL(AdaptiveSchedule):
-    """Weighs KL(old || new) per step (Schulman et al. 2017, PPO, section 4).
+    """Weights KL(old || new) per step (Schulman et al. 2017, PPO, section 4).
 
     After an iteration ``value`` is doubled if its mean KL was above 1.5 x ``target``, and halved if
     it was below ``target`` / 1.5. With ``loss: Surrogate`` it is PPO without a clip.
@@ -180,9 +180,9 @@ def schedule_of(
     high: float = math.inf,
     measured: bool = False,
 ) -> Schedule:
-    """What a setting of that name was given, as a schedule of numbers in [low, high].
+    """The value of the setting ``name``, as a schedule of numbers in [low, high].
 
-    ``measured``: it hears after each iteration what it should follow.
+    ``measured``: it gets the measured value after each iteration.
 
     Raises:
         ConfigError: for numbers out of range, or a schedule that would hear nothing.

@@ -26,7 +26,7 @@ class Branched:
     forks: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def worths(self, rewards: Sequence[float]) -> dict[int, float]:
-        """What its going on at each fork led to, 0 being the prompt; only where it was seen."""
+        """The result of its continuation at each fork, 0 being the prompt; only where known."""
         found, worth = {}, None if self.trunk is None else rewards[self.trunk]
         for fork in sorted(self.forks, reverse=True):
             going_on = [rewards[branch] for branch in self.forks[fork]]
@@ -43,7 +43,7 @@ Credit = list[tuple[int, float]]
 
 
 def tree_credits(group: Sequence[Branched], rewards: Sequence[float]) -> dict[int | None, Credit]:
-    """What the rollouts and branches of a group are credited with, by their numbers.
+    """The credit of a group's rollouts and branches, by their numbers.
 
     ``rewards`` are those of all numbers; see :class:`TreeRLOO`. Under None is what would be a
     missing trunk's.
@@ -65,7 +65,7 @@ def tree_credits(group: Sequence[Branched], rewards: Sequence[float]) -> dict[in
 
 
 def _less_the_others(values: Sequence[float]) -> list[float]:
-    """Each minus the mean of all others; of one alone, 0."""
+    """Each minus the mean of all others; 0 for one alone."""
     total, others = fsum(values), len(values) - 1
     if not others:
         return [0.0]
@@ -77,19 +77,19 @@ def _less_the_others(values: Sequence[float]) -> list[float]:
 @configurable
 @dataclass(frozen=True)
 class TreeRLOO(WithinGroups):
-    """Leave-one-out at every fork: what a call led to, less what was got there otherwise.
+    """Leave-one-out at every fork: what a call led to, less the mean of the other ways.
 
     Where rollouts branch (:class:`Branching`), the calls of a group are a tree. Its root is the
-    prompt, from which each rollout of the group goes on; from a fork the branches do, and the
-    rollout itself. What each way to go on is worth is estimated: a branch's is its reward; the
+    prompt, from which each rollout of the group continues; from a fork the branches do, and the
+    rollout itself. The worth of each continuation is estimated: a branch's is its reward; the
     rollout's own is the mean of all at its next fork, or its reward where none follows. All calls
     up to the next fork have the worth of their way, minus the mean of the others at their fork. So
     an advantage is the Monte-Carlo difference of values after and before, as in VinePPO
     (Kazemnejad et al. 2024, arXiv 2410.01679, section 4); but continuations are trained on as well,
-    and a way to go on is compared with others only, as in :class:`RLOO`, which keeps the gradient
+    and a continuation is compared only with others, as in :class:`RLOO`, which keeps the gradient
     unbiased. Without branches it is RLOO.
 
-    All ways to go on at a fork share, equally, the weight that one of them would have, so that no
+    All continuations at a fork share equally the weight of one, so that no
     call counts for more because more was tried there: advantages are divided by the number of ways
     at each fork on the way. Aggregations count branches as rollouts: with ``TokenSum`` the gradient
     is that of the expected reward times rollouts / (rollouts + branches), which is a constant only

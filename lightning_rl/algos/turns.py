@@ -1,6 +1,6 @@
 """Advantages of turns: each call of the model is one step, and all of its tokens share its credit.
 
-In all of them r[k] is what call k of an episode was paid: its own reward, the ``token_rewards`` of
+In all of them r[k] is the pay of call k of an episode: its own reward, the ``token_rewards`` of
 its tokens, and for the last call whatever the episode was paid beyond its calls' rewards. ``gamma``
 discounts from one call to the next, however many tokens they have.
 """
@@ -29,7 +29,7 @@ from lightning_rl.errors import ConfigError, require_at_least, require_finite
 
 
 def call_rewards(batch: TensorDict, calls: CallTable) -> Tensor:
-    """What each call was paid, (C,); an episode's add up to all that it was paid."""
+    """The pay of each call, (C,); an episode's add up to its whole reward."""
     paid = received(batch, calls)[calls.tokens]
     return paid.new_zeros(len(calls.first)).index_add(0, calls.of_token, paid)
 
@@ -81,7 +81,7 @@ class TurnGAE(CriticAdvantage):
 @configurable
 @dataclass(frozen=True)
 class RewardToGo(WithinGroups):
-    """The return of a call, less that of its like in the group's other rollouts; without a critic.
+    """The return of a call, less that of the same call in other rollouts; no critic.
 
     A[k] = R[k] - b[k], with R[k] = r[k] + gamma R[k+1]: what came before a call is no credit of its
     own (Williams 1992; Sutton et al. 2000, eq. 2). b[k] is the mean return of the k-th calls of the
@@ -138,7 +138,7 @@ class GiGPO(WithinGroups):
     A[k] = A_E + omega A_S[k] (eq. 8). A_E compares rollouts of a group by their rewards (eq. 3), as
     :class:`GRPO` does. A_S compares calls of the group that were made in the same state, in any of
     its rollouts and however late (eq. 6), by their returns R[k] = r[k] + gamma R[k+1] (eq. 5), in
-    the same way (eq. 7); a call whose state nobody else met gets A_S = 0. The environment names
+    the same way (eq. 7); a call whose state no other call has gets A_S = 0. The environment names
     states: ``Reply(state=...)``.
 
     Args:

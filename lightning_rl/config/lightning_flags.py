@@ -1,7 +1,7 @@
 """Verdicts on each argument of Lightning's Trainer, and each of its callbacks, for RL.
 
 One table, ``lightning_flags.yaml``: a run with something that is refused does not start, and
-``docs/lightning.md`` shows all of it (``python -m tests.support.lightning_table`` writes it there).
+``docs/api/lightning.md`` shows all of it (``python -m tests.support.lightning_table`` writes it).
 """
 
 from collections.abc import Callable, Iterator

@@ -1,1 +1,1 @@
-"""Policies: a causal LM with its heads, exact on packed rollouts, in as much memory as there is."""
+"""Policies: a causal LM with its heads, exact on packed rollouts, within the memory available."""

@@ -96,7 +96,7 @@ def build_layout(pack: TensorDict) -> PackLayout:
     predictors = torch.where(
         in_prompt, prefix_start[row] + offset, suffix_start[row] + offset - prompt_length[row]
     )
-    # The host goes on at once: what is copied is not changed any more.
+    # The host continues at once: the copied data does not change any more.
     tokens, positions, live, row, predictors = (
         x.to(device, non_blocking=True) for x in (tokens, positions, live, row, predictors)
     )

@@ -1,4 +1,4 @@
-"""Packed attention as few calls of SDPA as padding allows, for devices without a fused kernel.
+"""Packed attention in as few calls of SDPA as padding allows, for devices without a fused kernel.
 
 Segments of like length share a call, padded. Completions that see a prompt need a mask of queries x
 keys, which for long ones would be larger than all else: those run together with their prompt
@@ -38,7 +38,7 @@ class Segments:
 
     @property
     def prefix(self) -> tuple[Tensor, Tensor]:
-        """Start and length (M,) of what each completion sees before itself."""
+        """Start and length (M,) of the tokens that each completion sees before itself."""
         return self.start[self.prompt], self.length[self.prompt]
 
 
@@ -47,7 +47,7 @@ class AttentionBatch:
     """Segments attended in one SDPA call: N segments, padded to Lq queries and Lk keys.
 
     ``query`` (N, Lq) and ``key`` (N, Lk) index the pack's S tokens, -1 where padded. ``mask``
-    (N, 1, Lq, Lk) is True where a query may look; None means plain causal attention, in which
+    (N, 1, Lq, Lk) is True where a query may look; None means plain causal attention, where
     padding on the right is never looked at. ``prepared`` is what a way to compute it has worked out
     of them once, for all layers.
     """
@@ -115,7 +115,7 @@ def batch_segments(segments: Segments) -> AttentionBatches:
 
 
 def _whole(segments: Segments) -> Tensor:
-    """Mask (M,) of completions that run behind their prompt in one causal call, without a mask.
+    """Mask (M,) of completions that run after their prompt in one causal call, without a mask.
 
     Long ones, where that computes fewer scores: (P + L)^2 / 2 instead of the L (P + L) of a mask if
     the completion is the longer part; and always fewer if no other shares the prompt, for the
@@ -179,7 +179,7 @@ def _causal_batch(start: Tensor, length: Tensor) -> AttentionBatch:
 def _suffix_batch(
     start: Tensor, length: Tensor, prefix_start: Tensor, prefix_length: Tensor
 ) -> AttentionBatch:
-    """Completions on their prompts, each padded by itself: a mask says what is seen."""
+    """Completions on their prompts, each padded by itself; a mask marks the visible keys."""
     query = _index(start, length)
     prefix = _index(prefix_start, prefix_length)
     steps = _steps(length)
@@ -193,7 +193,7 @@ def _suffix_batch(
 def _whole_batch(
     start: Tensor, length: Tensor, prefix_start: Tensor, prefix_length: Tensor, provider: Tensor
 ) -> AttentionBatch:
-    """Prompt and completion without a gap; the prompt's outputs are taken of ``provider`` only."""
+    """Prompt and completion without a gap; the prompt's outputs come from ``provider`` only."""
     steps = _steps(prefix_length + length)
     in_prompt = steps < prefix_length[:, None]
     place = steps + torch.where(in_prompt, prefix_start[:, None], (start - prefix_length)[:, None])

@@ -34,7 +34,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     Backward recomputes each chunk's logits: with p = softmax(z / τ) and H its entropy,
     d logprob[t] / dz = (1[t] - p) / τ and dH / dz = -p (log p + H) / τ; times the penalties' slope.
     Products are computed in ``dtype``, to which weights are cast once a pass; autocast, which would
-    do so for each chunk anew, is off meanwhile.
+    repeat it for each chunk, is off meanwhile.
     """
 
     @staticmethod
@@ -139,7 +139,7 @@ def _chunks(states: Tensor, vocabulary: int) -> list[slice]:
 
 
 def _logits_dtype(hidden: Tensor, fp32: bool) -> torch.dtype:
-    """Of the products: float32 if that is wanted, else autocast's or the states' own."""
+    """The dtype of the products: float32 if set, else autocast's or the states' own."""
     if fp32:
         return torch.float32
     device = hidden.device.type
@@ -230,7 +230,7 @@ class SharedValueHead(ValueHead):
 
 @configurable(model=model_of)
 class SeparateValueHead(ValueHead):
-    """A critic with a body of its own.
+    """A critic with its own body.
 
     Args:
         model: directory or hub name to start it from, with the same tokenizer; None: a copy of the

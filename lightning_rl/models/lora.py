@@ -49,7 +49,7 @@ class LoRA:
         """From a ``peft.LoraConfig``.
 
         Raises:
-            ConfigError: if it is another method than LoRA, or has what is refused.
+            ConfigError: for another method than LoRA, or options that are refused.
         """
         if getattr(config, "peft_type", None) != "LORA":
             raise ConfigError(
@@ -89,7 +89,7 @@ class LoRA:
             )
 
     def require_adapters_alone(self) -> None:
-        """Refuse to push adapters by themselves where more than they, and their sum, has changed.
+        """Refuse to push adapters alone if anything else changed, or a merge is more than a sum.
 
         Raises:
             ConfigError: naming the option.
@@ -152,7 +152,7 @@ class LoRA:
 
 
 def as_lora(given: Any) -> Any:
-    """Ours for a ``peft.LoraConfig``; anything else as it is."""
+    """Our LoRA for a ``peft.LoraConfig``; anything else unchanged."""
     return LoRA.from_peft(given) if hasattr(given, "peft_type") else given
 
 
@@ -192,7 +192,7 @@ def merged_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged(layer: Any, weight: Tensor) -> Tensor:
-    """A layer's weight as its adapter makes it."""
+    """A layer's weight with its adapter merged."""
     variant = layer.lora_variant.get(ADAPTER)
     if variant is None:
         return weight + layer.get_delta_weight(ADAPTER).to(weight.dtype)
@@ -206,7 +206,7 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
 
 
 def _adapted(lm: PreTrainedModel) -> dict[str, Any]:
-    """Layers with an adapter, by the names that they had without."""
+    """Layers with an adapter, by their original names."""
     modules = lm.named_modules()
     return {name: module for name, module in modules if hasattr(module, "get_delta_weight")}
 

@@ -43,7 +43,7 @@ def each_pack(
         except RuntimeError as error:
             max_tokens = smaller_budget(pack, error)
             left = torch.cat(packs[place:]).sort().values
-            break  # out of here first: the error holds on to what was computed so far
+            break  # leave the block first: the error keeps the computed tensors alive
         yield members, result
     else:
         return
@@ -51,13 +51,13 @@ def each_pack(
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Recognise torch's ways to say so: a class of its own on GPUs, only a message on CPUs."""
+    """Recognise torch's out-of-memory errors: a class on GPUs, only a message on CPUs."""
     texts = ("out of memory", "allocate memory", "not enough memory")
     return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in texts)
 
 
 def smaller_budget(pack: TensorDict, error: RuntimeError) -> int:
-    """Half the forward tokens of a pack that failed: for ``split_packs``, to try once more.
+    """Half the forward tokens of a pack that failed: for ``split_packs``, to try again.
 
     Raises:
         RuntimeError: the same one, if it is about something else.

@@ -50,8 +50,8 @@ from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.run.dist import rank
 
 
-class Scores(NamedTuple):  # in which FSDP finds the tensors that a backward pass begins with
-    """The policy's scores of a pack's M loss tokens; ``live`` are their indices in the pack."""
+class Scores(NamedTuple):  # FSDP finds the tensors that a backward pass begins with in it
+    """Scores of a pack's M loss tokens; ``live`` are their indices in the pack."""
 
     live: Tensor
     logprobs: Tensor
@@ -159,7 +159,7 @@ class Policy(nn.Module):
         names = (name,) if self.value_head is None else (name, "values")
         outputs = {column: torch.zeros_like(tokens["rollout_logprobs"]) for column in names}
         for members, scores in each_pack(self, hosted, rows, max_tokens, self.sharded):
-            # Rows of a pack ascend, so its tokens stand in it in the batch's own order.
+            # Rows of a pack ascend, so its tokens keep the batch's order.
             within = torch.isin(row, members).nonzero().squeeze(1)
             live = within.to(scores.live.device, non_blocking=True)[scores.live]
             outputs[name][live] = scores.logprobs
@@ -170,11 +170,11 @@ class Policy(nn.Module):
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks hold parts of its weights, and gather them together."""
+        """Whether ranks hold shards of its weights, and gather them together."""
         return any(isinstance(parameter, DTensor) for parameter in self.lm.parameters())
 
     def parameter_groups(self, value_lr: float | None) -> list[dict[str, Any]]:
-        """Parameters to optimize: the LM, and in a group of its own, at ``value_lr``, the critic.
+        """Parameters to optimize: the LM, and the critic in its own group at ``value_lr``.
 
         None: at the same learning rate.
         """
@@ -197,7 +197,7 @@ class Policy(nn.Module):
             yield name, full_tensor(weight.detach())
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The LoRA by itself: ``X.lora_A`` and ``X.lora_B`` of each weight ``X.weight``.
+        """The LoRA alone: ``X.lora_A`` and ``X.lora_B`` of each weight ``X.weight``.
 
         :meth:`named_weights` has ``X.weight + lora_B @ lora_A``, where :meth:`named_base_weights`
         has ``X.weight``.
@@ -289,7 +289,7 @@ def _compile(lm: PreTrainedModel) -> None:
     """Compile each layer of ``lm`` but its attention, in place; weights keep their names.
 
     Shapes are dynamic, so that packs of any size run what the first one compiled. Attention loops
-    over batches whose number changes with every pack, and would be compiled anew each time.
+    over batches whose number changes with every pack, and would be recompiled each time.
     """
     AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
     for module in lm.modules():

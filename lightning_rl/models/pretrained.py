@@ -78,7 +78,7 @@ class Loading:
         return {"trust_remote_code": self.trust_remote_code, **given}
 
     def copy_code(self, model: str, directory: str | Path) -> None:
-        """Copy the code that a model came with into a directory that others are to load."""
+        """Copy a model's own code into a directory that others will load."""
         if self.trust_remote_code and Path(model).is_dir():
             for file in Path(model).glob("*.py"):
                 shutil.copy(file, directory)
@@ -114,7 +114,7 @@ def load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
     """
     require_local(model)
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its report of what we refuse fills a page
+    transformers_logging.set_verbosity_error()  # its report on a refused model fills a page
     try:
         if without_weights():
             lm = skeleton(load_config(model, loading), loading, ATTENTION)
@@ -133,7 +133,7 @@ def load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(not_found(model, "causal LM", error)) from error
-    except KeyError as error:  # an architecture that looks attention up in a table of its own
+    except KeyError as error:  # an architecture with its own table of attentions
         raise ConfigError(
             f"model={model!r}: its architecture takes no other attention than its own, so rollouts "
             f"cannot be packed; {OTHER_MODEL}"
@@ -150,7 +150,7 @@ def load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
 
 
 def of_same_weights(lm: PreTrainedModel) -> PreTrainedModel:
-    """A model with modules of its own, whose parameters are the very ones of another.
+    """A model with its own modules that shares the parameters of another.
 
     What is added to one, such as adapters, is not in the other.
     """
@@ -176,7 +176,7 @@ def _read_lm(model: str, loading: Loading) -> PreTrainedModel:
 
 
 def require_local(model: str) -> None:
-    """Refuse at once a missing directory, which the hub would be asked for again and again."""
+    """Refuse a missing directory at once; the hub would be asked for it repeatedly."""
     parts = Path(model).parts
     # A hub name is `name` or `owner/name`; anything else, or in a directory that exists, is a path.
     in_directory = len(parts) == 2 and Path(parts[0]).is_dir()
@@ -204,7 +204,7 @@ def not_found(model: str, what: str, error: Exception) -> str:
 
 
 class GivenModel(str):
-    """The directory of a copy, which is removed with the last object that refers to it."""
+    """A copy's directory, removed with the last object that refers to it."""
 
     directory: TemporaryDirectory[str]
 
@@ -213,7 +213,7 @@ class GivenModel(str):
 
 
 def model_of(value: Any) -> Any:
-    """A directory for a model object, or a pair of model and tokenizer; a name as it is.
+    """A directory for a model object, or a pair of model and tokenizer; a name unchanged.
 
     Trainer, engine, reference and export each load what they need from there. The object itself is
     not trained. Without a tokenizer the one of the model's ``name_or_path`` is taken.
@@ -270,7 +270,7 @@ def _tokenizer_of(lm: PreTrainedModel) -> Any:
 
 
 def without_weights() -> bool:
-    """True if what is built now is to have shapes only (``with torch.device("meta"):``)."""
+    """True if models are now built with shapes only (``with torch.device("meta"):``)."""
     return torch.get_default_device().type == "meta"
 
 

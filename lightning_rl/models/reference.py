@@ -1,4 +1,4 @@
-"""References to keep the policy near: a frozen copy, one that is renewed, a LoRA's base."""
+"""References to keep the policy near: a frozen copy, a renewed one, a LoRA's base."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ class Reference(nn.Module, ABC):
 
     @abstractmethod
     def configure(self, policy: Policy) -> None:
-        """Prepare, given the policy as it starts."""
+        """Prepare, given the initial policy."""
 
     @abstractmethod
     def scoring(self, policy: Policy) -> AbstractContextManager[Policy]:

@@ -1,4 +1,4 @@
-"""The distribution that a token was sampled from, so that it is scored under the same one."""
+"""The distribution that a token was sampled from, to score it under the same one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -28,7 +28,7 @@ class Penalties:
     frequency: Tensor
 
     def rows(self, part: slice) -> "Penalties":
-        """Those of some of the M tokens."""
+        """Those of a subset of the M tokens."""
         names = ("begin", "turn", "end", "repetition", "presence", "frequency")
         return replace(self, **{name: getattr(self, name)[part] for name in names})
 
@@ -50,12 +50,12 @@ class Penalties:
         return slope
 
     def _seen(self, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """Which tokens (M, V) each had before it, and how often its turn had written each."""
+        """Which tokens (M, V) precede each, and how often its turn wrote each."""
         width = max(1, int((self.end - self.begin).max()))
         places = self.begin[:, None] + torch.arange(width, device=self.begin.device)
         before = places < self.end[:, None]
         ids = self.input_ids[places.clamp(max=len(self.input_ids) - 1)]
-        # One more column takes what is none of a token's own past.
+        # One more column takes what is not in a token's own past.
         seen = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device)
         seen.scatter_(1, ids.where(before, vocabulary), True)
         written = (before & (places >= self.turn[:, None])).float()
@@ -65,7 +65,7 @@ class Penalties:
 
 
 def penalties_of(pack: TensorDict, live: Tensor) -> Penalties | None:
-    """Of the tokens ``live`` (M,) of a pack; None where none was sampled under any."""
+    """For the tokens ``live`` (M,) of a pack; None if none was sampled under any."""
     if "turn_start" not in pack["tokens"]:
         return None
     rows, tokens, length = token_rows(pack)[live], pack["tokens"], pack["rollouts", "length"]
@@ -87,7 +87,7 @@ CUT = -1e9
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> list[int]:
-    """What engines end a completion with: the tokenizer's end token, and those of the model."""
+    """The tokens that end a completion: the tokenizer's end token, and those of the model."""
     more = GenerationConfig.from_model_config(config).eos_token_id
     ends = more if isinstance(more, list) else [more]
     return sorted({tokenizer.eos_token_id, *(end for end in ends if end is not None)})
@@ -109,7 +109,7 @@ class SampledBy:
     penalties: Penalties | None
 
     def rows(self, part: slice) -> "SampledBy":
-        """That of some of the M tokens."""
+        """That of a subset of the M tokens."""
         cut = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _WHOLE}
         penalties = None if self.penalties is None else self.penalties.rows(part)
         cut = {name: None if column is None else column[part] for name, column in cut.items()}
@@ -149,7 +149,7 @@ def sampled_by(
     end_ids = torch.tensor([] if no_end is None else ends, dtype=torch.long, device="cpu")
     end_ids = end_ids.to(targets.device, non_blocking=True)
     if no_end is not None:
-        # One that is there all the same, in a rollout from elsewhere, shows that none was left out.
+        # If one occurs all the same, in a rollout from elsewhere, none was left out.
         no_end = (no_end & ~torch.isin(targets, end_ids))[:, None] if end_ids.numel() else None
     return SampledBy(
         # Sampled at temperature τ, so score at τ too, else ratios start away from 1.
@@ -164,7 +164,7 @@ def sampled_by(
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """As they are, or what has 16 bits in float32."""
+    """Unchanged, or 16-bit ones in float32."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -192,7 +192,7 @@ def sampled_logits(
 
 
 def _cut(scaled: Tensor, by: SampledBy) -> Tensor | None:
-    """Where (m, V) min-p, then top-k and top-p among what is left, exclude a token."""
+    """Where (m, V) min-p, then top-k and top-p among the rest, exclude a token."""
     unlikely = None
     if by.min_p is not None:
         probs = scaled.softmax(-1)
@@ -205,7 +205,7 @@ def _cut(scaled: Tensor, by: SampledBy) -> Tensor | None:
 
 
 def _outside(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Where (m, V) top-k, then top-p among what is left, exclude a token; both given as (m, 1)."""
+    """Where (m, V) top-k, then top-p among the rest, exclude a token; both given as (m, 1)."""
     ordered, order = scaled.sort(-1)
     vocabulary = scaled.shape[1]
     # Engines keep what ties with the k-th, which in bfloat16 is common.

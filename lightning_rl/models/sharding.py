@@ -44,7 +44,7 @@ def mixed_precision(precision: str) -> MixedPrecisionPolicy:
 def read_by_rank_zero() -> Iterator[None]:
     """Models built in this block have their weights on rank 0, and elsewhere only their shapes.
 
-    What fails on rank 0, which is all that reads files, fails on all.
+    A failure on rank 0, the only one that reads files, fails on all ranks.
     """
     with every_rank(), torch.device("cpu" if rank() == 0 else "meta"):
         yield
@@ -61,7 +61,7 @@ def shard(
 
     Args:
         module: with its weights on rank 0; on others maybe on the meta device.
-        mesh: of data-parallel ranks, and of tensor-parallel ones if there is only one.
+        mesh: of data-parallel ranks, and of one tensor-parallel rank.
         precision: of the Trainer.
         cpu_offload: keep shards, gradients and the optimizer's state in host memory.
 
@@ -152,16 +152,16 @@ def _reshard_after_scoring(module: nn.Module, inputs: object, output: object) ->
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor in full, gathered by all ranks together; another one as it is."""
+    """A sharded tensor in full, gathered by all ranks together; any other unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @configurable
 class ShardedStrategy(ModelParallelStrategy):
-    """Weights, gradients and the optimizer's state are shared out among all processes (FSDP2).
+    """Weights, gradients and optimizer state are sharded over all processes (FSDP2).
 
     What ``ModelParallelStrategy`` does with as many data-parallel processes as there are; it can be
-    used as well, but for ``cpu_offload``. With ``precision: bf16-mixed`` weights are gathered in
+    used as well, except for ``cpu_offload``. With ``precision: bf16-mixed`` weights are gathered in
     bfloat16, gradients summed and weights trained in float32.
 
     Args:
@@ -188,7 +188,7 @@ class ShardedStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
         if self.cpu_offload and self.root_device.type == "cuda":
-            # Norms and gathered weights of what is kept on the host travel by gloo.
+            # Norms and gathered weights of offloaded parameters travel by gloo.
             self._process_group_backend = "cpu:gloo,cuda:nccl"
         super().setup_environment()
 

@@ -19,7 +19,7 @@ MOST_KEYS = 64
 
 
 def is_short(batch: AttentionBatch, query: Tensor, repeats: int) -> bool:
-    """Tell whether this is the faster way; ``repeats`` query heads share a key head.
+    """Whether this is the faster way; ``repeats`` query heads share a key head.
 
     In 16 bits it is not taken: scores would be rounded, which a fused kernel has in float32.
     """
@@ -55,10 +55,10 @@ def attend_short(
 
 @dataclass(slots=True)
 class _Rows:
-    """Where N segments of Lq queries and Lk keys find theirs, for G query heads on each of H.
+    """Where N segments of Lq queries and Lk keys find their rows, for G query heads on each of H.
 
     ``query`` (N, H, Lq) indexes the S x H rows of G queries that share a key, ``key`` (N, H, Lk)
-    the S x H rows of keys: what is gathered lies as the products read it, and is not copied again.
+    the S x H rows of keys: gathered rows have the layout of the products, and are not copied again.
     ``bias`` (N H, Lq G, Lk) is 0 where a query may look, -inf elsewhere.
     """
 

@@ -21,7 +21,7 @@ from lightning_rl.run.dist import any_rank
 
 _WEIGHTS = "*.safetensors"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "sentencepiece*", "*.tiktoken")
-# What stands for a picture or a sound, which no text holds, may be beyond a text model's embedding.
+# Placeholders of pictures and sounds, which no text holds, may exceed a text model's embedding.
 _OTHER_MODALITY = re.compile("image|video|audio|vision|speech", re.IGNORECASE)
 _SHOWN = 3
 
@@ -47,7 +47,7 @@ def require_sound(model: str, weights: bool = True) -> None:
             f"{directory} holds no tokenizer (tokenizer.json and tokenizer_config.json); save that "
             "of the model there"
         )
-    # Of other formats only loading tells.
+    # Other formats have to be loaded to find out.
     for path in sorted(directory.glob(_WEIGHTS)) if weights else ():
         _require_readable(path)
 
@@ -107,7 +107,7 @@ def compare(lm: PreTrainedModel, held: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def require_finite(model: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that no weight is NaN, infinite or of no use.
+    """Check that no weight is NaN, infinite or unusable.
 
     Raises:
         ConfigError: naming the first tensor that holds one, and its file.
@@ -183,7 +183,7 @@ def _require_readable(path: Path) -> None:
 
 
 def _file_of(model: str, name: str | None = None) -> str:
-    """The file of a weight, as far as that is known."""
+    """The file of a weight, if known."""
     directory = Path(model)
     index = directory / "model.safetensors.index.json"
     if not directory.is_dir():
@@ -202,7 +202,7 @@ ADVICE = (
 
 
 def non_finite(module: nn.Module) -> str | None:
-    """The first parameter that is of no use, on this rank: of sharded ones, its own part."""
+    """The first unusable parameter on this rank; of sharded ones, its own part."""
     for name, parameter in module.named_parameters():
         part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if not is_usable(part):

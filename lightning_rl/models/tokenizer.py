@@ -1,4 +1,4 @@
-"""Tokenizers: how one is read, and what its chat template is given."""
+"""Tokenizers: how one is loaded, and which variables its chat template gets."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -55,14 +55,14 @@ def _read_tokenizer(model: str, loading: Loading) -> PreTrainedTokenizerBase:
 
 
 def _read_processor(model: str, loading: Loading) -> Any:
-    """The processor, which reads more than text, of which we take the text's part; or None."""
+    """The text part of the processor, which reads more than text; or None."""
     hub = {name: value for name, value in loading.of_files.items() if name != "trust_remote_code"}
     for name in ("processor_config.json", "preprocessor_config.json"):
         if cached_file(model, name, _raise_exceptions_for_missing_entries=False, **hub) is None:
             continue
         try:
             return AutoProcessor.from_pretrained(model, **loading.of_files)
-        except ImportError as error:  # of images, sound or video, none of which is read here
+        except ImportError as error:  # for images, sound or video, which are not read here
             raise ConfigError(
                 f"model={model!r} has its tokenizer or chat template in a processor, which cannot "
                 f"be loaded: {str(error).strip().splitlines()[0]}; save both with the tokenizer"
@@ -93,7 +93,7 @@ def with_chat_variables(
                 f"chat_template_kwargs.{name}: the tokenizer's chat template never reads it; is it "
                 "spelled as there?"
             )
-    if chat_template_kwargs:  # what a caller gives goes first
+    if chat_template_kwargs:  # a caller's variables take precedence
         rendered = partial(tokenizer.apply_chat_template, **chat_template_kwargs)
         tokenizer.apply_chat_template = rendered
     return tokenizer

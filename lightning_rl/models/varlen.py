@@ -2,7 +2,7 @@
 
 The kernel takes segments of queries and of keys, one after another without padding. Queries are the
 pack's own row; a completion's keys are its prompt's and its own. Causal, with fewer queries than
-keys, means aligned at the end: just what a completion behind its prompt needs.
+keys, means aligned at the end, as a completion after its prompt needs.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def build_varlen(
 
 
 def varlen_dtype(query: Tensor) -> torch.dtype | None:
-    """What the kernel would compute attention in; None: it cannot, here and now."""
+    """The dtype in which the kernel would compute; None if it cannot here."""
     if query.device.type != "cuda":
         return None
     autocast = torch.is_autocast_enabled("cuda")
@@ -94,7 +94,7 @@ def fused_kernel() -> Callable[..., Any]:
     if "enable_gqa" in signature(varlen_attn).parameters:
         return varlen_attn
 
-    # torch 2.11 takes fewer key than query heads without being told that it may.
+    # torch 2.11 accepts fewer key than query heads without an argument.
     def untold(*args: Any, enable_gqa: bool, **options: Any) -> Any:
         return varlen_attn(*args, **options)
 
@@ -105,7 +105,7 @@ def fused_kernel() -> Callable[..., Any]:
 def kernel_works(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Try the kernel: it must exist for this device, and attend as this module needs it to.
 
-    Both ways: what it computes, and the gradients of that.
+    Both its outputs and their gradients.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     q, k, v = (
@@ -175,7 +175,7 @@ def plain_varlen(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """What the kernel computes, segment by segment: its definition, on any device."""
+    """The kernel's result, segment by segment: its definition, on any device."""
     outputs = []
     for (i, j), (m, n) in zip(query_ends.unfold(0, 2, 1), key_ends.unfold(0, 2, 1), strict=True):
         seen = torch.ones(int(j - i), int(n - m), dtype=torch.bool, device=q.device)

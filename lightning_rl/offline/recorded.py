@@ -25,10 +25,10 @@ from lightning_rl.run.seeding import permutation, run_seed
 
 
 class RecordedGroups:
-    """Groups drawn without end in a seeded order, pass after pass; a checkpoint holds the place.
+    """Groups in a seeded order, pass after pass without end; a checkpoint holds the place.
 
     Args:
-        groups: what is drawn.
+        groups: to draw from.
         shuffle: draw each pass in a new order, fixed by ``seed``; False keeps the given one.
         seed: of the orders.
     """
@@ -46,7 +46,7 @@ class RecordedGroups:
         return len(self._groups)
 
     def draw(self, count: int) -> list[Rollout]:
-        """The rollouts of the next ``count`` groups; each draw of a group has an id of its own."""
+        """The rollouts of the next ``count`` groups; each draw of a group has its own id."""
         rollouts, size = [], len(self._groups)
         for _ in range(count):
             lap, place = divmod(self._drawn, size)
@@ -72,7 +72,7 @@ class RecordedGroups:
         return {"groups": len(self._groups), "seed": self._seed, "content": self._content}
 
     def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on where the state was taken; all ranks, of whatever number, draw the same.
+        """Continue where the state was taken; any number of ranks draws the same.
 
         Raises:
             ConfigError: if the groups or their order are others now.

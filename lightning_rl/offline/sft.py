@@ -29,7 +29,7 @@ from lightning_rl.run.seeding import derived_generator, run_seed
 
 
 class SupervisedModule(LearningModule):
-    """Learns from fixed completions: what ``SFTModule`` and ``DPOModule`` have in common."""
+    """Learns from fixed completions: the common part of ``SFTModule`` and ``DPOModule``."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Serving: an HTTP endpoint as OpenAI and Anthropic have it, through which programs are agents."""
+"""Serving: an HTTP endpoint like OpenAI's and Anthropic's, through which programs act as agents."""

@@ -1,4 +1,4 @@
-"""What agents have in common whose models are asked through a session."""
+"""The common part of agents that call their models through a session."""
 
 import asyncio
 from abc import abstractmethod
@@ -27,12 +27,12 @@ class SessionAgent(Agent):
     """Opens a session of an :class:`AgentServer` for each rollout, in which :meth:`play` runs.
 
     ``rollout.completion`` becomes the session's transcript. ``finish_reason`` is the last call's,
-    or ``max_seconds``. Whatever ends otherwise costs its rollout, which is FAILED with the reason.
+    or ``max_seconds``. Any other end costs its rollout, which is FAILED with the reason.
 
     Args:
         roles: names of further models (policies) that may be asked, besides ``policy``.
         parser: reads the model family's way to write tool calls.
-        client_sampling: whether requests may change what is sampled from, such as the temperature.
+        client_sampling: whether requests may change sampling settings, such as the temperature.
         max_seconds: wall time of one run at most, in seconds; None: no limit.
         limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
 
@@ -59,7 +59,7 @@ class SessionAgent(Agent):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What runs, for messages."""
+        """The name of what runs, for messages."""
 
     @abstractmethod
     async def play(self, rollout: Rollout, session: Session) -> Ending:
@@ -85,7 +85,7 @@ class SessionAgent(Agent):
         sampling: Sampling,
         play: Callable[[Rollout, Session], Awaitable[Ending]] | None = None,
     ) -> Ending:
-        """Run once in a session of its own: what the rollout holds is given again.
+        """Run once in its own session; recorded answers are given again.
 
         ``play`` takes the place of :meth:`play`.
 
@@ -99,7 +99,7 @@ class SessionAgent(Agent):
             try:
                 ending = await _until_failure((play or self.play)(rollout, session), session)
             except Exception:
-                if session.aborted:  # of which the agent was told by an error
+                if session.aborted:  # the agent got an error for it
                     return Ending("abort")
                 rollout.extra[ENDING] = "exit"
                 raise
@@ -108,7 +108,7 @@ class SessionAgent(Agent):
         return Ending("abort") if session.aborted else ending
 
     def conclude(self, rollout: Rollout, ending: Ending) -> None:
-        """Give a rollout its end, and what was said of it."""
+        """End a rollout, with its result."""
         drop_unasked(rollout)
         if ending.completion is not None:
             rollout.completion = ending.completion
@@ -134,7 +134,7 @@ class SessionAgent(Agent):
 
 
 async def _until_failure(playing: Awaitable[Ending], session: Session) -> Ending:
-    """Await it, but no longer than models can be asked: who is told so may still wait for ever."""
+    """Await it, but no longer than models can be called; the program itself may wait forever."""
     play = asyncio.ensure_future(playing)
     failed = asyncio.create_task(session.failed.wait())
     try:
@@ -147,7 +147,7 @@ async def _until_failure(playing: Awaitable[Ending], session: Session) -> Ending
 
 
 def _judged(rollout: Rollout, ending: Ending) -> Ending:
-    """The same ending, once what was said is noted; another if that cannot be."""
+    """The same ending, once its result is recorded; another if the result is invalid."""
     if not rollout.calls:
         return Ending("silent", "asked no model")
     try:

@@ -1,4 +1,4 @@
-"""Messages as Anthropic's API has them."""
+"""Messages in the format of Anthropic's API."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -120,7 +120,7 @@ def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, 
 
 
 def _conversation(fields: Fields) -> list[Said]:
-    """The chat, in the form of OpenAI's messages: a result of a tool is a message of its own."""
+    """The chat, in the form of OpenAI's messages: a tool's result becomes its own message."""
     messages: list[Message] = []
     system = text_of(fields.body.get("system"), "system")
     if system:
@@ -144,7 +144,7 @@ def _conversation(fields: Fields) -> list[Said]:
 
 
 def _content(message: Fields) -> list[Fields]:
-    """The blocks of a message; a text is one."""
+    """The blocks of a message; a text is one block."""
     content = message.body.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]

@@ -45,7 +45,7 @@ class _Guest:
 
 
 class AgentApp:
-    """Answers requests for the sessions that are open, and tells them apart by their keys."""
+    """Answers requests for the sessions that are open, and distinguishes them by their keys."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._guests: dict[str, _Guest] = {}
@@ -58,11 +58,11 @@ class AgentApp:
         }
 
     def open(self, session: Session) -> None:
-        """Answer what comes with this session's key."""
+        """Answer requests with this session's key."""
         self._guests[session.api_key] = _Guest(session)
 
     def end(self, session: Session) -> None:
-        """Answer nothing more for it."""
+        """Stop answering for it."""
         self._guests.pop(session.api_key, None)
         self._ended[session.api_key] = None
         if len(self._ended) > _ENDED_KEPT:
@@ -98,17 +98,17 @@ class AgentApp:
     async def _admitted(
         self, headers: Mapping[bytes, bytes], receive: Receive
     ) -> tuple[_Guest, bytes]:
-        """Whose request it is, and its body: all is read, or a refusal would not be heard."""
+        """Its session and body: all is read, or the client would miss a refusal."""
         try:
             guest = self._guest(headers)
         except RequestError:
-            with suppress(RequestError):  # a stranger's, of which nothing is kept
+            with suppress(RequestError):  # without a key: nothing of it is kept
                 await read_body(receive, 0)
             raise
         return guest, await read_body(receive, guest.session.terms.limits.max_bytes)
 
     def _guest(self, headers: Mapping[bytes, bytes]) -> _Guest:
-        """Whose key it is; OpenAI's and Anthropic's clients send it in fields of their own."""
+        """The session of its key; OpenAI's and Anthropic's clients send it in different fields."""
         bearer = headers.get(b"authorization", b"").partition(b" ")[2]
         for value in (bearer, headers.get(b"x-api-key", b"")):
             key = value.decode("latin-1").strip()

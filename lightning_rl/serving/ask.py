@@ -1,4 +1,4 @@
-"""What a request comes to, and its answer, whichever API it came by."""
+"""What a request asks for, and its answer, independent of the API."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ DEFAULT_MODEL = "policy"
 
 @dataclass(slots=True)
 class Terms:
-    """What the requests of a session are read by.
+    """What is needed to read a session's requests.
 
     Args:
         formats: ways to write chats.
         sampling: holds where a request says nothing.
-        client_sampling: whether requests may change what is sampled from.
+        client_sampling: whether requests may change sampling settings.
         models: the roles that may be asked for, by the names that clients use.
         limits: bounds of a request.
         known: settings that were asked for before, by what they change: a client repeats them.
@@ -70,7 +70,7 @@ class Terms:
 
 @dataclass(slots=True)
 class Ask:
-    """Prompts, and how often and how each is to be gone on with.
+    """Prompts, and how often and how each is to be continued.
 
     ``prompts`` are token ids: given, or those of ``chat``, written as ``form`` says. ``must_call``
     is empty, the name of the tool that has to be called, or ``*`` for any.
@@ -120,13 +120,13 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What it says beside its calls."""
+        """Its text beside its calls."""
         return str(self.message["content"])
 
 
 @dataclass(slots=True)
 class Wanted:
-    """What a client wants to read of an answer, and how."""
+    """Which parts of an answer a client wants, and in which form."""
 
     stream: bool = False
     usage: bool = True

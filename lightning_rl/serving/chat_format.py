@@ -32,7 +32,7 @@ class ChatFormat:
         template: writes chats.
         parser: reads calls; one of its own is made for these tools.
         tools: OpenAI-style schemas.
-        key: what tells it from other formats.
+        key: distinguishes it from other formats.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ChatFormat:
         self.key = key
         self.template = template
         self.parser = copy(parser)
-        self._parsing = Lock()  # vLLM's parsers keep what they are at
+        self._parsing = Lock()  # vLLM's parsers hold state
         if tools:
             self.parser.configure(self.tokenizer, self.tools)
         self._encoded = lru_cache(_PROMPTS_KEPT)(self._encode)
@@ -100,7 +100,7 @@ class ChatFormat:
         return {"role": "assistant", "content": content}, ended_by
 
     def read_forced(self, completion: Completion, name: str | None, before: int) -> Message:
-        """A turn that was held to the form of :meth:`forced`; text if it was cut off."""
+        """A turn constrained to the form of :meth:`forced`; text if it was cut off."""
         text, _ = self._text(completion, (), skip_special_tokens=True)
         try:
             found = loads(text)
@@ -172,7 +172,7 @@ def until_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
 
 
 class ChatFormats:
-    """Makes formats, and keeps those that were used lately.
+    """Makes formats, and caches recent ones.
 
     Args:
         tokenizer: of the policy.
@@ -197,7 +197,7 @@ class ChatFormats:
     def of(
         self, tools: Sequence[dict[str, Any]], options: Mapping[str, Any], template: str = ""
     ) -> ChatFormat:
-        """The format with these tools, and these options besides the server's.
+        """The format with these tools, and these options in addition to the server's.
 
         ``template`` is a stranger's, in place of the tokenizer's.
 

@@ -1,4 +1,4 @@
-"""Connections that must come to a request: nobody holds one open who does not ask."""
+"""Connections that must send a request in time, or are closed."""
 
 import asyncio
 import json

@@ -20,14 +20,14 @@ class Door(ABC):
         """What a request asks for; called beside the event loop, as it may be long.
 
         Raises:
-            RequestError: for what is no such request, or not supported.
+            RequestError: if it is no such request, or not supported.
         """
 
     @abstractmethod
     def write(
         self, ask: Ask, wanted: Wanted, answers: Sequence[Answer], number: str, now: int
     ) -> Message:
-        """The answers as one object; ``number`` tells them from others, ``now`` is in seconds."""
+        """The answers as one object; ``number`` identifies them, ``now`` is in seconds."""
 
     @abstractmethod
     def stream(
@@ -37,11 +37,11 @@ class Door(ABC):
 
     @abstractmethod
     def error(self, error: RequestError) -> Message:
-        """What a client is told."""
+        """The error as a client sees it."""
 
 
 class OpenAIDoor(Door):
-    """Errors, events and counts as OpenAI's API has them."""
+    """Errors, events and counts in the format of OpenAI's API."""
 
     prefix: str
     """Of the ids of answers."""

@@ -1,4 +1,4 @@
-"""What a client did wrong, or cannot have: each with the status and words that real APIs answer."""
+"""Errors of a client's request, each with the status and message of the real APIs."""
 
 from typing import Any
 
@@ -78,7 +78,7 @@ def too_slow(seconds: float) -> RequestError:
 
 
 def other_request(key: str) -> RequestError:
-    """A key that stands for another request already."""
+    """A key that another request used already."""
     return RequestError(
         f"Idempotency-Key {key!r:.80} was sent with another request before; send the very same "
         "body again, or draw a new key",
@@ -116,10 +116,10 @@ def session_over() -> RequestError:
 
 
 def engine_failed(error: BaseException) -> RequestError:
-    """Not the client's fault: the run is told too, and ends or tries again."""
+    """Not the client's fault: the run gets it too, and ends or tries again."""
     return RequestError(f"The engine failed: {error}", code="engine_error", status=500)
 
 
 def aborted() -> RequestError:
-    """The engine ended a completion early; its rollout is to be made again later."""
+    """The engine ended a completion early; its rollout will be repeated later."""
     return RequestError("The engine was interrupted", code="engine_interrupted", status=503)

@@ -19,7 +19,7 @@ _KINDS = {
 
 
 class Fields:
-    """A JSON object, and where it stands in the request.
+    """A JSON object, and its place in the request.
 
     Args:
         body: the object.
@@ -85,7 +85,7 @@ class Fields:
 
 
 def wrong_kind(where: str, value: Any, kind: type) -> RequestError:
-    """The error for a value that is of another kind than the field's."""
+    """The error for a value of the wrong type."""
     got = _KINDS.get(type(value), type(value).__name__)
     return RequestError(
         f"Invalid type for '{where}': expected {_KINDS[kind]}, but got {got} instead.",
@@ -95,7 +95,7 @@ def wrong_kind(where: str, value: Any, kind: type) -> RequestError:
 
 
 def wrong_value(where: str, value: Any, allowed: str) -> RequestError:
-    """The error for a value that is none of those allowed."""
+    """The error for a value that is not allowed."""
     return RequestError(
         f"Invalid value: {value!r:.80}. Supported values for '{where}' are: {allowed}.",
         param=where,

@@ -48,7 +48,7 @@ class AgentClient:
             fields: further ones of a chat completion's request, such as ``temperature``.
 
         Raises:
-            RequestError: for what the endpoint would answer with an error.
+            RequestError: where the endpoint would answer with an error.
         """
         if tools is not None:
             fields["tools"] = list(tools)
@@ -70,7 +70,7 @@ class AgentClient:
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key)
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
         if "openai" in vars(self):
             await self.openai.close()
 
@@ -94,7 +94,7 @@ class FunctionAgent(SessionAgent):
         function: of a module that can be imported.
         roles: names of further models (policies) that it may ask for, besides ``policy``.
         parser: reads the model family's way to write tool calls.
-        client_sampling: whether it may change what is sampled from, such as the temperature.
+        client_sampling: whether it may change sampling settings, such as the temperature.
         max_seconds: wall time of one rollout at most; None: no limit.
         limits: bounds of one request to the models; None: those of :class:`RequestLimits`.
 

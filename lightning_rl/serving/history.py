@@ -1,4 +1,4 @@
-"""What was said in a session, and the very tokens of what the model said."""
+"""The messages of a session, and the exact tokens of the model's messages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class _Node:
 class History:
     """The conversations of a session as a tree of messages.
 
-    A chat that goes on from an answer is written as the tokens that were read and generated until
+    A chat that continues an answer is written as the tokens that were read and generated until
     then, and what follows them; whatever else a client sends is encoded whole.
 
     Args:
@@ -67,7 +67,7 @@ class History:
         self._walk([*chat, turn]).tokens[form.key] = read, wrote
 
     def take_back(self, chat: Sequence[Said], turn: Said) -> None:
-        """Forget an answer that nobody got, unless a chat goes on from its like."""
+        """Forget an answer that was not delivered, unless a chat continues an equal one."""
         node = self._walk(chat)
         last = node.further.get(turn.key)
         if last is not None and not last.further:
@@ -75,7 +75,7 @@ class History:
             self.transcript[:] = [m for m in self.transcript if m is not last.message]
 
     def _walk(self, chat: Sequence[Said]) -> _Node:
-        """The end of a chat; what of it is new grows the tree and the transcript."""
+        """The end of a chat; its new messages extend the tree and the transcript."""
         node = self._root
         for item in chat:
             if item.key not in node.further:

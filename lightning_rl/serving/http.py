@@ -39,7 +39,7 @@ def json_reply(value: Any) -> Response:
 
 
 def refusal(door: Door, error: RequestError) -> Response:
-    """An error, in the words of the API that was asked.
+    """An error, in the format of the API.
 
     Who has no key, or has not been read to the end, has no use for the connection.
     """
@@ -65,7 +65,7 @@ def is_gone(receive: Receive) -> bool:
 
 
 async def read_body(receive: Receive, most: int) -> bytes:
-    """A request's body, of so many bytes at most; what is beyond is taken, but not kept.
+    """A request's body, of at most so many bytes; the rest is read, but not kept.
 
     So its client hears why it was refused, and not only that the connection was closed.
 
@@ -88,7 +88,7 @@ async def read_body(receive: Receive, most: int) -> bytes:
 
 
 def read_json(body: bytes) -> Any:
-    """What a body says.
+    """The content of a body.
 
     Raises:
         RequestError: if it is no JSON, or holds what no answer could repeat.

@@ -1,4 +1,4 @@
-"""Starts programs for a trainer, each under a keeper that ends it with all that it started.
+"""Starts programs for a trainer, each under a keeper that ends it with everything it started.
 
     python launcher.py DESCRIPTOR alone|together [MODULE...]
 
@@ -63,7 +63,7 @@ def main() -> dict[str, Any] | None:
     refusal = _import(sys.argv[3:])
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or what modules printed would be printed by each program again
-    gc.freeze()  # what is shared with all programs is not looked through, hence not copied
+    gc.freeze()  # memory shared with all programs is not scanned, hence not copied
     family = _Family(alone)
     while True:
         ready = kept.first_of([channel.fileno(), trainer, family.changes])
@@ -90,7 +90,7 @@ def main() -> dict[str, Any] | None:
 
 
 class _Family:
-    """The launcher's children: keepers, and what programs left whose keeper was killed."""
+    """The launcher's children: keepers, and leftovers of programs whose keeper was killed."""
 
     def __init__(self, alone: bool) -> None:
         self.keepers: set[int] = set()
@@ -105,7 +105,7 @@ class _Family:
         signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
 
     def look_after(self) -> None:
-        """Reap keepers that have ended, and end what is nobody's any more."""
+        """Reap keepers that have ended, and end processes that lost theirs."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.changes, 4096)
         while True:
@@ -128,7 +128,7 @@ class _Family:
             self.look_after()
 
     def _left(self) -> set[int]:
-        """What programs left whose keeper is gone."""
+        """Leftovers of programs whose keeper is gone."""
         return set() if self._alone else {*kept.children()} - self.keepers - self._own
 
     def _kill(self, processes: set[int]) -> None:
@@ -142,7 +142,7 @@ def _import(modules: list[str]) -> str:
     for name in modules:
         try:
             importlib.import_module(name)
-        except Exception as error:  # a module may raise anything; the trainer is told
+        except Exception as error:  # a module may raise anything; the trainer hears of it
             return f"cannot import {name!r}: {type(error).__name__}: {error}"
     return ""
 
@@ -212,7 +212,7 @@ def _keep(
 
 
 def _go_in(control: int) -> bool:
-    """Go on as the first process of a new namespace; whether it is one of users too."""
+    """Continue as the first process of a new namespace; whether it is one of users too."""
     own_user = namespaces.leave_processes()
     first = os.fork()
     if first:
@@ -224,7 +224,7 @@ def _go_in(control: int) -> bool:
 
 
 def _tell(control: int, answer: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # nobody there any more
+    with contextlib.suppress(OSError):  # the reader is gone
         os.write(control, json.dumps(answer).encode())
 
 
@@ -247,7 +247,7 @@ def _become(
 ) -> None:
     """Be the program: its files, directory, limits, and its command unless Python runs it here."""
     try:
-        os.setsid()  # a group of its own, which it may signal without reaching the keeper
+        os.setsid()  # its own group, which it may signal without reaching the keeper
         if own_user:
             namespaces.drop_capabilities()
         kept.keep_others_out(False)

@@ -99,7 +99,7 @@ def _call(fields: Fields) -> Message:
 
 
 def _object(arguments: Any) -> Any:
-    """Arguments as templates take them; what is no JSON stays the text it is."""
+    """Arguments as templates take them; anything but JSON stays text."""
     if not isinstance(arguments, str):
         return arguments
     try:

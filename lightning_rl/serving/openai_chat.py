@@ -1,4 +1,4 @@
-"""Chat completions as OpenAI's API has them."""
+"""Chat completions in the format of OpenAI's API."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -80,7 +80,7 @@ _LIMIT = "max_completion_tokens"
 
 
 def _refuse(fields: Fields) -> None:
-    """What would change an answer, and cannot be done."""
+    """Refuse fields that would change an answer and are not supported."""
     own = "the engine tells the logprob of the sampled token only; logprobs: true gives it"
     fields.refuse("top_logprobs", own, 0)
     fields.refuse("logit_bias", "its tokens could not be scored", {})

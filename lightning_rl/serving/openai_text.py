@@ -1,4 +1,4 @@
-"""Completions of plain prompts as OpenAI's API has them."""
+"""Completions of plain prompts in the format of OpenAI's API."""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -40,7 +40,7 @@ class TextDoor(OpenAIDoor):
         return Ask(model, role, sampling, count, prompts=prompts), wanted
 
     def _prompts(self, fields: Fields, limits: RequestLimits) -> tuple[list[list[int]], int]:
-        """One or several, as text or as token ids, and how often each is gone on with."""
+        """One or several, as text or as token ids, and how often each is continued."""
         given = fields.body.get("prompt")
         if given is None:
             fields.need("prompt", str)

@@ -37,8 +37,8 @@ class ProgramAgent(SessionAgent):
     ``reward``, ``role_rewards``, ``call_rewards``, ``metrics`` or ``answer`` says how it went; see
     docs/agents.md. ``rollout.completion`` becomes the transcript of its calls.
 
-    ``finish_reason`` is the last call's, or ``max_seconds``: then what it said until then counts,
-    and its reward is 0 if it said none. A program that ends otherwise than with exit status 0,
+    ``finish_reason`` is the last call's, or ``max_seconds``: then its last result counts,
+    and its reward is 0 if it said none. A program that ends with another status than 0,
     prints too much, asks no model, or says what cannot be, costs its rollout, which is FAILED with
     the reason. ``rollout.extra["agent_end"]`` is how it ended; ``agent/*_share`` count that.
 
@@ -53,9 +53,9 @@ class ProgramAgent(SessionAgent):
         cwd: where it runs; None: where the trainer does.
         roles: names of further models (policies) that it may ask for, besides ``policy``.
         parser: reads the model family's way to write tool calls.
-        client_sampling: whether it may change what is sampled from, such as the temperature.
+        client_sampling: whether it may change sampling settings, such as the temperature.
         max_seconds: wall time of one program at most, in seconds; None: no limit.
-        max_output_bytes: what it may print.
+        max_output_bytes: how much it may print.
         max_memory_gb: GiB of address space that each of its processes may map; None: no limit.
         max_concurrency: programs that run at the same time; time spent waiting does not count.
         retries: how often one is run again that was killed by a signal.
@@ -245,12 +245,12 @@ class ScriptAgent(ProgramAgent):
 
 
 def _absolute(program: str) -> str:
-    """The path of a program; a name alone stays one, to be looked for."""
+    """The path of a program; a bare name stays one, to be looked up."""
     return os.path.abspath(program) if os.sep in program else program
 
 
 def _endpoint(session: Session) -> dict[str, str]:
-    """The variables by which clients find their models."""
+    """The variables through which clients find their models."""
     return {
         "OPENAI_BASE_URL": session.base_url,
         "OPENAI_API_KEY": session.api_key,

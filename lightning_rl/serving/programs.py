@@ -1,4 +1,4 @@
-"""Running programs: many at once, each with limits, and none of them longer than it is wanted."""
+"""Running programs: many at once, each with limits, and none longer than needed."""
 
 import asyncio
 import errno
@@ -32,7 +32,7 @@ _REASON_LINES = 3
 
 @dataclass(frozen=True, slots=True)
 class ProgramRequest:
-    """What to run, and within which bounds.
+    """What to run, and its limits.
 
     Args:
         env: all environment variables.
@@ -56,7 +56,7 @@ class Launcher:
 
     Args:
         modules: what Python scripts need, imported once for all of them.
-        python: the interpreter that runs scripts; None: there are only commands.
+        python: the interpreter that runs scripts; None: commands only.
         env: its environment variables.
         own_processes: whether each program sees only the processes that it starts itself, where
             this machine allows that; else it can read the keys of others in ``/proc``.
@@ -83,7 +83,7 @@ class Launcher:
     async def running(
         self, request: ProgramRequest, stdin: bytes, max_output_bytes: int
     ) -> "AsyncIterator[Program]":
-        """A program from its first instruction on; at the end of the block nothing is left of it.
+        """A running program; it is gone at the end of the block.
 
         Raises:
             ConfigError: if a module cannot be imported.
@@ -194,7 +194,7 @@ class Program:
         return first is not None and "alone" in first
 
     async def wait(self) -> Ending:
-        """How it ended, with all that it started, once all that it printed is there.
+        """How it ended, with everything it started, once all of its output is there.
 
         ``done``, or ``exit``, ``killed`` or ``output`` with the reason.
         """
@@ -217,7 +217,7 @@ class Program:
         return Ending("done")
 
     async def end(self) -> None:
-        """End it with all that it started, unless it has; afterwards nothing is left."""
+        """End it with everything it started, unless it has ended."""
         self._ask_to_end()
         if self._answer is not None:
             _, late = await asyncio.wait([self._answer], timeout=_END_S)
@@ -242,7 +242,7 @@ class Program:
             return
 
     async def _receive(self) -> dict[str, Any] | None:
-        """The keeper's next word; None if it is gone."""
+        """The keeper's next message; None if it is gone."""
         assert self._keeper is not None
         try:
             said = await asyncio.get_running_loop().sock_recv(self._keeper, 1 << 18)

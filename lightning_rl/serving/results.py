@@ -1,4 +1,4 @@
-"""What came of an agent's run: how it ended, and what it says of it."""
+"""The result of an agent's run: how it ended, and what it reports."""
 
 import json
 import math
@@ -26,7 +26,7 @@ _REASON_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run ended: ``done`` or one of ``ENDINGS``, the reason of a failure, what was said.
+    """How a run ended: ``done`` or one of ``ENDINGS``, the reason of a failure, the result.
 
     ``completion`` is what the rollout's becomes, None: the session's transcript. What the roles in
     ``untrained`` wrote has no loss.
@@ -56,7 +56,7 @@ def signal_name(number: int) -> str:
 
 
 def last_lines(output: bytes | bytearray, most: int | None = None) -> str:
-    """The last of what a process printed, behind a colon; nothing if it printed nothing."""
+    """The end of a process's output, after a colon; nothing if it printed nothing."""
     lines = [line.strip() for line in output.decode(errors="replace").splitlines()]
     said = [line for line in lines if line]
     told = " | ".join(said if most is None else said[-most:])
@@ -78,7 +78,7 @@ def last_result(output: bytes) -> dict[str, Any]:
 
 
 def note_result(rollout: Rollout, said: Mapping[str, Any]) -> None:
-    """Write into a rollout what its agent says of it.
+    """Write an agent's result into its rollout.
 
     ``reward`` becomes the ``environment_reward``, ``role_rewards`` the rewards of roles (by name),
     ``call_rewards`` those of calls (in their order, None where nothing fell), ``metrics`` are

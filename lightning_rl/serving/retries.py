@@ -1,4 +1,4 @@
-"""Clients that ask again because no answer came: they get the one that was on its way."""
+"""Clients that repeat a request without an answer: they get the original answer."""
 
 import asyncio
 from collections import defaultdict
@@ -24,7 +24,7 @@ class Pending:
 
 
 class Retries:
-    """The requests of one session by what they ask, or by the keys that clients give them.
+    """The requests of one session by their content, or by the keys that clients give them.
 
     The same once more is another request, and gets another sample, as it does from any server:
     unless the client that asked before went away without its answer, or says that it retries.
@@ -37,7 +37,7 @@ class Retries:
         """The requests that clients have given keys to."""
 
     def name(self, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> tuple[bytes, bool]:
-        """What tells a request from others, and whether its client says that it asks again.
+        """What identifies a request, and whether its client says that it repeats it.
 
         Raises:
             RequestError: if it comes with the key of another request.
@@ -51,7 +51,7 @@ class Retries:
         return b"key " + _digest(key), True
 
     def earlier(self, key: bytes, retried: bool) -> asyncio.Future[list[Answer]] | None:
-        """What this request is to be answered by, if it was asked for before and got lost."""
+        """The recorded answer of this request, if it was asked before and got lost."""
         waiting = self._waiting[key]
         lost = next((pending for pending in waiting if pending.is_lost()), None)
         if lost is not None:
@@ -65,7 +65,7 @@ class Retries:
         self._last[key] = pending.answers
 
     def arrives(self, key: bytes, pending: Pending) -> bool:
-        """Take its answer for sent; False if nobody is there to get it.
+        """Mark its answer as sent; False if no client waits for it.
 
         One that another request has taken over is that one's to send.
         """
@@ -78,7 +78,7 @@ class Retries:
         return arrives
 
     def forget(self, key: bytes, pending: Pending) -> None:
-        """It has no answer: whoever asks again asks anew."""
+        """It has no answer: a repetition is a new request."""
         if pending in self._waiting[key]:
             self._waiting[key].remove(pending)
         if self._last.get(key) is pending.answers:

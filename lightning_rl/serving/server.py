@@ -1,4 +1,4 @@
-"""AgentServer: an endpoint on this machine, in which each rollout has a session of its own."""
+"""AgentServer: an endpoint on this machine, with a session for each rollout."""
 
 import asyncio
 import secrets
@@ -42,7 +42,7 @@ class AgentServer:
         host: the address to listen on; leave it, unless programs run on other machines: whoever
             has a session's key may use the engine.
         port: 0: any that is free.
-        client_sampling: whether clients may change what is sampled from (temperature, top-p,
+        client_sampling: whether clients may change sampling settings (temperature, top-p,
             penalties ...). False keeps the run's settings, for programs that ask for temperature
             0, with which all rollouts of a group would be alike.
         limits: bounds of a request; None: those of :class:`RequestLimits`.

@@ -1,4 +1,4 @@
-"""A rollout's session: whatever a program asks of models for it, by HTTP or in Python."""
+"""A rollout's session: all model calls of its program, by HTTP or in Python."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -33,7 +33,7 @@ _Calling = Coroutine[Any, Any, tuple[Call, Completion]]
 
 
 class Session:
-    """The door to models for one rollout, while :meth:`AgentServer.session` is open.
+    """Access to models for one rollout, while :meth:`AgentServer.session` is open.
 
     ``base_url`` and ``api_key`` are what OpenAI's clients need, ``anthropic_url`` is the URL for
     Anthropic's. ``episode`` records the calls.
@@ -85,7 +85,7 @@ class Session:
             fields: further ones of such a request: ``tools``, ``temperature``, ``model`` ...
 
         Raises:
-            RequestError: for what the endpoint would answer with an error.
+            RequestError: where the endpoint would answer with an error.
         """
         body = {"messages": list(messages), **fields, "n": 1}
         ask, _ = await self.prepare(lambda: ChatDoor().read(body, self.terms))
@@ -95,7 +95,7 @@ class Session:
         """What a request asks for, with its prompts in tokens; see :meth:`beside`.
 
         Raises:
-            RequestError: for what is no request, or takes too long.
+            RequestError: if it is no request, or takes too long.
         """
 
         def work() -> tuple[Ask, Wanted]:
@@ -107,7 +107,7 @@ class Session:
         return await self.beside(work)
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """What this returns, computed in a thread, so that nobody but this session waits for it.
+        """The result, computed in a thread, so that only this session waits for it.
 
         One after another, in the order of asking: whatever the threads do, calls keep theirs.
 
@@ -127,7 +127,7 @@ class Session:
                 raise
 
     async def answer(self, ask: Ask) -> list[Answer]:
-        """Let the model go on, as often as was asked for; all of it is recorded.
+        """Let the model continue, as often as requested; all of it is recorded.
 
         Raises:
             RequestError: if it cannot, or the session ends meanwhile.
@@ -147,7 +147,7 @@ class Session:
             self._leave(task)
 
     def undelivered(self, ask: Ask, answers: Sequence[Answer]) -> None:
-        """Take note that nobody got these: who asks again gets them, or they are dropped."""
+        """Note that these were not delivered: a repetition gets them, or they are dropped."""
         for answer in answers:
             self.episode.undelivered(answer.call)
             self._history.take_back(self._chat_of(ask, answer.prompt_ids), said(answer.message))
@@ -157,7 +157,7 @@ class Session:
         self.episode.rollout.extra["session_id"] = name[:_LONGEST_NAME]
 
     async def close(self) -> None:
-        """End it: what is being generated is dropped."""
+        """End it, and drop what is in generation."""
         self._closed = True
         here = asyncio.get_running_loop()
         self._answering = {task for task in self._answering if task.get_loop() is here}
@@ -188,7 +188,7 @@ class Session:
         except Exception as error:
             if _is_the_clients(error, ask):
                 raise RequestError(str(error), code="unsupported_value") from error
-            # The run's to handle; a program is only told.
+            # For the run to handle; a program only gets the error.
             self.failure = self.failure or error
             self.failed.set()
             raise engine_failed(error) from error
@@ -235,7 +235,7 @@ class Session:
             raise RequestError(str(error), param="messages", code="invalid_value") from error
 
     def _turn(self, ask: Ask, completion: Completion) -> tuple[Message, str | None]:
-        """What the model wrote as a message, and the string that ended it."""
+        """The model's turn as a message, and the string that ended it."""
         if ask.form is None:
             tokenizer = self.terms.formats.tokenizer
             text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
@@ -264,7 +264,7 @@ class Session:
         return Answer(prompt, completion, call, turn, reason, ended_by)
 
     def _chat_of(self, ask: Ask, prompt: list[int]) -> list[Said]:
-        """What was asked; of a plain prompt, as a chat for whoever reads the transcript."""
+        """The request's messages; a plain prompt becomes a chat, for the transcript."""
         if ask.form is not None:
             return ask.chat
         text = str(self.terms.formats.tokenizer.decode(prompt))

@@ -1,4 +1,4 @@
-"""Sampling settings of a request: what a client says, and the run's where it says nothing."""
+"""Sampling settings of a request: the client's, and otherwise the run's."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ def asked_sampling(
         terms: of the session.
         limit: the name of the field with the most tokens.
         stop: the name of the field with the strings that end a completion.
-        given: further settings, which are known otherwise.
+        given: further settings from elsewhere.
 
     Raises:
         RequestError: for a value out of range.

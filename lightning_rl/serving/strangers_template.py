@@ -79,7 +79,7 @@ class RendererApart:
 
 
 class StrangersTemplate(TurnTemplate):
-    """A :class:`TurnTemplate` that somebody else wrote.
+    """A :class:`TurnTemplate` from a client.
 
     Args:
         tokenizer: as there.

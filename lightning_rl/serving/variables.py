@@ -1,4 +1,4 @@
-"""The environment variables of programs: what they get of the trainer's."""
+"""The environment variables that programs get from the trainer."""
 
 import os
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def passed_on(names: Sequence[str]) -> dict[str, str]:
 
 
 def require_set(pass_env: Sequence[str]) -> None:
-    """Refuse to pass on what is not there.
+    """Refuse to pass on missing variables.
 
     Raises:
         ConfigError: naming the first variable that is not set.

@@ -68,7 +68,7 @@ def test_a_script_gets_lines_the_outcome_and_the_run_directory(
     reward = [f"{summary[name]:.3g}" for name in ("reward_before", "reward_after")]
     assert f"3 iterations, accuracy {summary['accuracy_before']:.3g} → " in told
     assert f"held-out reward {reward[0]} → {reward[1]}" in told
-    assert f"It all lies in {directory}: " in told
+    assert f"Results are in {directory}: " in told
     for file in ("curves.png", "metrics.jsonl", "summary.json"):
         assert file in told
         assert (directory / file).stat().st_size > 0

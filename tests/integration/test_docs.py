@@ -34,6 +34,7 @@ from lightning_rl.verifiers.hosting import Hosting
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "recipes").glob("*/README.md")),
 ]

@@ -118,7 +118,7 @@ def test_every_iteration_is_trained_again_bit_by_bit(finished, caplog):
         assert rerun.equal, rerun.lines()
         assert {"policy/loss", "policy/grad_norm", "policy/kl_ref"} <= rerun.again.metrics.keys()
     assert (whole.checkpoint.version, nearest.checkpoint) == (4, None)
-    assert "It all lies in" not in caplog.text  # in a scratch folder that is gone
+    assert "Results are in" not in caplog.text  # in a scratch folder that is gone
     # Nothing is written into the run.
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 

@@ -1,6 +1,6 @@
 """What can be wrong with a configuration, and what is said about it.
 
-    python -m tests.support.bad_configs            writes the table into docs/check.md
+    python -m tests.support.bad_configs            writes the table into docs/api/mistakes.md
 
 Each case is what a command line adds to a good configuration, and what its message must hold.
 """
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.tiny_models import save_random_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "check.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api" / "mistakes.md"
 BEGIN, END = "<!-- bad configurations -->", "<!-- end -->"
 
 REWARDS = """

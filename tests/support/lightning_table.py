@@ -1,4 +1,4 @@
-"""The tables of docs/lightning.md, from what the code does.
+"""The tables of docs/api/lightning.md, from what the code does.
 
 python -m tests.support.lightning_table            writes them into the page
 """
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_rl.config.lightning_flags import CALLBACKS, TRAINER, FlagVerdict
 
-PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api" / "lightning.md"
 SECTIONS = {"flags": TRAINER, "callbacks": CALLBACKS}
 
 

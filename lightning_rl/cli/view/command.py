@@ -14,7 +14,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
-        ConfigError: for what it cannot mean.
+        ConfigError: for arguments that make no sense.
     """
     parser = CommandParser(
         "view", "Write one self-contained HTML file: curves, step times, rollouts by token."

@@ -25,7 +25,7 @@ Record = dict[str, Any]
 def find_flags(record: Record) -> dict[str, list[int]]:
     """The names of the flags that apply, each with the places of the tokens it is about.
 
-    A flag about the rollout as a whole has no places; those of a row go on counting after the
+    A flag about the rollout as a whole has no places; those of a row count on after the
     rows before it. ``record`` is a line of ``recorded.jsonl`` or ``rollouts.jsonl``.
     """
     found: dict[str, list[int]] = {}
@@ -92,7 +92,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _length(record: Record, name: str) -> int:
-    """Length of a per-token list; one that was not recorded is as long as it should be."""
+    """Length of a per-token list; one that was not recorded has the right length."""
     values = record.get(name)
     return len(record["token_ids"] if values is None else values)
 

@@ -81,7 +81,7 @@ def read_run(path: Path, max_rollouts: int) -> Run:
 
 
 def _require_inside(run: Path, file: Path) -> None:
-    """A run of a stranger's must not show other files of this machine."""
+    """A stranger's run must not show other files of this machine."""
     try:
         inside = file.resolve().is_relative_to(run.resolve())
     except RuntimeError as error:

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         what = f"stopped in stage {trainer.state.stage} of iteration {trainer.state.iteration}"
         raise RunInterrupted(f"{what}; the same command goes on from there", 130) from error
     files = sorted(path.name for path in directory.glob("[!.]*"))
-    print(f"It all lies in {directory}: {', '.join(files)}")
+    print(f"Results are in {directory}: {', '.join(files)}")
     return 0
 
 

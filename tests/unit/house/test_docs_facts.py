@@ -3,11 +3,13 @@
 import ast
 import inspect
 import re
+from configparser import ConfigParser
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 
 import lightning_rl.callbacks as callbacks
 from lightning_rl.algos.advantages import Advantage
@@ -140,3 +142,12 @@ def test_no_text_names_a_module_or_file_that_is_gone():
         wrong += [name for name in files - INVENTED if not (ROOT / name).exists()]
         gone |= {f"{path.relative_to(ROOT)}: {name}" for name in wrong}
     assert not gone, "\n".join(sorted(gone))
+
+
+def test_the_citation_is_of_this_version():
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    cited = yaml.safe_load(page("CITATION.cff"))
+    ours = setup["metadata"]
+    assert (cited["version"], cited["license"]) == (ours["version"], ours["license_expression"])
+    assert [author["name"] for author in cited["authors"]] == [ours["author"]]

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Makes build/notebook, whose kernel runs docs/notebook.ipynb in a test, and returns at once when it
+# is up to date. What a kernel needs is no business of the library, so it has an environment of its
+# own; the library and its packages come from .venv, which stands behind it (60 MB, some seconds).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source install/common.sh
+
+begin_environment notebook
+.venv/bin/uv pip install --quiet --python $place/bin/python --requirement install/notebook.txt
+purelib='import sysconfig; print(sysconfig.get_path("purelib"))'
+echo "import site; site.addsitedir('$(.venv/bin/python -c "$purelib")')" \
+    >"$($place/bin/python -c "$purelib")/behind.pth"
+environment_made
