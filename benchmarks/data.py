@@ -3,9 +3,9 @@
 Prompts of 200 characters in a JSON-lines and in a Parquet file, with ``max_prompt_tokens``. Each is
 loaded twice, in a process of its own: the first time makes what is kept beside the data, the second
 finds it. Then 1000 prompts are drawn. What grew is told apart: anonymous memory, and pages of files
-that the kernel may drop and that processes share. ``load_cpu_s`` is the processor's time, where others use
-the machine too. The last line is JSON, with the larger figure of
-the two kinds of files at 10^6 prompts, the second time.
+that the kernel may drop and that processes share. ``load_cpu_s`` is the processor's time, where
+others use the machine too. The last line is JSON, with the larger figure of the two kinds of files,
+the second time.
 """
 
 import argparse

@@ -7,12 +7,16 @@ from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import finalize
 
 import numpy as np
 from filelock import FileLock
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.errors import DataError
+
+_PART = 2**24
+"""Bytes of a file that are looked through at a time."""
 
 
 class Table(Protocol):
@@ -63,25 +67,27 @@ class JSONLTable:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._absolute = os.path.abspath(path)  # a run may change its directory
         self._starts = array("q")
-        with open(path, "rb") as file:
-            self._stamp = _stamp(file.fileno())
-            place = 0
-            for line in file:
+        self._file = os.open(path, os.O_RDONLY)
+        finalize(self, os.close, self._file)
+        self._stamp = _stamp(self._file)
+        place = 0
+        with open(self._file, "rb", closefd=False) as lines:
+            for line in lines:
                 # Blank as text is: some blank characters are no ASCII.
                 if line.decode("utf-8", "replace").strip():
                     self._starts.append(place)
                 place += len(line)
-        self._file = open(path, "rb")  # noqa: SIM115 - rows are read as long as the table lives
 
     def __reduce__(self) -> tuple[Any, ...]:  # an open file cannot be sent to another process
-        return JSONLTable, (os.path.abspath(self._path),)
+        return JSONLTable, (self._absolute,)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> Any:
-        if _stamp(self._file.fileno()) != self._stamp:
+        if _stamp(self._file) != self._stamp:
             raise DataError(
                 f"{self._path} was changed while a run reads it; start again with the file as it "
                 "is, and write a new file beside it next time"
@@ -89,17 +95,20 @@ class JSONLTable:
         start = self._starts[index]
         stop = self._starts[index + 1] if index + 1 < len(self) else self._stamp[0]
         # Not by a seek: processes that were forked share the file's place.
-        return self._parsed(index, os.pread(self._file.fileno(), stop - start, start))
+        return self._parsed(index, os.pread(self._file, stop - start, start))
 
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
 
     def where(self, index: int) -> str:
-        before = os.pread(self._file.fileno(), self._starts[index], 0)
-        return f"{self._path}:{before.count(10) + 1}"
+        stop = self._starts[index]
+        parts = (
+            os.pread(self._file, min(_PART, stop - place), place) for place in range(0, stop, _PART)
+        )
+        return f"{self._path}:{sum(part.count(10) for part in parts) + 1}"
 
     def cache(self) -> "Cache | None":
-        path = Path(self._path)
+        path = Path(self._absolute)
         return Cache(path.parent, path.name, self._stamp)
 
     def _parsed(self, index: int, raw: bytes) -> Any:
