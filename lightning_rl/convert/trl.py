@@ -131,12 +131,12 @@ def _data(given: Given, result: Conversion) -> None:
         result.put("data.train_prompts", prompts_from(given["dataset_name"], split, **shuffle))
     else:
         result.missing.append(
-            "data.train_prompts: a file or folder of prompts (of a hub's data set what "
-            "load_dataset(...).save_to_disk(folder) writes)"
+            "data.train_prompts: a file or folder of prompts, or HFDatasetPrompts with the name of a "
+            "dataset on the hub"
         )
         result.put("data.train_prompts", instance("JSONLPrompts", path="PROMPTS.jsonl", **shuffle))
         if name is not None:
-            result.leave(given, "dataset_name", "it is not here; save it to a folder and name that")
+            result.leave(given, "dataset_name", "it is not here; name it in HFDatasetPrompts")
     _rewards(given, result)
 
 
