@@ -116,7 +116,7 @@ def fit_roles(
         ZeroAdvantageGuard(),
     ]  # fmt: skip
     callbacks = [
-        WeightSync(), Evaluate(2), RewardAlarms(window=1), *guards, watch, HFExport(),
+        WeightSync(), Evaluate(2), RewardAlarms(window=1), *guards, watch, HFExport(merge_adapters=True),
         IterationCheckpoint(1, 9),
     ]  # fmt: skip
     trainer = trainer_of(
