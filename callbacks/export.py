@@ -17,7 +17,7 @@ from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.callbacks.model_card import ModelCard
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, DiskError, require_at_least
-from lightning_rl.learn.base import LanguageModule
+from lightning_rl.learn.base import LanguageModule, RecordingModule
 from lightning_rl.models.export import ModelExport
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.run.folders import before_of, link_to, replace_folder
@@ -25,7 +25,7 @@ from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.rundir import output_path, refused
 
 STATE = "export.json"
-"""In each export: of which iteration it is, with that iteration's metrics."""
+"""In each export: of which iteration it is (else optimizer step), with its metrics."""
 
 
 @configurable
@@ -90,6 +90,8 @@ class HFExport(RLCallback):
             return
         if not isinstance(pl_module, LanguageModule):
             raise ConfigError(f"HFExport: {type(pl_module).__name__} has no policy; remove it")
+        if self.every_n_iterations or self.monitor is not None:
+            self.module_of(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for policy in self._module(pl_module).loaded_policies.values():
@@ -99,13 +101,15 @@ class HFExport(RLCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        module = self._module(pl_module)
-        name, every = f"iteration_{module.iteration}", self.every_n_iterations
-        value = None if self.monitor is None else module.recorded.get(self.monitor)
+        if not isinstance(pl_module, RecordingModule):
+            return
+        name, every = f"iteration_{pl_module.iteration}", self.every_n_iterations
+        value = None if self.monitor is None else pl_module.recorded.get(self.monitor)
         self.best = ranked(self.best, value, name, 1, self.mode)
-        if (value, name) in self.best or (every and module.iteration % every == 0):
+        if (value, name) in self.best or (every and pl_module.iteration % every == 0):
             self.saved = [*(old for old in self.saved if old != name), name]
-            self._export(trainer, module, self.exports(trainer) / name, copied=True)
+            module, place = self._module(pl_module), self.exports(trainer) / name
+            self._export(trainer, module, place, copied=True)
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
@@ -148,7 +152,9 @@ class HFExport(RLCallback):
         if not trainer.is_global_zero:
             return
         card = ModelCard.of(trainer, module, self.merge_adapters)
-        state = {"iteration": module.iteration, "metrics": card.metrics}
+        counts = isinstance(module, RecordingModule)  # else supervised training
+        iteration = module.iteration if counts else trainer.global_step
+        state = {"iteration": iteration, "metrics": card.metrics}
         text = json.dumps(state, indent=1) + "\n"
         tidy = partial(self._tidy, self.exports(trainer), target)
         self._writer = self._writer or ThreadPoolExecutor(1, "HFExport")

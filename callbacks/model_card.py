@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCardData
 from lightning.pytorch import Trainer
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_rl import LoRA
+from lightning_rl import IterablePrompts, LoRA, SFTDataModule, SFTModule
 from lightning_rl.callbacks import (
     Evaluate,
     HFExport,
@@ -172,3 +172,11 @@ def test_a_killed_run_leaves_a_whole_export(tiny_model, tmp_path):
     assert found is not None
     assert found.name.startswith("iteration_")
     assert all(bool(w.isfinite().all()) for _, w in Policy(str(found)).named_weights())
+
+
+def test_supervised_training_counts_no_iterations(tiny_model, tmp_path):
+    rows = [{"prompt": "1", "completion": "2"}]
+    with pytest.raises(ConfigError, match="HFExport needs a module that counts iterations"):
+        trainer_of(tmp_path, [HFExport(every_n_iterations=2)]).fit(
+            SFTModule(str(tiny_model)), SFTDataModule(IterablePrompts(rows))
+        )
