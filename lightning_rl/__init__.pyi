@@ -126,6 +126,9 @@ from lightning_rl.data.sources import (
     ParquetPrompts as ParquetPrompts,
     ReasoningGymPrompts as ReasoningGymPrompts,
 )
+from lightning_rl.data.streaming import (
+    HFStreamingPrompts as HFStreamingPrompts,
+)
 from lightning_rl.datamodule import (
     RLDataModule as RLDataModule,
 )

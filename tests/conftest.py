@@ -5,9 +5,12 @@ import os
 import sys
 from functools import cache
 from importlib import metadata
+from tempfile import TemporaryDirectory
 
 gc.disable()  # until all is imported, and all tests are known
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+ARROW = TemporaryDirectory()  # what datasets makes of files; not in a home
+os.environ["HF_DATASETS_CACHE"] = ARROW.name
 # Each Trainer asks all installed packages for callbacks, which takes longer than the rest of it.
 metadata.entry_points = cache(metadata.entry_points)
 

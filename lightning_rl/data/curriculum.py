@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset, Prompts
+from lightning_rl.data.shaping import ShapedRows
 from lightning_rl.data.sources import AnyPrompts, prompts_of
 from lightning_rl.errors import ConfigError, DataError, require_finite
 from lightning_rl.rollout import Prompt, Rollout
@@ -68,6 +69,9 @@ class PassRateCurriculum(PromptDataset):
 
     def read(self) -> Iterable[tuple[str, Any]]:
         return self.prompts.read()
+
+    def shaped(self) -> ShapedRows:
+        return self.prompts.shaped()
 
     def load(
         self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, Any] | None = None

@@ -3,17 +3,23 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
+import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.shaping import Row, ShapedRows, Shaping
+from lightning_rl.data.tables import ListTable, Table
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import Message, Prompt, Rollout
 from lightning_rl.run.seeding import permutation, run_seed
 
-Row = dict[str, Any]
+_BATCH = 1000
+"""Prompts that are measured at a time."""
 
 
 @configurable
@@ -22,7 +28,8 @@ class PromptDataset(ABC):
 
     A prompt is a string, tokenised as it is, or a list of chat messages, rendered by the
     tokenizer's own chat template with its generation prompt. All other columns reach the rewards by
-    name.
+    name. Rows of the data become such rows by ``filter``, ``map``, ``columns``, ``template`` and
+    ``system``, in this order. The first two are called for all rows whenever they are loaded.
 
     Args:
         prompt_column: where the prompt is.
@@ -30,6 +37,15 @@ class PromptDataset(ABC):
         max_prompt_tokens: longer prompts are dropped and counted (``dropped``); never truncated.
         shuffle: draw each epoch in a new order, fixed by ``seed``; False keeps the rows' order.
         seed: of the orders; None: ``seed_everything``'s.
+        columns: new names of columns, each with its name in the data: ``{"solution": "answer"}``.
+        template: the prompt, as a Jinja template of the row's columns: ``"{{ question }} Think."``
+        system: a system message before the prompt, which makes it a chat.
+        chat: make a prompt that is text the user's message of a chat.
+        filter: a function of a row that tells if it is kept; in YAML its import path.
+        map: a function from a row to the one to take in its place; in YAML its import path.
+
+    Raises:
+        ConfigError: for a template that cannot be read.
     """
 
     def __init__(
@@ -39,6 +55,12 @@ class PromptDataset(ABC):
         max_prompt_tokens: int | None = None,
         shuffle: bool = True,
         seed: int | None = None,
+        columns: dict[str, str] | None = None,
+        template: str | None = None,
+        system: str | None = None,
+        chat: bool = False,
+        filter: Callable[[Row], bool] | None = None,
+        map: Callable[[Row], Row] | None = None,
     ) -> None:
         self.prompt_column = prompt_column
         self.id_column = id_column
@@ -48,13 +70,21 @@ class PromptDataset(ABC):
         self.dropped = 0
         self.fingerprint: str | None = None
         """Tells other rows from these, when they are loaded."""
-        self._rows: Sequence[tuple[str, Row]] | None = None
+        self.columns = columns
+        self.template = template
+        self.system = system
+        self.chat = chat
+        self.filter = filter
+        self.map = map
+        self._shaping = Shaping(prompt_column, id_column, columns, template, system, chat, map)
+        self._rows: ShapedRows | None = None
+        self._lengths: np.ndarray | None = None  # of all prompts in tokens, where that is kept
         self._room: int | None = None  # tokens that the engine leaves for a prompt
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._chat_options: dict[str, Any] = {}
         self._epoch = 0
         self._cursor = 0
-        self._order: list[int] = []
+        self._order: Sequence[int] | np.ndarray = []
         self._dropped_rows: set[int] = set()
 
     @abstractmethod
@@ -65,41 +95,72 @@ class PromptDataset(ABC):
             DataError: naming the place and what was expected there.
         """
 
+    def table(self) -> Table:
+        """What :meth:`read` yields, by number; here held in memory."""
+        return ListTable(self.read())
+
+    def shaped(self) -> ShapedRows:
+        """The rows as prompts have them, without a tokenizer."""
+        return ShapedRows(self.table(), self._shaping, self.filter)
+
     def load(
         self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, Any] | None = None
     ) -> None:
         """Read and check all rows; ``tokenizer`` is what turns them into tokens when drawn.
 
+        Where there are many rows on the disk, they are checked once, and all prompts measured once
+        for each tokenizer if there is ``max_prompt_tokens``: the results are kept beside the data.
         ``chat_options`` are further variables for its chat template, such as ``tools``.
         """
         self._tokenizer = tokenizer
         self._chat_options = dict(chat_options or {})
-        if self._rows is not None:
-            return
-        rows = []
-        for where, row in self.read():
-            self._check(where, row)
-            rows.append((where, dict(row)))
-        if not rows:
-            raise DataError(f"{self!r} holds no rows; expected at least one with a prompt")
-        self._rows = rows
-        self.fingerprint = f"{len(rows)} rows {_digest(row for _, row in rows)}"
-        self._order = self._permutation(self._epoch)
+        if self._rows is None:
+            rows = self.shaped()
+            if not len(rows):
+                raise DataError(f"{self!r} holds no rows; expected at least one with a prompt")
+            self._rows = rows
+            self.fingerprint = f"{len(rows)} rows {rows.digest()}"
+            self._order = self._permutation(self._epoch)
+        if self.max_prompt_tokens is not None:
+            self._lengths = self._measured()
+
+    def _measured(self) -> np.ndarray | None:
+        """Tokens of all prompts, where it is kept from one load to the next."""
+        key = _key_of(self._tokenizer, self._chat_options)
+        return None if key is None else self._loaded().kept(key, self._measure)
+
+    def _measure(self) -> np.ndarray:
+        rank_zero_info(f"{self!r}: measuring {len(self)} prompts, once for this tokenizer")
+        assert self._tokenizer is not None
+        prompts = enumerate(row[self.prompt_column] for row in self._loaded())
+        lengths: list[np.ndarray] = []
+        while batch := list(islice(prompts, _BATCH)):
+            texts = [self._text(index, prompt) for index, prompt in batch]
+            counts = np.zeros(len(texts), dtype=np.uint32)
+            for chat in {is_chat for _, is_chat in texts}:
+                places = [i for i, (_, is_chat) in enumerate(texts) if is_chat == chat]
+                given = [texts[place][0] for place in places]
+                found = self._tokenizer(given, add_special_tokens=not chat)["input_ids"]
+                counts[places] = [len(token_ids) for token_ids in found]
+            lengths.append(counts)
+        return np.concatenate(lengths)
 
     def __len__(self) -> int:
         return len(self._loaded())
 
     def __getitem__(self, index: int) -> Prompt:
         """Row ``index`` as a prompt, tokenised now."""
-        where, row = self._loaded()[index]
-        columns = dict(row)
+        columns = self._loaded()[index]
+        prompt_id = str(columns[self.id_column] if self.id_column else self._number(index))
         text = columns.pop(self.prompt_column)
-        token_ids = self._tokenize(where, text)
-        return Prompt(self._prompt_id(index), text, token_ids, columns)
+        return Prompt(prompt_id, text, self._tokenize(index, text), columns)
 
     def _prompt_id(self, index: int) -> str:
-        _, row = self._loaded()[index]
-        return str(row[self.id_column] if self.id_column else index)
+        return str(self._loaded()[index][self.id_column] if self.id_column else self._number(index))
+
+    def _number(self, index: int) -> int:
+        """What tells a row from all others."""
+        return index
 
     def draw(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts that are short enough; goes on into the next epoch.
@@ -112,13 +173,13 @@ class PromptDataset(ABC):
         misses = 0
         while len(prompts) < count:
             index = self._next_index()
-            prompt = self[index]
-            if self.fits(prompt):
+            prompt = self._fitting(index)
+            if prompt is not None:
                 prompts.append(prompt)
                 misses = 0
                 continue
             misses += 1
-            self._dropped_rows.add(index)
+            self._dropped_rows.add(self._number(index))
             self.dropped = len(self._dropped_rows)
             if misses >= len(self):
                 raise self._all_too_long()
@@ -130,7 +191,14 @@ class PromptDataset(ABC):
             self._epoch, self._cursor = self._epoch + 1, 0
             self._order = self._permutation(self._epoch)
         self._cursor += 1
-        return self._order[self._cursor - 1]
+        return int(self._order[self._cursor - 1])
+
+    def _fitting(self, index: int) -> Prompt | None:
+        """Row ``index`` as a prompt; None if it is too long, without a look where that is known."""
+        if self._lengths is not None and not self._within(int(self._lengths[index])):
+            return None
+        prompt = self[index]
+        return prompt if self.fits(prompt) else None
 
     def first(self, count: int | None = None) -> list[Prompt]:
         """The first ``count`` rows (all for None) that are short enough, in file order."""
@@ -138,8 +206,8 @@ class PromptDataset(ABC):
         for index in range(len(self)):
             if count is not None and len(prompts) == count:
                 break
-            prompt = self[index]
-            if self.fits(prompt):
+            prompt = self._fitting(index)
+            if prompt is not None:
                 prompts.append(prompt)
         return prompts
 
@@ -156,8 +224,11 @@ class PromptDataset(ABC):
 
     def fits(self, prompt: Prompt) -> bool:
         """Tell if the prompt is within ``max_prompt_tokens``, and the engine has room for it."""
+        return self._within(len(prompt.token_ids))
+
+    def _within(self, tokens: int) -> bool:
         limits = (self.max_prompt_tokens, self._room)
-        return all(limit is None or len(prompt.token_ids) <= limit for limit in limits)
+        return all(limit is None or tokens <= limit for limit in limits)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor, as primitives."""
@@ -195,7 +266,7 @@ class PromptDataset(ABC):
         self.dropped = len(self._dropped_rows)
         self._order = self._permutation(self._epoch)
 
-    def _loaded(self) -> Sequence[tuple[str, Row]]:
+    def _loaded(self) -> ShapedRows:
         if self._rows is None:
             raise ConfigError(f"{self!r} is not loaded yet; call load(tokenizer) first")
         return self._rows
@@ -212,82 +283,46 @@ class PromptDataset(ABC):
             what = f"max_prompt_tokens={limit}; raise it"
         return DataError(f"{self!r}: all {len(self)} prompts are longer than {what}")
 
-    def _permutation(self, epoch: int) -> list[int]:
+    def _permutation(self, epoch: int) -> Sequence[int] | np.ndarray:
         count = len(self._loaded())
-        return permutation(count, self.seed, epoch) if self.shuffle else list(range(count))
+        return permutation(count, self.seed, epoch).numpy() if self.shuffle else range(count)
 
-    def _check(self, where: str, row: Any) -> None:
-        if not isinstance(row, Mapping):
-            raise DataError(
-                f"{where}: expected an object with a {self.prompt_column!r}, got {row!r:.80}"
-            )
-        if self.prompt_column not in row:
-            raise DataError(
-                f"{where}: no column {self.prompt_column!r} among {sorted(row)}; set prompt_column"
-            )
-        if self.id_column is not None and self.id_column not in row:
-            raise DataError(
-                f"{where}: no column {self.id_column!r} among {sorted(row)}; set id_column"
-            )
-        for column, value in row.items():
-            if (half := _lone_surrogate(value)) is not None:
-                raise DataError(
-                    f"{where}: column {column!r} holds {half!r}, half of a character (a lone "
-                    "surrogate), which is no text; write the whole character, or remove it"
-                )
-        prompt = row[self.prompt_column]
-        if isinstance(prompt, str) and prompt:
-            return
-        if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
-            return
-        raise DataError(
-            f"{where}: {self.prompt_column!r} must be a non-empty string or a list of "
-            f'{{"role": ..., "content": ...}} messages, got {prompt!r:.80}'
-        )
-
-    def _tokenize(self, where: str, prompt: str | list[Message]) -> list[int]:
+    def _tokenize(self, index: int, prompt: str | list[Message]) -> list[int]:
         assert self._tokenizer is not None
-        if isinstance(prompt, str):
-            token_ids = self._tokenizer(prompt, add_special_tokens=True)["input_ids"]
-        elif self._tokenizer.chat_template is None:
-            raise DataError(
-                f"{where}: the prompt is a chat, but the tokenizer has no chat template; use plain "
-                "text prompts, or set tokenizer.chat_template and save the tokenizer"
-            )
-        else:
-            text = self._tokenizer.apply_chat_template(
-                prompt, tokenize=False, add_generation_prompt=True, **self._chat_options
-            )
-            token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        text, is_chat = self._text(index, prompt)
+        token_ids = self._tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
         if not token_ids:
-            raise DataError(f"{where}: the prompt {prompt!r:.80} has no tokens")
+            raise DataError(f"{self._where(index)}: the prompt {prompt!r:.80} has no tokens")
         return list(token_ids)
 
+    def _text(self, index: int, prompt: str | list[Message]) -> tuple[str, bool]:
+        """What is tokenised, and whether it is a chat's, which has all special tokens in it."""
+        assert self._tokenizer is not None
+        if isinstance(prompt, str):
+            return prompt, False
+        if self._tokenizer.chat_template is None:
+            raise DataError(
+                f"{self._where(index)}: the prompt is a chat, but the tokenizer has no chat "
+                "template; use plain text prompts, or set tokenizer.chat_template and save the "
+                "tokenizer"
+            )
+        text = self._tokenizer.apply_chat_template(
+            prompt, tokenize=False, add_generation_prompt=True, **self._chat_options
+        )
+        return text, True
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and "role" in message and "content" in message
+    def _where(self, index: int) -> str:
+        return self._loaded().where(index)
 
 
-def _lone_surrogate(value: Any) -> str | None:
-    """The first in a string, or in those of a list or mapping; None if there is none."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            return value[error.start]
-    elif isinstance(value, Mapping):
-        return _lone_surrogate([*value.keys(), *value.values()])
-    elif isinstance(value, list | tuple):
-        return next((half for item in value if (half := _lone_surrogate(item)) is not None), None)
-    return None
-
-
-def _digest(rows: Iterable[Row]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for row in rows:
-        text = json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__)
-        digest.update(text.encode())
-    return digest.hexdigest()
+def _key_of(tokenizer: Any, chat_options: Mapping[str, Any]) -> str | None:
+    """Tells what prompts become tokens by; None of a tokenizer that does not say all of itself."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    variables = getattr(tokenizer.apply_chat_template, "keywords", {})
+    told = [backend.to_str(), tokenizer.chat_template, variables, chat_options]
+    return hashlib.blake2b(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 class Prompts(Protocol):

@@ -1,6 +1,6 @@
 """Sources of prompts: files, folders of data sets, Python or reasoning-gym; rows to imitate."""
 
-import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from os import PathLike
@@ -11,7 +11,9 @@ from jsonargparse.typing import register_type
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.hub import is_dataset, load_files, load_rows
 from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.tables import DatasetTable, JSONLTable, Table
 from lightning_rl.errors import ConfigError, DataError, kind_of_path
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row
 from lightning_rl.run import dist
@@ -39,85 +41,94 @@ def _existing_file(path: str | Path, what: str) -> Path:
     return found
 
 
+class TablePrompts(PromptDataset):
+    """Rows that stay on the disk: what to implement is ``table``."""
+
+    @abstractmethod
+    def table(self) -> Table:
+        """The rows, by number."""
+
+    def read(self) -> Iterable[tuple[str, Any]]:
+        table = self.table()
+        return ((table.where(index), row) for index, row in enumerate(table))
+
+
 @configurable
-class _FilePrompts(PromptDataset):
+class JSONLPrompts(TablePrompts):
+    """One JSON object per line of the file ``path``; blank lines are skipped.
+
+    Lines are read when they are drawn, as they are: values of one column may be of several kinds.
+    """
+
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(**options)
         self.path = path
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.path!r})"
+        return f"JSONLPrompts({self.path!r})"
 
-
-class JSONLPrompts(_FilePrompts):
-    """One JSON object per line of the file ``path``; blank lines are skipped."""
-
-    def read(self) -> Iterable[tuple[str, Any]]:
-        with _existing_file(self.path, "prompt file").open("rb") as lines:
-            for number, raw in enumerate(lines, start=1):
-                where = f"{self.path}:{number}"
-                try:
-                    line = raw.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise DataError(f"{where}: expected UTF-8 text ({error})") from error
-                if not line.strip():
-                    continue
-                try:
-                    yield where, json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DataError(
-                        f"{where}: expected one JSON object per line, found {error.msg} at column "
-                        f"{error.colno}: {line.strip()!r:.80}"
-                    ) from error
-
-
-class ParquetPrompts(_FilePrompts):
-    """The rows of a Parquet file or of a directory of them."""
-
-    def read(self) -> Iterable[tuple[str, Any]]:
-        import pyarrow.lib
-        import pyarrow.parquet
-
-        try:
-            table = pyarrow.parquet.read_table(_existing(self.path, "prompt file"))
-        except pyarrow.lib.ArrowException as error:
-            raise DataError(f"{self.path}: not a Parquet file ({error})") from error
-        for number, row in enumerate(table.to_pylist()):
-            yield f"{self.path}: row {number}", row
+    def table(self) -> Table:
+        _existing_file(self.path, "prompt file")
+        return JSONLTable(self.path)
 
 
 @configurable
-class HFDatasetPrompts(PromptDataset):
-    """A 🤗 ``datasets`` folder, as ``Dataset.save_to_disk`` writes it.
+class ParquetPrompts(TablePrompts):
+    """The rows of a Parquet file or of a directory of them; 🤗 ``datasets`` keeps them as Arrow."""
 
-    Args:
-        path: the folder.
-        split: which split of a ``DatasetDict``; None for a plain ``Dataset``.
-    """
-
-    def __init__(self, path: str, split: str | None = None, **options: Any) -> None:
+    def __init__(self, path: str, **options: Any) -> None:
         super().__init__(**options)
         self.path = path
-        self.split = split
 
     def __repr__(self) -> str:
-        return f"HFDatasetPrompts({self.path!r}, split={self.split!r})"
+        return f"ParquetPrompts({self.path!r})"
 
-    def read(self) -> Iterable[tuple[str, Any]]:
-        import datasets
+    def table(self) -> Table:
+        found = _existing(self.path, "prompt file")
+        files = sorted(map(str, found.rglob("*.parquet"))) if found.is_dir() else [str(found)]
+        if not files:
+            raise DataError(f"{self.path}: there is no .parquet file in it; correct path")
+        return DatasetTable(load_files(self.path, files, "parquet"), self.path)
 
-        try:
-            dataset = datasets.load_from_disk(str(_existing(self.path, "dataset folder")))
-        except FileNotFoundError as error:
-            raise DataError(f"{self.path}: not a folder that save_to_disk wrote") from error
-        if isinstance(dataset, datasets.DatasetDict):
-            if self.split not in dataset:
-                raise DataError(
-                    f"{self.path}: split={self.split!r} is not one of {sorted(dataset)}; set split"
-                )
-            dataset = dataset[self.split]
-        for number, row in enumerate(dataset):
-            yield f"{self.path}: row {number}", row
+
+@configurable
+class HFDatasetPrompts(TablePrompts):
+    """A dataset of the 🤗 hub, or files on the disk, through ``datasets.load_dataset``.
+
+    Rows stay in its cache, as Arrow files that are mapped into memory. For what does not fit there,
+    see :class:`HFStreamingPrompts`.
+
+    Args:
+        path: the dataset's name on the hub (``openai/gsm8k``); a folder that
+            ``Dataset.save_to_disk`` wrote; another folder, or a file: Parquet, JSON lines, CSV or
+            Arrow.
+        name: of the dataset's configuration (its subset).
+        split: such as ``train`` or ``train[:90%]``; None: the only one.
+        revision: a branch, tag or commit of the hub; None: the newest.
+        options: of ``PromptDataset``.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        name: str | None = None,
+        split: str | None = None,
+        revision: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.path = path
+        self.name = name
+        self.split = split
+        self.revision = revision
+
+    def __repr__(self) -> str:
+        given = {"name": self.name, "split": self.split, "revision": self.revision}
+        told = [f"{key}={value!r}" for key, value in given.items() if value is not None]
+        return f"{type(self).__name__}({', '.join([repr(self.path), *told])})"
+
+    def table(self) -> Table:
+        return DatasetTable(load_rows(self.path, self.name, self.split, self.revision), self.path)
 
 
 @configurable
@@ -144,6 +155,11 @@ class IterablePrompts(PromptDataset):
     def __repr__(self) -> str:
         return f"IterablePrompts({getattr(self.rows, '__name__', type(self.rows).__name__)})"
 
+    def table(self) -> Table:
+        if is_dataset(self.rows):
+            return DatasetTable(self.rows, repr(self))
+        return super().table()
+
     def read(self) -> Iterable[tuple[str, Any]]:
         rows = self.rows(**self.arguments) if callable(self.rows) else self.rows
         for number, row in enumerate(rows):
@@ -161,8 +177,8 @@ class ReasoningGymPrompts(PromptDataset):
         task_seed: which questions. Question i is made from ``task_seed + i``, so held-out prompts
             need one that is at least ``size`` away; short tasks may repeat questions even then.
         config: the task's own options, e.g. ``{"min_terms": 2}``.
-        system: a system message; None: the question is the only message.
-        chat: render through the tokenizer's chat template; False: plain text.
+        chat: the question is the user's message of a chat; False: plain text.
+        options: of ``PromptDataset``.
     """
 
     def __init__(
@@ -171,28 +187,21 @@ class ReasoningGymPrompts(PromptDataset):
         size: int = 1000,
         task_seed: int = 0,
         config: dict[str, Any] | None = None,
-        system: str | None = None,
         chat: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(chat=chat, **options)
         self.task = task
         self.size = size
         self.task_seed = task_seed
         self.config = config or {}
-        self.system = system
-        self.chat = chat
 
     def __repr__(self) -> str:
         return f"ReasoningGymPrompts({self.task!r})"
 
     def read(self) -> Iterable[tuple[str, Any]]:
         for number, entry in enumerate(self._dataset()):
-            question: Any = entry["question"]
-            if self.chat:
-                system = [] if self.system is None else [{"role": "system", "content": self.system}]
-                question = [*system, {"role": "user", "content": question}]
-            row = {self.prompt_column: question, "entry": entry, "task": self.task}
+            row = {self.prompt_column: entry["question"], "entry": entry, "task": self.task}
             yield f"{self!r}: row {number}", row
 
     def _dataset(self) -> Iterable[dict[str, Any]]:
@@ -211,11 +220,11 @@ class ReasoningGymPrompts(PromptDataset):
 
 
 class PromptPath(str):
-    """A ``.jsonl`` or ``.parquet`` file of prompts, or a folder that ``save_to_disk`` wrote."""
+    """A file of prompts, or a folder of them."""
 
     def __new__(cls, path: str) -> "PromptPath":
         if Path(path).suffix not in _KINDS and not Path(path).is_dir():
-            raise ValueError(f"{path!r} is neither a .jsonl or .parquet file nor a folder")
+            raise ValueError(f"{path!r} is neither a folder nor a file ({', '.join(_KINDS)})")
         return super().__new__(cls, path)
 
 
@@ -238,8 +247,9 @@ else:
 def prompts_of(value: Any) -> Any:
     """The dataset that a path or rows in Python stand for; what is neither, as it is.
 
-    A path is a ``.jsonl`` or ``.parquet`` file, or a folder that ``Dataset.save_to_disk`` wrote.
-    Rows are a list, a 🤗 ``Dataset``, or a table of pandas, Polars or Arrow.
+    A path is a file (JSON lines, Parquet, CSV or Arrow), a folder of such files, or one that
+    ``Dataset.save_to_disk`` wrote. Rows are a list, a 🤗 ``Dataset``, or a table of pandas, Polars
+    or Arrow.
     """
     value = _rows_of_table(value)
     if isinstance(value, list | tuple) or (
@@ -255,8 +265,8 @@ def prompts_of(value: Any) -> Any:
         return (ParquetPrompts if any(path.glob("*.parquet")) else HFDatasetPrompts)(str(path))
     if path.exists() or isinstance(value, PathLike):
         raise DataError(
-            f"prompts {str(path)!r}: expected a .jsonl or .parquet file, or a folder of "
-            "Dataset.save_to_disk; read anything else into a list of rows"
+            f"prompts {str(path)!r}: expected a folder or a file ({', '.join(_KINDS)}); read "
+            "anything else into a list of rows"
         )
     return value
 
@@ -272,9 +282,10 @@ def _rows_of_table(value: Any) -> Any:
     return value.to_dict("records") if is_frame else value
 
 
-_KINDS: dict[str, type[JSONLPrompts | ParquetPrompts]] = {
+_KINDS: dict[str, type[JSONLPrompts | ParquetPrompts | HFDatasetPrompts]] = {
     ".jsonl": JSONLPrompts,
     ".parquet": ParquetPrompts,
+    **dict.fromkeys((".json", ".csv", ".tsv", ".arrow"), HFDatasetPrompts),
 }
 
 

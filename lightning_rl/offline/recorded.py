@@ -54,7 +54,7 @@ class RecordedGroups:
                 self._lap = lap
                 self._order = list(range(size))
                 if self._shuffle:
-                    self._order = permutation(size, self._seed, lap)
+                    self._order = permutation(size, self._seed, lap).tolist()
             group = self._groups[self._order[place]]
             # Ids may repeat in a file of several runs, and a group in a batch that spans two laps.
             rollouts += [replace(r, group_id=f"{self._drawn}/{r.group_id}") for r in group]

@@ -58,10 +58,9 @@ def derived_generator(seed: int, *places: int) -> torch.Generator:
     return torch.Generator().manual_seed(derived_seed(seed, *places))
 
 
-def permutation(count: int, seed: int, lap: int) -> list[int]:
-    """An order for one pass over ``count`` things, another for each pass."""
-    generator = derived_generator(seed, lap)
-    return torch.randperm(count, generator=generator).tolist()
+def permutation(count: int, seed: int, *places: int) -> torch.Tensor:
+    """An order of ``count`` things for one place of a run, such as its pass over them."""
+    return torch.randperm(count, generator=derived_generator(seed, *places))
 
 
 def gather_random_states() -> list[dict[str, Any]]:

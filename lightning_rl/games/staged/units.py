@@ -36,7 +36,7 @@ def rows_of(dataset: PromptDataset) -> list[Row]:
     Raises:
         DataError: if it holds none.
     """
-    rows: list[Row] = [dict(row) for _, row in dataset.read()]
+    rows: list[Row] = [dict(row) for row in dataset.shaped().unchecked()]
     if not rows:
         raise DataError(f"{dataset!r} holds no rows; expected at least one")
     return rows
@@ -62,7 +62,7 @@ def train_units(
     count = len(rows) if count is None else count
     first = iteration * count
     laps = range(first // len(rows), (first + count - 1) // len(rows) + 1)
-    order = [row for lap in laps for row in permutation(len(rows), seed, lap)]
+    order = [row for lap in laps for row in permutation(len(rows), seed, lap).tolist()]
     begin = first - laps.start * len(rows)
     return [
         Unit(draw, sample, row, rows[row])

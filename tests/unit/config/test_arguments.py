@@ -187,8 +187,8 @@ def test_what_yaml_cannot_say_is_refused_too():
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             call()
-    with pytest.raises(DataError, match=r"'x.csv': expected a .jsonl or .parquet file"):
-        data_module(train_prompts=Path("x.csv"))
+    with pytest.raises(DataError, match=r"'x.txt': expected a folder or a file \(\.jsonl, "):
+        data_module(train_prompts=Path("x.txt"))
     with pytest.raises(TypeError, match="too many positional"):
         GRPO(True, 1e-6, 3)
 

@@ -1,0 +1,201 @@
+"""Datasets of files and of the 🤗 hub, whole or as a stream."""
+
+import re
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_rl.data.hub_faults import explained, patiently
+from lightning_rl.errors import DataError
+
+_READERS = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".arrow": "arrow",
+}
+
+
+def is_dataset(value: Any) -> bool:
+    """Whether it is a 🤗 ``Dataset``; without an import, as none is made without one."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(value, datasets.Dataset)
+
+
+def load_files(path: str, files: list[str], reader: str) -> Any:
+    """The rows of files that a reader of ``datasets`` takes; ``path`` is what the user named.
+
+    Raises:
+        DataError: if they cannot be read.
+    """
+    return _loaded(_builder_of_files(path, files, reader), path, None, None)
+
+
+def load_rows(path: str, name: str | None, split: str | None, revision: str | None) -> Any:
+    """The ``Dataset`` of a folder, a file, or a name on the hub; see ``HFDatasetPrompts``.
+
+    Raises:
+        DataError: saying what there is not, or what the hub answers, and what to do.
+    """
+    import datasets
+
+    if any((Path(path) / file).exists() for file in ("state.json", "dataset_dict.json")):
+        _require_no_revision(path, revision)
+        return _split_of(datasets.load_from_disk(path), path, split)
+    return _loaded(_builder_of(path, name, revision), path, split, revision)
+
+
+def open_stream(path: str, name: str | None, split: str, revision: str | None) -> "Stream":
+    """The rows of a file, a folder or of the hub, one after the other.
+
+    Raises:
+        DataError: as :func:`load_rows`.
+    """
+    builder = _builder_of(path, name, revision)
+    try:
+        return Stream(builder.as_streaming_dataset(split), path, builder.hash)
+    except Exception as error:
+        raise explained(error, path, name, split, revision) from error
+
+
+class Stream:
+    """Rows that are read one after the other, from the first or where a state was taken.
+
+    ``version`` tells them from others: on the hub it is the commit.
+    """
+
+    def __init__(self, rows: Any, path: str, version: str) -> None:
+        self.version = version
+        self.state: Any = None
+        """Where the next block begins, as primitives; None: at the first row."""
+        self._rows = rows
+        self._path = path
+        self._iterator: Iterator[Any] = iter(rows)
+
+    def rows(self) -> Iterator[Any]:
+        """All that come, block by block."""
+        while block := self.block(1000):
+            yield from block
+
+    def block(self, count: int) -> list[Any]:
+        """The next ``count`` rows, or as many as there are.
+
+        Raises:
+            DataError: if they cannot be read.
+        """
+        try:
+            found = patiently(lambda: self._block(count))
+        except Exception as error:
+            raise explained(error, self._path) from error
+        if found:
+            self.state = self._rows.state_dict()
+        return found
+
+    def _block(self, count: int) -> list[Any]:
+        try:
+            return list(islice(self._iterator, count))
+        except Exception:
+            self.seek(self.state)  # nothing of it is taken, should it be asked for again
+            raise
+
+    def seek(self, state: Any) -> None:
+        """Go on where a state was taken."""
+        self.state = state
+        self._rows.load_state_dict(state)
+        self._iterator = iter(self._rows)
+
+
+def _loaded(builder: Any, path: str, split: str | None, revision: str | None) -> Any:
+    try:
+        patiently(builder.download_and_prepare)
+        found = builder.as_dataset()
+    except Exception as error:
+        raise explained(error, path, None, split, revision) from error
+    return _split_of(found, path, split)
+
+
+def _builder_of_files(path: str, files: list[str], reader: str, **options: Any) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset_builder(reader, data_files=files, **options)
+    except Exception as error:
+        raise explained(error, path) from error
+
+
+def _builder_of(path: str, name: str | None, revision: str | None) -> Any:
+    """What makes a dataset of a file or folder, or one of the hub."""
+    import datasets
+
+    place = Path(path)
+    if place.exists():
+        _require_no_revision(path, revision)
+        if place.is_file():
+            if place.suffix not in _READERS:
+                raise DataError(f"{path!r}: expected a file of one of {', '.join(_READERS)}")
+            options = {"sep": "\t"} if place.suffix == ".tsv" else {}
+            return _builder_of_files(path, [path], _READERS[place.suffix], **options)
+    elif place.suffix in _READERS or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
+        raise DataError(
+            f"dataset path={path!r} does not exist (working directory: {Path.cwd()}); correct path"
+        )
+    try:
+        builder = patiently(lambda: datasets.load_dataset_builder(path, name, revision=revision))
+    except Exception as error:
+        raise explained(error, path, name, None, revision) from error
+    if type(builder).__module__.endswith("packaged_modules.cache.cache"):
+        _require_commit(builder.hash, path, revision)
+    return builder
+
+
+def _require_no_revision(path: str, revision: str | None) -> None:
+    if revision is not None:
+        raise DataError(
+            f"{path!r} is on the disk, which has no revision={revision!r}; leave it out"
+        )
+
+
+def _require_commit(commit: str, path: str, revision: str | None) -> None:
+    """The hub was not reached, so it is the newest in the cache, whatever was asked for."""
+    from huggingface_hub import constants
+
+    wanted = revision
+    if revision is not None and not re.fullmatch("[0-9a-f]{40}", revision):
+        folder = f"datasets--{path.replace('/', '--')}"
+        ref = Path(constants.HF_HUB_CACHE, folder, "refs", revision)
+        wanted = ref.read_text("utf-8").strip() if ref.is_file() else "a commit that is not known"
+    if wanted not in (None, commit):
+        raise DataError(
+            f"{path!r}: the hub was not reached, and revision={revision!r} ({wanted}) is not what "
+            f"the cache holds (commit {commit}); load it once with the hub, or set "
+            f"revision={commit!r}"
+        )
+    rank_zero_warn(f"{path!r}: the hub was not reached; going on with commit {commit} of the cache")
+
+
+def _split_of(found: Any, path: str, split: str | None) -> Any:
+    """The rows of a split such as ``train[:90%]``; of the only one for None."""
+    import datasets
+
+    if isinstance(found, datasets.Dataset):  # saved without splits
+        if split is None:
+            return found
+        found = datasets.DatasetDict({"train": found})
+    if split is None and len(found) == 1:
+        return next(iter(found.values()))
+    sizes = {name: len(rows) for name, rows in found.items()}
+    try:
+        parts = datasets.ReadInstruction.from_spec(split or "").to_absolute(sizes)
+    except (ValueError, AssertionError) as error:
+        raise DataError(
+            f"{path}: split={split!r} is not one of {sorted(found)}, nor a slice of one such as "
+            f"{min(found)}[:90%]; set split"
+        ) from error
+    rows = [found[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    return rows[0] if len(rows) == 1 else datasets.concatenate_datasets(rows)

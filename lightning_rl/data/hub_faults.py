@@ -1,0 +1,171 @@
+"""What a hub or a file answered instead of a dataset: asked again, or said in one line."""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning_rl.errors import DataError
+
+T = TypeVar("T")
+_TRIES = 4
+_LONGEST_WAIT = 60.0
+"""Seconds before another try at most; who is asked to wait longer is told."""
+_BUSY = (408, 429, 500, 502, 503, 504)
+
+
+def patiently(ask: Callable[[], T]) -> T:
+    """Ask again, a few times, where the answer was not to be had; the clients do so only partly."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    for tried in range(1, _TRIES):
+        try:
+            return ask()
+        except Exception as error:
+            chain = list(_chain(error))
+            wait = _retry_after(chain) or 0.5 * 2**tried
+            if (
+                not (_status(chain) in _BUSY or _broken(chain))
+                or any(
+                    isinstance(one, LocalEntryNotFoundError) for one in chain
+                )  # it did ask again
+                or wait > _LONGEST_WAIT
+            ):
+                raise
+            time.sleep(wait)
+    return ask()
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _status(chain: list[BaseException]) -> int | None:
+    found = (getattr(getattr(one, "response", None), "status_code", None) for one in chain)
+    return next((status for status in found if status is not None), None)
+
+
+def _retry_after(chain: list[BaseException]) -> float | None:
+    for one in chain:
+        told = getattr(getattr(one, "response", None), "headers", {}).get("Retry-After", "")
+        if told.isdigit():
+            return float(told)
+    return None
+
+
+def _broken(chain: list[BaseException]) -> bool:
+    """Whether a connection failed; the clients use two generations of one library."""
+    return any(
+        isinstance(one, ConnectionError | TimeoutError)
+        or (type(one).__module__.startswith("httpx") and not hasattr(one, "response"))
+        for one in chain
+    )
+
+
+def explained(
+    error: Exception,
+    path: str,
+    name: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+) -> DataError:
+    """What went wrong, and what to do."""
+    from huggingface_hub import constants
+
+    chain = list(_chain(error))
+    text, status = "\n".join(map(str, chain)), _status(chain)
+    url = f"{constants.ENDPOINT}/datasets/{path}"
+    if "OfflineModeIsEnabled" in text:
+        return DataError(
+            f"{path!r} is not in the cache ({constants.HF_HOME}), and HF_HUB_OFFLINE is set; load "
+            "it once without HF_HUB_OFFLINE, or name a folder or file"
+        )
+    if "gated dataset" in text or status in (401, 403):
+        token = "the token in HF_TOKEN has no access" if _has_token() else "HF_TOKEN is not set"
+        return DataError(
+            f"{path!r} is gated, and {token}; accept its terms at {url}, and set HF_TOKEN to a "
+            "token of that account"
+        )
+    if "Revision" in text and "doesn't exist" in text:
+        return DataError(f"{path!r} has no revision={revision!r}; {_known_refs(path)}")
+    if "doesn't exist on the Hub" in text:
+        return DataError(
+            f"{path!r} is no dataset of the hub ({constants.ENDPOINT}), and no folder or file here "
+            f"({Path.cwd()}); {_nearest(path)}if it is private, set HF_TOKEN"
+        )
+    if found := re.search(r"BuilderConfig .* not found\. Available: (\[.*\])", text):
+        return DataError(f"{path}: name={name!r} is not one of {found[1]}; set name")
+    if found := re.search(r"available configs: (\[.*\])", text):
+        return DataError(f"{path}: name={name!r} is not one of {found[1]}; set name")
+    if found := re.search(r"Bad split: .*\. Available splits: (\[.*\])", text):
+        return DataError(f"{path}: split={split!r} is not one of {found[1]}; set split")
+    if status == 429:
+        wait = _retry_after(chain)
+        when = "later" if wait is None else f"in {wait:.0f} s"
+        more = "" if _has_token() else ", or set HF_TOKEN: who is known may ask more often"
+        return DataError(
+            f"{path!r}: the hub ({constants.ENDPOINT}) is asked too often (status 429), also after "
+            f"{_TRIES} tries; try again {when}{more}"
+        )
+    if status in _BUSY or _broken(chain):
+        what = f"answers with status {status}" if status else f"breaks off: {_first_line(error)}"
+        return DataError(
+            f"{path!r}: the hub ({constants.ENDPOINT}) {what}, also after {_TRIES} tries; check "
+            "the network and HF_ENDPOINT, and start again: what was downloaded is kept"
+        )
+    if Path(path).is_dir() and "data file" in text:
+        return DataError(
+            f"{path}: not a folder that save_to_disk wrote, nor one of Parquet, JSON lines, CSV or "
+            "Arrow files; correct path"
+        )
+    return DataError(f"{path}: cannot be read: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    """Of what it was caused by."""
+    while error.__cause__ is not None and str(error.__cause__):
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def _has_token() -> bool:
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def _nearest(path: str) -> str:
+    """Names that the hub has, to look like this one; empty if it tells none."""
+    names = _asked(lambda api: [one.id for one in api.list_datasets(search=_stem(path), limit=50)])
+    near = get_close_matches(path, names or [], n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+
+
+def _stem(path: str) -> str:
+    """What is searched for: the hub looks for it anywhere in a name."""
+    last = path.rpartition("/")[2]
+    return last[: max(3, 2 * len(last) // 3)]
+
+
+def _known_refs(path: str) -> str:
+    def names(api: Any) -> list[str]:
+        refs = api.list_repo_refs(path, repo_type="dataset")
+        return [ref.name for ref in (*refs.branches, *refs.tags)]
+
+    known = _asked(names)
+    return f"there are {', '.join(known)}" if known else "name a branch, tag or commit that it has"
+
+
+def _asked(question: Callable[[Any], T]) -> T | None:
+    """The hub's answer to what only makes a message better; None if there is none."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return question(HfApi())
+    except (HfHubHTTPError, OSError, ValueError):
+        return None

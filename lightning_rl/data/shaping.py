@@ -1,0 +1,269 @@
+"""How rows of the data become rows with a prompt, and what they must be then."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from jinja2 import StrictUndefined, TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from lightning_rl.data.tables import Table
+from lightning_rl.errors import ConfigError, DataError
+
+Row = dict[str, Any]
+Where = Callable[[], str]
+"""Tells the place of a row, for an error message."""
+KEPT_FROM = 10_000
+"""Rows from which on it is kept beside the data what they are found to be; fewer are soon read."""
+_JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+
+
+class Shaping:
+    """Makes rows of prompts: ``map``, then ``columns``, ``template`` and ``system``, in this order.
+
+    The arguments are those of ``PromptDataset``.
+
+    Raises:
+        ConfigError: for a template that cannot be read, or that names no column.
+    """
+
+    def __init__(
+        self,
+        prompt_column: str,
+        id_column: str | None,
+        columns: Mapping[str, str] | None,
+        template: str | None,
+        system: str | None,
+        chat: bool,
+        map: Callable[[Row], Row] | None,
+    ) -> None:
+        self.prompt_column = prompt_column
+        self.id_column = id_column
+        self.columns = dict(columns or {})
+        self.system = system
+        self.chat = chat or system is not None
+        self.map = map
+        self._template = None if template is None else _JINJA.from_string(_sound(template))
+        self.told = [prompt_column, id_column, self.columns, template, system, chat]
+        """What the rows are shaped by, but for code; primitives."""
+
+    def __call__(self, where: Where, row: Any) -> Any:
+        """The row as prompts have it; what is no mapping, or lacks a prompt, is left for ``check``.
+
+        Raises:
+            DataError: if it lacks a column, or ``map`` or the template fails on it.
+        """
+        if self.map is not None:
+            row = self._mapped(where, row)
+        if not isinstance(row, Mapping):
+            return row
+        shaped = dict(row)
+        taken = {name: self._column(where, row, name, old) for name, old in self.columns.items()}
+        for old in self.columns.values():
+            shaped.pop(old, None)
+        shaped |= taken
+        if self._template is not None:
+            shaped[self.prompt_column] = self._filled(where, shaped)
+        prompt = shaped.get(self.prompt_column)
+        if self.chat and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if self.system is not None and isinstance(prompt, list):
+            prompt = [{"role": "system", "content": self.system}, *prompt]
+        if prompt is not None:
+            shaped[self.prompt_column] = prompt
+        return shaped
+
+    def _mapped(self, where: Where, row: Any) -> Any:
+        assert self.map is not None
+        try:
+            return self.map(dict(row))  # a copy: it may change what it is given
+        except Exception as error:
+            name = getattr(self.map, "__name__", self.map)
+            raise DataError(
+                f"{where()}: map={name} fails on {row!r:.80}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _column(self, where: Where, row: Mapping[str, Any], name: str, old: str) -> Any:
+        if old not in row:
+            raise DataError(
+                f"{where()}: no column {old!r} among {sorted(row)}; correct columns.{name}"
+            )
+        return row[old]
+
+    def _filled(self, where: Where, row: Row) -> str:
+        assert self._template is not None
+        try:
+            return self._template.render(row)
+        except Exception as error:  # whatever the values make of it
+            raise DataError(
+                f"{where()}: template: {error}; the columns are {sorted(row)}"
+            ) from error
+
+    def check(self, where: Where, row: Any) -> None:
+        """Refuse what is no row with a prompt.
+
+        Raises:
+            DataError: naming the place and what was expected there.
+        """
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{where()}: expected an object with a {self.prompt_column!r}, got {row!r:.80}"
+            )
+        if self.prompt_column not in row:
+            raise DataError(
+                f"{where()}: no column {self.prompt_column!r} among {sorted(row)}; set "
+                "prompt_column, columns or template"
+            )
+        if self.id_column is not None and self.id_column not in row:
+            raise DataError(
+                f"{where()}: no column {self.id_column!r} among {sorted(row)}; set id_column"
+            )
+        for column, value in row.items():
+            if (half := _lone_surrogate(value)) is not None:
+                raise DataError(
+                    f"{where()}: column {column!r} holds {half!r}, half of a character (a lone "
+                    "surrogate), which is no text; write the whole character, or remove it"
+                )
+        prompt = row[self.prompt_column]
+        if isinstance(prompt, str) and prompt:
+            return
+        if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
+            return
+        raise DataError(
+            f"{where()}: {self.prompt_column!r} must be a non-empty string or a list of "
+            f'{{"role": ..., "content": ...}} messages, got {prompt!r:.80}'
+        )
+
+
+class ShapedRows:
+    """The rows of a table that ``filter`` keeps, shaped whenever they are asked for.
+
+    Args:
+        table: the rows of the data.
+        shaping: makes rows of prompts of them.
+        filter: tells of a row of the data whether it is kept; it is called now.
+
+    Raises:
+        DataError: if ``filter`` fails on a row.
+    """
+
+    def __init__(
+        self, table: Table, shaping: Shaping, filter: Callable[[Row], bool] | None
+    ) -> None:
+        self._table = table
+        self._shaping = shaping
+        self._places: np.ndarray | range = range(len(table))
+        self._runs_code = filter is not None or shaping.map is not None
+        if filter is not None:
+            self._places = np.fromiter(self._kept_by(filter), dtype=np.int64)
+
+    def _kept_by(self, filter: Callable[[Row], bool]) -> Iterator[int]:
+        for place, row in enumerate(self._table):
+            try:
+                kept = filter(row)
+            except Exception as error:
+                name = getattr(filter, "__name__", filter)
+                raise DataError(
+                    f"{self._table.where(place)}: filter={name} fails on {row!r:.80}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            if kept:
+                yield place
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Row:
+        """A row, checked."""
+        place = self.place(index)
+        return self._checked(place, self._table[place])
+
+    def __iter__(self) -> Iterator[Row]:
+        """All rows, checked."""
+        return (self._checked(place, row) for place, row in self._in_order())
+
+    def unchecked(self) -> Iterator[Any]:
+        """All rows, with a prompt or without."""
+        for place, row in self._in_order():
+            yield self._shaping(partial(self._table.where, place), row)
+
+    def _checked(self, place: int, row: Any) -> Row:
+        where = partial(self._table.where, place)
+        shaped = self._shaping(where, row)
+        self._shaping.check(where, shaped)
+        return shaped
+
+    def _in_order(self) -> Iterator[tuple[int, Any]]:
+        places = iter(self._places)
+        wanted = next(places, None)
+        for place, row in enumerate(self._table):  # in one go: row by row, tables are slower
+            if place == wanted:
+                yield place, row
+                wanted = next(places, None)
+
+    def place(self, index: int) -> int:
+        """The number of a row in the table."""
+        return int(self._places[index])
+
+    def where(self, index: int) -> str:
+        """The place of a row, for an error message."""
+        return self._table.where(self.place(index))
+
+    def kept(self, key: str, make: Callable[[], np.ndarray]) -> np.ndarray | None:
+        """What is found out about all rows, from the disk if it was once; None if it is not kept.
+
+        Of few rows it is not, nor where code shapes them, which may have changed since.
+        """
+        cache = self._table.cache()
+        if len(self) < KEPT_FROM or self._runs_code or cache is None:
+            return None
+        return cache.array([self._shaping.told, key], make)
+
+    def digest(self) -> str:
+        """Tells these rows from others; all of them are checked for it."""
+        kept = self.kept("digest", self._digest)
+        return (self._digest() if kept is None else kept).tobytes().hex()
+
+    def _digest(self) -> np.ndarray:
+        digest = hashlib.blake2b(digest_size=8)
+        for row in self:
+            text = json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__)
+            digest.update(text.encode())
+        return np.frombuffer(digest.digest(), dtype=np.uint8)
+
+
+def _sound(template: str) -> str:
+    try:
+        named = meta.find_undeclared_variables(_JINJA.parse(template))
+    except TemplateError as error:
+        raise ConfigError(
+            f"template={template!r:.80} cannot be read as Jinja: {error}; a column is written "
+            "{{ question }}"
+        ) from error
+    if not named:
+        raise ConfigError(
+            f"template={template!r:.80} names no column, so all prompts would be the same; write "
+            "one as {{ question }}"
+        )
+    return template
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and "role" in message and "content" in message
+
+
+def _lone_surrogate(value: Any) -> str | None:
+    """The first in a string, or in those of a list or mapping; None if there is none."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return value[error.start]
+    elif isinstance(value, Mapping):
+        return _lone_surrogate([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        return next((half for item in value if (half := _lone_surrogate(item)) is not None), None)
+    return None

@@ -1,0 +1,138 @@
+"""Prompts of a dataset that is read as it is used, and never whole."""
+
+from collections.abc import Iterable, Mapping
+from copy import copy
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.data.hub import Stream, open_stream
+from lightning_rl.data.prompts import PromptDataset
+from lightning_rl.data.shaping import ShapedRows
+from lightning_rl.data.tables import ListTable
+from lightning_rl.errors import DataError, require_at_least
+from lightning_rl.rollout import Prompt
+from lightning_rl.run.seeding import permutation
+
+
+@configurable
+class HFStreamingPrompts(PromptDataset):
+    """A dataset of the 🤗 hub, or a folder of files, of which one block of rows is held at a time.
+
+    Nothing is downloaded ahead or kept on the disk. With ``shuffle`` the rows of a block are drawn
+    in a random order; blocks follow each other as in the data. A checkpoint holds where the block
+    begins, so a run goes on with the very same prompts.
+
+    Args:
+        path: the dataset's name on the hub, or a folder or file.
+        name: of the dataset's configuration (its subset).
+        split: its name.
+        revision: a branch, tag or commit of the hub; None: the newest.
+        buffer_size: rows of a block.
+        options: of ``PromptDataset``.
+
+    Raises:
+        ConfigError: for values out of range.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        name: str | None = None,
+        split: str = "train",
+        revision: str | None = None,
+        buffer_size: int = 1000,
+        **options: Any,
+    ) -> None:
+        require_at_least(1, buffer_size=buffer_size)
+        super().__init__(**options)
+        self.path = path
+        self.name = name
+        self.split = split
+        self.revision = revision
+        self.buffer_size = buffer_size
+        self._stream: Stream | None = None
+        self._begin: Any = None  # the state of the stream before the block
+        self._before = 0  # rows of this pass that came before the block
+        self._read = 0  # and those of the block, before any is left out
+
+    def __repr__(self) -> str:
+        return f"HFStreamingPrompts({self.path!r}, split={self.split!r})"
+
+    def read(self) -> Iterable[tuple[str, Any]]:
+        rows = enumerate(open_stream(self.path, self.name, self.split, self.revision).rows())
+        return ((f"{self.path}: row {number}", row) for number, row in rows)
+
+    def load(
+        self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Open the stream, and read its first block."""
+        self._tokenizer = tokenizer
+        self._chat_options = dict(chat_options or {})
+        if self._stream is None:
+            self._open()
+
+    def _open(self) -> None:
+        self._stream = open_stream(self.path, self.name, self.split, self.revision)
+        self.fingerprint = f"{self!r} {self._stream.version}"
+        self._read_block(0)
+
+    def _read_block(self, before: int) -> None:
+        assert self._stream is not None
+        self._begin = self._stream.state
+        found = self._stream.block(self.buffer_size)
+        rows = ((f"{self.path}: row {n}", row) for n, row in enumerate(found, before))
+        self._before, self._read, self._cursor = before, len(found), 0
+        self._rows = ShapedRows(ListTable(rows), self._shaping, self.filter)
+        self._order = self._permutation(self._epoch)
+
+    def _permutation(self, epoch: int) -> Any:
+        if not self.shuffle:
+            return range(len(self))
+        return permutation(len(self), self.seed, epoch, self._before).numpy()
+
+    def _number(self, index: int) -> int:
+        return self._before + self._loaded().place(index)
+
+    def _next_index(self) -> int:
+        first = self._epoch
+        while self._cursor == len(self._order):
+            if self._read:
+                self._read_block(self._before + self._read)
+            elif self._epoch <= first + 1:
+                self._epoch += 1
+                self._stream_from(None, 0)
+            else:
+                raise DataError(f"{self!r} holds no rows, or filter keeps none of them")
+        self._cursor += 1
+        return int(self._order[self._cursor - 1])
+
+    def _stream_from(self, state: Any, before: int) -> None:
+        assert self._stream is not None
+        self._stream.seek(state)
+        self._read_block(before)
+
+    def first(self, count: int | None = None) -> list[Prompt]:
+        """The first ``count`` rows (all for None) that are short enough, from a fresh stream."""
+        fresh = copy(self)
+        fresh.shuffle, fresh._epoch = False, 0
+        fresh._open()
+        prompts: list[Prompt] = []
+        while count is None or len(prompts) < count:
+            index = fresh._next_index()
+            if fresh._epoch:
+                break
+            prompt = fresh._fitting(index)
+            if prompt is not None:
+                prompts.append(prompt)
+        return prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"stream": self._begin, "before": self._before}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loaded()
+        self._epoch = state["epoch"]
+        self._stream_from(state.get("stream"), state.get("before", 0))
+        super().load_state_dict(state)

@@ -1,0 +1,196 @@
+"""Tables of rows: in memory, or left on the disk and read row by row."""
+
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from filelock import FileLock
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_rl.errors import DataError
+
+
+class Table(Protocol):
+    """Rows by number, as the data has them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def where(self, index: int, /) -> str:
+        """The place of a row, for an error message."""
+        ...
+
+    def cache(self) -> "Cache | None":
+        """Where what is found out about the rows may be kept; None: nowhere."""
+        ...
+
+
+class ListTable:
+    """Rows in memory, each with its place."""
+
+    def __init__(self, rows: Iterable[tuple[str, Any]]) -> None:
+        self._rows = list(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index][1]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (row for _, row in self._rows)
+
+    def where(self, index: int) -> str:
+        return self._rows[index][0]
+
+    def cache(self) -> "Cache | None":
+        return None
+
+
+class JSONLTable:
+    """The lines of a file, one JSON object each, read when they are asked for.
+
+    In memory is only where each line begins. A file that was changed since is refused.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._starts = array("q")
+        with open(path, "rb") as file:
+            self._stamp = _stamp(file.fileno())
+            place = 0
+            for line in file:
+                # Blank as text is: some blank characters are no ASCII.
+                if line.decode("utf-8", "replace").strip():
+                    self._starts.append(place)
+                place += len(line)
+        self._file = open(path, "rb")  # noqa: SIM115 - rows are read as long as the table lives
+
+    def __reduce__(self) -> tuple[Any, ...]:  # an open file cannot be sent to another process
+        return JSONLTable, (os.path.abspath(self._path),)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Any:
+        if _stamp(self._file.fileno()) != self._stamp:
+            raise DataError(
+                f"{self._path} was changed while a run reads it; start again with the file as it "
+                "is, and write a new file beside it next time"
+            )
+        start = self._starts[index]
+        stop = self._starts[index + 1] if index + 1 < len(self) else self._stamp[0]
+        # Not by a seek: processes that were forked share the file's place.
+        return self._parsed(index, os.pread(self._file.fileno(), stop - start, start))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def where(self, index: int) -> str:
+        before = os.pread(self._file.fileno(), self._starts[index], 0)
+        return f"{self._path}:{before.count(10) + 1}"
+
+    def cache(self) -> "Cache | None":
+        path = Path(self._path)
+        return Cache(path.parent, path.name, self._stamp)
+
+    def _parsed(self, index: int, raw: bytes) -> Any:
+        try:
+            line = raw.partition(b"\n")[0].decode("utf-8")
+            return json.loads(line)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.where(index)}: expected UTF-8 text ({error})") from error
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{self.where(index)}: expected one JSON object per line, found {error.msg} at "
+                f"column {error.colno}: {line.strip()!r:.80}"
+            ) from error
+
+
+class DatasetTable:
+    """A 🤗 ``Dataset``, whose Arrow files are mapped into memory."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self._dataset = dataset
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._dataset)
+
+    def where(self, index: int) -> str:
+        return f"{self._name}: row {index}"
+
+    def cache(self) -> "Cache | None":
+        files = [Path(file["filename"]) for file in self._dataset.cache_files]
+        if not files:
+            return None
+        stamps = [[path.name, *_stamp(path)] for path in files]
+        return Cache(files[0].parent, files[0].stem, (self._dataset._fingerprint, *stamps))
+
+
+def _stamp(file: int | Path) -> tuple[int, int]:
+    """Tells a file from what it is after a change: its size, and when it was written."""
+    told = os.stat(file)
+    return told.st_size, told.st_mtime_ns
+
+
+class Cache:
+    """Numbers about the rows of a table, in files beside it that are made once.
+
+    Args:
+        folder: that of the data.
+        name: of the data in it.
+        stamp: primitives that tell these rows from others.
+    """
+
+    def __init__(self, folder: Path, name: str, stamp: Any) -> None:
+        self._place = folder / ".cache" / "lightning_rl" / name
+        self._stamp = stamp
+
+    def array(self, key: Any, make: Any) -> np.ndarray:
+        """What ``make`` returned when it was first asked for with a key, mapped into memory.
+
+        Of several processes one makes it, and the others wait.
+        """
+        digest = blake2b(json.dumps([self._stamp, key]).encode(), digest_size=8).hexdigest()
+        path = self._place.with_name(f"{self._place.name}-{digest}.npy")
+        if not path.exists():
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock = FileLock(f"{path}.lock")
+                lock.acquire()
+            except OSError as error:
+                rank_zero_warn(
+                    f"{path.parent} cannot be written ({error.strerror}), so what is found out "
+                    "about the rows is found out anew by each load; make it writable"
+                )
+                return make()
+            try:
+                if not path.exists():
+                    self._write(path, make())
+            finally:
+                lock.release()
+        return np.load(path, mmap_mode="r")
+
+    @staticmethod
+    def _write(path: Path, made: np.ndarray) -> None:
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            np.save(file, made)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
