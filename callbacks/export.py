@@ -14,14 +14,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.early_stopping import Monitor, Ranked, ranked, require_mode
 from lightning_rl.callbacks.evaluate import Evaluate
+from lightning_rl.callbacks.hub import HubModel
 from lightning_rl.callbacks.model_card import ModelCard
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError, DiskError, require_at_least
+from lightning_rl.errors import ConfigError, DiskError, HubError, require_at_least
 from lightning_rl.learn.base import LanguageModule, RecordingModule
 from lightning_rl.models.export import ModelExport
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.run.folders import before_of, link_to, replace_folder
-from lightning_rl.run.hooks import find_callbacks
+from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.rundir import output_path, refused
 
 STATE = "export.json"
@@ -48,12 +49,18 @@ class HFExport(RLCallback):
             too, and the link ``best`` points to it.
         mode: ``max`` or ``min``, which values of ``monitor`` are good.
         merge_adapters: write a LoRA merged into its model; false: its adapters alone, as peft does.
+        push_to_hub: ``owner/model``, a repository to which each export is pushed as one commit, in
+            the background, with the token of ``HF_TOKEN`` or ``hf auth login``. A push that fails
+            on the way is a warning, as the next brings its model; the last one ends the run with
+            an error.
+        private: whether a repository that is made for it is private.
 
     Raises:
         ConfigError: for values out of range, a ``monitor`` that nobody records, or a LoRA that
             cannot be written without its model.
         NonFiniteWeightsError: if the weights are NaN or infinite; what was there stays.
         DiskError: if an export cannot be written; what was there stays.
+        HubError: if the last export cannot be pushed; it is whole on the disk.
     """
 
     language_only = True
@@ -66,6 +73,8 @@ class HFExport(RLCallback):
         monitor: str | None = None,
         mode: str = "max",
         merge_adapters: bool = False,
+        push_to_hub: str | None = None,
+        private: bool = True,
     ) -> None:
         require_at_least(0, every_n_iterations=every_n_iterations)
         require_at_least(1, keep_last=keep_last)
@@ -76,9 +85,12 @@ class HFExport(RLCallback):
         self.monitor = monitor
         self.mode = mode
         self.merge_adapters = merge_adapters
+        self.push_to_hub = push_to_hub
+        self.private = private
         self.saved: list[str] = []
         """Names of this run's exports on the way, oldest first."""
         self.best: Ranked = []
+        self._hub = None if push_to_hub is None else HubModel(push_to_hub, private)
         self._monitor = None if monitor is None else Monitor(monitor, type(self).__name__)
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -97,6 +109,8 @@ class HFExport(RLCallback):
         for policy in self._module(pl_module).loaded_policies.values():
             if policy.lora is not None and not self.merge_adapters:
                 policy.lora.require_adapters_hold_all()  # now, not when training is over
+        if self._hub is not None and trainer.is_global_zero and not is_fast_dev_run(trainer):
+            self._hub.open()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -126,7 +140,7 @@ class HFExport(RLCallback):
     ) -> None:
         try:
             self._finish()
-        except DiskError as error:  # what stopped the run comes first
+        except (DiskError, HubError) as error:  # what stopped the run comes first
             rank_zero_warn(str(error))
 
     def target(self, trainer: Trainer) -> Path:
@@ -156,9 +170,13 @@ class HFExport(RLCallback):
         iteration = module.iteration if counts else trainer.global_step
         state = {"iteration": iteration, "metrics": card.metrics}
         text = json.dumps(state, indent=1) + "\n"
-        tidy = partial(self._tidy, self.exports(trainer), target)
+        write = partial(_write, exports, card, text, target)
+        push = None
+        if self._hub is not None and not is_fast_dev_run(trainer):
+            push = partial(self._hub.push, target, f"Iteration {iteration}")
         self._writer = self._writer or ThreadPoolExecutor(1, "HFExport")
-        self._writing = self._writer.submit(_write, exports, card, text, target, tidy)
+        tidy = partial(self._tidy, self.exports(trainer), target)
+        self._writing = self._writer.submit(_work, write, push, tidy, on_the_way=copied)
 
     def _wait(self) -> None:
         """Wait for what is being written; raises what went wrong with it."""
@@ -202,12 +220,29 @@ class HFExport(RLCallback):
         return pl_module
 
 
+def _work(
+    write: Callable[[], None],
+    push: Callable[[], None] | None,
+    tidy: Callable[[], None],
+    on_the_way: bool,
+) -> None:
+    """In the background: write an export, push it, and delete those that are not kept."""
+    write()
+    try:
+        if push is not None:
+            push()
+    except HubError as error:
+        if not on_the_way:
+            raise
+        rank_zero_warn(str(error))
+    tidy()
+
+
 def _write(
     exports: dict[str, ModelExport],
     card: ModelCard,
     state: str,
     target: Path,
-    tidy: Callable[[], None],
 ) -> None:
     """Write all policies beside their place, and put them there when all is on the disk."""
     try:
@@ -216,7 +251,6 @@ def _write(
                 export.write(place / name)
                 card.write(place / name)
             (place / STATE).write_text(state)
-        tidy()
     except OSError as error:
         raise refused(target, error) from error
 
