@@ -25,6 +25,7 @@ from lightning_rl.callbacks.evaluate import (
 )
 from lightning_rl.callbacks.export import (
     HFExport as HFExport,
+    latest_hf_checkpoint as latest_hf_checkpoint,
 )
 from lightning_rl.callbacks.guards import (
     BatchGuard as BatchGuard,

@@ -1,7 +1,6 @@
 """IterationCheckpoint: a run can resume from where it was, whatever stopped it."""
 
 import math
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tensordict import TensorDict
 from torch.optim import Optimizer
 
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.callbacks.early_stopping import Monitor
+from lightning_rl.callbacks.early_stopping import Monitor, Ranked, ranked, require_mode
 from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import (
@@ -40,6 +39,7 @@ from lightning_rl.run.checkpoint_io import (
     checkpoints_in,
     newest_good,
 )
+from lightning_rl.run.folders import link_to
 from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.interrupts import Interrupts, seconds_of
 from lightning_rl.run.loop import is_waiting, replace_loop_if_blocked
@@ -102,8 +102,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     ) -> None:
         require_at_least(0, every_n_iterations=every_n_iterations)
         require_at_least(1, keep_last=keep_last, keep_best=keep_best)
-        if mode not in ("max", "min"):
-            raise ConfigError(f"mode={mode!r} must be 'max' or 'min'")
+        require_mode(mode)
         # Never by Lightning's own triggers; it is a ModelCheckpoint so that "last" and "best" work.
         super().__init__(dirpath, monitor=monitor, mode=mode, every_n_epochs=0)
         self.every_n_iterations = every_n_iterations
@@ -112,7 +111,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self.asynchronous = asynchronous
         self.saved: list[str] = []
         """Names of this run's files, oldest first."""
-        self.best: list[tuple[float, str]] = []
+        self.best: Ranked = []
         """Values of ``monitor`` with their files, best first."""
         self._monitor = None if monitor is None else Monitor(monitor, type(self).__name__)
         self._given = None if dirpath is None else Path(str(self.dirpath))
@@ -299,14 +298,9 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
     def _rank(self, module: RecordingModule) -> bool:
         """Remember this iteration if it is among the best so far; return whether it is."""
         value = None if self.monitor is None else module.recorded.get(self.monitor)
-        if value is None or not math.isfinite(value):
-            return False
-        entry = (value, f"iteration_{module.iteration}.ckpt")
-        others = [old for old in self.best if old[1] != entry[1]]
-        sign = -1 if self.mode == "max" else 1
-        # The earlier of equals stays.
-        self.best = sorted([*others, entry], key=lambda old: sign * old[0])[: self.keep_best]
-        return entry in self.best
+        name = f"iteration_{module.iteration}.ckpt"
+        self.best = ranked(self.best, value, name, self.keep_best, self.mode)
+        return (value, name) in self.best
 
     def _tidy(self, trainer: Trainer) -> None:
         """Delete files that are neither among the last nor the best; update the links."""
@@ -323,7 +317,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
                     remove_checkpoint(self._directory / name)
             for link, names in (("last.ckpt", there[-1:]), ("best.ckpt", best[:1])):
                 for name in names:
-                    _link(self._directory / link, name)
+                    link_to(self._directory / link, name)
         self.saved = [name for name in self.saved if name in kept or name not in there]
 
     def _announce(self, trainer: Trainer, there: list[str]) -> None:
@@ -429,11 +423,3 @@ def _set_aside(path: Path) -> None:
     if path.exists():
         number = sum(1 for _ in path.parent.glob(f"{path.stem}_before_*{path.suffix}")) + 1
         path.rename(path.with_name(f"{path.stem}_before_{number}{path.suffix}"))
-
-
-def _link(link: Path, target: str) -> None:
-    """Point ``link`` to a file beside it, at no time to nothing."""
-    partial = link.with_name(f"{link.name}.partial")
-    partial.unlink(missing_ok=True)
-    os.symlink(target, partial)
-    partial.replace(link)

@@ -1,43 +1,277 @@
 """HFExport: the policy as a directory that the rest of the world loads."""
 
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.callbacks.early_stopping import Monitor, Ranked, ranked, require_mode
+from lightning_rl.callbacks.evaluate import Evaluate
+from lightning_rl.callbacks.hub import HubModel
+from lightning_rl.callbacks.model_card import ModelCard
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError
-from lightning_rl.learn.base import LanguageModule
+from lightning_rl.errors import ConfigError, DiskError, HubError, require_at_least
+from lightning_rl.learn.base import LanguageModule, RecordingModule
+from lightning_rl.models.export import ModelExport
 from lightning_rl.models.soundness import require_finite_weights
-from lightning_rl.run.rundir import output_path
+from lightning_rl.run.folders import before_of, link_to, replace_folder
+from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
+from lightning_rl.run.rundir import output_path, refused
+
+STATE = "export.json"
+"""In each export: of which iteration it is (else optimizer step), with its metrics."""
 
 
 @configurable
 class HFExport(RLCallback):
     """Writes the trained model for ``AutoModelForCausalLM.from_pretrained`` and vLLM's server.
 
+    At the end of training to ``directory``; on the way, every N iterations and where ``monitor`` is
+    best so far, to ``iteration_<n>`` in ``<directory>_exports``, in the background, from a copy of
+    the weights in host memory. Whatever ends the run waits for it. An export is whole or not there,
+    also when the run is killed: :func:`latest_hf_checkpoint` finds the newest. Beside the weights
+    lie a model card (``README.md``) with the run's figures, ``curves.png`` and ``config.yaml``.
+
     Of several policies each has a folder of its name.
 
     Args:
         directory: where to, except of a fast dev run; None: ``hf`` in the run directory.
+        every_n_iterations: how often to export on the way; 0: only at the end.
+        keep_last: how many of these to keep.
+        monitor: a metric such as ``eval/accuracy``; when it is best so far the policy is exported
+            too, and the link ``best`` points to it.
+        mode: ``max`` or ``min``, which values of ``monitor`` are good.
+        merge_adapters: write a LoRA merged into its model; false: its adapters alone, as peft does.
+        push_to_hub: ``owner/model``, a repository to which each export is pushed as one commit, in
+            the background, with the token of ``HF_TOKEN`` or ``hf auth login``. A push that fails
+            on the way is a warning, as the next brings its model; the last one ends the run with
+            an error.
+        private: whether a repository that is made for it is private.
 
     Raises:
+        ConfigError: for values out of range, a ``monitor`` that nobody records, or a LoRA that
+            cannot be written without its model.
         NonFiniteWeightsError: if the weights are NaN or infinite; what was there stays.
+        DiskError: if an export cannot be written; what was there stays.
+        HubError: if the last export cannot be pushed; it is whole on the disk.
     """
 
     language_only = True
 
-    def __init__(self, directory: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | None = None,
+        every_n_iterations: int = 0,
+        keep_last: int = 2,
+        monitor: str | None = None,
+        mode: str = "max",
+        merge_adapters: bool = False,
+        push_to_hub: str | None = None,
+        private: bool = True,
+    ) -> None:
+        require_at_least(0, every_n_iterations=every_n_iterations)
+        require_at_least(1, keep_last=keep_last)
+        require_mode(mode)
         self.directory = directory
+        self.every_n_iterations = every_n_iterations
+        self.keep_last = keep_last
+        self.monitor = monitor
+        self.mode = mode
+        self.merge_adapters = merge_adapters
+        self.push_to_hub = push_to_hub
+        self.private = private
+        self.saved: list[str] = []
+        """Names of this run's exports on the way, oldest first."""
+        self.best: Ranked = []
+        self._hub = None if push_to_hub is None else HubModel(push_to_hub, private)
+        self._monitor = None if monitor is None else Monitor(monitor, type(self).__name__)
+        self._writer: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    # ---------------------------------------------------------------- Lightning's hooks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
         if not isinstance(pl_module, LanguageModule):
             raise ConfigError(f"HFExport: {type(pl_module).__name__} has no policy; remove it")
-        for name, policy in pl_module.loaded_policies.items():
-            target = self.target(trainer) / name
-            require_finite_weights(policy, f"exported to {target}")
-            policy.save_pretrained(target)  # on all ranks; the first writes
+        if self.every_n_iterations or self.monitor is not None:
+            self.module_of(pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for policy in self._module(pl_module).loaded_policies.values():
+            if policy.lora is not None and not self.merge_adapters:
+                policy.lora.require_adapters_hold_all()  # now, not when training is over
+        if self._hub is not None and trainer.is_global_zero and not is_fast_dev_run(trainer):
+            self._hub.open()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not isinstance(pl_module, RecordingModule):
+            return
+        name, every = f"iteration_{pl_module.iteration}", self.every_n_iterations
+        value = None if self.monitor is None else pl_module.recorded.get(self.monitor)
+        self.best = ranked(self.best, value, name, 1, self.mode)
+        if (value, name) in self.best or (every and pl_module.iteration % every == 0):
+            self.saved = [*(old for old in self.saved if old != name), name]
+            module, place = self._module(pl_module), self.exports(trainer) / name
+            self._export(trainer, module, place, copied=True)
+
+    def on_iteration_end(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
+    ) -> None:
+        if self._monitor is not None:
+            self._monitor.look(metrics, bool(find_callbacks(trainer, Evaluate)))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._export(trainer, self._module(pl_module), self.target(trainer), copied=False)
+        self._finish()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        try:
+            self._finish()
+        except (DiskError, HubError) as error:  # what stopped the run comes first
+            rank_zero_warn(str(error))
 
     def target(self, trainer: Trainer) -> Path:
         """The directory that is written; of several policies, that of their directories."""
         return output_path(trainer, self.directory, "hf")
+
+    def exports(self, trainer: Trainer) -> Path:
+        """The directory of what is exported on the way."""
+        target = self.target(trainer)
+        return target.with_name(f"{target.name}_exports")
+
+    # ---------------------------------------------------------------- writing
+
+    def _export(self, trainer: Trainer, module: LanguageModule, target: Path, copied: bool) -> None:
+        """Gather the weights, on all ranks, and have rank 0 write them in the background."""
+        for policy in module.loaded_policies.values():
+            require_finite_weights(policy, f"exported to {target}")
+        self._wait()  # one copy at a time
+        exports = {
+            name: ModelExport(policy, self.merge_adapters, copied)
+            for name, policy in module.loaded_policies.items()
+        }
+        if not trainer.is_global_zero:
+            return
+        card = ModelCard.of(trainer, module, self.merge_adapters)
+        counts = isinstance(module, RecordingModule)  # else supervised training
+        iteration = module.iteration if counts else trainer.global_step
+        state = {"iteration": iteration, "metrics": card.metrics}
+        text = json.dumps(state, indent=1) + "\n"
+        write = partial(_write, exports, card, text, target)
+        push = None
+        if self._hub is not None and not is_fast_dev_run(trainer):
+            push = partial(self._hub.push, target, f"Iteration {iteration}")
+        self._writer = self._writer or ThreadPoolExecutor(1, "HFExport")
+        tidy = partial(self._tidy, self.exports(trainer), target)
+        self._writing = self._writer.submit(_work, write, push, tidy, on_the_way=copied)
+
+    def _wait(self) -> None:
+        """Wait for what is being written; raises what went wrong with it."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _finish(self) -> None:
+        try:
+            self._wait()
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
+
+    def _tidy(self, exports: Path, written: Path) -> None:
+        """Delete what is neither among the last nor the best, and point the link to that."""
+        if written.parent != exports:
+            return
+        there = [name for name in self.saved if (exports / name).is_dir()]
+        best = [name for _, name in self.best if name in there]
+        kept = {*there[-self.keep_last :], *best}
+        for name in best:
+            link_to(exports / "best", name)
+        for name in there:
+            if name not in kept:
+                shutil.rmtree(exports / name)
+
+    # ---------------------------------------------------------------- going on
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved": self.saved, "best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.saved = list(state_dict["saved"])
+        self.best = [(value, name) for value, name in state_dict["best"]]
+
+    @staticmethod
+    def _module(pl_module: LightningModule) -> LanguageModule:
+        assert isinstance(pl_module, LanguageModule)  # as setup found
+        return pl_module
+
+
+def _work(
+    write: Callable[[], None],
+    push: Callable[[], None] | None,
+    tidy: Callable[[], None],
+    on_the_way: bool,
+) -> None:
+    """In the background: write an export, push it, and delete those that are not kept."""
+    write()
+    try:
+        if push is not None:
+            push()
+    except HubError as error:
+        if not on_the_way:
+            raise
+        rank_zero_warn(str(error))
+    tidy()
+
+
+def _write(
+    exports: dict[str, ModelExport],
+    card: ModelCard,
+    state: str,
+    target: Path,
+) -> None:
+    """Write all policies beside their place, and put them there when all is on the disk."""
+    try:
+        with replace_folder(target) as place:
+            for name, export in exports.items():
+                export.write(place / name)
+                card.write(place / name)
+            (place / STATE).write_text(state)
+    except OSError as error:
+        raise refused(target, error) from error
+
+
+def latest_hf_checkpoint(directory: str | Path) -> Path | None:
+    """The newest model that ``HFExport`` wrote to a run directory, in whole; None: none.
+
+    Args:
+        directory: the run directory, or what ``HFExport`` was given as ``directory``.
+    """
+    place = Path(directory)
+    target = place if (place / STATE).is_file() or _exports_of(place).is_dir() else place / "hf"
+    found = [target, before_of(target), *_exports_of(target).glob("iteration_*")]
+    whole = [path for path in found if (path / STATE).is_file()]
+    # The iteration tells, not the time of a file: copying a run gives its files other times.
+    return max(whole, key=_iteration, default=None)
+
+
+def _exports_of(target: Path) -> Path:
+    return target.with_name(f"{target.name}_exports")
+
+
+def _iteration(export: Path) -> int:
+    return int(json.loads((export / STATE).read_text())["iteration"])

@@ -75,6 +75,10 @@ class DiskError(LightningRLError):
     """A file of a run could not be written; what was there before is intact."""
 
 
+class HubError(LightningRLError):
+    """A model that could not be pushed to the hub; what was exported is on the disk."""
+
+
 class RunInterrupted(LightningRLError):
     """A signal or a deadline stopped the run, which was saved; ``status`` is its exit status."""
 

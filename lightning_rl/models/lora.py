@@ -100,6 +100,18 @@ class LoRA:
                 f"({self._extras()}); leave out adapters_only"
             )
 
+    def require_adapters_hold_all(self) -> None:
+        """Refuse to export adapters alone where weights of the model itself are trained too.
+
+        Raises:
+            ConfigError: naming the option.
+        """
+        if self.trains_base:
+            raise ConfigError(
+                "an export of the adapters alone would leave out what lora.options train beside "
+                f"them ({self._extras()}); set HFExport's merge_adapters: true"
+            )
+
     def _extras(self) -> str:
         names = ("modules_to_save", "bias", "use_dora")
         return ", ".join(f"{n}={self.options[n]!r}" for n in names if n in self.options)

@@ -1,12 +1,10 @@
 """The policy: a Hugging Face causal LM that scores packed rollouts."""
 
 from collections.abc import Iterator
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -18,6 +16,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import host_of, token_rows, with_host
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION, build_layout, packed_attention
+from lightning_rl.models.export import ModelExport
 from lightning_rl.models.heads import ValueHead, token_logprobs
 from lightning_rl.models.lora import (
     LoRA,
@@ -218,29 +217,15 @@ class Policy(nn.Module):
         for name, weight in base_weights(self.lm):
             yield name, full_tensor(weight)
 
-    def save_pretrained(self, directory: str | Path) -> None:
+    def save_pretrained(self, directory: str | Path, merge_adapters: bool = True) -> None:
         """Write a directory that transformers and vLLM load; a LoRA is merged into it.
 
-        Call it on all ranks, since sharded weights are gathered by all; rank 0 writes.
+        Call it on all ranks, since sharded weights are gathered by all; rank 0 writes. With
+        ``merge_adapters=False`` it holds a LoRA's adapters alone, in peft's format.
         """
-        sharded = self.sharded
-        tied = self.lm.config.get_text_config().tie_word_embeddings
-        state: dict[str, Tensor] = {}
-        if sharded or self.lora is not None:
-            for name, weight in self.named_weights():
-                if rank() == 0 and not (tied and name == "lm_head.weight"):
-                    state[name] = weight.cpu().contiguous()
-        if rank() > 0:
-            return
-        if state:
-            config = deepcopy(self.lm.config)
-            config.dtype = next(iter(state.values())).dtype
-            config.save_pretrained(directory)
-            save_torch_state_dict(state, directory, metadata={"format": "pt"})
-        else:
-            self.lm.save_pretrained(directory)
-        self.tokenizer.save_pretrained(directory)
-        self.loading.copy_code(self.model, directory)
+        export = ModelExport(self, merge_adapters)
+        if rank() == 0:
+            export.write(directory)
 
 
 def save_skeleton(model: str, directory: str | Path, loading: Loading = PLAIN) -> None:

@@ -51,7 +51,9 @@ def alone(tiny_model, folder) -> Callable[[str], dict[str, Any]]:
     runs = {
         "plain": lambda where: fit(model, where, "auto", *everything()),
         "critic": lambda where: fit(model, where, **critic()),
-        "lora": lambda where: fit(model, where, "auto", HFExport(), lora=LoRA(rank=4)),
+        "lora": lambda where: fit(
+            model, where, "auto", HFExport(merge_adapters=True), lora=LoRA(rank=4)
+        ),
         "minibatches": lambda where: fit(model, where, "auto", *everything(), **in_minibatches()),
         "critic_minibatches": lambda where: fit(model, where, **critic(), **in_minibatches()),
         "turns": lambda where: fit(model, where, **turns(GiGPO())),

@@ -68,7 +68,7 @@ def save_llama(tiny_model, directory) -> None:
 @pytest.fixture(scope="module")
 def run(tiny_model, tmp_path_factory):
     path = tmp_path_factory.mktemp("roles")
-    callbacks = [SaveAfter(3, path / "three.ckpt"), HFExport(), Evaluate(3)]
+    callbacks = [SaveAfter(3, path / "three.ckpt"), HFExport(merge_adapters=True), Evaluate(3)]
     return *fitted(tiny_model, path, callbacks, **EVALUATED), path
 
 

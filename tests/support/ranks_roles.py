@@ -116,8 +116,8 @@ def fit_roles(
         ZeroAdvantageGuard(),
     ]  # fmt: skip
     callbacks = [
-        WeightSync(), Evaluate(2), RewardAlarms(window=1), *guards, watch, HFExport(),
-        IterationCheckpoint(1, 9),
+        WeightSync(), Evaluate(2), RewardAlarms(window=1), *guards, watch,
+        HFExport(merge_adapters=True), IterationCheckpoint(1, 9),
     ]  # fmt: skip
     trainer = trainer_of(
         where, callbacks, devices=1 if strategy == "auto" else 2, strategy=strategy,

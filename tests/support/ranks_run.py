@@ -332,7 +332,9 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         "fsdp": lambda: run("fsdp", sharded(), *everything()),
         "ddp_critic": lambda: run("ddp_critic", DDPStrategy(), **critic()),
         "fsdp_critic": lambda: run("fsdp_critic", sharded(), **critic()),
-        "fsdp_lora": lambda: run("fsdp_lora", sharded(), HFExport(), lora=LoRA(rank=4)),
+        "fsdp_lora": lambda: run(
+            "fsdp_lora", sharded(), HFExport(merge_adapters=True), lora=LoRA(rank=4)
+        ),
         "ddp_minibatches": lambda: run(
             "ddp_minibatches", DDPStrategy(), *everything(), **in_minibatches()
         ),

@@ -1,0 +1,70 @@
+"""A model repository on the hub, to which exports are pushed."""
+
+from pathlib import Path
+
+from lightning_rl.data.hub_faults import patiently
+from lightning_rl.errors import ConfigError, HubError
+
+
+class HubModel:
+    """Pushes folders to a repository, each as one commit. The token is huggingface_hub's own.
+
+    Args:
+        name: ``owner/model``; without an owner, that of the token.
+        private: whether a repository that is made for it is private.
+    """
+
+    def __init__(self, name: str, private: bool) -> None:
+        self.name = name
+        self.private = private
+
+    def open(self) -> None:
+        """Find out now, not when training is over, whether it may be written; make it if need be.
+
+        Raises:
+            ConfigError: saying what is missing.
+        """
+        from huggingface_hub import HfApi, constants, get_token
+        from huggingface_hub.errors import HFValidationError
+
+        place = f"HFExport: push_to_hub={self.name!r}"
+        if constants.is_offline_mode():
+            raise ConfigError(f"{place}, but HF_HUB_OFFLINE is set; unset it, or push later")
+        if get_token() is None:
+            raise ConfigError(f"{place} needs a token; set HF_TOKEN, or run `hf auth login`")
+        try:
+            made = patiently(
+                lambda: HfApi().create_repo(self.name, private=self.private, exist_ok=True)
+            )
+        except HFValidationError as error:
+            raise ConfigError(f"{place} is no name of a repository: {error}") from error
+        except Exception as error:
+            raise ConfigError(
+                f"{place}: the hub ({constants.ENDPOINT}) does not let it be written: "
+                f"{_first_line(error)}; check the name, and that the token may write there"
+            ) from error
+        self.name = made.repo_id
+
+    def push(self, folder: Path, message: str) -> None:
+        """Upload a folder, without large files that an interrupted push brought there.
+
+        Raises:
+            HubError: if it did not succeed after several tries; the branch is as it was.
+        """
+        from huggingface_hub import HfApi
+
+        try:
+            patiently(
+                lambda: HfApi().upload_folder(
+                    repo_id=self.name, folder_path=folder, commit_message=message
+                )
+            )
+        except Exception as error:
+            raise HubError(
+                f"{folder} could not be pushed to {self.name!r}: {_first_line(error)}. The export "
+                f"is whole; push it with `hf upload {self.name} {folder}`"
+            ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]

@@ -1,0 +1,131 @@
+"""The card of an exported model: what it was trained from, how, and how well it went."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from huggingface_hub import ModelCardData
+from lightning.pytorch import Trainer
+
+from lightning_rl.callbacks.report import (
+    LABELS,
+    RunReport,
+    headline,
+    installed_versions,
+    plot_curves,
+)
+from lightning_rl.learn.base import LanguageModule
+from lightning_rl.run.hooks import find_callbacks
+from lightning_rl.run.rundir import run_dir
+
+_SECRET = re.compile(r"(^|_)(key|token|secret|password)s?$", re.IGNORECASE)
+"""Keys of what nobody else should read."""
+_LOGIN = re.compile(r"://[^/@\s]+@")
+"""A name and a password in an address."""
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """Files beside a model's weights: ``README.md``, ``curves.png`` and ``config.yaml``.
+
+    Args:
+        history: rows of metrics, one per iteration.
+        base: the model that training began with.
+        name: of the run, for headings.
+        configuration: its YAML, without secrets; empty where a script made the objects.
+        adapters: whether the weights are a LoRA's adapters alone.
+    """
+
+    history: Sequence[Mapping[str, float]]
+    base: str
+    name: str
+    configuration: str
+    adapters: bool
+
+    @classmethod
+    def of(cls, trainer: Trainer, module: LanguageModule, merge_adapters: bool) -> "ModelCard":
+        """The card of a run as it stands; its figures are those of ``RunReport``."""
+        reports = find_callbacks(trainer, RunReport)
+        [policy, *_] = module.loaded_policies.values()
+        directory = run_dir(trainer)
+        config = directory / "config.yaml"
+        return cls(
+            [dict(row) for row in reports[0].history] if reports else [],
+            policy.model,
+            "/".join(directory.parts[-2:]),
+            without_secrets(config.read_text()) if config.is_file() else "",
+            policy.lora is not None and not merge_adapters,
+        )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last row."""
+        return dict(self.history[-1]) if self.history else {}
+
+    def write(self, folder: Path) -> None:
+        """Write the files."""
+        if self.history:
+            plot_curves([dict(row) for row in self.history], str(folder / "curves.png"), self.name)
+        if self.configuration:
+            (folder / "config.yaml").write_text(self.configuration)
+        curves = (folder / "curves.png").exists()
+        (folder / "README.md").write_text(self.text(curves))
+
+    def text(self, curves: bool) -> str:
+        """The card in Markdown, after what the hub reads of it in YAML."""
+        parts = [
+            f"---\n{self._data().to_yaml()}\n---\n\n# {self.name}\n",
+            f"Trained with reinforcement learning by lightning_rl, from `{self.base}`.\n",
+            self._figures(),
+            "![curves](curves.png)\n" if curves else "",
+            f"## Use\n\n```python\n{self._use()}```\n",
+            "## Versions\n\n" + "".join(f"- {n} {v}\n" for n, v in installed_versions().items()),
+        ]
+        if self.configuration:
+            parts.append(f"## Configuration\n\n```yaml\n{self.configuration.strip()}\n```\n")
+        return "\n".join(part for part in parts if part)
+
+    def _data(self) -> Any:
+        is_local = Path(self.base).exists()  # else a name that the hub knows
+        return ModelCardData(
+            library_name="peft" if self.adapters else "transformers",
+            pipeline_tag="text-generation",
+            base_model=None if is_local else self.base,
+            tags=["lightning_rl", "reinforcement-learning"],
+        )
+
+    def _figures(self) -> str:
+        """A table: from where to where the run's main metrics went."""
+        lines = [f"After {self.history[-1]['iteration']:.0f} iterations:\n"] if self.history else []
+        names = headline(self.history)
+        if names:
+            lines += ["| | before | after |", "|---|---|---|"]
+        for name in names:
+            values = [row[name] for row in self.history if name in row]
+            lines.append(f"| {LABELS[name]} | {values[0]:.3g} | {values[-1]:.3g} |")
+        return "\n".join(lines) + "\n" if lines else ""
+
+    def _use(self) -> str:
+        return (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")\n'
+            'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n'
+        )
+
+
+def without_secrets(configuration: str) -> str:
+    """A configuration in YAML without what is secret: by its key, or in an address."""
+    return yaml.safe_dump(_masked(yaml.safe_load(configuration)), sort_keys=False)
+
+
+def _masked(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _masked(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_masked(inner, key) for inner in value]
+    if isinstance(value, str):
+        return "***" if _SECRET.search(key) else _LOGIN.sub("://***@", value)
+    return value

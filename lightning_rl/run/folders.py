@@ -1,0 +1,62 @@
+"""Folders that are whole or as they were, and links that point to something at all times."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_rl.run.rundir import sync_directory
+
+
+@contextmanager
+def replace_folder(target: Path) -> Iterator[Path]:
+    """Fill a folder that takes the place of ``target`` once all of it is on the disk.
+
+    If the block raises, or the process is killed, what was there stays: in its place, or for an
+    instant beside it, as :func:`before_of`.
+
+    Raises:
+        OSError: if the disk refuses.
+    """
+    partial, before = target.with_name(f"{target.name}.partial"), before_of(target)
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    if before.exists() and not target.exists():
+        before.rename(target)
+    shutil.rmtree(before, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _sync(partial)
+        if target.exists():
+            target.rename(before)
+        partial.rename(target)
+        sync_directory(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def before_of(target: Path) -> Path:
+    """Where the old folder is while the new one takes its place."""
+    return target.with_name(f"{target.name}.before")
+
+
+def _sync(folder: Path) -> None:
+    for place, _, files in os.walk(folder):
+        for file in files:
+            descriptor = os.open(Path(place) / file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_directory(Path(place))
+
+
+def link_to(link: Path, target: str) -> None:
+    """Point ``link`` to what is beside it, at no time to nothing."""
+    partial = link.with_name(f"{link.name}.partial")
+    partial.unlink(missing_ok=True)
+    os.symlink(target, partial)
+    partial.replace(link)
