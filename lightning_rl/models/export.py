@@ -1,22 +1,38 @@
 """A policy for the rest of the world: the directory that transformers, peft and vLLM load."""
 
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rl.models.lora import ADAPTER
+from lightning_rl.models.lora import ADAPTER, LoRA
+from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.sharding import full_tensor
 from lightning_rl.run.checkpoint_io import in_host_memory
 from lightning_rl.run.dist import rank
 
-if TYPE_CHECKING:
-    from lightning_rl.models.policy import Policy
-
 _METADATA = {"format": "pt"}
+
+
+class Exported(Protocol):
+    """What is asked of a policy."""
+
+    model: str
+    lm: PreTrainedModel
+    lora: LoRA | None
+    tokenizer: PreTrainedTokenizerBase
+    loading: Loading
+
+    @property
+    def sharded(self) -> bool: ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Under their Hugging Face names, a LoRA merged; with all ranks."""
 
 
 class ModelExport:
@@ -34,7 +50,7 @@ class ModelExport:
         ConfigError: for a LoRA that cannot be written without its base.
     """
 
-    def __init__(self, policy: "Policy", merge_adapters: bool = True, copied: bool = False) -> None:
+    def __init__(self, policy: Exported, merge_adapters: bool = True, copied: bool = False) -> None:
         self._policy = policy
         self._alone = policy.lora is not None and not merge_adapters
         self._weights: dict[str, Tensor] | None = None  # None: read from the model when written
