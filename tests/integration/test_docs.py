@@ -36,7 +36,7 @@ PAGES = [
     *sorted((ROOT / "recipes").glob("*/README.md")),
 ]
 FENCE = re.compile(r'^( *)```(\w*)(?: title="([^"]+)")?$')
-LANGUAGES = {"bash", "console", "json", "python", "text", "yaml"}
+LANGUAGES = {"bash", "console", "json", "python", "text", "toml", "yaml"}
 
 
 @dataclass
