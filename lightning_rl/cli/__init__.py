@@ -32,6 +32,11 @@ class Command(NamedTuple):
 _APP = "lightning_rl.cli.app"
 
 COMMANDS = {
+    "quickstart": Command(
+        "lightning_rl.cli.quickstart",
+        "train a small model, in a minute or two, and show its accuracy rise",
+        False,
+    ),
     "fit": Command(_APP, "train: lightning-rl fit --config recipes/sort_digits/grpo.yaml"),
     "validate": Command(_APP, "evaluate a model or checkpoint on the held-out prompts"),
     "test": Command(_APP, "the same, under the names test uses"),
