@@ -16,6 +16,7 @@ behind=$(.venv/bin/python -c "$purelib")
 echo "$behind" >"$("$folder/env/bin/python" -c "$purelib")/behind.pth"
 
 unset PYTHONPATH
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # beside the tests
 mkdir "$folder/stranger"
 cd "$folder/stranger"
 say() { echo "wheel: $*"; }
@@ -30,7 +31,6 @@ PATH=$folder/env/bin:$PATH
 lightning-rl doctor
 lightning-rl convert --help >help
 lightning-rl quickstart --sft_steps 50 --iterations 2
-lightning-rl check --config recipes/sort_digits/ppo.yaml --no_rollout
 { set +x; } 2>/dev/null
 test -f runs/sort_digits/grpo/version_0/summary.json
 test -f runs/sort_digits/grpo/version_0/hf/config.json

@@ -250,10 +250,18 @@ def test_any_other_command_exists(block, words):
         assert f"uv venv {words[words.index('--python') + 1]}\n" in block.text
     elif words[:3] == ["uv", "pip", "install"]:
         files = [w for w in words if w.startswith("install/")]
-        assert files
         assert all((ROOT / file).is_file() for file in files)
-        extra = re.fullmatch(r"\.\[(\w+)\]", words[-1]).group(1)
-        assert re.search(rf"^{extra} =", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+        setup = (ROOT / "setup.cfg").read_text()
+        package, extras, wheel = re.match(r"(.+)\[([\w,]+)\](.*)", words[-1]).groups()
+        assert all(re.search(rf"^{e} =", setup, re.MULTILINE) for e in extras.split(","))
+        version = re.search(r"^version = (.+)$", setup, re.MULTILINE)[1]
+        built = (f" @ file:///path/to/lightning_rl-{version}-py3-none-any.whl", [])
+        assert (wheel, files) == built if package == "lightning_rl" else package == "." and files
+    elif words[0] == "printf":  # what install/cpu-overrides.txt says
+        pattern, *packages, _ = words[1:]
+        overrides = (ROOT / "install" / "cpu-overrides.txt").read_text().splitlines()
+        written = [pattern.removesuffix("\\n") % package for package in packages]
+        assert written == [line for line in overrides if not line.startswith("#")]
     else:
         assert words[:2] in (
             ["source", ".venv/bin/activate"],
