@@ -166,9 +166,12 @@ def find_command(name: str) -> Command:
         if not isinstance(command, Command):
             raise ConfigError(f"{point.value} must be a Command, and is a {type(command).__name__}")
         return command
+    if name in packages.OPTIONAL_COMMANDS:
+        lacking = packages.lacking(packages.OPTIONAL_COMMANDS[name])
+        raise ConfigError(f"no command {name!r}; {lacking}")
     known = [*COMMANDS, *_added()]
     close = get_close_matches(name, known, n=1)
-    meant = packages.lacking(name) or (f"; did you mean {close[0]}?" if close else "")
+    meant = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError(f"no command {name!r}{meant} (commands: {', '.join(known)})")
 
 

@@ -89,7 +89,7 @@ def surface(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]
             return public(name)
         if f"{package}.{name}" in SURFACES:
             return import_module(f"{package}.{name}")
-        home = HOME | packages.OPTIONAL
+        home = HOME | packages.OPTIONAL_CLASSES
         place = f"; it is in {home[name]}" if name in home else ""
         raise AttributeError(f"module {package!r} has no attribute {name!r}{place}")
 

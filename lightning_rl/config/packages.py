@@ -15,8 +15,8 @@ COMMANDS = "lightning_rl.commands"
 CLASSES = "lightning_rl.classes"
 """Group of classes: each has its class's name, by which alone a configuration may name it."""
 
-OPTIONAL = {
-    "convert": "lightning_rl.convert",
+OPTIONAL_COMMANDS = {"convert": "lightning_rl.convert"}
+OPTIONAL_CLASSES = {
     "VerifiersAgent": "lightning_rl.verifiers",
     "VerifiersPrompts": "lightning_rl.verifiers",
 }
@@ -70,11 +70,9 @@ def _package(point: "EntryPoint") -> str:
     return point.dist.name if point.dist is not None else "of no name"
 
 
-def lacking(name: str) -> str:
-    """What to install for a command or class of ours that is not there; nothing for others."""
-    if name not in OPTIONAL:
-        return ""
+def lacking(package: str) -> str:
+    """What to install for what is in an optional package of ours that is not there."""
     return (
-        f"; it is in {OPTIONAL[name]}, an optional part that is not installed here: in a checkout "
-        "that has it run `make setup` or `pip install -e .`, else install a wheel that has it"
+        f"it is in {package}, an optional part that is not installed here: in a checkout that has "
+        "it run `make setup` or `pip install -e .`, else install a wheel that has it"
     )

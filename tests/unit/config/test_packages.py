@@ -123,7 +123,7 @@ def test_a_strangers_folder_adds_nothing(install, tmp_path, monkeypatch):
 
 def test_what_an_installation_is_without_is_told_with_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(packages, "added", lambda group, ours: {})
-    monkeypatch.setitem(packages.OPTIONAL, "Poet", "lightning_rl.poets")
+    monkeypatch.setitem(packages.OPTIONAL_CLASSES, "Poet", "lightning_rl.poets")
     told = "an optional part that is not installed here: in a checkout .* `make setup`"
     with pytest.raises(ConfigError, match=f"^Poet is not there; .*lightning_rl.poets, {told}"):
         named_class("Poet", [Agent])
