@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-rounding lint docs verifiers browser doctor bench-floor gpu-check lock
+.PHONY: help setup quickstart test test-slow test-rounding lint docs verifiers browser wheel release doctor bench-floor gpu-check lock
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -14,18 +14,19 @@ setup:  ## make or update .venv (the others do it by themselves)
 
 # One OpenMP thread: two on a busy machine are many times slower than one. No vLLM plugins:
 # an installed torchrl would load its own and change how processes start.
-quickstart test test-slow test-rounding bench-floor: export OMP_NUM_THREADS ?= 1
-quickstart test test-slow test-rounding bench-floor: export VLLM_PLUGINS ?=
-quickstart test test-slow test-rounding bench-floor: export VLLM_NO_USAGE_STATS ?= 1
+test test-slow test-rounding bench-floor: export OMP_NUM_THREADS ?= 1
+test test-slow test-rounding bench-floor: export VLLM_PLUGINS ?=
+test test-slow test-rounding bench-floor: export VLLM_NO_USAGE_STATS ?= 1
 # Tests make their own models and data; a hub look-up is a mistake, and fails at once.
 test test-slow test-rounding: export HF_HUB_OFFLINE ?= 1
 
 quickstart: setup  ## train the small model of recipes/sort_digits and show its accuracy rise
-	@$(PY) -m recipes.sort_digits.quickstart
+	@$(PY) -m lightning_rl quickstart
 
 test: setup  ## unit tests, then integration tests with a real vLLM engine, then MLflow's
 	@install/verifiers.sh
 	@install/notebook.sh
+	@install/packaging.sh
 	$(PY) -m pytest tests/unit -n 2
 	$(PY) -m pytest tests/integration -n 2 --dist loadfile -m "not slow"  # a file shares its servers
 	@install/mlflow.sh
@@ -52,6 +53,12 @@ verifiers: setup  ## an environment for verifiers' environments, in build/verifi
 
 browser: setup  ## a Chromium for the viewer's tests, into build/browser (needs npm)
 	install/browser.sh
+
+wheel: setup  ## sdist and wheel into dist/, and the quickstart from the wheel, outside of here
+	@install/wheel.sh
+
+release: setup  ## changelog entry, tag, sdist and wheel; uploads nothing (VERSION=0.1.0)
+	@install/release.sh $(VERSION)
 
 doctor: setup  ## versions, engine, devices, threads, and what is wrong with each
 	@$(PY) -m lightning_rl.cli.doctor

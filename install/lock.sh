@@ -12,13 +12,16 @@ lock() { # backend, options...
         --no-header --extra "$backend" --extra dev --extra docs --extra recipes --upgrade \
         --override "install/$backend-overrides.txt" --output-file "install/$backend-constraints.txt" "$@"
 }
-# Environments of their own (mlflow.sh, notebook.sh, verifiers.sh), so the other constraints do not hold for them.
+# Environments of their own (mlflow.sh, notebook.sh, packaging.sh, verifiers.sh), so the other
+# constraints do not hold for them.
 .venv/bin/uv pip compile - --quiet --universal --python-version 3.11 --no-annotate --no-header \
     --upgrade --output-file install/mlflow.txt <<<'mlflow-skinny>=3'
 .venv/bin/uv pip compile - --quiet --universal --python-version 3.11 --no-annotate --no-header \
     --upgrade --output-file install/notebook.txt <<<$'nbclient>=0.10\nipykernel>=6.29'
 .venv/bin/uv pip compile - --quiet --universal --python-version 3.11 --no-annotate --no-header \
     --upgrade --output-file install/verifiers.txt <<<'verifiers[ta]==0.4.*'
+.venv/bin/uv pip compile - --quiet --universal --python-version 3.11 --no-annotate --no-header \
+    --upgrade --output-file install/packaging.txt <<<$'build>=1.3\ntwine>=6\nsetuptools>=77'
 # Packed attention is checked against this transformers; the CPU engine limits it by itself.
 lock cpu ${torch_source[@]+"${torch_source[@]}"}
 # A folder of wheels may hold the CPU build of torch, which would take the place of the CUDA build.

@@ -183,7 +183,7 @@ CALLS: list[Call] = [
     agent("a command in words", NOT_TRUSTED, kind="ProgramAgent", command=["sh", "evil.sh"]),
     agent("a tool of the folder", NOT_TRUSTED, kind="ToolAgent", tools=["evil.f"]),
     agent("a tool of Python", NOT_TRUSTED, kind="ToolAgent", tools=["os.system"]),
-    agent("a package of environments", "may be run", kind="VerifiersAgent",
+    agent("a package of environments", "runs none", kind="VerifiersAgent",
           environment="evil", python="nested"),
     # --------------------------------------------------------------------- environments
     refused("a module before a colon", "names a module", **_environment(name="evil:Evil-v0")),

@@ -301,8 +301,8 @@ class VLLMParser(ToolParser):
     def __init__(self, name: str) -> None:
         if find_spec("vllm") is None:
             raise ConfigError(
-                f"VLLMParser({name!r}) needs vLLM: `pip install lightning_rl[cpu]` (or [cuda]); "
-                "HermesParser works without"
+                f"VLLMParser({name!r}) needs vLLM, which is not installed; see Install in the "
+                "README, or use HermesParser"
             )
         self.name = name
         self._parser: Any = None

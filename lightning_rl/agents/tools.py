@@ -264,7 +264,7 @@ class Toolbox:
             from pydantic import PydanticUserError, validate_call
         except ImportError as error:
             raise ConfigError(
-                "tools need pydantic to check arguments; `pip install lightning_rl[tools]`"
+                "tools need pydantic to check arguments; `pip install 'pydantic>=2.12'`"
             ) from error
         if not call_timeout > 0:
             raise ConfigError(f"call_timeout={call_timeout} must be > 0 seconds")

@@ -7,13 +7,21 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
 from importlib import import_module
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from lightning_rl.config import packages
 from lightning_rl.errors import ConfigError, DataError, LightningRLError, RunInterrupted
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 class Command(NamedTuple):
-    """A command: the module whose ``main`` it is, and what it does, in a line."""
+    """A command: the module whose ``main(arguments)`` it is, and what it does, in a line.
+
+    ``main`` returns the exit status. A package adds one by an entry point of the group
+    ``lightning_rl.commands``.
+    """
 
     module: str
     does: str
@@ -24,6 +32,11 @@ class Command(NamedTuple):
 _APP = "lightning_rl.cli.app"
 
 COMMANDS = {
+    "quickstart": Command(
+        "lightning_rl.cli.quickstart",
+        "train a small model, in a minute or two, and show its accuracy rise",
+        False,
+    ),
     "fit": Command(_APP, "train: lightning-rl fit --config recipes/sort_digits/grpo.yaml"),
     "validate": Command(_APP, "evaluate a model or checkpoint on the held-out prompts"),
     "test": Command(_APP, "the same, under the names test uses"),
@@ -48,11 +61,6 @@ COMMANDS = {
         "lightning_rl.cli.check",
         "what a configuration amounts to, and a first rollout; writes nothing",
     ),
-    "convert": Command(
-        "lightning_rl.convert.main",
-        "read a configuration of TRL or verl and write ours, saying what it could not carry",
-        False,
-    ),
     "doctor": Command(
         "lightning_rl.cli.doctor",
         "versions, engine, devices, threads, and what is wrong with each",
@@ -60,15 +68,31 @@ COMMANDS = {
     ),
 }
 
-_LINES = "\n".join(f"  {name:<11}{command.does}" for name, command in COMMANDS.items())
-USAGE = f"""\
+"""Those of this package; others add theirs."""
+
+_USAGE = """\
 usage: lightning-rl <command> [options]
 
-{_LINES}
+{}
 
 `lightning-rl <command> --help` says more, `--print_config` prints a whole configuration;
 several --config files are merged in order, and --data.group_size 16 overrides one key.
 `lightning-rl --version` prints the version; LIGHTNING_RL_TRACEBACK=1 shows where errors arise."""
+
+
+def _added() -> dict[str, "EntryPoint"]:
+    return packages.added(packages.COMMANDS, frozenset(COMMANDS))
+
+
+def usage() -> str:
+    """What is printed without a command: all commands, those of other packages too."""
+    lines = {name: command.does for name, command in COMMANDS.items()}
+    for name in _added():
+        try:
+            lines[name] = find_command(name).does
+        except ConfigError as error:  # the others can be used
+            lines[name] = str(error)
+    return _USAGE.format("\n".join(f"  {name:<11}{does}" for name, does in lines.items()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,14 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if arguments else 2
-    if arguments[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"lightning-rl {version('lightning_rl')}")
-        return 0
     try:
         return _run(arguments)
     except LightningRLError as error:
@@ -111,12 +127,16 @@ def _main(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"lightning-rl {version('lightning_rl')}")
+        return 0
     name, *options = arguments
-    if name not in COMMANDS:
-        close = get_close_matches(name, COMMANDS, n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"no command {name!r}{meant} (commands: {', '.join(COMMANDS)})")
-    command = COMMANDS["check" if name == "fit" and "--dry_run" in options else name]
+    command = find_command("check" if name == "fit" and "--dry_run" in options else name)
     if not command.imports:
         return int(import_module(command.module).main(options))
     _search_working_directory(arguments)
@@ -130,6 +150,29 @@ def _run(arguments: list[str]) -> int:
         # Lightning's parser wants the command itself.
         given = arguments if command.module == _APP else options
         return int(import_module(command.module).main(given))
+
+
+def find_command(name: str) -> Command:
+    """The command of this name, this package's or another's.
+
+    Raises:
+        ConfigError: if there is none, or its package cannot be imported.
+    """
+    if name in COMMANDS:
+        return COMMANDS[name]
+    if name in _added():
+        point = _added()[name]
+        command = packages.load(point)
+        if not isinstance(command, Command):
+            raise ConfigError(f"{point.value} must be a Command, and is a {type(command).__name__}")
+        return command
+    if name in packages.OPTIONAL_COMMANDS:
+        lacking = packages.lacking(packages.OPTIONAL_COMMANDS[name])
+        raise ConfigError(f"no command {name!r}; {lacking}")
+    known = [*COMMANDS, *_added()]
+    close = get_close_matches(name, known, n=1)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    raise ConfigError(f"no command {name!r}{meant} (commands: {', '.join(known)})")
 
 
 def _search_working_directory(arguments: list[str]) -> None:

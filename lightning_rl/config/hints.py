@@ -18,7 +18,9 @@ from jsonargparse import ArgumentParser
 # if the next works.
 from jsonargparse._parameter_resolvers import ParamData, get_signature_parameters
 
+from lightning_rl.config import names
 from lightning_rl.config.names import MODULE_OF
+from lightning_rl.config.packages import OPTIONAL_CLASSES, lacking
 from lightning_rl.errors import ConfigError
 
 FUNCTION = "a function (in YAML by its import path)"
@@ -169,6 +171,10 @@ def named_class(name: str, bases: list[type]) -> Any:
         known = class_names(bases)
         if name in known:
             return known[name]
+        if name in names.added():
+            names.public(name)  # says why it is not known, unless it is of another kind
+        elif name in OPTIONAL_CLASSES:
+            raise ConfigError(f"{name} is not there; {lacking(OPTIONAL_CLASSES[name])}")
         own = known.keys() & MODULE_OF.keys()
         shown = ", ".join(sorted(own or known)[:15])
         raise ConfigError(
@@ -212,6 +218,8 @@ def import_object(path: str) -> Any:
             _import(f"{place}.{part}")  # sets the attribute, if there is such a submodule
         if not hasattr(found, part):
             file = getattr(found, "__file__", None) or ", ".join(getattr(found, "__path__", []))
+            if f"{place}.{part}" in OPTIONAL_CLASSES.values():
+                raise ConfigError(f"{path!r} is not there; {lacking(f'{place}.{part}')}")
             raise ConfigError(
                 f"{path!r}: {place} has no {part!r}{did_you_mean(part, dir(found))}"
                 + (f" (looked in {file})" if file else "")

@@ -2,9 +2,16 @@
 
 import ast
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from lightning_rl.config import packages
+from lightning_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _LIBRARY = Path(__file__).parents[1]
 
@@ -45,15 +52,32 @@ RENAMED = {
 """Class in configurations that were recorded earlier: its name today."""
 
 
+def added() -> dict[str, "EntryPoint"]:
+    """Classes that installed packages add, which a configuration may name in the same way."""
+    return packages.added(packages.CLASSES, frozenset(MODULE_OF))
+
+
 def public(name: str) -> Any:
-    """Import what has this public name."""
-    return getattr(import_module(MODULE_OF[name]), name)
+    """Import what has this public name, or is added by it.
+
+    Raises:
+        ConfigError: if another's package cannot be imported, or calls it otherwise.
+    """
+    if name in MODULE_OF:
+        return getattr(import_module(MODULE_OF[name]), name)
+    found = packages.load(added()[name])
+    if getattr(found, "__name__", None) != name:
+        raise ConfigError(f"{added()[name].value} is added as {name!r}, which is not its name")
+    return found
 
 
 def load_all() -> None:
     """Import all of them; a configuration may then name subclasses by their short names."""
     for name in MODULE_OF:
         public(name)
+    for name in added():
+        with suppress(ConfigError):  # which only a configuration that names it is told
+            public(name)
 
 
 def surface(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -65,7 +89,8 @@ def surface(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]
             return public(name)
         if f"{package}.{name}" in SURFACES:
             return import_module(f"{package}.{name}")
-        place = f"; it is in {HOME[name]}" if name in HOME else ""
+        home = HOME | packages.OPTIONAL_CLASSES
+        place = f"; it is in {home[name]}" if name in home else ""
         raise AttributeError(f"module {package!r} has no attribute {name!r}{place}")
 
     return load, lambda: shown, shown

@@ -25,7 +25,7 @@ def require_pydantic(who: str) -> None:
     except ImportError as error:
         raise ConfigError(
             f"{who} checks what it reads with pydantic, which is not installed; "
-            "`pip install lightning_rl[tools]`"
+            "`pip install 'pydantic>=2.12'`"
         ) from error
 
 

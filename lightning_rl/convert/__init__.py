@@ -1,1 +1,9 @@
 """Another library's configuration as ours."""
+
+from lightning_rl.cli import Command
+
+COMMAND = Command(
+    "lightning_rl.convert.main",
+    "read a configuration of TRL or verl and write ours, saying what it could not carry",
+    imports=False,
+)

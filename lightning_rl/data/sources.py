@@ -209,7 +209,7 @@ class ReasoningGymPrompts(PromptDataset):
             import reasoning_gym
         except ImportError as error:
             raise ConfigError(
-                "ReasoningGymPrompts needs `pip install lightning_rl[recipes]` (reasoning-gym)"
+                "ReasoningGymPrompts needs reasoning-gym: `pip install 'reasoning-gym>=0.1.20'`"
             ) from error
         try:
             return reasoning_gym.create_dataset(

@@ -30,7 +30,7 @@ _CONNECT_TIMEOUT_S = 10.0
 class RayEngine(ReplicatedEngine, VLLMEngine):
     """vLLM in Ray actors: several replicas, each with tensor parallelism inside if it is to.
 
-    Actors need nothing but ``lightning_rl[ray]`` and vLLM installed on their node. Each reserves a
+    Actors need nothing but this library, Ray and vLLM installed on their node. Each reserves a
     bundle of resources in one placement group; an actor that dies is made anew, also on another
     node. They end with this process, and so does a Ray that it started. Its further settings are
     those of :class:`VLLMEngine` and :class:`ReplicatedEngine`.
@@ -74,8 +74,8 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
             _require_node_address(address)
         if find_spec("ray") is None:
             raise ConfigError(
-                "RayEngine needs Ray, which is not installed; `pip install lightning_rl[ray]`, or "
-                "use VLLMServer"
+                "RayEngine needs Ray, which is not installed; `pip install 'ray>=2.50,<3'`, or use "
+                "VLLMServer"
             )
         super().__init__(dtype=dtype, **shared)
         self.address = address

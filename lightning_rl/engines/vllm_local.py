@@ -73,8 +73,8 @@ class VLLMLocal(VLLMEngine):
     ) -> None:
         if find_spec("vllm") is None:
             raise EngineError(
-                "VLLMLocal needs vLLM, which is not installed; `pip install lightning_rl[cpu]` (or "
-                "[cuda]), or use engine: TransformersEngine"
+                "VLLMLocal needs vLLM, which is not installed; see Install in the README, or use "
+                "engine: TransformersEngine"
             )
         super().__init__(dtype=dtype, gpu_memory_utilization=gpu_memory_utilization, **shared)
         settings = self._settings

@@ -126,7 +126,7 @@ def _shown(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r:.60}" for name, value in arguments.items())
 
 
-def require_installed(package: str, who: str, extra: str = "envs") -> None:
+def require_installed(package: str, who: str) -> None:
     """Refuse to go on without a package.
 
     Raises:
@@ -136,5 +136,6 @@ def require_installed(package: str, who: str, extra: str = "envs") -> None:
 
     if find_spec(package) is None:
         raise ConfigError(
-            f"{who} needs {package}, which is not installed; pip install 'lightning_rl[{extra}]'"
+            f"{who} needs {package}, which is not installed; `pip install 'torchrl>=0.14.1,<0.15' "
+            "'gymnasium>=1.2'`"
         )

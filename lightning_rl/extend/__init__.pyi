@@ -59,6 +59,9 @@ from lightning_rl.algos.schedules import (
     LinearSchedule as LinearSchedule,
     Schedule as Schedule,
 )
+from lightning_rl.cli import (
+    Command as Command,
+)
 from lightning_rl.collect.collector import (
     Collector as Collector,
     GroupFilter as GroupFilter,

@@ -125,7 +125,7 @@ class LoRA:
         try:
             from peft import LoraConfig
         except ImportError as error:
-            raise ConfigError("lora needs peft: `pip install lightning_rl[lora]`") from error
+            raise ConfigError("lora needs peft: `pip install 'peft>=0.17'`") from error
         everything = self.target_modules == ["all-linear"]
         names = "all-linear" if everything else self.target_modules
         options = {name: v for name, v in self.options.items() if name != "modules_to_save"}

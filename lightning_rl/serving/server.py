@@ -199,6 +199,6 @@ class AgentServer:
 def _require_uvicorn() -> None:
     if find_spec("uvicorn") is None:
         raise ConfigError(
-            "AgentServer needs uvicorn, which comes with vLLM: `pip install uvicorn httptools`, or "
-            "`pip install lightning_rl[cpu]` (or [cuda])"
+            "AgentServer needs uvicorn, which comes with vLLM: or from "
+            "`pip install uvicorn httptools`"
         )

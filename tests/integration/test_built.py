@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from tests.unit.house.test_packaging import ROOT, data_on_disk, modules_on_disk
+from tests.unit.house.test_packaging import ROOT, data_on_disk, modules_on_disk, recipes_on_disk
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str
     """File names in a wheel and an sdist built from a copy of the checkout."""
     copy = tmp_path_factory.mktemp("checkout")
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("lightning_rl", "callbacks"):
+    for name in ("lightning_rl", "callbacks", "recipes"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
@@ -36,7 +36,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str
 
 def test_wheel_holds_every_module_once(built: tuple[list[str], list[str]]):
     in_wheel, _ = built
-    modules = [name for name in in_wheel if name.endswith(".py")]
+    recipes = [name for name in in_wheel if name.startswith("lightning_rl/recipes/")]
+    assert sorted(recipes) == sorted(f"lightning_rl/{name}" for name in recipes_on_disk())
+    modules = [name for name in in_wheel if name.endswith(".py") and name not in recipes]
     assert sorted(modules) == sorted(modules_on_disk())
     assert set(in_wheel) >= data_on_disk() >= {"lightning_rl/py.typed", "lightning_rl/__init__.pyi"}
     view = ROOT / "lightning_rl" / "cli" / "view"
@@ -50,3 +52,4 @@ def test_sdist_holds_callbacks_where_setup_cfg_looks(built: tuple[list[str], lis
     for module in modules_on_disk():
         source = module.replace("lightning_rl/callbacks/", "callbacks/")
         assert f"lightning_rl-0.1.0/{source}" in in_sdist
+    assert {f"lightning_rl-0.1.0/{name}" for name in recipes_on_disk()} <= set(in_sdist)

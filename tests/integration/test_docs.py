@@ -15,12 +15,11 @@ import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from benchmarks.memory import Built
-from lightning_rl.cli import COMMANDS, main
+from lightning_rl.cli import COMMANDS, find_command, main
 from lightning_rl.cli.parser import card_of
 from lightning_rl.cli.rerun import parse_arguments as parse_rerun
 from lightning_rl.cli.rollouts import parse_arguments as parse_rollouts
 from lightning_rl.cli.view.command import parse_arguments as parse_view
-from lightning_rl.convert.main import parse_arguments as parse_convert
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.errors import LightningRLError
 from lightning_rl.games.staged.command import (
@@ -29,7 +28,6 @@ from lightning_rl.games.staged.command import (
     make_parser as make_staged_parser,
     parse as parse_staged,
 )
-from lightning_rl.verifiers.hosting import Hosting
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -39,7 +37,7 @@ PAGES = [
     *sorted((ROOT / "recipes").glob("*/README.md")),
 ]
 FENCE = re.compile(r'^( *)```(\w*)(?: title="([^"]+)")?$')
-LANGUAGES = {"bash", "console", "json", "python", "text", "yaml"}
+LANGUAGES = {"bash", "console", "json", "python", "text", "toml", "yaml"}
 
 
 @dataclass
@@ -206,19 +204,21 @@ def test_yaml_builds_what_it_names(block, stand_in):
 )
 def test_our_command_is_understood(block, words, stand_in, capsys):
     arguments = cli_arguments(words)
-    assert arguments[0] in COMMANDS
+    command = find_command(arguments[0])
     stand_in(block.page)
     if "--ckpt_path" in arguments:  # a file that only a run leaves
         index = arguments.index("--ckpt_path")
         del arguments[index : index + 2]
-    if arguments == ["doctor"]:
+    if arguments in (["doctor"], ["quickstart"]):
         return
     if arguments[0] == "check" or "--dry_run" in arguments:
         own_options = ("--dry_run", "--no_rollout", "--run", "--layout")
         _, others = card_of(arguments[1:])
         arguments = ["fit", *(a for a in others if a not in own_options)]
+    if arguments[0] not in COMMANDS:  # a package's
+        import_module(command.module).parse_arguments(arguments[1:])
+        return
     own = {
-        "convert": parse_convert,
         "view": parse_view,
         "rollouts": parse_rollouts,
         "rerun": parse_rerun,
@@ -245,19 +245,24 @@ def test_any_other_command_exists(block, words):
     elif words[:2] == ["python", "-m"]:
         source = inspect.getsource(import_module(words[2]))
         assert [w for w in words[3:] if w.startswith("--") and f'"{w}"' not in source] == []
-    elif "verifiers>=0.4" in words:  # what is also told where it is missing
-        options = ["--compile-bytecode", "--python", words[5], "verifiers>=0.4"]
-        assert words[:7] == ["uv", "pip", "install", *options]
-        place = Hosting("my-wordle", str(ROOT / words[5] / "bin" / "python"))
-        assert shlex.join([*words[:5], str(ROOT / words[5])]) in place.recipe()
     elif words[0].endswith("/bin/pip"):  # of an agent's own environment
         assert words[1] == "install"
+    elif words[:3] == ["uv", "pip", "install"] and "--python" in words:  # the same
+        assert f"uv venv {words[words.index('--python') + 1]}\n" in block.text
     elif words[:3] == ["uv", "pip", "install"]:
         files = [w for w in words if w.startswith("install/")]
-        assert files
         assert all((ROOT / file).is_file() for file in files)
-        extra = re.fullmatch(r"\.\[(\w+)\]", words[-1]).group(1)
-        assert re.search(rf"^{extra} =", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+        setup = (ROOT / "setup.cfg").read_text()
+        package, extras, wheel = re.match(r"(.+)\[([\w,]+)\](.*)", words[-1]).groups()
+        assert all(re.search(rf"^{e} =", setup, re.MULTILINE) for e in extras.split(","))
+        version = re.search(r"^version = (.+)$", setup, re.MULTILINE)[1]
+        built = (f" @ file:///path/to/lightning_rl-{version}-py3-none-any.whl", [])
+        assert (wheel, files) == built if package == "lightning_rl" else package == "." and files
+    elif words[0] == "printf":  # what install/cpu-overrides.txt says
+        pattern, *packages, _ = words[1:]
+        overrides = (ROOT / "install" / "cpu-overrides.txt").read_text().splitlines()
+        written = [pattern.removesuffix("\\n") % package for package in packages]
+        assert written == [line for line in overrides if not line.startswith("#")]
     else:
         assert words[:2] in (
             ["source", ".venv/bin/activate"],

@@ -105,8 +105,6 @@ NEEDED = {
     "TorchRLEnv": {"make": FUNCTION},
     "TorchRLLoss": {"make": FUNCTION},
     "VLLMParser": {"name": "hermes"},
-    "VerifiersAgent": {"environment": "game", "python": "python"},
-    "VerifiersPrompts": {"environment": "game", "python": "python"},
     "WarmupCosine": {"total_steps": 10},
     "WarmupLinear": {"total_steps": 10},
     "ZeroKnowledge": {"protocol": PROTOCOL},

@@ -159,7 +159,6 @@ COMMANDS = [
     (agent("ScriptAgent", script="a", python="./evil.sh"), "may be run"),
     (agent("ScriptAgent", script="a", preload=["evil"]), "may be run"),
     (agent("ScriptAgent", script="a", env={"PYTHONPATH": "."}), "may be run"),
-    (agent("VerifiersAgent", environment="evil", python="./evil"), "'evil' may be run"),
     (env("Gym", name="evil:Env"), "name: 'evil:Env' names a module to import before the colon"),
     (env("PooledGym", name="evil:Env"), "name: 'evil:Env' names a module to import"),
     (env("GymWorkers", name="evil:Env"), "name: 'evil:Env' names a module to import"),

@@ -17,6 +17,7 @@ from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.config.names import HOME, RENAMED
+from lightning_rl.config.packages import OPTIONAL_CLASSES
 from lightning_rl.data.rollouts.log import Outcome
 from lightning_rl.errors import DataError
 from lightning_rl.learn.policies import RolloutModule
@@ -79,7 +80,8 @@ def with_public_names(text: str) -> str:
 
     def public(path: re.Match[str]) -> str:
         name = RENAMED.get(path[1], path[1])
-        return f"{HOME[name]}.{name}" if name in HOME else path[0]
+        home = HOME | OPTIONAL_CLASSES
+        return f"{home[name]}.{name}" if name in home else path[0]
 
     return _OUR_PATH.sub(public, text)
 

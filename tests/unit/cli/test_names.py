@@ -24,6 +24,8 @@ from lightning_rl.data.rollouts.log import RerunLog
         ("lightning_rl.callbacks.preview.PreviewTable", "lightning_rl.PreviewTable"),
         ("lightning_rl.games.staged.annealing.LinearShare", "lightning_rl.extend.LinearSchedule"),
         ("RolesModule", "RolesModule"),
+        ("lightning_rl.serving.verifiers.VerifiersAgent", "lightning_rl.verifiers.VerifiersAgent"),
+        ("lightning_rl.convert", "lightning_rl.convert"),
         ("mine.lightning_rl.games.RolesModule", "mine.lightning_rl.games.RolesModule"),
         ("lightning_rl.somewhere.private", "lightning_rl.somewhere.private"),
     ],

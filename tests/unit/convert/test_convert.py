@@ -15,7 +15,7 @@ from lightning_rl.convert.main import as_yaml, main
 from lightning_rl.convert.trl import TRL, convert_trl
 from lightning_rl.convert.verl import VERL, convert_verl
 from lightning_rl.errors import ConfigError
-from tests.support import counterpart_tables
+from tests.unit.convert import counterpart_tables
 
 GRPO_CONFIG = """
 learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout
@@ -71,8 +71,8 @@ def test_every_field_of_grpo_config_has_a_row():
 
 @pytest.mark.parametrize("name", counterpart_tables.LIBRARIES)
 def test_the_pages_show_the_tables(name):
-    page = (Path(__file__).parents[3] / "docs" / f"{name}.md").read_text()
-    # If not: python -m tests.support.counterpart_tables
+    page = (Path(__file__).parents[3] / "docs" / "convert" / f"{name}.md").read_text()
+    # If not: python -m tests.unit.convert.counterpart_tables
     assert counterpart_tables.page(page, name) == page
 
 

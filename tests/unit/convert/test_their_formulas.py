@@ -1,4 +1,4 @@
-"""What docs/trl.md and docs/verl.md say of numbers, against the formulas of both in float64.
+"""What docs/convert/*.md say of numbers, against the formulas of both in float64.
 
 Their formulas are written here on padded tensors (B, T) with a mask, as they have them.
 """

@@ -10,7 +10,7 @@ from lightning_rl.errors import ConfigError
 
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(ray_engine, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install lightning_rl\[ray\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'ray>=2.50,<3'"):
         RayEngine()
 
 

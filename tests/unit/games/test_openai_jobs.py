@@ -344,5 +344,5 @@ def test_a_key_that_no_header_can_carry_is_refused_without_showing_it(server, mo
 
 def test_without_pydantic_it_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydantic", None)
-    with pytest.raises(ConfigError, match=r"pip install lightning_rl\[tools\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'pydantic>=2.12'"):
         OpenAIChat("http://127.0.0.1:9/v1")

@@ -82,11 +82,11 @@ def test_pages_and_setup_agree_on_the_environments_size():
 
 
 def test_every_command_is_on_its_page():
-    from lightning_rl.cli import COMMANDS, USAGE
+    from lightning_rl.cli import COMMANDS, usage
 
     text = page("docs/cli.md")
     assert [c for c in COMMANDS if f"**{c}**" not in text and f"lightning-rl {c}" not in text] == []
-    assert [c for c in COMMANDS if f"\n  {c} " not in USAGE] == []
+    assert [c for c in COMMANDS if f"\n  {c} " not in usage()] == []
 
 
 # ---------------------------------------------------------------- names of modules and files
@@ -94,6 +94,8 @@ def test_every_command_is_on_its_page():
 NAME = re.compile(r"(?<![\w./-])lightning_rl(?:\.(?!_)\w+)+")
 PATH = re.compile(r"(?<![\w./-])(?:lightning_rl|benchmarks|tests|recipes|docs)(?:/[\w-]+)+\.\w+")
 INVENTED = {
+    "lightning_rl.commands",  # groups of entry points
+    "lightning_rl.classes",
     "lightning_rl.progress",  # a key in Parquet files
     "recipes/reasoning_gym/my_task.yaml",
 }

@@ -2,14 +2,19 @@
 
 import configparser
 import os
+import re
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from lightning_rl.cli.quickstart import COPIED
+
 ROOT = Path(__file__).parents[3]
 PACKAGE_FOLDERS = {"lightning_rl": "lightning_rl", "lightning_rl.callbacks": "callbacks"}
+RECIPES = "lightning_rl.recipes"
+"""Where a wheel has recipes/: files to copy, of which nothing is imported there."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,7 @@ def modules_on_disk() -> set[str]:
 
 
 def test_package_list_names_every_folder_with_python_files(config: configparser.ConfigParser):
-    listed = set(lines(config["options"]["packages"]))
+    listed = set(lines(config["options"]["packages"])) - {RECIPES}
     assert listed == {str(Path(m).parent).replace("/", ".") for m in modules_on_disk()}
 
 
@@ -49,10 +54,42 @@ def data_on_disk() -> set[str]:
 def test_package_data_names_every_other_file(config: configparser.ConfigParser):
     packaged = set()
     for package, patterns in config["options.package_data"].items():
+        if package == RECIPES:
+            continue
         folder = ROOT / package.replace(".", "/")
         for pattern in patterns.split(","):
             packaged |= {p.relative_to(ROOT).as_posix() for p in folder.glob(pattern.strip())}
     assert data_on_disk() == packaged
+
+
+def recipes_on_disk() -> set[str]:
+    """Every file of recipes/ but what Python leaves there."""
+    files = (path for path in (ROOT / "recipes").rglob("*") if path.is_file())
+    return {p.relative_to(ROOT).as_posix() for p in files if "__pycache__" not in p.parts}
+
+
+def test_recipes_travel_whole(config: configparser.ConfigParser):
+    patterns = config["options.package_data"][RECIPES].split(",")
+    packaged = {p for pattern in patterns for p in (ROOT / "recipes").glob(pattern.strip())}
+    assert {p.relative_to(ROOT).as_posix() for p in packaged} == recipes_on_disk()
+    assert {path.suffix for path in packaged} == COPIED
+
+
+def test_messages_and_pages_name_installs_that_work(config: configparser.ConfigParser):
+    """Nothing is on an index under our name; what is named is one of the declared requirements."""
+    extras = "\n".join(config["options.extras_require"].values())
+    declared = set(lines(extras))
+    named = set()
+    for folder in ("lightning_rl", "callbacks", "recipes", "docs"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".md", ".yaml"):
+                text = re.sub(r'"\n\s+f?"', "", path.read_text())
+                found = re.findall(r"pip install ((?:'[^']+' ?)+)", text)
+                named |= {name for names in found for name in re.findall(r"'([^']+)'", names)}
+                assert not re.search(r"pip install [\"']?lightning_rl", text), path
+    named -= {"verifiers>=0.4", "{wanted}"}  # of another environment; checked in test_doctor.py
+    assert len(named) >= 6
+    assert named - declared == set()
 
 
 def test_every_package_has_an_init():
@@ -65,7 +102,7 @@ def test_callbacks_is_one_folder_under_two_names(config: configparser.ConfigPars
     # Relative, or a clone elsewhere would point at this machine's folder.
     assert os.readlink(link) == "../callbacks"
     declared = dict(line.split(" = ") for line in lines(config["options"]["package_dir"]))
-    assert declared == PACKAGE_FOLDERS
+    assert declared == PACKAGE_FOLDERS | {RECIPES: "recipes"}
 
 
 def requirement_sets(config: configparser.ConfigParser, backend: str) -> list[Requirement]:

@@ -1,10 +1,14 @@
 """Environments for verifiers: what is refused or told before one is hosted."""
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
+from lightning_rl.cli.trust import TRUSTED, require_trusted_parts
 from lightning_rl.cli.trusted_texts import kind_of
+from lightning_rl.config import names
 from lightning_rl.errors import ConfigError
 from lightning_rl.verifiers import VerifiersAgent, VerifiersPrompts
 from lightning_rl.verifiers.hosting import Hosting
@@ -89,5 +93,27 @@ def test_numbers_out_of_range_are_refused():
 
 
 def test_a_strangers_configuration_starts_no_interpreter():
+    texts = ("environment", "python", "options", "env", "pass_env")
     for kind in (VerifiersAgent, VerifiersPrompts):
-        assert [kind_of(kind, name) for name in ("environment", "python")] == ["code", "code"]
+        assert [kind_of(kind, name) for name in texts] == [None] * len(texts)
+        path = f"lightning_rl.verifiers.{kind.__name__}"
+        config = {"class_path": path, "init_args": {"environment": "evil", "python": "./evil"}}
+        with pytest.raises(ConfigError, match=f"'evil' is a text, .* {kind.__name__}.environment"):
+            require_trusted_parts(config, TRUSTED)
+        require_trusted_parts(config, [*TRUSTED, "lightning_rl.verifiers"])
+
+
+def test_both_are_found_by_their_names_and_check_their_arguments():
+    for kind in (VerifiersAgent, VerifiersPrompts):
+        assert names.public(kind.__name__) is kind
+        assert hasattr(kind.__init__, "__wrapped__")
+        with pytest.raises(ConfigError, match=f"{kind.__name__}.python: is missing"):
+            kind("wordle")
+
+
+def test_the_page_makes_an_environment_as_the_message_says():
+    page = (Path(__file__).parents[3] / "docs" / "verifiers" / "index.md").read_text()
+    made = re.search(r"^uv venv (\S+)\n(uv pip install .*) my-wordle$", page, re.MULTILINE)
+    place = Path(made[1]).absolute()
+    told = f"`uv venv {place} && {made[2].replace(made[1], str(place))} PACKAGE`"
+    assert Hosting("my-wordle", made[1]).recipe().startswith(told)

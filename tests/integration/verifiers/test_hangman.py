@@ -9,7 +9,7 @@ import pytest
 from lightning_rl.cli import main
 from recipes.hangman.prepare import WORDS, prepare
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MADE = ROOT / "build" / "verifiers"
 
 pytestmark = [

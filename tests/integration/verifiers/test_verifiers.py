@@ -13,11 +13,11 @@ from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 from lightning_rl.run.loop import run_async
 from lightning_rl.verifiers import VerifiersAgent, VerifiersPrompts
 from lightning_rl.verifiers.workers import workers_of
+from tests.integration.verifiers.games import write_games
 from tests.support.engine_checks import FakeEngine, is_running, wait_for
 from tests.support.tiny_models import chat_tokenizer
-from tests.support.verifiers_games import write_games
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / "build" / "verifiers"
 
 pytestmark = pytest.mark.skipif(

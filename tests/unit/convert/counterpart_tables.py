@@ -1,13 +1,13 @@
-"""The tables of docs/trl.md and docs/verl.md, from the data that ``lightning-rl convert`` reads.
+"""The tables of docs/convert/*.md, from the data that ``lightning-rl convert`` reads.
 
-python -m tests.support.counterpart_tables         writes them into the pages
+python -m tests.unit.convert.counterpart_tables         writes them into the pages
 """
 
 from pathlib import Path
 
 from lightning_rl.convert.conversion import ParameterRow, sections
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs" / "convert"
 LIBRARIES = ("trl", "verl")
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 

@@ -1,0 +1,18 @@
+"""What a configuration says of environments for verifiers is kept whole."""
+
+import pytest
+
+from lightning_rl.extend import Agent, PromptDataset
+from lightning_rl.verifiers import VerifiersAgent, VerifiersPrompts
+from tests.integration.test_dumped_defaults import of, require_same_again
+
+
+@pytest.mark.parametrize(
+    ("component", "hint"), [(VerifiersAgent, Agent), (VerifiersPrompts, PromptDataset)]
+)
+def test_a_class_with_its_defaults_is_told_whole_and_read_again(component, hint, tmp_path):
+    part = of(component.__name__, environment="game", python="python")
+    _, told = require_same_again(hint, part, tmp_path / "part.yaml")
+    assert told["class_path"] == f"{component.__module__}.{component.__name__}"
+    assert told["init_args"]["environment"] == "game"
+    assert told["init_args"]["options"] is None
