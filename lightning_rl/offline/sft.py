@@ -18,7 +18,6 @@ from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LearningModule, save_primitive_hparams
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
-from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import Loading, model_of
 from lightning_rl.models.sharding import refuse_mesh
@@ -30,25 +29,6 @@ from lightning_rl.run.seeding import derived_generator, run_seed
 
 class SupervisedModule(LearningModule):
     """Learns from fixed completions: what ``SFTModule`` and ``DPOModule`` have in common."""
-
-    def __init__(
-        self,
-        model: str,
-        optimizer: OptimizerCallable,
-        lr_scheduler: LRSchedulerCallable | None,
-        gradient_checkpointing: bool,
-        loading: Loading,
-        random_init: bool = False,
-        lora: LoRA | None = None,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.gradient_checkpointing = gradient_checkpointing
-        self.loading = loading
-        self.random_init = random_init
-        self.lora = lora
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse a precision that this cannot compute in; add our display.
