@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -51,7 +51,7 @@ from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.memory import smaller_budget
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.pretrained import Loading, model_of
+from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.sharding import full_tensor, read_by_rank_zero, shard
 from lightning_rl.run.dist import all_reduce_max, all_sum, world_size
@@ -154,7 +154,8 @@ class PolicyModule(OwnLoop, RolloutModule):
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             gradient_checkpointing=gradient_checkpointing,
-            loading=Loading(trust_remote_code, model_kwargs or {}),
+            trust_remote_code=trust_remote_code,
+            model_kwargs=model_kwargs,
             random_init=random_init,
             lora=lora,
         )
@@ -582,6 +583,6 @@ class PolicyModule(OwnLoop, RolloutModule):
         return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
 
 
-def policies_of(module: RolloutModule) -> dict[str, PolicyModule]:
+def policies_of(module: RolloutModule) -> Mapping[str, PolicyModule]:
     """A module's policies, with all that they learn by."""
-    return {n: p for n, p in module.policies.items() if isinstance(p, PolicyModule)}
+    return cast(Mapping[str, PolicyModule], module.policies)

@@ -118,7 +118,8 @@ class LearningModule(LanguageModule):
         optimizer: OptimizerCallable,
         lr_scheduler: LRSchedulerCallable | None,
         gradient_checkpointing: bool,
-        loading: Loading,
+        trust_remote_code: bool,
+        model_kwargs: dict[str, Any] | None,
         random_init: bool = False,
         lora: LoRA | None = None,
     ) -> None:
@@ -127,7 +128,7 @@ class LearningModule(LanguageModule):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.gradient_checkpointing = gradient_checkpointing
-        self.loading = loading
+        self.loading = Loading(trust_remote_code, model_kwargs or {})
         self.random_init = random_init
         self.lora = lora
         self.policy: Policy | None = None

@@ -19,7 +19,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LearningModule, save_primitive_hparams
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.pretrained import Loading, model_of
+from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.sharding import refuse_mesh
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.rollout import Rollout
@@ -88,9 +88,14 @@ class SFTModule(SupervisedModule):
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        loading = Loading(trust_remote_code, model_kwargs or {})
         super().__init__(
-            model, optimizer, lr_scheduler, gradient_checkpointing, loading, random_init
+            model,
+            optimizer,
+            lr_scheduler,
+            gradient_checkpointing,
+            trust_remote_code,
+            model_kwargs,
+            random_init,
         )
         save_primitive_hparams(self)
         self.aggregation = aggregation
