@@ -14,8 +14,8 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.errors import ConfigError
+from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
-from lightning_rl.learn.streamed import StreamingLoop
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.dist import all_reduce_max, any_rank, every_rank
@@ -177,7 +177,7 @@ class WeightSync(RLCallback):
         datamodule.after_sync()
         call_hook(trainer, "on_weights_synced", module.iteration)
 
-    def _push(self, trainer: Trainer, engine: Engine, name: str, module: StreamingLoop) -> None:
+    def _push(self, trainer: Trainer, engine: Engine, name: str, module: OwnLoop) -> None:
         begin, version = time.perf_counter(), module.iteration
         require_finite_weights(module.loaded_policy, f"pushed to the engine as version {version}")
         with every_rank():
@@ -188,7 +188,7 @@ class WeightSync(RLCallback):
         if self._prompts[name]:
             self._verify(trainer, name, module)
 
-    def _record(self, module: StreamingLoop, metrics: dict[str, float]) -> None:
+    def _record(self, module: OwnLoop, metrics: dict[str, float]) -> None:
         if self._records:
             module.record(metrics)
 
@@ -201,7 +201,7 @@ class WeightSync(RLCallback):
         if drives_engine(engine) and not self._behind(module):
             engine.caught_up(module.iteration)
 
-    def _verify(self, trainer: Trainer, name: str, module: StreamingLoop) -> None:
+    def _verify(self, trainer: Trainer, name: str, module: OwnLoop) -> None:
         datamodule, policy = self.rl_data_of(trainer), module.loaded_policy
         engine, temperature = datamodule.engine.of_policy(name), datamodule.sampling.temperature
         prompts = self._prompts[name]

@@ -32,7 +32,7 @@ from lightning_rl.collect.peek import Peek
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
 from lightning_rl.collect.stats import evaluation_metrics, own_metrics, set_metrics
-from lightning_rl.collect.streamed import Consumer, StreamedCollector
+from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.collect.tasks import Task, by_name, grader_of, tasks_of
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
@@ -44,8 +44,9 @@ from lightning_rl.engines.base import Engine, RunState, drives_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.policies import RolloutModule
-from lightning_rl.learn.streamed import StreamingLoop
+from lightning_rl.learn.streamed import Stream
 from lightning_rl.models.tokenizer import with_chat_variables
+from lightning_rl.module import PolicyModule, policies_of
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rollout import Group, Prompt, Rollout
@@ -180,6 +181,7 @@ class RLDataModule(CollectingDataModule):
         _ = self.eval_tasks  # are they complete?
         self._model_dir: tempfile.TemporaryDirectory[str] | None = None
         self._batches: RolloutBatches | None = None
+        self._stream: Stream | None = None
         self._loader: RolloutLoader | None = None
         self._loader_state: dict[str, Any] | None = None
         self.first_iteration = 0  # of those collected without training
@@ -269,8 +271,13 @@ class RLDataModule(CollectingDataModule):
             with naming(task.name):
                 task.prompts.bound(room_for_prompts(room, task.sampling))
         self._pipeline = self._made_pipeline(self.train_tasks)
-        for policy in module.policies.values():
-            policy.streams = stage == "fit" and isinstance(self.collector, StreamedCollector)
+        policies = list(policies_of(module).values())
+        for policy in policies:
+            policy.stream = None
+        self._stream = None
+        if stage == "fit" and isinstance(self.collector, StreamedCollector):
+            [policy] = policies  # of several that is refused
+            self._stream = policy.stream = Stream(policy)
         works = stage == "fit" and drives_engine(self.engine)
         collector = self.collector if works else SyncCollector()
         self._batches = RolloutBatches(
@@ -294,7 +301,7 @@ class RLDataModule(CollectingDataModule):
         if not self.engine.running:
             self._model_dir = tempfile.TemporaryDirectory(prefix="lightning_rl_")
             module.save_skeletons(self._model_dir.name)
-            trusted = (policy.trust_remote_code for policy in module.policies.values())
+            trusted = (policy.loading.trust_remote_code for policy in module.policies.values())
             self.engine.trust_remote_code = any(trusted)
             with announced(self.engine.starting):
                 self.engine.start(Path(self._model_dir.name))
@@ -330,12 +337,12 @@ class RLDataModule(CollectingDataModule):
             experts=self.expert_prompts is not None,
         )
         if stage == "fit":
-            for policy in module.policies.values():
+            for policy in policies_of(module).values():
                 self._check_learning(policy)
         assert self.trainer is not None
         computes_in = compute_dtype(self.trainer)
         self.engine.follow_dtype(computes_in)
-        for name, policy in module.policies.items():
+        for name, policy in policies_of(module).items():
             fp32 = policy.cast_lm_head_to_fp32 or computes_in == "float32"
             self.engine.of_policy(name).follow_head(fp32)
             if self.expert_prompts is not None:
@@ -356,7 +363,7 @@ class RLDataModule(CollectingDataModule):
                 with naming(task.name):
                     room_for_prompts(limit, task.sampling)
 
-    def _check_learning(self, policy: StreamingLoop) -> None:
+    def _check_learning(self, policy: PolicyModule) -> None:
         """Check that a policy can learn from what is collected."""
         for task in self.train_tasks:
             with naming(task.name):
@@ -370,7 +377,7 @@ class RLDataModule(CollectingDataModule):
         if isinstance(self.collector, StreamedCollector):
             self._check_streaming(policy)
 
-    def can_stream(self, module: StreamingLoop) -> bool:
+    def can_stream(self, module: PolicyModule) -> bool:
         """Tell whether ``StreamedCollector`` would take these settings."""
         try:
             self._check_streaming(module)
@@ -378,7 +385,7 @@ class RLDataModule(CollectingDataModule):
             return False
         return True
 
-    def _check_streaming(self, module: StreamingLoop) -> None:
+    def _check_streaming(self, module: PolicyModule) -> None:
         check_streaming(
             module.advantage,
             module.aggregation,
@@ -473,12 +480,9 @@ class RLDataModule(CollectingDataModule):
         call_hook(trainer, "on_collect_start")
         for rewards in self.all_rewards:
             rewards.state = self._reward_state(iteration)
-        consumer, streamed = None, None
-        for policy in module.policies.values():
-            if policy.streams:
-                streamed = policy.begin_stream(batches.source.num_groups)
-                consumer = Consumer(policy.stream, streamed.first)
-        rollouts = batches.collect(iteration, consumer)
+        if self._stream is not None:
+            self._stream.begin(batches.source.num_groups)
+        rollouts = batches.collect(iteration, self._stream)
         groups, metrics = batches.of_all_ranks(module.iteration, module.role_versions)
         batches.observe(self.train_prompts, groups)
         module.record(metrics | set_metrics(groups, self.train_prompts.shares()))
@@ -494,8 +498,8 @@ class RLDataModule(CollectingDataModule):
             count = self.expert_per_iteration
             rollouts += expert_rollouts(self.expert_prompts, count, iteration, self._tokenizer)
         batches.ack()
-        if streamed is not None:
-            streamed.finish([rollout for rollout in rollouts if rollout.graded])
+        if self._stream is not None:
+            self._stream.finish([rollout for rollout in rollouts if rollout.graded])
         return rollouts
 
     def _reward_state(self, iteration: int) -> TrainerState:

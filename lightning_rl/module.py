@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -43,27 +43,28 @@ from lightning_rl.data.packing import (
 )
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
+from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import make_optimizer
-from lightning_rl.learn.streamed import StreamingLoop
+from lightning_rl.learn.streamed import Stream
 from lightning_rl.models.heads import ValueHead
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.memory import smaller_budget
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.pretrained import Loading, model_of
+from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.models.sharding import full_tensor, read_by_rank_zero, shard
 from lightning_rl.run.dist import all_reduce_max, all_sum, world_size
 from lightning_rl.run.hooks import answers
 from lightning_rl.run.metrics import TokenMetrics
-from lightning_rl.run.seeding import run_seed
+from lightning_rl.run.seeding import derived_generator, run_seed
 
 LEAST_VALUE_LR = 1e-5
 """A critic's learning rate unless it is given one; verl's default."""
 
 
 @configurable(model=model_of, lora=as_lora)
-class PolicyModule(StreamingLoop, RolloutModule):
+class PolicyModule(OwnLoop, RolloutModule):
     """Wraps a causal LM (policy head, optional value head) and improves it from rollouts.
 
     ``training_step`` runs the named steps below on one packed batch; each can be called by itself.
@@ -148,7 +149,16 @@ class PolicyModule(StreamingLoop, RolloutModule):
         model_kwargs: dict[str, Any] | None = None,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            gradient_checkpointing=gradient_checkpointing,
+            trust_remote_code=trust_remote_code,
+            model_kwargs=model_kwargs,
+            random_init=random_init,
+            lora=lora,
+        )
         require_at_least(
             1,
             ppo_epochs=ppo_epochs,
@@ -177,7 +187,6 @@ class PolicyModule(StreamingLoop, RolloutModule):
         )
         save_primitive_hparams(self)
         self.automatic_optimization = False
-        self.model = model
         self.advantage = advantage
         self.aggregation = aggregation
         self.objective = objective
@@ -189,25 +198,21 @@ class PolicyModule(StreamingLoop, RolloutModule):
         )
         self.kl = kl
         self.kl_reward = kl_reward
-        self.lora = lora
         self.trust_engine_logprobs = trust_engine_logprobs
         self.mask_truncated = mask_truncated
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
         self.value_lr = value_lr
         self.ppo_epochs = ppo_epochs
         self.minibatches = minibatches
         self.target_kl = target_kl
         self.max_tokens_per_pack = max_tokens_per_pack
         self.max_grad_norm = max_grad_norm
-        self.gradient_checkpointing = gradient_checkpointing
         self.compile_layers = compile
-        self.random_init = random_init
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         self.trust_remote_code = trust_remote_code
-        self.loading = Loading(trust_remote_code, model_kwargs or {})
         self.seed = run_seed(seed)
         self.reference: Reference | None = None
+        self.stream: Stream | None = None
+        """What works on groups while an engine writes the others, in a run that streams."""
         # Tuples hide modules from nn.Module until they are configured.
         self._value_head, self._reference = (value_head,), (reference,)
 
@@ -293,13 +298,13 @@ class PolicyModule(StreamingLoop, RolloutModule):
         self, policy: Policy, batch: TensorDict, name: str, left_out: Tensor | None = None
     ) -> TensorDict:
         """Have the rollouts scored that are not left out, and were not when they were streamed."""
-        known = None if self.streamed is None else self.streamed.knows(name)
+        known = None if self.stream is None else self.stream.knows(name)
         skipped = [flags.cpu() for flags in (left_out, known) if flags is not None]
         rows = (~torch.stack(skipped).any(0)).nonzero().squeeze(1) if skipped else None
         with self.clock("logprob"):
             batch = policy.score(batch, name, self.max_tokens_per_pack, rows)
-        if self.streamed is not None and known is not None:
-            self.streamed.fill(batch, name, "values")
+        if self.stream is not None and known is not None:
+            self.stream.fill(batch, name, "values")
         return batch
 
     def compute_old_logprobs(self, batch: TensorDict) -> TensorDict:
@@ -349,7 +354,8 @@ class PolicyModule(StreamingLoop, RolloutModule):
 
     def compute_all(self, batch: TensorDict) -> TensorDict:
         """Add all that an update needs: advantages, and the logprobs and values that count."""
-        self.attach_stream(batch)
+        if self.stream is not None:
+            self.stream.attach(batch)
         if self.skips_zero_advantage:  # advantages need rewards alone, and tell what to score
             batch = self.compute_advantages(batch)
         # With one update per batch the current policy is the old one: nothing to recompute.
@@ -399,7 +405,9 @@ class PolicyModule(StreamingLoop, RolloutModule):
             for epoch in range(self.ppo_epochs):
                 of_pass = TokenMetrics()
                 parts = split_minibatches(batch, self.minibatches, self.dealing(epoch))
-                done = self.claim_stream(batch, objective, parts[0]) if epoch == 0 else None
+                done = None
+                if self.stream is not None and epoch == 0:
+                    done = self.stream.claim(batch, objective, parts[0])
                 for rows in parts:
                     own = None if done is None else done[rows]
                     self.accumulate(select(batch, rows), objective, of_pass, own)
@@ -475,11 +483,11 @@ class PolicyModule(StreamingLoop, RolloutModule):
         """
         budget = self.max_tokens_per_pack
         while True:
-            if done is None or self.streamed is None:
+            if done is None or self.stream is None:
                 self.loaded_policy.zero_grad()  # also of what a pass left that ran out of memory
                 measured, rest, packs = [], minibatch, split_packs(minibatch, budget)
             else:
-                measured, rest = list(self.streamed.metrics), without(minibatch, done)
+                measured, rest = list(self.stream.metrics), without(minibatch, done)
                 packs = [] if done.all() else split_packs(rest, budget)
             # Sharded weights are gathered by all ranks together, for as many packs as any has; and
             # the last backward pass averages over ranks.
@@ -510,6 +518,37 @@ class PolicyModule(StreamingLoop, RolloutModule):
             self.manual_backward((loss * tokens["loss_weights"]).sum())
         return metrics
 
+    def add_ahead(self, batch: TensorDict, rows: Tensor) -> tuple[Tensor, list[Metrics]]:
+        """Add gradients of these rows, flags (R,), undivided, before their minibatch is complete.
+
+        Returns:
+            Flags of those that have one, and the packs' metrics.
+        """
+        batch = self.without_truncated(batch.copy())
+        batch["tokens", "loss_weights"] = self.aggregation.weights(batch)
+        left_out = self.left_out(batch)
+        rows = rows if left_out is None else rows & ~left_out.cpu()
+        if not rows.any():
+            return rows, []
+        chosen = select(with_host(batch), rows.nonzero().squeeze(1))
+        packs = split_packs(chosen, self.max_tokens_per_pack)
+        with self.clock("train"):
+            return rows, [
+                self.backward_pack(select(chosen, pack), self.objective, last=False)
+                for pack in packs
+            ]
+
+    def dealing(self, epoch: int) -> torch.Generator:
+        """What deals the groups of this iteration to minibatches."""
+        return derived_generator(self.seed, self.iteration, epoch)
+
+    def without_truncated(self, batch: TensorDict) -> TensorDict:
+        """Take rollouts that hit ``max_tokens`` out of the loss, if that is wanted."""
+        if self.mask_truncated:
+            truncated_T = batch["rollouts", "truncated"][token_rows(batch)]
+            batch["tokens", "loss_mask"] = batch["tokens", "loss_mask"] & ~truncated_T
+        return batch
+
     def left_out(self, batch: TensorDict) -> Tensor | None:
         """Rollouts, (R,), that the update leaves out since they cannot move the policy; None: none.
 
@@ -533,10 +572,17 @@ class PolicyModule(StreamingLoop, RolloutModule):
             if penalty is not None and measured in metrics:
                 metrics[f"{measured}_coef"] = penalty.coef.at(self.iteration)
                 penalty.coef.update(metrics[measured])
-        self.iteration, self.streamed = self.iteration + 1, None
+        self.iteration += 1
+        if self.stream is not None:
+            self.stream.clear()
         if self.reference is not None:
             self.reference.on_iteration_end(self.loaded_policy, self.iteration)
 
     def stateful_parts(self) -> dict[str, Any]:
         parts = {"advantage": self.advantage, "kl": self.kl, "kl_reward": self.kl_reward}
         return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
+
+
+def policies_of(module: RolloutModule) -> Mapping[str, PolicyModule]:
+    """A module's policies, with all that they learn by."""
+    return cast(Mapping[str, PolicyModule], module.policies)

@@ -25,7 +25,7 @@ from lightning_rl.engines import Engine, TransformersEngine
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.update_schedules import EveryIteration
 from lightning_rl.models.memory import forward_tokens
-from lightning_rl.module import PolicyModule
+from lightning_rl.module import PolicyModule, policies_of
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import find_callbacks
 
@@ -40,8 +40,7 @@ def training_plan(
     trainer, learning = module.trainer, _Learning(module, data, prompts, device)
     lines, plans = list[str](), dict[str, MemoryPlan]()
     seen: set[Parameter] = set()
-    for name, policy in module.policies.items():
-        assert isinstance(policy, PolicyModule)
+    for name, policy in policies_of(module).items():
         roles = [role for role, player in module.roles.items() if player == name]
         told, plans[name] = learning.plan(policy, max(1, len(roles)), seen)
         if roles:

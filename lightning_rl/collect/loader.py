@@ -277,7 +277,7 @@ class RolloutBatches:
             groups = run_async(begin())
             while places := run_async(collector.complete()):
                 kept = [p for p in places if all(f.keep(groups[p]) for f in self.filters)]
-                consumer.take([(before + place, groups[place]) for place in kept])
+                consumer.add([(before + place, groups[place]) for place in kept])
 
     async def _in_loop(self, iteration: int, count: int) -> list[Group]:
         # All that works ahead is in this thread too, so nothing changes in the middle of it.

@@ -1,8 +1,8 @@
 """A collector whose groups are worked on while it generates the others."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Protocol
 
 from lightning_rl.collect.collector import Collector
 from lightning_rl.config.arguments import configurable
@@ -11,17 +11,14 @@ from lightning_rl.rollout import Group
 from lightning_rl.run.loop import cancel_here, innermost
 
 
-@dataclass(frozen=True)
-class Consumer:
-    """Who works on complete groups, in the thread that waits for the batch.
+class Consumer(Protocol):
+    """What works on complete groups, in the thread that waits for the batch."""
 
-    Args:
-        take: called with groups and their places in the batch.
-        first: places of the groups that it wants before the others.
-    """
-
-    take: Callable[[list[tuple[int, Group]]], None]
     first: frozenset[int]
+    """Places of the groups that it wants before the others."""
+
+    def add(self, groups: Sequence[tuple[int, Group]]) -> None:
+        """Work on groups, given with their places in the batch."""
 
 
 @configurable

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_rl.config.layers import Change
 from lightning_rl.errors import ConfigError, LightningRLError
+from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.pretrained import GivenModel
+from lightning_rl.models.pretrained import GivenModel, Loading
 from lightning_rl.models.sharding import full_tensor
 from lightning_rl.run.dist import any_rank, rank
 from lightning_rl.run.hooks import StageClock, call_hook
@@ -110,8 +112,25 @@ class LanguageModule(FiniteStepsModule):
 class LearningModule(LanguageModule):
     """A module whose policy is a language model."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        model: str,
+        optimizer: OptimizerCallable,
+        lr_scheduler: LRSchedulerCallable | None,
+        gradient_checkpointing: bool,
+        trust_remote_code: bool,
+        model_kwargs: dict[str, Any] | None,
+        random_init: bool = False,
+        lora: LoRA | None = None,
+    ) -> None:
         super().__init__()
+        self.model = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.gradient_checkpointing = gradient_checkpointing
+        self.loading = Loading(trust_remote_code, model_kwargs or {})
+        self.random_init = random_init
+        self.lora = lora
         self.policy: Policy | None = None
 
     @property
@@ -139,8 +158,8 @@ class RecordingModule(FiniteStepsModule):
     name = ""
     """Under which it is among several that learn; empty for one that learns alone."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)  # of the class beside this one
         self.clock = StageClock()
         self.iteration = 0
         self._recorded: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,8 @@ from lightning_rl.sync.verify import probe_again, probe_gap, require_agreement
 class OwnLoop(RecordingModule, LearningModule):
     """``prepare``, ``fit`` and ``sync_weights``: one call per step, and no callback hears of it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self._own_schedule: Any = None
 
     @abstractmethod
@@ -154,6 +155,13 @@ class OwnLoop(RecordingModule, LearningModule):
     def _push(self, engine: Engine, transport: WeightTransport) -> None:
         with every_rank():
             push(transport, engine, self.loaded_policy, self.iteration)
+
+    def step_precision(self) -> AbstractContextManager[object]:
+        """The Trainer's precision of a training step."""
+        if self._trainer is None:
+            return nullcontext()
+        context: AbstractContextManager[object] = self.trainer.precision_plugin.train_step_context()
+        return context
 
     def lr_schedulers(self) -> Any:
         """The Trainer's, or that of :meth:`prepare`."""

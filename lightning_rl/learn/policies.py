@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
+from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.learn.precision import use_our_precision
-from lightning_rl.learn.streamed import StreamingLoop
 from lightning_rl.models.policy import require_sound_model, save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Rollout
@@ -23,7 +23,7 @@ class RolloutModule(RecordingModule):
 
     @property
     @abstractmethod
-    def policies(self) -> Mapping[str, StreamingLoop]:
+    def policies(self) -> Mapping[str, OwnLoop]:
         """What learns, by name, each with weights and versions of its own; one alone has no name.
 
         The ``iteration`` of each is the number of iterations in which it learned, and its version.

@@ -18,7 +18,7 @@ from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Scores
-from lightning_rl.models.pretrained import Loading, model_of
+from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.offline.sft import SFTDataModule, SupervisedModule
 from lightning_rl.rollout import Rollout
@@ -71,8 +71,15 @@ class DPOModule(SupervisedModule):
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        loading = Loading(trust_remote_code, model_kwargs or {})
-        super().__init__(model, optimizer, lr_scheduler, gradient_checkpointing, loading, lora=lora)
+        super().__init__(
+            model,
+            optimizer,
+            lr_scheduler,
+            gradient_checkpointing,
+            trust_remote_code,
+            model_kwargs,
+            lora=lora,
+        )
         require_finite(beta=beta)
         if beta <= 0 or not 0 <= smoothing < 0.5:
             raise ConfigError(

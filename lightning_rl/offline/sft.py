@@ -18,9 +18,8 @@ from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LearningModule, save_primitive_hparams
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
-from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.pretrained import Loading, model_of
+from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.sharding import refuse_mesh
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.rollout import Rollout
@@ -30,25 +29,6 @@ from lightning_rl.run.seeding import derived_generator, run_seed
 
 class SupervisedModule(LearningModule):
     """Learns from fixed completions: the common part of ``SFTModule`` and ``DPOModule``."""
-
-    def __init__(
-        self,
-        model: str,
-        optimizer: OptimizerCallable,
-        lr_scheduler: LRSchedulerCallable | None,
-        gradient_checkpointing: bool,
-        loading: Loading,
-        random_init: bool = False,
-        lora: LoRA | None = None,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.gradient_checkpointing = gradient_checkpointing
-        self.loading = loading
-        self.random_init = random_init
-        self.lora = lora
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse a precision that this cannot compute in; add our display.
@@ -108,9 +88,14 @@ class SFTModule(SupervisedModule):
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        loading = Loading(trust_remote_code, model_kwargs or {})
         super().__init__(
-            model, optimizer, lr_scheduler, gradient_checkpointing, loading, random_init
+            model,
+            optimizer,
+            lr_scheduler,
+            gradient_checkpointing,
+            trust_remote_code,
+            model_kwargs,
+            random_init,
         )
         save_primitive_hparams(self)
         self.aggregation = aggregation

@@ -21,7 +21,7 @@ from lightning_rl.config.packages import OPTIONAL_CLASSES
 from lightning_rl.data.rollouts.log import Outcome
 from lightning_rl.errors import DataError
 from lightning_rl.learn.policies import RolloutModule
-from lightning_rl.learn.streamed import StreamingLoop
+from lightning_rl.module import PolicyModule, policies_of
 from lightning_rl.rollout import Rollout
 from lightning_rl.run import dist
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
@@ -105,7 +105,7 @@ class Remade:
     optimizers: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def policy(self) -> StreamingLoop:
+    def policy(self) -> PolicyModule:
         """What learned, where it is one.
 
         Raises:
@@ -116,7 +116,8 @@ class Remade:
                 f"the run has {len(self.module.policies)} policies, with versions of their own, so "
                 "what they wrote together is not generated or scored again; use --iteration"
             )
-        return self.module.policies[""]
+        [policy] = policies_of(self.module).values()
+        return policy
 
     def diverged_at(self, recorded: dict[int, Outcome]) -> int | None:
         """The first version whose checksums are others than recorded."""

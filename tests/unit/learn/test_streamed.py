@@ -32,6 +32,7 @@ from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError, EngineError
+from lightning_rl.learn.streamed import Stream
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.calling import batch_reward
@@ -79,11 +80,11 @@ def groups_of(rollouts) -> list:
 
 def stream(module, groups, chunks, batch_groups=None) -> None:
     """Let the module work ahead on groups, as they come; the last may never come."""
-    streamed = module.begin_stream(len(groups))
-    module.streams = True
+    module.stream = Stream(module)
+    module.stream.begin(len(groups))
     for chunk in chunks:
-        module.stream([(place, groups[place]) for place in chunk])
-    streamed.finish([r for group in batch_groups or groups for r in group if r.graded])
+        module.stream.add([(place, groups[place]) for place in chunk])
+    module.stream.finish([r for group in batch_groups or groups for r in group if r.graded])
 
 
 def differences(ours: PolicyModule, theirs: PolicyModule) -> float:
@@ -245,10 +246,9 @@ def other_order(module, groups):
 
 
 def never_told(module, groups):
-    streamed = module.begin_stream(GROUPS)
-    module.streams = True
-    module.stream(list(enumerate(groups)))
-    assert not streamed.finished
+    module.stream = Stream(module)
+    module.stream.begin(GROUPS)
+    module.stream.add(list(enumerate(groups)))
 
 
 def no_memory(module, groups):
@@ -278,11 +278,12 @@ def test_what_differs_from_the_batch_is_given_up(tiny_model, random_rollouts, in
 def test_groups_of_later_minibatches_leave_no_gradient(tiny_model, random_rollouts, in_double):
     rollouts = random_rollouts(5, groups=GROUPS, group_size=GROUP_SIZE)
     module = module_of(tiny_model, minibatches=GROUPS)
-    streamed = module.begin_stream(GROUPS)
-    [first] = streamed.first
+    module.stream = Stream(module)
+    module.stream.begin(GROUPS)
+    [first] = module.stream.first
     groups = groups_of(rollouts)
-    module.stream([(place, groups[place]) for place in range(GROUPS) if place != first])
-    assert not streamed.metrics
+    module.stream.add([(place, groups[place]) for place in range(GROUPS) if place != first])
+    assert not module.stream.metrics
     assert all(p.grad is None for p in module.policy.parameters())
 
 
