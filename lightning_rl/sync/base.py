@@ -80,6 +80,42 @@ class WeightTransport(ABC):
         """Let go of the engine."""
 
 
+class RoutedTransport(WeightTransport):
+    """Chooses its route when it is connected: what reaches that kind of engine."""
+
+    _route: WeightTransport | None = None
+
+    @abstractmethod
+    def route_to(self, engine: Engine) -> WeightTransport:
+        """What pushes to ``engine``."""
+
+    def connect(self, engine: Engine) -> None:
+        super().connect(engine)
+        self._route = self.route_to(engine)
+
+    def weights_of(self, policy: "Policy") -> Weights:
+        return self.route.weights_of(policy)
+
+    def push(self, weights: Weights, version: int) -> None:
+        self.route.push(weights, version)
+
+    def close(self) -> None:
+        if self._route is not None:
+            self._route.close()
+            self._route = None
+
+    @property
+    def route(self) -> WeightTransport:
+        """What it is connected by.
+
+        Raises:
+            WeightSyncError: before ``connect``.
+        """
+        if self._route is None:
+            raise WeightSyncError(f"{type(self).__name__}.push before connect(engine)")
+        return self._route
+
+
 def push(transport: WeightTransport, engine: Engine, policy: "Policy", version: int) -> None:
     """Pause the engine, push to it, let it go on. On several ranks call it on all of them.
 
@@ -137,6 +173,11 @@ class WeightStream:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return checked(self.weights, self.shapes)
+
+
+def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """The shape of each."""
+    return {name: weight.shape for name, weight in weights.items()}
 
 
 def receiver_of(transport: str, device: torch.device, rank: int, **options: Any) -> WeightReceiver:

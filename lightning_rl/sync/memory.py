@@ -14,7 +14,14 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
 from lightning_rl.sync.adapters import unit_of
-from lightning_rl.sync.base import Bucket, Kind, WeightReceiver, Weights, WeightStream
+from lightning_rl.sync.base import (
+    Bucket,
+    WeightReceiver,
+    Weights,
+    WeightStream,
+    WeightTransport,
+)
+from lightning_rl.sync.in_process import route_in_process
 from lightning_rl.sync.staged import StagedTransport
 
 _ALIGNMENT = 64
@@ -190,6 +197,9 @@ class MemoryTransport(StagedTransport):
         settings = self.changed_only, self.adapters_only, self.timeout_s
         return MemoryTransport(self.bucket_mb, self.keep_copy, *settings)
 
+    def route_in_process(self, engine: Engine) -> WeightTransport:
+        return route_in_process(engine, self.adapters_only)
+
     @classmethod
     def receiver(cls, device: torch.device, rank: int, **options: Any) -> WeightReceiver:
         return SharedMemoryReceiver()
@@ -204,9 +214,6 @@ class MemoryTransport(StagedTransport):
         for descriptor, _ in self._segments.values():
             os.close(descriptor)
         self._segments.clear()
-
-    def _arriving(self, weights: Weights, dtype: torch.dtype, version: int, kind: Kind) -> Weights:
-        return weights
 
     def _buffer(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
         size = numel * dtype.itemsize

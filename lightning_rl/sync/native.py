@@ -27,7 +27,7 @@ from lightning_rl.errors import (
 )
 from lightning_rl.run.dist import world_size
 from lightning_rl.sync.base import Weights, WeightTransport
-from lightning_rl.sync.staged import submit
+from lightning_rl.sync.replicas import submit
 
 
 class Declared(NamedTuple):
