@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -21,9 +21,22 @@ from lightning_rl.sync.base import Bucket, Kind, Weights, WeightStream, WeightTr
 
 if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
     from lightning_rl.models.policy import Policy
-    from lightning_rl.sync.staged import StagedTransport
 
 Answers = dict[Replica, Future[Any]]
+
+
+class Stager(Protocol):
+    """What a push to replicas asks of a transport: see ``StagedTransport``."""
+
+    timeout_s: float
+    keep_copy: bool
+    changed_only: bool
+    adapters_only: bool
+
+    def stage(self, weights: WeightStream) -> Iterator[Bucket]: ...
+    def join(self, replica: Replica) -> None: ...
+    def transmit(self, bucket: Bucket, replica: Replica) -> None: ...
+    def leave(self, replica: Replica) -> None: ...
 
 
 class ReplicaPush(WeightTransport):
@@ -37,7 +50,7 @@ class ReplicaPush(WeightTransport):
         engine: whose replicas they are.
     """
 
-    def __init__(self, transport: "StagedTransport", engine: ReplicatedEngine) -> None:
+    def __init__(self, transport: Stager, engine: ReplicatedEngine) -> None:
         self.transport, self.engine = transport, engine
         self._joined: dict[Replica, int] = {}  # the life in which each was connected
         self._staged: dict[str, list[Bucket]] = {}  # by kind, adapters before their base
