@@ -18,9 +18,9 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, SyncTimeoutError, require_at_least
-from lightning_rl.sync.base import Bucket, WeightReceiver, Weights, WeightStream
 from lightning_rl.sync.memory import fill_buffers, unpack
 from lightning_rl.sync.staged import StagedTransport
+from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream
 
 _log = logging.getLogger(__name__)
 

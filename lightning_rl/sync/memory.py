@@ -14,15 +14,9 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
 from lightning_rl.sync.adapters import unit_of
-from lightning_rl.sync.base import (
-    Bucket,
-    WeightReceiver,
-    Weights,
-    WeightStream,
-    WeightTransport,
-)
-from lightning_rl.sync.in_process import route_in_process
+from lightning_rl.sync.base import WeightTransport, route_in_process
 from lightning_rl.sync.staged import StagedTransport
+from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream
 
 _ALIGNMENT = 64
 """Elements; in a flat buffer a tensor starts at a multiple of it."""

@@ -17,7 +17,8 @@ from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import SyncTimeoutError
 from lightning_rl.run.loop import background_loop
 from lightning_rl.sync.adapters import weights_apart
-from lightning_rl.sync.base import Bucket, Kind, Weights, WeightStream, WeightTransport, shapes_of
+from lightning_rl.sync.base import WeightTransport
+from lightning_rl.sync.stream import Bucket, Kind, Weights, WeightStream, shapes_of
 
 if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
     from lightning_rl.models.policy import Policy

@@ -15,18 +15,9 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import OUR_TRANSFER, ReplicatedEngine
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.sync.base import (
-    Bucket,
-    Kind,
-    RoutedTransport,
-    WeightReceiver,
-    Weights,
-    WeightStream,
-    WeightTransport,
-    shapes_of,
-)
-from lightning_rl.sync.in_process import route_in_process
+from lightning_rl.sync.base import RoutedTransport, WeightTransport, route_in_process
 from lightning_rl.sync.replicas import ReplicaPush, submit
+from lightning_rl.sync.stream import Bucket, Kind, WeightReceiver, Weights, WeightStream, shapes_of
 
 
 class StagedTransport(RoutedTransport):

@@ -20,7 +20,6 @@ from lightning_rl.errors import (
 )
 from lightning_rl.models.policy import Policy
 from lightning_rl.sync.adapters import Merger, merge, unit_of
-from lightning_rl.sync.base import WeightStream
 from lightning_rl.sync.checkpoint import CheckpointTransport, read_weights, write_safetensors
 from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport, cut
@@ -32,6 +31,7 @@ from lightning_rl.sync.schedule import (
     SyncState,
     TrainerSchedule,
 )
+from lightning_rl.sync.stream import WeightStream
 
 IDLE = CollectorStatus()  # what a collector that does not work ahead says
 BUSY = CollectorStatus(in_flight=3, done=1, wanted=4, may_issue=True, used_up=False)
