@@ -15,7 +15,7 @@ from lightning_rl.engines.base import drives_engine
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import SyncTimeoutError
-from lightning_rl.run.loop import background_loop
+from lightning_rl.run.loop import runtime
 from lightning_rl.sync.adapters import weights_apart
 from lightning_rl.sync.base import WeightTransport
 from lightning_rl.sync.stream import Bucket, Kind, Weights, WeightStream, shapes_of
@@ -184,9 +184,9 @@ class ReplicaPush(WeightTransport):
                 live.remove(replica)
             # On a GPU, a broadcast that waits for it keeps the device busy.
             self.transport.leave(replica)
-            background_loop().call_soon_threadsafe(self.engine.lost, replica, error)
+            runtime.loop.call_soon_threadsafe(self.engine.lost, replica, error)
 
 
 def submit(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
     """Run it in the background loop; every coroutine here has a timeout of its own."""
-    return asyncio.run_coroutine_threadsafe(coroutine, background_loop())
+    return asyncio.run_coroutine_threadsafe(coroutine, runtime.loop)
