@@ -102,6 +102,33 @@ def test_a_transport_needs_an_engine():
         MemoryTransport().push([], 0)
 
 
+class Takes(TransformersEngine):
+    """Keeps what a push gives it."""
+
+    def load_weights(self, weights, version):
+        self.taken, self.version = list(weights), version
+
+
+def test_an_engine_in_this_process_is_given_the_trainers_own_tensors(tmp_path):
+    """By a transport that stages, what it has staged, cast to the engine's dtype."""
+    weights = [("a.weight", torch.ones(2)), ("b.weight", torch.zeros(3))]
+    engine = Takes(dtype="bfloat16", device="cpu")
+    direct, staged = MemoryTransport(), CheckpointTransport(str(tmp_path))
+    for transport in (direct, staged):
+        transport.connect(engine)
+    direct.push(iter(weights), 3)
+    assert engine.version == 3
+    assert all(ours is theirs for ours, theirs in zip(weights, engine.taken, strict=True))
+    staged.push(iter(weights), 4)
+    assert engine.version == 4
+    for (name, weight), (taken_name, taken) in zip(weights, engine.taken, strict=True):
+        assert taken_name == name
+        assert torch.equal(taken, weight.to(torch.bfloat16))
+    direct.close()
+    with pytest.raises(WeightSyncError, match="before connect"):
+        direct.push(weights, 5)
+
+
 # -------------------------------------------------------------------- buckets
 
 
