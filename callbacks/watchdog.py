@@ -87,7 +87,7 @@ class Watchdog(RLCallback):
         if module.clock.stage == "reward":
             what, advice = "grading", "If a reward may take that long"
         # It has been at it since before the wait: later steps are not made there.
-        computing, engine = runtime.is_computing(), runtime.abandon_engine_call()
+        computing, engine = runtime.main_calls.busy, runtime.abandon_engine_call()
         if computing:
             where = f"{what} hangs in the main thread at {where_thread_is(threading.main_thread())}"
         elif hanging is not None and not blocked:

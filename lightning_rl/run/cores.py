@@ -33,7 +33,7 @@ async def compute(call: Callable[[], T], on_cpu: bool) -> T:
     """
     if not on_cpu:
         return call()
-    if not runtime.takes_calls():
+    if not runtime.main_calls.is_open:
         return await runtime.in_engine_thread(partial(_plainly, call))
     if torch.get_num_threads() == 1:
         return call()

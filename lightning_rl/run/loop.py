@@ -38,6 +38,7 @@ class Runtime:
     another loop.
 
     ``guard`` is called by the main thread again and again while it waits; it may raise.
+    ``main_calls`` are what it makes for coroutines meanwhile.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class Runtime:
         """As in a forked child, which has no threads but its own."""
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._main_calls = MainCalls()
+        self.main_calls = MainCalls()
         self._engine = CallingThread("lightning_rl engine")
         self._awaited: Future[Any] | None = None  # what the main thread waits for
         self._abandoned: BaseException | None = None  # why it does no longer
@@ -141,7 +142,7 @@ class Runtime:
                 wait_for([future], min(left(), _LISTEN_S))
             return future.result(0)
         self.note_progress()
-        future.add_done_callback(lambda _: self._main_calls.wake())
+        future.add_done_callback(lambda _: self.main_calls.wake())
         try:
             try:
                 self._awaited = future
@@ -151,7 +152,7 @@ class Runtime:
                     if seconds <= 0:
                         raise TimeoutError
                     # A signal that comes just before the thread falls asleep does not wake it.
-                    self._main_calls.serve(min(seconds, _LISTEN_S))
+                    self.main_calls.serve(min(seconds, _LISTEN_S))
                     self._look_up()
             finally:
                 self._awaited = None
@@ -168,11 +169,11 @@ class Runtime:
         if not _in_main_thread():
             yield
             return
-        self._main_calls.open()
+        self.main_calls.open()
         try:
             yield
         finally:
-            self._main_calls.close()
+            self.main_calls.close()
 
     def _look_up(self) -> None:
         if self.guard is not None:
@@ -188,15 +189,7 @@ class Runtime:
 
     def is_waiting(self) -> bool:
         """Tell whether the main thread only waits: an error raised in it breaks nothing."""
-        return self._awaited is not None and not self._main_calls.busy
-
-    def is_computing(self) -> bool:
-        """Tell whether the main thread is in a call of :meth:`in_main_thread`."""
-        return self._main_calls.busy
-
-    def takes_calls(self) -> bool:
-        """Tell whether :meth:`in_main_thread` would have a call made there."""
-        return self._main_calls.is_open
+        return self._awaited is not None and not self.main_calls.busy
 
     def abandon_wait(self, error: BaseException) -> None:
         """Cancel what the main thread waits for, and let it raise ``error`` instead.
@@ -214,7 +207,7 @@ class Runtime:
 
         The main thread hears of signals when it is over.
         """
-        future = self._main_calls.submit(call)
+        future = self.main_calls.submit(call)
         if future is None:
             return call()
         result: T = await asyncio.wrap_future(future)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lightning_rl.engines.adapters import divide
 from lightning_rl.engines.base import drives_engine
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
@@ -18,7 +17,7 @@ from lightning_rl.errors import SyncTimeoutError
 from lightning_rl.run.loop import runtime
 from lightning_rl.sync.adapters import weights_apart
 from lightning_rl.sync.base import WeightTransport
-from lightning_rl.sync.stream import Bucket, Kind, Weights, WeightStream, shapes_of
+from lightning_rl.sync.stream import Bucket, Weights, WeightStream, streams_of
 
 if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
     from lightning_rl.models.policy import Policy
@@ -100,23 +99,15 @@ class ReplicaPush(WeightTransport):
     # ---------------------------------------------------------------- what is pushed
 
     def _stage_all(self, weights: Weights, version: int, complete: bool) -> Iterator[Bucket]:
-        """Adapters first, for workers merge them into the base as that arrives."""
-        adapters, others = divide(weights)
-        if adapters:
-            shapes = shapes_of(adapters)
-            yield from self._stage_kind(
-                WeightStream(adapters.items(), shapes, torch.float32, version, "adapters")
-            )
-        if others is not None:
-            dtype: torch.dtype = getattr(torch, self.engine.dtype)
-            alone = self.transport.adapters_only
-            kind: Kind = "base" if alone else "weights"
-            changed_only = self.transport.changed_only and not complete
-            yield from self._stage_kind(
-                WeightStream(others, self.engine.shapes, dtype, version, kind, changed_only)
-            )
-            self._has_base = alone
-        elif complete:
+        dtype: torch.dtype = getattr(torch, self.engine.dtype)
+        changed_only = self.transport.changed_only and not complete
+        kinds = []
+        for stream in streams_of(weights, self.engine.shapes, dtype, version, changed_only):
+            kinds.append(stream.kind)
+            yield from self._stage_kind(stream)
+        if "base" in kinds:
+            self._has_base = True
+        elif complete and "adapters" in kinds:
             yield from self._staged["base"]
 
     def _stage_kind(self, weights: WeightStream) -> Iterator[Bucket]:

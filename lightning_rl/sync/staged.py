@@ -10,14 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rl.engines.adapters import divide
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import OUR_TRANSFER, ReplicatedEngine
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.sync.base import RoutedTransport, WeightTransport, route_in_process
 from lightning_rl.sync.replicas import ReplicaPush, submit
-from lightning_rl.sync.stream import Bucket, Kind, WeightReceiver, Weights, WeightStream, shapes_of
+from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream, streams_of
 
 
 class StagedTransport(RoutedTransport):
@@ -108,17 +107,7 @@ class StagedTransport(RoutedTransport):
         return route_in_process(engine, self.adapters_only, partial(self._passage, engine))
 
     def _passage(self, engine: Engine, weights: Weights, version: int) -> Weights:
-        adapters, others = divide(weights)
-        streams = []
-        if adapters:
-            shapes = shapes_of(adapters)
-            streams.append(
-                WeightStream(adapters.items(), shapes, torch.float32, version, "adapters")
-            )
-        if others is not None:
-            held, dtype = dict(others), getattr(torch, engine.dtype)
-            kind: Kind = "base" if adapters else "weights"
-            streams.append(WeightStream(held.items(), shapes_of(held), dtype, version, kind))
+        streams = streams_of(weights, None, getattr(torch, engine.dtype), version)
         buckets = chain.from_iterable(map(self.stage, streams))
         if self.keep_copy:  # then what cannot be staged leaves the engine as it is
             buckets = chain(list(buckets))

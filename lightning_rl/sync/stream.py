@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.config.hints import import_object
+from lightning_rl.engines.adapters import divide
 from lightning_rl.engines.base import checked
 from lightning_rl.errors import ConfigError, WeightSyncError
 
@@ -54,8 +55,29 @@ class WeightStream:
         return checked(self.weights, self.shapes)
 
 
-def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """The shape of each."""
+def streams_of(
+    weights: Weights,
+    shapes: Mapping[str, torch.Size] | None,
+    dtype: torch.dtype,
+    version: int,
+    changed_only: bool = False,
+) -> Iterator[WeightStream]:
+    """A push, as it is staged: adapters first, for they are merged into the base as that arrives.
+
+    ``shapes``: of all but adapters; None: as they come, for which all of them have to be there.
+    """
+    adapters, others = divide(weights)
+    if adapters:
+        yield WeightStream(adapters.items(), _shapes(adapters), torch.float32, version, "adapters")
+    if others is not None:
+        kind: Kind = "base" if adapters else "weights"
+        if shapes is None:
+            held = dict(others)
+            others, shapes = iter(held.items()), _shapes(held)
+        yield WeightStream(others, shapes, dtype, version, kind, changed_only)
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: weight.shape for name, weight in weights.items()}
 
 

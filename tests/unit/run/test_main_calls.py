@@ -116,9 +116,11 @@ def test_a_call_whose_service_is_broken_off_is_made_by_the_loop():
 
 
 def test_while_it_computes_the_main_thread_does_not_only_wait():
-    seen = run_async(runtime.in_main_thread(lambda: (runtime.is_waiting(), runtime.is_computing())))
+    seen = run_async(
+        runtime.in_main_thread(lambda: (runtime.is_waiting(), runtime.main_calls.busy))
+    )
     assert seen == (False, True)
-    assert not runtime.is_computing()
+    assert not runtime.main_calls.busy
 
 
 def test_a_call_that_lasts_counts_as_no_progress():
@@ -206,7 +208,7 @@ def test_while_the_main_thread_trains_a_model_computes_beside_the_loop(monkeypat
     monkeypatch.setattr(cores.torch, "get_num_threads", lambda: threads)
 
     async def later() -> str:
-        while runtime.takes_calls():
+        while runtime.main_calls.is_open:
             await asyncio.sleep(0)
         return await compute(here, on_cpu=True)
 
@@ -222,7 +224,7 @@ def test_what_the_trainer_asks_the_loop_for_does_not_wait_for_a_step():
         return here()
 
     async def later() -> str:
-        while runtime.takes_calls():
+        while runtime.main_calls.is_open:
             await asyncio.sleep(0)
         return await compute(lasts, on_cpu=True)
 
