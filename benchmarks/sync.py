@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from benchmarks.results import parser_of, report
 from benchmarks.sync_receiver import TIMEOUT_S, ReceiverEngine
 from lightning_rl.engines.vllm_server import VLLMServer
-from lightning_rl.run.loop import background_loop
+from lightning_rl.run.loop import runtime
 from lightning_rl.sync.adapters import merge
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
@@ -118,14 +118,14 @@ def measure(millions: float, directory: Path, rounds: int) -> dict[str, Any]:
 
     group = BroadcastGroup("127.0.0.1", 0, 0, 2, "gloo", TIMEOUT_S)
     meeting = asyncio.run_coroutine_threadsafe(
-        engine.replica.transfer("meet", TIMEOUT_S, port=group.port, numel=count), background_loop()
+        engine.replica.transfer("meet", TIMEOUT_S, port=group.port, numel=count), runtime.loop
     )
     group.meet()
     meeting.result()
 
     def broadcast() -> None:
         receiving = asyncio.run_coroutine_threadsafe(
-            engine.replica.transfer("receive", TIMEOUT_S), background_loop()
+            engine.replica.transfer("receive", TIMEOUT_S), runtime.loop
         )
         group.wait(group.broadcast(source))
         receiving.result()

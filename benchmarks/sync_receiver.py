@@ -15,8 +15,8 @@ from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.adapters import Merger
-from lightning_rl.sync.base import receiver_of
 from lightning_rl.sync.collective import BroadcastGroup
+from lightning_rl.sync.stream import receiver_of
 
 TIMEOUT_S = 120.0
 

@@ -42,7 +42,7 @@ from lightning_rl.run.checkpoint_io import (
 from lightning_rl.run.folders import link_to
 from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.interrupts import Interrupts, seconds_of
-from lightning_rl.run.loop import is_waiting, replace_loop_if_blocked
+from lightning_rl.run.loop import runtime
 from lightning_rl.run.peers import lost_peer
 from lightning_rl.run.resume import enter_run, going_on_from, run_id_of, tell_of_beginning
 from lightning_rl.run.rundir import continue_in, output_path, own_runs, require_free
@@ -166,7 +166,8 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
 
         def safe() -> bool:
             # While the main thread waits, nothing but the collector's state grows.
-            return alone and self._training and is_waiting() and self._updating != module.iteration
+            updating = self._updating == module.iteration
+            return alone and self._training and runtime.is_waiting() and not updating
 
         self._interrupts.install(safe, requeue_signal(trainer))
 
@@ -229,7 +230,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         module, self._training = self.module_of(pl_module), False
         try:
             if self._may_save(trainer, module, exception):
-                replace_loop_if_blocked()  # else saving rollouts in flight would wait forever
+                runtime.abandon_blocked_loop()  # else saving rollouts in flight would wait forever
                 self._save(trainer, module)
                 self._requeue(trainer, exception)
             self._finish(trainer)

@@ -12,18 +12,9 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, StalledError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.run.hooks import datamodule_of
-from lightning_rl.run.loop import (
-    TURN_S,
-    abandon_wait,
-    background_loop,
-    is_computing,
-    loop_thread,
-    replace_loop_if_blocked,
-    replace_thread_beside,
-    stalled_seconds,
-)
+from lightning_rl.run.loop import TURN_S, runtime
 from lightning_rl.run.rundir import run_dir
-from lightning_rl.run.threads import describe, where_tasks_wait, where_thread_is
+from lightning_rl.run.stacks import describe, where_tasks_wait, where_thread_is
 
 _log = logging.getLogger(__name__)
 
@@ -81,14 +72,14 @@ class Watchdog(RLCallback):
     def _watch(self, module: RecordingModule, file: Path, end: threading.Event) -> None:
         while not end.wait(min(self.timeout_s / 4, 5.0)):
             # A push has time limits of its own.
-            if module.clock.stage != "sync" and stalled_seconds() > self.timeout_s:
+            if module.clock.stage != "sync" and runtime.stalled_seconds() > self.timeout_s:
                 self._stop(module, file)
                 return
 
     def _stop(self, module: RecordingModule, file: Path) -> None:
-        loop, thread = background_loop(), loop_thread()
+        loop, thread = runtime.loop, runtime.thread
         assert thread is not None
-        blocked = replace_loop_if_blocked(min(self.timeout_s, TURN_S))
+        blocked = runtime.abandon_blocked_loop(min(self.timeout_s, TURN_S))
         data = self._data
         hanging = None if data is None else data.hanging()
         file.write_text(describe(loop), encoding="utf-8")
@@ -96,7 +87,7 @@ class Watchdog(RLCallback):
         if module.clock.stage == "reward":
             what, advice = "grading", "If a reward may take that long"
         # It has been at it since before the wait: later steps are not made there.
-        computing, engine = is_computing(), replace_thread_beside()
+        computing, engine = runtime.main_calls.busy, runtime.abandon_engine_call()
         if computing:
             where = f"{what} hangs in the main thread at {where_thread_is(threading.main_thread())}"
         elif hanging is not None and not blocked:
@@ -115,4 +106,4 @@ class Watchdog(RLCallback):
         )
         if computing:  # where nothing can be raised now
             _log.error("%s", error)
-        abandon_wait(error)
+        runtime.abandon_wait(error)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -15,7 +16,6 @@ from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.own_loop import OwnLoop
-from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.dist import all_reduce_max, any_rank, every_rank
@@ -24,6 +24,25 @@ from lightning_rl.sync.base import WeightTransport, push
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
 from lightning_rl.sync.verify import probe_again, probe_gap, require_agreement
+
+
+@dataclass
+class _Link:
+    """A policy, the engine that writes for it, and what carries its weights there.
+
+    ``probe`` are prompts to verify with; ``pushed``, the version that the engine was given last.
+    """
+
+    policy: OwnLoop
+    engine: Engine
+    transport: WeightTransport
+    probe: list[Prompt]
+    pushed: int | None = None
+
+    @property
+    def behind(self) -> bool:
+        """The policy has changed since."""
+        return self.pushed != self.policy.iteration
 
 
 @configurable
@@ -72,34 +91,33 @@ class WeightSync(RLCallback):
         self.schedule = schedule
         self.max_gap = max_gap
         self.probe_prompts = probe_prompts
-        self._prompts: dict[str, list[Prompt]] = {}  # of each policy's probe
-        self._transports: dict[str, WeightTransport] = {}
-        self._pushed: dict[str, int] = {}  # the version of each that the engine was given last
+        self._links: dict[str, _Link] = {}  # by the policy's name
         self._asked = -1  # the iteration after which the schedule was asked last
         self._records = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # The engine may be another, and so may weights of the same version.
-        self._pushed, self._transports = {}, {}
+        self._links = {}
         datamodule, module = self.rl_data_of(trainer), self.rollout_module_of(pl_module)
         if stage == "fit":
             schedules = [sync.schedule for sync in find_callbacks(trainer, WeightSync)]
             check_sync(schedules, datamodule.collector)
             check_sleep(datamodule.engine.sleep_level, self.schedule, datamodule.collector)
         prompts = datamodule.train_prompts.first(self.probe_prompts)
-        for name in module.policies:
+        for name, policy in module.policies.items():
             engine = datamodule.engine.of_policy(name)
             transport = self.transport if not name else self.transport.for_policy(name)
             transport.use_scratch(is_fast_dev_run(trainer))
             transport.connect(engine)
-            self._transports[name] = transport
             # Requests go to the replica with the fewest, so this many reach every one.
             count = max(len(prompts), engine.replica_count) if prompts else 0
-            self._prompts[name] = list(islice(cycle(prompts), count))
+            probe = list(islice(cycle(prompts), count))
+            self._links[name] = _Link(policy, engine, transport, probe)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for transport in self._transports.values():
-            transport.close()
+        links, self._links = self._links, {}
+        for link in links.values():
+            link.transport.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {"asked": self._asked}
@@ -136,81 +154,71 @@ class WeightSync(RLCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        datamodule, module = self.rl_data_of(trainer), self.rollout_module_of(pl_module)
+        datamodule = self.rl_data_of(trainer)
         due = []
-        for name, policy in module.policies.items():
-            wanted = self.schedule.should_sync(datamodule.sync_state(policy.iteration, name))
+        for name, link in self._links.items():
+            state = datamodule.sync_state(link.policy.iteration, name)
             # All ranks push together: as soon as one engine needs new weights.
-            if any_rank(wanted and drives_engine(datamodule.engine)):
-                due.append(name)
-        self._asked = module.iteration
+            if any_rank(self.schedule.should_sync(state) and drives_engine(link.engine)):
+                due.append(link)
+        self._asked = self.rollout_module_of(pl_module).iteration
         if due:
-            self.sync(trainer, module, due)
+            self._sync(trainer, pl_module, due)
         else:
-            self._tell(datamodule.engine, module)
+            self._tell(datamodule.engine, self._asked)
 
     def catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sync, unless the engine has the present weights, without waiting for the schedule.
 
         Call it on all ranks, while no update is under way.
         """
-        module = self.rollout_module_of(pl_module)
-        behind = self._behind(module)
+        behind = [link for link in self._links.values() if link.behind]
         if behind:
-            self.sync(trainer, module, behind)
+            self._sync(trainer, pl_module, behind)
 
-    def sync(
-        self, trainer: Trainer, pl_module: LightningModule, names: Sequence[str] | None = None
-    ) -> None:
-        """Pause, push, verify, resume; then notify the other callbacks.
+    def sync(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pause, push, verify, resume; then tell the other callbacks. Of all policies."""
+        self._sync(trainer, pl_module, list(self._links.values()))
 
-        ``names``: of the policies that are pushed; None: all.
-        """
+    def _sync(self, trainer: Trainer, pl_module: LightningModule, links: Sequence[_Link]) -> None:
         datamodule, module = self.rl_data_of(trainer), self.rollout_module_of(pl_module)
         call_hook(trainer, "on_sync_start")
         with every_rank():
             datamodule.before_sync()
         with module.clock("sync"):
-            for name in module.policies if names is None else names:
-                self._push(trainer, datamodule.engine, name, module.policies[name])
-        self._tell(datamodule.engine, module)
+            for link in links:
+                self._push(link)
+                if link.probe:
+                    self._verify(trainer, link)
+        self._tell(datamodule.engine, module.iteration)
         datamodule.after_sync()
         call_hook(trainer, "on_weights_synced", module.iteration)
 
-    def _push(self, trainer: Trainer, engine: Engine, name: str, module: OwnLoop) -> None:
-        begin, version = time.perf_counter(), module.iteration
-        require_finite_weights(module.loaded_policy, f"pushed to the engine as version {version}")
+    def _push(self, link: _Link) -> None:
+        begin, policy, version = time.perf_counter(), link.policy, link.policy.iteration
+        require_finite_weights(policy.loaded_policy, f"pushed to the engine as version {version}")
         with every_rank():
-            transport = self._transports[name]
-            push(transport, engine.of_policy(name), module.loaded_policy, version)
-        self._pushed[name] = version
-        self._record(module, {"sync/seconds": time.perf_counter() - begin, "sync/version": version})
-        if self._prompts[name]:
-            self._verify(trainer, name, module)
+            push(link.transport, link.engine, policy.loaded_policy, version)
+        link.pushed = version
+        self._record(policy, {"sync/seconds": time.perf_counter() - begin, "sync/version": version})
 
     def _record(self, module: OwnLoop, metrics: dict[str, float]) -> None:
         if self._records:
             module.record(metrics)
 
-    def _behind(self, module: RolloutModule) -> list[str]:
-        """Policies that have changed since the engine got them."""
-        policies = module.policies.items()
-        return [name for name, policy in policies if self._pushed.get(name) != policy.iteration]
+    def _tell(self, engine: Engine, iteration: int) -> None:
+        if drives_engine(engine) and not any(link.behind for link in self._links.values()):
+            engine.caught_up(iteration)
 
-    def _tell(self, engine: Engine, module: RolloutModule) -> None:
-        if drives_engine(engine) and not self._behind(module):
-            engine.caught_up(module.iteration)
-
-    def _verify(self, trainer: Trainer, name: str, module: OwnLoop) -> None:
-        datamodule, policy = self.rl_data_of(trainer), module.loaded_policy
-        engine, temperature = datamodule.engine.of_policy(name), datamodule.sampling.temperature
-        prompts = self._prompts[name]
+    def _verify(self, trainer: Trainer, link: _Link) -> None:
+        sampling = self.rl_data_of(trainer).sampling
+        compared = link.engine, link.policy.loaded_policy, link.probe, sampling.temperature
         # Prompts leave room for no more than that.
-        tokens = min(2, datamodule.sampling.max_tokens)
+        tokens = min(2, sampling.max_tokens)
         with trainer.precision_plugin.forward_context():
-            gap = probe_gap(engine, policy, prompts, temperature, tokens)
+            gap = probe_gap(*compared, tokens)
             self._record(
-                module,
+                link.policy,
                 {
                     "sync/probe_gap": all_reduce_max(gap.value),
                     "sync/probe_gap_mean": all_reduce_max(gap.mean),
@@ -218,9 +226,9 @@ class WeightSync(RLCallback):
             )
             require_agreement(
                 gap,
-                partial(probe_again, engine, policy, prompts, temperature),
-                module.iteration,
+                partial(probe_again, *compared),
+                link.policy.iteration,
                 self.max_gap,
-                engine.precision,
+                link.engine.precision,
                 compute_dtype(trainer),
             )

@@ -272,14 +272,6 @@ class PolicyModule(OwnLoop, RolloutModule):
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "skip_update" or (name == "objective" and hasattr(self, name)):
-            raise ConfigError(
-                f"PolicyModule.{name} is no longer set by callbacks; return Decision(skip=True) or "
-                "Decision(correction=...) from on_update_start, or from act of a GuardAction"
-            )
-        super().__setattr__(name, value)
-
     def own_optimizer(self) -> Any:
         """What steps its weights, as the Trainer has it."""
         return self.optimizers()  # one, so not a list

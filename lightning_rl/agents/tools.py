@@ -36,7 +36,9 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Message, Rollout
-from lightning_rl.run.threads import in_daemon_thread
+from lightning_rl.run.threads import CallingThreads
+
+_threads = CallingThreads("lightning_rl tools")
 
 
 @configurable
@@ -323,4 +325,4 @@ def _as_text(result: Any) -> str:
 async def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    return await in_daemon_thread(function, arguments)
+    return await _threads.call(lambda: function(**arguments))

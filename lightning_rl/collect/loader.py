@@ -23,7 +23,7 @@ from lightning_rl.errors import FilterError, RewardError
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
 from lightning_rl.run import dist
 from lightning_rl.run.cores import beside_engine
-from lightning_rl.run.loop import background_loop, run_async
+from lightning_rl.run.loop import run_async, runtime
 
 
 class Resumable(Protocol):
@@ -351,7 +351,7 @@ class RolloutBatches:
     def ack(self) -> None:
         """Take note that the batch is in safe hands, and begin to work on the next one."""
         # Nobody waits: the loop may be in the middle of an engine's step.
-        background_loop().call_soon_threadsafe(self.collector.ack, self._taken)
+        runtime.loop.call_soon_threadsafe(self.collector.ack, self._taken)
         self._acked = time.perf_counter()
 
     @contextmanager

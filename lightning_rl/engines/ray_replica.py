@@ -12,7 +12,7 @@ from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import EngineError, ReplicaError, SyncTimeoutError
-from lightning_rl.run.loop import background_loop
+from lightning_rl.run.loop import runtime
 from lightning_rl.run.machine import this_machine
 
 _WORKER = "lightning_rl.sync.vllm_worker"
@@ -111,7 +111,7 @@ class RayActor:
 
 
 async def _in_background(coroutine: Any) -> Any:
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop()))
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, runtime.loop))
 
 
 class RayReplica(Replica):

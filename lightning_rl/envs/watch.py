@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from lightning_rl.envs.collector import EnvCollector, EnvError, raised
 from lightning_rl.run.exits import no_exit
 from lightning_rl.run.loop import wait
-from lightning_rl.run.threads import CallingThread, where_thread_is
+from lightning_rl.run.stacks import where_thread_is
+from lightning_rl.run.threads import CallingThread
 
 _log = logging.getLogger(__name__)
 

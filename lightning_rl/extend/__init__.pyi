@@ -208,8 +208,6 @@ from lightning_rl.serving.session import (
     Session as Session,
 )
 from lightning_rl.sync.base import (
-    WeightReceiver as WeightReceiver,
-    WeightStream as WeightStream,
     WeightTransport as WeightTransport,
 )
 from lightning_rl.sync.native import (
@@ -225,6 +223,10 @@ from lightning_rl.sync.schedule import (
 )
 from lightning_rl.sync.staged import (
     StagedTransport as StagedTransport,
+)
+from lightning_rl.sync.stream import (
+    WeightReceiver as WeightReceiver,
+    WeightStream as WeightStream,
 )
 from lightning_rl.sync.verify import (
     probe_gap as probe_gap,

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.run.dist import world_size
-from lightning_rl.run.loop import beside_loop, in_waiting_thread, run_async, takes_calls
+from lightning_rl.run.loop import run_async, runtime
 from lightning_rl.run.machine import usable_cores
 
 _GIVEN = os.environ.get("OMP_NUM_THREADS")
@@ -33,11 +33,11 @@ async def compute(call: Callable[[], T], on_cpu: bool) -> T:
     """
     if not on_cpu:
         return call()
-    if not takes_calls():
-        return await beside_loop(partial(_plainly, call))
+    if not runtime.main_calls.is_open:
+        return await runtime.in_engine_thread(partial(_plainly, call))
     if torch.get_num_threads() == 1:
         return call()
-    return await in_waiting_thread(partial(_plainly, call))
+    return await runtime.in_main_thread(partial(_plainly, call))
 
 
 def _plainly(call: Callable[[], T]) -> T:
@@ -82,7 +82,8 @@ def beside_engine(engine_threads: int | None) -> Iterator[None]:
     engine = min(engine_threads or threads // 2, threads - 1)
 
     async def set_engine(count: int) -> None:
-        await beside_loop(partial(torch.set_num_threads, count))  # of the thread that calls
+        # Of the thread that calls.
+        await runtime.in_engine_thread(partial(torch.set_num_threads, count))
 
     run_async(set_engine(engine))
     torch.set_num_threads(threads - engine)

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_rl.errors import ConfigError, RunInterrupted
-from lightning_rl.run.loop import guard_waits
+from lightning_rl.run.loop import runtime
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -44,7 +44,7 @@ class Interrupts:
         self._safe, self._raised = safe, False
         if threading.current_thread() is not threading.main_thread():
             return
-        guard_waits(self._raise_if_safe)
+        runtime.guard = self._raise_if_safe
         numbers: set[int] = {*SIGNALS} if further is None else {*SIGNALS, further}
         for number in numbers:
             before = signal.getsignal(number)
@@ -66,7 +66,7 @@ class Interrupts:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        guard_waits(None)
+        runtime.guard = None
         before, self._before = self._before, {}
         for number, handler in before.items():
             signal.signal(number, _AFTERWARDS[number] if handler is _stop_starting else handler)

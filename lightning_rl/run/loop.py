@@ -1,7 +1,7 @@
-"""One event loop in the background, the main thread's wait for it, and what it does meanwhile.
+"""The process's event loop in the background, and the main thread's wait for it.
 
 In the loop agents wait and rewards are awaited. Engines step in it, in the main thread while that
-waits for them, or beside both.
+waits for them, or in a thread of their own.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from lightning_rl.run.desk import Desk
+from lightning_rl.run.main_calls import MainCalls
 from lightning_rl.run.threads import CallingThread, leave_behind
 
 T = TypeVar("T")
@@ -27,105 +27,212 @@ _LISTEN_S = 0.2
 TURN_S = 5.0
 """How long a loop may take to come to its next task; then something blocks it."""
 
-_lock = threading.Lock()
-_loop: asyncio.AbstractEventLoop | None = None
-_thread: threading.Thread | None = None
-_awaited: Future[Any] | None = None  # what the main thread waits for
-_abandoned: BaseException | None = None  # why it does no longer
-_progress = 0.0
-_guard: Callable[[], None] | None = None
-_desk = Desk()  # of the main thread
-_beside = CallingThread("lightning_rl engine")
 _broken_off: ContextVar[threading.Event | None] = ContextVar("broken_off", default=None)
 
 
-def is_waiting() -> bool:
-    """Tell whether the main thread only waits here: an error raised in it breaks nothing."""
-    return _awaited is not None and not _desk.busy
+class Runtime:
+    """An event loop in a thread, the main thread that waits for it, and a thread for engines.
 
+    There is one in a process, ``runtime``, for everything: so what one call leaves behind (requests
+    in flight, producers) goes on while the caller trains, and no lock or event ever belongs to
+    another loop.
 
-def is_computing() -> bool:
-    """Tell whether the main thread is in a call of :func:`in_waiting_thread`."""
-    return _desk.busy
-
-
-def takes_calls() -> bool:
-    """Tell whether :func:`in_waiting_thread` would have a call made in the main thread."""
-    return _desk.is_open
-
-
-def replace_thread_beside() -> threading.Thread | None:
-    """Give up the thread of :func:`beside_loop`, if it is in the middle of a call; returns it."""
-    return _beside.abandon_current()
-
-
-def note_progress() -> None:
-    """Something that the main thread may be waiting for came nearer."""
-    global _progress
-    _progress = time.monotonic()
-
-
-def stalled_seconds() -> float:
-    """Seconds that the main thread has been waiting here without progress; 0 if it is not."""
-    return time.monotonic() - _progress if _awaited is not None else 0.0
-
-
-def abandon_wait(error: BaseException) -> None:
-    """Cancel what the main thread waits for, and let it raise ``error`` instead; any thread may.
-
-    A call that it is in the middle of comes to its end first.
+    ``guard`` is called by the main thread again and again while it waits; it may raise.
+    ``main_calls`` are what it makes for coroutines meanwhile.
     """
-    global _abandoned
-    future, _abandoned = _awaited, error
-    if future is None or not future.cancel():  # it has just got what it waited for
-        _abandoned = None
+
+    def __init__(self) -> None:
+        self.guard: Callable[[], None] | None = None
+        self.thread: threading.Thread | None = None
+        """The loop's, if it was ever asked for."""
+        self._reset()
+
+    def _reset(self) -> None:
+        """As in a forked child, which has no threads but its own."""
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.main_calls = MainCalls()
+        self._engine = CallingThread("lightning_rl engine")
+        self._awaited: Future[Any] | None = None  # what the main thread waits for
+        self._abandoned: BaseException | None = None  # why it does no longer
+        self._progress = 0.0
+
+    # ---------------------------------------------------------------- the loop
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Started when first asked for."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self.thread = threading.Thread(
+                    target=self._loop.run_forever, name="lightning_rl", daemon=True
+                )
+                self.thread.start()
+            return self._loop
+
+    def abandon_loop(self) -> None:
+        """Give a loop up that no longer turns; whoever asks next gets a new one."""
+        with self._lock:
+            if self._loop is not None and self.thread is not None:
+                leave_behind(self.thread)
+            self._loop = None
+
+    def abandon_blocked_loop(self, timeout: float | None = None) -> bool:
+        """Give it up if a task blocks it for so long (``TURN_S``); returns whether it was."""
+        if self._loop is None:
+            return False
+        turned = threading.Event()
+        self._loop.call_soon_threadsafe(turned.set)
+        if turned.wait(TURN_S if timeout is None else timeout):
+            return False
+        self.abandon_loop()
+        return True
+
+    def run_async(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run to the end in the background loop, and return or raise what it does.
+
+        Interrupting the wait (Ctrl-C), or its end after ``timeout`` seconds, cancels the coroutine.
+        A loop that something blocks is given up then.
+        Works in notebooks too, whose own event loop is busy.
+
+        Raises:
+            TimeoutError: after ``timeout`` seconds; None waits for ever.
+        """
+        loop = self.loop
+        done, broken_off = threading.Event(), threading.Event()
+        with self._taking_calls():  # before the loop can have one for it
+            future = asyncio.run_coroutine_threadsafe(_tell(coroutine, done, broken_off), loop)
+            try:
+                return self._wait(future, timeout)
+            except BaseExceptionGroup as group:
+                raise innermost(group) from group
+            except BaseException:
+                broken_off.set()
+                cancelled = future.cancel() or future.cancelled()
+                waits = cancelled and timeout is None and loop is self._loop  # else it was given up
+                # Let it clean up, but never hang on an interrupt.
+                if waits and not done.wait(_CLEAN_UP_S):
+                    self.abandon_blocked_loop()
+                raise
+
+    # ---------------------------------------------------------------- the main thread's wait
+
+    def wait(self, future: Future[T], timeout: float | Callable[[], float] | None = None) -> T:
+        """The result of what another thread works on; in the main thread it can be broken off.
+
+        By signals, by :meth:`abandon_wait`, and by ``guard``. Meanwhile the main thread makes the
+        calls that :meth:`in_main_thread` has for it.
+
+        Args:
+            future: what it works on.
+            timeout: seconds; None waits for ever, a function tells again and again how many are
+                left.
+
+        Raises:
+            TimeoutError: when they are over.
+        """
+        with self._taking_calls():
+            return self._wait(future, timeout)
+
+    def _wait(self, future: Future[T], timeout: float | Callable[[], float] | None) -> T:
+        left = timeout if callable(timeout) else _countdown(timeout)
+        if not _in_main_thread():
+            while not future.done() and left() > 0:
+                wait_for([future], min(left(), _LISTEN_S))
+            return future.result(0)
+        self.note_progress()
+        future.add_done_callback(lambda _: self.main_calls.wake())
+        try:
+            try:
+                self._awaited = future
+                self._look_up()  # only now, so that no signal falls in between unheard
+                while not future.done():
+                    seconds = left()
+                    if seconds <= 0:
+                        raise TimeoutError
+                    # A signal that comes just before the thread falls asleep does not wake it.
+                    self.main_calls.serve(min(seconds, _LISTEN_S))
+                    self._look_up()
+            finally:
+                self._awaited = None
+            return future.result()
+        except CancelledError:
+            error, self._abandoned = self._abandoned, None
+            if error is None:
+                raise
+            raise error from None
+
+    @contextmanager
+    def _taking_calls(self) -> Iterator[None]:
+        """Have the main thread take calls in the block; others take none."""
+        if not _in_main_thread():
+            yield
+            return
+        self.main_calls.open()
+        try:
+            yield
+        finally:
+            self.main_calls.close()
+
+    def _look_up(self) -> None:
+        if self.guard is not None:
+            self.guard()
+
+    def note_progress(self) -> None:
+        """Something that the main thread may be waiting for came nearer."""
+        self._progress = time.monotonic()
+
+    def stalled_seconds(self) -> float:
+        """Seconds that the main thread has been waiting without progress; 0 if it is not."""
+        return time.monotonic() - self._progress if self._awaited is not None else 0.0
+
+    def is_waiting(self) -> bool:
+        """Tell whether the main thread only waits: an error raised in it breaks nothing."""
+        return self._awaited is not None and not self.main_calls.busy
+
+    def abandon_wait(self, error: BaseException) -> None:
+        """Cancel what the main thread waits for, and let it raise ``error`` instead.
+
+        Any thread may. A call that it is in the middle of comes to its end first.
+        """
+        future, self._abandoned = self._awaited, error
+        if future is None or not future.cancel():  # it has just got what it waited for
+            self._abandoned = None
+
+    # ---------------------------------------------------------------- calls of coroutines
+
+    async def in_main_thread(self, call: Callable[[], T]) -> T:
+        """The result of a call, made in the main thread if that waits, else in this one.
+
+        The main thread hears of signals when it is over.
+        """
+        future = self.main_calls.submit(call)
+        if future is None:
+            return call()
+        result: T = await asyncio.wrap_future(future)
+        return result
+
+    async def in_engine_thread(self, call: Callable[[], T]) -> T:
+        """The result of a call, made in a thread beside the loop, which turns on meanwhile.
+
+        In any other loop, that of whoever runs one, it is just made.
+        """
+        if threading.current_thread() is not self.thread:
+            return call()
+        result: T = await self._engine.heard(self._engine.submit(call))
+        return result
+
+    def abandon_engine_call(self) -> threading.Thread | None:
+        """Give up the call in the engine's thread, if there is one; returns that thread."""
+        return self._engine.abandon_current()
 
 
-def loop_thread() -> threading.Thread | None:
-    """The thread of the background loop, if it was ever asked for."""
-    return _thread
+runtime = Runtime()
+"""This process's."""
+run_async, wait, note_progress = runtime.run_async, runtime.wait, runtime.note_progress
 
-
-def guard_waits(guard: Callable[[], None] | None) -> None:
-    """Have the main thread call this at the beginning of each wait; it may raise."""
-    global _guard
-    _guard = guard
-
-
-def replace_loop() -> None:
-    """Give a loop up that no longer turns; whoever asks next gets a new one."""
-    global _loop
-    with _lock:
-        if _loop is not None and _thread is not None:
-            leave_behind(_thread)
-        _loop = None
-
-
-def replace_loop_if_blocked(timeout: float | None = None) -> bool:
-    """Give the loop up if a task blocks it for so long (``TURN_S``); returns whether it was."""
-    if _loop is None:
-        return False
-    turned = threading.Event()
-    _loop.call_soon_threadsafe(turned.set)
-    if turned.wait(TURN_S if timeout is None else timeout):
-        return False
-    replace_loop()
-    return True
-
-
-def background_loop() -> asyncio.AbstractEventLoop:
-    """The process's loop, started when first asked for.
-
-    One for everything, so that what one call leaves behind (requests in flight, producers) goes on
-    while the caller trains, and no lock or event ever belongs to another loop.
-    """
-    global _loop, _thread
-    with _lock:
-        if _loop is None:
-            _loop = asyncio.new_event_loop()
-            _thread = threading.Thread(target=_loop.run_forever, name="lightning_rl", daemon=True)
-            _thread.start()
-        return _loop
+os.register_at_fork(after_in_child=runtime._reset)
 
 
 def require_awaited() -> None:
@@ -134,144 +241,11 @@ def require_awaited() -> None:
     The loop does not turn meanwhile, and cannot cancel it.
 
     Raises:
-        asyncio.CancelledError: if :func:`run_async` was broken off.
+        asyncio.CancelledError: if the wait for it was broken off.
     """
     broken_off = _broken_off.get()
     if broken_off is not None and broken_off.is_set():
         raise asyncio.CancelledError
-
-
-async def in_waiting_thread(call: Callable[[], T]) -> T:
-    """The result of a call, made in the main thread if that waits here, else in this one.
-
-    The main thread hears of signals when it is over.
-    """
-    handed = _desk.hand_in(call)
-    if handed is None:
-        return call()
-    result: T = await handed.heard()
-    return result
-
-
-async def beside_loop(call: Callable[[], T]) -> T:
-    """The result of a call, made in a thread beside the background loop, which turns on meanwhile.
-
-    In any other loop, that of whoever runs one, it is just made.
-    """
-    if threading.current_thread() is not _thread:
-        return call()
-    result: T = await _beside.heard(_beside.submit(call))
-    return result
-
-
-def wait(future: Future[T], timeout: float | Callable[[], float] | None = None) -> T:
-    """The result of what another thread works on; in the main thread the wait can be broken off.
-
-    By signals, by :func:`abandon_wait`, and by what :func:`guard_waits` was given. Meanwhile the
-    main thread makes the calls that :func:`in_waiting_thread` has for it.
-
-    Args:
-        future: what it works on.
-        timeout: seconds; None waits for ever, a function tells again and again how many are left.
-
-    Raises:
-        TimeoutError: when they are over.
-    """
-    global _awaited, _abandoned
-    left = timeout if callable(timeout) else _countdown(timeout)
-    if threading.current_thread() is not threading.main_thread():
-        while not future.done() and left() > 0:
-            wait_for([future], min(left(), _LISTEN_S))
-        return future.result(0)
-    note_progress()
-    future.add_done_callback(lambda _: _desk.ring())
-    try:
-        with _open_desk():
-            try:
-                _awaited = future
-                _look_up()  # only now, so that no signal falls in between unheard
-                _serve(future, left)
-            finally:
-                _awaited = None
-        return future.result()
-    except CancelledError:
-        error, _abandoned = _abandoned, None
-        if error is None:
-            raise
-        raise error from None
-
-
-@contextmanager
-def _open_desk() -> Iterator[None]:
-    """Have the main thread take calls in the block; others take none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _desk.open()
-    try:
-        yield
-    finally:
-        _desk.close()
-
-
-def _countdown(seconds: float | None) -> Callable[[], float]:
-    """How many of these seconds are left, from now on."""
-    end = math.inf if seconds is None else time.monotonic() + seconds
-    return lambda: end - time.monotonic()
-
-
-def _serve(future: Future[Any], left: Callable[[], float]) -> None:
-    """Make the calls that come in, until there is a result."""
-    while not future.done():
-        seconds = left()
-        if seconds <= 0:
-            raise TimeoutError
-        # A signal that comes just before the thread falls asleep does not wake it.
-        _desk.serve(min(seconds, _LISTEN_S))
-        _look_up()
-
-
-def _look_up() -> None:
-    if _guard is not None:
-        _guard()
-
-
-def run_async(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-    """Run to the end in the background loop, and return or raise what it does.
-
-    Interrupting the wait (Ctrl-C), or its end after ``timeout`` seconds, cancels the coroutine. A
-    loop that something blocks is given up then.
-    Works in notebooks too, whose own event loop is busy.
-
-    Raises:
-        TimeoutError: after ``timeout`` seconds; None waits for ever.
-    """
-    loop = background_loop()
-    done, broken_off = threading.Event(), threading.Event()
-    with _open_desk():  # before the loop can have a call for it
-        future = asyncio.run_coroutine_threadsafe(_tell(coroutine, done, broken_off), loop)
-        try:
-            return wait(future, timeout)
-        except BaseExceptionGroup as group:
-            raise innermost(group) from group
-        except BaseException:
-            broken_off.set()
-            cancelled = future.cancel() or future.cancelled()
-            waits = cancelled and timeout is None and loop is _loop  # else it was given up
-            # Let it clean up, but never hang on an interrupt.
-            if waits and not done.wait(_CLEAN_UP_S):
-                replace_loop_if_blocked()
-            raise
-
-
-async def _tell(
-    coroutine: Coroutine[Any, Any, T], done: threading.Event, broken_off: threading.Event
-) -> T:
-    _broken_off.set(broken_off)
-    try:
-        return await coroutine
-    finally:
-        done.set()
 
 
 async def cancel_here(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -290,11 +264,21 @@ def innermost(error: BaseException) -> BaseException:
     return error
 
 
-def _forget_loop() -> None:
-    """A forked child has no threads but its own."""
-    global _loop, _lock, _desk, _beside
-    _loop, _lock, _desk = None, threading.Lock(), Desk()
-    _beside = CallingThread("lightning_rl engine")
+async def _tell(
+    coroutine: Coroutine[Any, Any, T], done: threading.Event, broken_off: threading.Event
+) -> T:
+    _broken_off.set(broken_off)
+    try:
+        return await coroutine
+    finally:
+        done.set()
 
 
-os.register_at_fork(after_in_child=_forget_loop)
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _countdown(seconds: float | None) -> Callable[[], float]:
+    """How many of these seconds are left, from now on."""
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    return lambda: end - time.monotonic()

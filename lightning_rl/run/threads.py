@@ -1,15 +1,11 @@
-"""Calling what may block or hang, in threads that can be left behind; and where threads are."""
+"""Calling what may block or hang, in threads that can be left behind."""
 
 import asyncio
 import sys
-import sysconfig
 import threading
-import traceback
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -43,7 +39,7 @@ class CallingThread:
         self._current: Future[Any] | None = None
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Queue a call, for its result; raises as :func:`in_daemon_thread` does.
+        """Queue a call, for its result; what would end the process is a RuntimeError.
 
         It can be cancelled at any time, also while the call runs, which goes on unheard.
         """
@@ -122,6 +118,8 @@ class CallingThread:
 class CallingThreads:
     """As many as have to be: a call never waits for another, and an idle thread takes the next.
 
+    Unlike a pool's, one that hangs delays neither others nor the process's exit.
+
     Args:
         name: of the threads, for stacks.
     """
@@ -145,133 +143,19 @@ def _cuda_device() -> int | None:
     return torch.cuda.current_device() if torch and torch.cuda.is_initialized() else None
 
 
-class ThreadFuture:
-    """What another thread has to tell a coroutine, in whose loop it is made."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._outcome: asyncio.Future[tuple[Any, Exception | None]] = self.loop.create_future()
-
-    @property
-    def settled(self) -> bool:
-        """Whether it was given, or nobody waits for it any more."""
-        return self._outcome.done()
-
-    def give(self, result: Any, error: Exception | None) -> None:
-        """Tell it, from any thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self.loop.call_soon_threadsafe(self._settle, result, error)
-
-    async def heard(self) -> Any:
-        """The result, once it is given; or raises the error."""
-        result, error = await self._outcome
-        if error is not None:
-            raise error
-        return result
-
-    def _settle(self, result: Any, error: Exception | None) -> None:
-        if not self._outcome.done():
-            self._outcome.set_result((result, error))
-
-
-async def in_daemon_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call in a daemon thread: unlike a pool's, one that hangs delays neither others nor exit.
-
-    Raises:
-        RuntimeError: instead of what would end the process, such as SystemExit.
-    """
-    answer = ThreadFuture()
-
-    def work() -> None:
-        answer.give(*_outcome(lambda: function(**arguments)))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        return await answer.heard()
-    except asyncio.CancelledError:
-        leave_behind(thread)
-        raise
-
-
 def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
     """Call, and return the result, or an error that ends neither a thread nor a coroutine."""
     try:
         return call(), None
-    except Exception as error:
-        if not isinstance(error, StopIteration):  # which no future may hold
-            return None, error
-        failure = RuntimeError("it raised StopIteration")
     except BaseException as error:
-        failure = RuntimeError(f"it raised {type(error).__name__}: {error}")
-    return None, failure
+        return None, storable(error)
 
 
-Place = tuple[str, int, str]
-"""File, line and function."""
+def storable(error: BaseException) -> Exception:
+    """The error, if a future may hold it; else one in its place.
 
-_STANDARD = sysconfig.get_path("stdlib")
-
-
-def describe(loop: asyncio.AbstractEventLoop) -> str:
-    """The stacks of all threads, then what the loop's tasks await, those that are alike counted."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = []
-    for ident, frame in sys._current_frames().items():
-        stack = "".join(traceback.format_stack(frame))
-        parts.append(f"Thread {names.get(ident, ident)}:\n{stack}")
-    for chain, count in Counter(chains(loop)).most_common():
-        parts.append(f"{count} tasks that await:\n" + "".join(f"  {tell(p)}\n" for p in chain))
-    return "\n".join(parts)
-
-
-def where_tasks_wait(loop: asyncio.AbstractEventLoop) -> str:
-    """The place where most tasks of a loop wait."""
-    places = Counter(innermost(chain) for chain in chains(loop) if chain)
-    return places.most_common(1)[0][0] if places else "no task at all"
-
-
-def where_thread_is(thread: threading.Thread) -> str:
-    """The place that a thread has reached."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    if frame is None:
-        return "the end of its thread"
-    return innermost([(f.filename, f.lineno or 0, f.name) for f in traceback.extract_stack(frame)])
-
-
-def innermost(stack: Sequence[Place]) -> str:
-    """The last place outside of the standard library, and how this package got there."""
-    places = [place for place in stack if not _is_standard(place)] or list(stack)
-    own = [place for place in places if "lightning_rl" in Path(place[0]).parts]
-    reached = f" (called by {tell(own[-1])})" if own and own[-1] != places[-1] else ""
-    return tell(places[-1]) + reached
-
-
-def _is_standard(place: Place) -> bool:
-    file = place[0]
-    return file.startswith(("<frozen", _STANDARD)) and "site-packages" not in file
-
-
-def chains(loop: asyncio.AbstractEventLoop) -> list[tuple[Place, ...]]:
-    """List, for each task, the places from its own coroutine to the innermost that it awaits."""
-    return [_chain(task.get_coro()) for task in asyncio.all_tasks(loop)]
-
-
-def _chain(coroutine: Any) -> tuple[Place, ...]:
-    places: list[Place] = []
-    while coroutine is not None:
-        # Of a coroutine, a generator or an asynchronous generator; else it is a future, the end.
-        kind = next((k for k in ("cr", "gi", "ag") if hasattr(coroutine, f"{k}_frame")), None)
-        frame = kind and getattr(coroutine, f"{kind}_frame")
-        if not frame:
-            break
-        places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
-        awaited = "gi_yieldfrom" if kind == "gi" else f"{kind}_await"
-        coroutine = getattr(coroutine, awaited)
-    return tuple(places)
-
-
-def tell(place: Place) -> str:
-    """``directory/file.py:12 in function``."""
-    file, line, function = place
-    return f"{'/'.join(Path(file).parts[-2:])}:{line} in {function}"
+    None may hold StopIteration, and what ends a process, such as SystemExit, is not for others.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"it raised {type(error).__name__}: {error}")

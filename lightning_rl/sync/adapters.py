@@ -1,12 +1,17 @@
 """Adapters that go alone: an engine keeps the base, and merges into it what comes."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_rl.engines.adapters import is_adapter
 from lightning_rl.errors import IncompleteWeightsError
+from lightning_rl.run.dist import any_rank
+
+if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
+    from lightning_rl.models.policy import Policy
 
 
 def unit_of(name: str) -> str:
@@ -83,6 +88,17 @@ class Merger:
                 f"the push brings adapters of {len(missing)} layers whose weights the engine has "
                 f"not, first {missing[0]!r}"
             )
+
+
+def weights_apart(policy: "Policy", owes_base: bool) -> Iterator[tuple[str, Tensor]]:
+    """Adapters, and after them their base where an engine does not have it yet.
+
+    Sharded weights are gathered by all ranks, also those that push nothing: so all have to go
+    through them, and each says whether it owes its engine the base.
+    """
+    yield from policy.named_adapter_weights()
+    if any_rank(owes_base):
+        yield from policy.named_base_weights()
 
 
 def merged(

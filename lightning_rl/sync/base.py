@@ -1,25 +1,23 @@
-"""How weights get from the trainer to an engine: what all transports have in common."""
+"""How weights get from the trainer to an engine, and the short way to one in its own process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import Tensor
 
-from lightning_rl.config.hints import import_object
-from lightning_rl.engines.base import Engine, checked, drives_engine
+from lightning_rl.engines.adapters import divide
+from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.errors import ConfigError, WeightSyncError
 from lightning_rl.run.loop import run_async
+from lightning_rl.sync.adapters import merged, weights_apart
+from lightning_rl.sync.stream import Weights
 
 if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
     from lightning_rl.models.policy import Policy
 
-Weights = Iterable[tuple[str, Tensor]]
-Kind = Literal["weights", "base", "adapters"]
-Bucket = dict[str, Any]
-"""Some weights, and where they are: primitives only, for it travels as JSON."""
+Passage = Callable[[Weights, int], Weights]
+"""What arrives of a version's weights."""
 
 
 class WeightTransport(ABC):
@@ -80,6 +78,42 @@ class WeightTransport(ABC):
         """Let go of the engine."""
 
 
+class RoutedTransport(WeightTransport):
+    """Chooses its route when it is connected: what reaches that kind of engine."""
+
+    _route: WeightTransport | None = None
+
+    @abstractmethod
+    def route_to(self, engine: Engine) -> WeightTransport:
+        """What pushes to ``engine``."""
+
+    def connect(self, engine: Engine) -> None:
+        super().connect(engine)
+        self._route = self.route_to(engine)
+
+    def weights_of(self, policy: "Policy") -> Weights:
+        return self.route.weights_of(policy)
+
+    def push(self, weights: Weights, version: int) -> None:
+        self.route.push(weights, version)
+
+    def close(self) -> None:
+        if self._route is not None:
+            self._route.close()
+            self._route = None
+
+    @property
+    def route(self) -> WeightTransport:
+        """What it is connected by.
+
+        Raises:
+            WeightSyncError: before ``connect``.
+        """
+        if self._route is None:
+            raise WeightSyncError(f"{type(self).__name__}.push before connect(engine)")
+        return self._route
+
+
 def push(transport: WeightTransport, engine: Engine, policy: "Policy", version: int) -> None:
     """Pause the engine, push to it, let it go on. On several ranks call it on all of them.
 
@@ -102,48 +136,57 @@ def push(transport: WeightTransport, engine: Engine, policy: "Policy", version: 
             pass
 
 
-class WeightReceiver:
-    """The other end of a transport: takes buckets of weights, in a worker of an engine.
+# ---------------------------------------------------------------- in the trainer's process
+
+
+def by_reference(weights: Weights, version: int) -> Weights:
+    """The trainer's own tensors: nothing is copied."""
+    return weights
+
+
+class InProcess(WeightTransport):
+    """All weights, a LoRA merged into them.
 
     Args:
-        fetch: gives a bucket's weights, under their Hugging Face names; valid until the next call.
+        engine: that takes them.
+        passage: the way that they go.
     """
 
-    def __init__(self, fetch: Callable[[Bucket], Weights]) -> None:
-        self.fetch = fetch
+    def __init__(self, engine: Engine, passage: Passage = by_reference) -> None:
+        self.engine, self.passage = engine, passage
 
-    def fail(self) -> None:
-        """A bucket could not be loaded: let go of a sender that may be waiting for us."""
-
-    def close(self) -> None:
-        """Free everything."""
+    def push(self, weights: Weights, version: int) -> None:
+        self.engine.load_weights(self.passage(weights, version), version)
 
 
-@dataclass
-class WeightStream:
-    """The weights of a push, one at a time; each is checked against ``shapes`` as it passes.
+class AdaptersInProcess(InProcess):
+    """Adapters as they are, to an engine that keeps them apart; and once their base."""
 
-    They come in the policy's dtype, and should arrive in ``dtype``. ``kind`` tells all weights, or
-    the base of a LoRA, from adapters, which go alone; ``changed_only``, that only what differs from
-    what was staged last need be loaded.
-    """
-
-    weights: Weights
-    shapes: Mapping[str, torch.Size]
-    dtype: torch.dtype
-    version: int
-    kind: Kind = "weights"
-    changed_only: bool = False
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return checked(self.weights, self.shapes)
+    def weights_of(self, policy: "Policy") -> Weights:
+        return weights_apart(policy, drives_engine(self.engine) and self.engine.lacks_base)
 
 
-def receiver_of(transport: str, device: torch.device, rank: int, **options: Any) -> WeightReceiver:
-    """In a worker: the other end of the transport of this import path."""
-    try:
-        cls = import_object(transport)
-    except ConfigError as error:
-        raise WeightSyncError(f"the engine's process cannot import its end: {error}") from error
-    receiver: WeightReceiver = cls.receiver(device, rank, **options)
-    return receiver
+class MergedInProcess(InProcess):
+    """Adapters alone, merged here into a base that is kept: sharded, it is gathered only once."""
+
+    def __init__(self, engine: Engine, passage: Passage = by_reference) -> None:
+        super().__init__(engine, passage)
+        self._base: dict[str, Tensor] = {}  # by reference
+
+    def weights_of(self, policy: "Policy") -> Weights:
+        return weights_apart(policy, drives_engine(self.engine) and not self._base)
+
+    def push(self, weights: Weights, version: int) -> None:
+        adapters, base = divide(weights)
+        self._base.update(base or ())
+        arrived = self.passage(adapters.items(), version)
+        self.engine.load_weights(merged(self._base, arrived), version)
+
+
+def route_in_process(
+    engine: Engine, adapters_only: bool, passage: Passage = by_reference
+) -> InProcess:
+    """What pushes to an engine in this process."""
+    if engine.takes_adapters:
+        return AdaptersInProcess(engine, passage)
+    return MergedInProcess(engine, passage) if adapters_only else InProcess(engine, passage)

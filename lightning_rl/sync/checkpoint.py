@@ -14,8 +14,8 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
 from lightning_rl.run.rundir import sync_directory
 from lightning_rl.sync.adapters import unit_of
-from lightning_rl.sync.base import Bucket, Kind, Weights, WeightStream
 from lightning_rl.sync.staged import StagedTransport
+from lightning_rl.sync.stream import Bucket, Kind, Weights, WeightStream
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _SUFFIX = ".safetensors"

@@ -18,9 +18,9 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, SyncTimeoutError, require_at_least
-from lightning_rl.sync.base import Bucket, WeightReceiver, Weights, WeightStream
 from lightning_rl.sync.memory import fill_buffers, unpack
 from lightning_rl.sync.staged import StagedTransport
+from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream
 
 _log = logging.getLogger(__name__)
 
@@ -306,8 +306,8 @@ class CollectiveTransport(StagedTransport):
     def receiver(cls, device: torch.device, rank: int, **options: Any) -> WeightReceiver:
         return BroadcastReceiver(device, rank, **options)
 
-    def _join(self, replica: Replica) -> None:
-        self._leave(replica)
+    def join(self, replica: Replica) -> None:
+        self.leave(replica)
         options: dict[str, Any] = {
             "host": self.host,
             "size": 1 + replica.workers,
@@ -315,7 +315,7 @@ class CollectiveTransport(StagedTransport):
             "timeout_s": self.timeout_s,
         }
         group = BroadcastGroup(port=0, rank=0, device=self._device, **options)
-        joining = self._invite(replica, port=group.port, **options)
+        joining = self.invite(replica, port=group.port, **options)
         try:
             group.meet()
         except SyncTimeoutError as error:
@@ -325,7 +325,7 @@ class CollectiveTransport(StagedTransport):
         joining.result()
         self._groups[replica] = group
 
-    def _leave(self, replica: Replica) -> None:
+    def leave(self, replica: Replica) -> None:
         if (group := self._groups.pop(replica, None)) is not None:
             # Not here: gloo would wait until a send to a process that hangs has timed out.
             threading.Thread(target=group.close, name="leave_group", daemon=True).start()
@@ -356,7 +356,7 @@ class CollectiveTransport(StagedTransport):
             return self._buffer(slot, numel, getattr(torch, bucket["dtype"]))
         return self._buffers[slot % 2][:numel]
 
-    def _transmit(self, bucket: Bucket, replica: Replica) -> None:
+    def transmit(self, bucket: Bucket, replica: Replica) -> None:
         flat = self._staged_flat(bucket)
         # Nobody waits here: a replica answers its call when it has received all.
         try:

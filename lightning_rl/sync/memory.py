@@ -14,8 +14,9 @@ from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replicated import ReplicatedEngine
 from lightning_rl.errors import ConfigError, DamagedWeightsError, require_at_least
 from lightning_rl.sync.adapters import unit_of
-from lightning_rl.sync.base import Bucket, Kind, WeightReceiver, Weights, WeightStream
+from lightning_rl.sync.base import WeightTransport, route_in_process
 from lightning_rl.sync.staged import StagedTransport
+from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream
 
 _ALIGNMENT = 64
 """Elements; in a flat buffer a tensor starts at a multiple of it."""
@@ -190,6 +191,9 @@ class MemoryTransport(StagedTransport):
         settings = self.changed_only, self.adapters_only, self.timeout_s
         return MemoryTransport(self.bucket_mb, self.keep_copy, *settings)
 
+    def route_in_process(self, engine: Engine) -> WeightTransport:
+        return route_in_process(engine, self.adapters_only)
+
     @classmethod
     def receiver(cls, device: torch.device, rank: int, **options: Any) -> WeightReceiver:
         return SharedMemoryReceiver()
@@ -204,9 +208,6 @@ class MemoryTransport(StagedTransport):
         for descriptor, _ in self._segments.values():
             os.close(descriptor)
         self._segments.clear()
-
-    def _arriving(self, weights: Weights, dtype: torch.dtype, version: int, kind: Kind) -> Weights:
-        return weights
 
     def _buffer(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
         size = numel * dtype.itemsize

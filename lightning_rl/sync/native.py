@@ -26,8 +26,9 @@ from lightning_rl.errors import (
     require_at_least,
 )
 from lightning_rl.run.dist import world_size
-from lightning_rl.sync.base import Weights, WeightTransport
-from lightning_rl.sync.staged import submit
+from lightning_rl.sync.base import WeightTransport
+from lightning_rl.sync.replicas import submit
+from lightning_rl.sync.stream import Weights
 
 
 class Declared(NamedTuple):

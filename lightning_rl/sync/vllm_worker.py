@@ -30,7 +30,7 @@ from lightning_rl.engines.vllm_cpu import skip_rank_compilation, use_cpu_kernels
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import WeightSyncError
 from lightning_rl.sync.adapters import Merger
-from lightning_rl.sync.base import WeightReceiver, receiver_of
+from lightning_rl.sync.stream import WeightReceiver, receiver_of
 
 
 class WorkerExtension:

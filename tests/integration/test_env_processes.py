@@ -23,7 +23,7 @@ from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.watch import Watch
 from lightning_rl.envs.workers import WorkersCollector
 from lightning_rl.errors import RunInterrupted
-from lightning_rl.run.loop import stalled_seconds
+from lightning_rl.run.loop import runtime
 from tests.support.env_agents import agent_for, collected
 from tests.support.small_run import trainer_of
 
@@ -80,7 +80,9 @@ class Terminated(Callback):
         threading.Thread(target=self._wait, args=(trainer.datamodule,), daemon=True).start()
 
     def _wait(self, data):
-        while not (data.collector.processes and stalled_seconds() > 2 and self._started(data)):
+        while not (
+            data.collector.processes and runtime.stalled_seconds() > 2 and self._started(data)
+        ):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 

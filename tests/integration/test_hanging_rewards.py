@@ -25,7 +25,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import RunInterrupted, StalledError
-from lightning_rl.run.loop import background_loop, require_awaited, run_async
+from lightning_rl.run.loop import require_awaited, run_async, runtime
 from lightning_rl.run.threads import hanging_threads
 from tests.support.bad_configs import CONFIG
 from tests.support.small_run import data_module, grpo, share_of_sevens, trainer_of
@@ -307,11 +307,11 @@ class SignalsWhileDrawn(IterablePrompts):
 def test_a_signal_is_heard_while_a_batch_of_many_groups_is_issued(tiny_model, tmp_path):
     prompts = SignalsWhileDrawn([{"prompt": f"{n}="} for n in range(100, 140)])
     many = {"train_prompts": prompts, "groups_per_iteration": 3000}
-    loop = background_loop()
+    loop = runtime.loop
     with pytest.raises(RunInterrupted, match=r"SIGTERM; saved .*iteration_0.ckpt"):
         fit(tiny_model, tmp_path, share_of_sevens, **many)
     assert 5 <= prompts.drawn < 3000
-    assert background_loop() is loop  # nothing had to be given up
+    assert runtime.loop is loop  # nothing had to be given up
     state = torch.load(saved(tmp_path), weights_only=True)["RLDataModule"]
     [rank] = state["loader"]["ranks"]
     issued = rank["source"]["collector"]["groups"]
@@ -326,8 +326,8 @@ def test_a_long_computation_of_the_loop_ends_when_nobody_waits_for_it():
     async def answer():
         return 7
 
-    loop = background_loop()
+    loop = runtime.loop
     with pytest.raises(TimeoutError):
         run_async(compute(), timeout=0.05)
     assert run_async(answer()) == 7
-    assert background_loop() is loop
+    assert runtime.loop is loop

@@ -28,7 +28,7 @@ from lightning_rl.errors import (
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout
-from lightning_rl.run.loop import background_loop, run_async
+from lightning_rl.run.loop import run_async, runtime
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
@@ -402,7 +402,7 @@ def test_a_stuck_peer_that_is_not_ours_is_waited_for(
                 transport.push(scaled(weights, 0.8).items(), 2)
                 assert not visitor.replicas[0].alive
             waiting = asyncio.run_coroutine_threadsafe(
-                visitor.generate(PROMPTS[0], Sampling(max_tokens=4), 0), background_loop()
+                visitor.generate(PROMPTS[0], Sampling(max_tokens=4), 0), runtime.loop
             )
             with fault("the same, and it goes on", "filled with that push, and asked"):
                 os.kill(hung, signal.SIGCONT)

@@ -34,10 +34,10 @@ from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.adapters import Merger
-from lightning_rl.sync.base import receiver_of
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
+from lightning_rl.sync.stream import receiver_of
 from tests.support.engine_checks import train_adapters, wait_for
 
 pytestmark = pytest.mark.timeout(60)

@@ -13,14 +13,8 @@ from lightning_rl.callbacks import IterationCheckpoint, Watchdog, WeightSync
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.errors import ConfigError, EngineError, StalledError
-from lightning_rl.run.loop import (
-    abandon_wait,
-    background_loop,
-    replace_loop,
-    run_async,
-    stalled_seconds,
-)
-from lightning_rl.run.threads import where_tasks_wait
+from lightning_rl.run.loop import run_async, runtime
+from lightning_rl.run.stacks import where_tasks_wait
 from tests.support.lots import LotEngine
 from tests.support.small_run import data_module, grpo, trainer_of
 
@@ -180,11 +174,11 @@ def test_progress_and_other_waits_are_left_alone(tiny_model, tmp_path):
     one_by_one = SyncCollector(max_concurrency=1)
     module = fit(tiny_model, tmp_path, Slow(HEALTHY), collector=one_by_one, iterations_per_epoch=1)
     assert module.iteration == 1
-    assert stalled_seconds() == 0.0
+    assert runtime.stalled_seconds() == 0.0
 
 
 def test_a_wait_that_is_over_is_not_abandoned():
-    abandon_wait(StalledError("too late"))
+    runtime.abandon_wait(StalledError("too late"))
 
     async def one() -> int:
         return 1
@@ -193,14 +187,14 @@ def test_a_wait_that_is_over_is_not_abandoned():
 
 
 def test_a_new_loop_takes_over():
-    old = background_loop()
-    replace_loop()
-    assert background_loop() is not old
+    old = runtime.loop
+    runtime.abandon_loop()
+    assert runtime.loop is not old
 
     async def here() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
-    assert run_async(here()) is background_loop()
+    assert run_async(here()) is runtime.loop
     assert where_tasks_wait(old) == "no task at all"
     old.call_soon_threadsafe(old.stop)
 

@@ -406,13 +406,6 @@ def test_any_callback_may_decide(tiny_model, scored, train_on, decision):
     assert torch.equal(torch.cat([w.flatten() for _, w in module.policy.named_weights()]), start)
 
 
-@pytest.mark.parametrize("name", ["skip_update", "objective"])
-def test_the_former_way_to_decide_is_refused(name):
-    module = PolicyModule("model")
-    with pytest.raises(ConfigError, match=rf"PolicyModule\.{name} .* return Decision\(skip=True\)"):
-        setattr(module, name, True)
-
-
 def test_a_batch_guard_is_configured_by_bound_action_and_patience():
     """Whose defaults are attributes of its class, for one of a user's own too."""
 

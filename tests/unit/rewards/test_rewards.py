@@ -15,7 +15,7 @@ from lightning_rl.errors import ConfigError, RewardError, StalledError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rollout import RolloutStatus
-from lightning_rl.run.loop import abandon_wait, is_waiting, run_async
+from lightning_rl.run.loop import run_async, runtime
 
 
 @pytest.fixture
@@ -341,9 +341,9 @@ def test_one_that_never_ends_is_left_behind_and_does_not_hold_up_the_next(groups
 
     def give_up():
         entered.wait()
-        while not is_waiting():  # the call may begin before the main thread waits for it
+        while not runtime.is_waiting():  # the call may begin before the main thread waits for it
             time.sleep(0.001)
-        abandon_wait(StalledError("enough"))
+        runtime.abandon_wait(StalledError("enough"))
 
     rewards = Rewards([hangs_once])
     threading.Thread(target=give_up).start()

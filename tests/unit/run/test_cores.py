@@ -9,7 +9,7 @@ import torch
 
 from lightning_rl.run import cores
 from lightning_rl.run.cores import beside_engine, share_cores
-from lightning_rl.run.loop import beside_loop, run_async
+from lightning_rl.run.loop import run_async, runtime
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_processes_that_compute_on_gpus_may_have_more(machine):
 
 def test_an_engine_in_the_process_has_its_share_beside_the_trainer():
     def of_both():
-        return run_async(beside_loop(torch.get_num_threads)), torch.get_num_threads()
+        return run_async(runtime.in_engine_thread(torch.get_num_threads)), torch.get_num_threads()
 
     before = torch.get_num_threads()
     torch.set_num_threads(4)
@@ -88,4 +88,4 @@ def test_an_engine_in_the_process_has_its_share_beside_the_trainer():
             assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
-        run_async(beside_loop(partial(torch.set_num_threads, before)))
+        run_async(runtime.in_engine_thread(partial(torch.set_num_threads, before)))

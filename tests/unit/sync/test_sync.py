@@ -20,7 +20,6 @@ from lightning_rl.errors import (
 )
 from lightning_rl.models.policy import Policy
 from lightning_rl.sync.adapters import Merger, merge, unit_of
-from lightning_rl.sync.base import WeightStream
 from lightning_rl.sync.checkpoint import CheckpointTransport, read_weights, write_safetensors
 from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport, cut
@@ -32,6 +31,7 @@ from lightning_rl.sync.schedule import (
     SyncState,
     TrainerSchedule,
 )
+from lightning_rl.sync.stream import WeightStream
 
 IDLE = CollectorStatus()  # what a collector that does not work ahead says
 BUSY = CollectorStatus(in_flight=3, done=1, wanted=4, may_issue=True, used_up=False)
@@ -100,6 +100,33 @@ def test_an_impossible_pair_is_refused_with_what_to_choose():
 def test_a_transport_needs_an_engine():
     with pytest.raises(WeightSyncError, match="before connect"):
         MemoryTransport().push([], 0)
+
+
+class Takes(TransformersEngine):
+    """Keeps what a push gives it."""
+
+    def load_weights(self, weights, version):
+        self.taken, self.version = list(weights), version
+
+
+def test_an_engine_in_this_process_is_given_the_trainers_own_tensors(tmp_path):
+    """By a transport that stages, what it has staged, cast to the engine's dtype."""
+    weights = [("a.weight", torch.ones(2)), ("b.weight", torch.zeros(3))]
+    engine = Takes(dtype="bfloat16", device="cpu")
+    direct, staged = MemoryTransport(), CheckpointTransport(str(tmp_path))
+    for transport in (direct, staged):
+        transport.connect(engine)
+    direct.push(iter(weights), 3)
+    assert engine.version == 3
+    assert all(ours is theirs for ours, theirs in zip(weights, engine.taken, strict=True))
+    staged.push(iter(weights), 4)
+    assert engine.version == 4
+    for (name, weight), (taken_name, taken) in zip(weights, engine.taken, strict=True):
+        assert taken_name == name
+        assert torch.equal(taken, weight.to(torch.bfloat16))
+    direct.close()
+    with pytest.raises(WeightSyncError, match="before connect"):
+        direct.push(weights, 5)
 
 
 # -------------------------------------------------------------------- buckets

@@ -14,18 +14,7 @@ from lightning_rl.errors import LightningRLError, RunInterrupted, StalledError
 from lightning_rl.run import cores
 from lightning_rl.run.cores import compute
 from lightning_rl.run.interrupts import Interrupts
-from lightning_rl.run.loop import (
-    abandon_wait,
-    background_loop,
-    beside_loop,
-    in_waiting_thread,
-    is_computing,
-    is_waiting,
-    replace_thread_beside,
-    run_async,
-    stalled_seconds,
-    takes_calls,
-)
+from lightning_rl.run.loop import run_async, runtime
 from lightning_rl.run.threads import hanging_threads
 
 
@@ -46,7 +35,7 @@ def elsewhere(function):
 def listening():
     """Signals end a wait, as in a run."""
     interrupts = Interrupts()
-    interrupts.install(is_waiting)
+    interrupts.install(runtime.is_waiting)
     try:
         yield
     finally:
@@ -55,7 +44,7 @@ def listening():
 
 def test_the_main_thread_makes_calls_while_it_waits():
     async def there() -> list[str]:
-        return [here(), await in_waiting_thread(here), await in_waiting_thread(here)]
+        return [here(), await runtime.in_main_thread(here), await runtime.in_main_thread(here)]
 
     main = threading.main_thread().name
     for _ in range(20):  # from the first moment on
@@ -63,17 +52,17 @@ def test_the_main_thread_makes_calls_while_it_waits():
 
 
 def test_another_thread_that_waits_makes_none():
-    assert elsewhere(lambda: run_async(in_waiting_thread(here))) == "lightning_rl"
+    assert elsewhere(lambda: run_async(runtime.in_main_thread(here))) == "lightning_rl"
 
 
 def test_in_a_loop_of_the_main_thread_itself_a_call_is_just_made():
-    assert asyncio.run(in_waiting_thread(lambda: 1)) == 1
+    assert asyncio.run(runtime.in_main_thread(lambda: 1)) == 1
 
 
 def test_an_error_reaches_who_handed_the_call_in():
     async def there() -> str:
         with pytest.raises(ZeroDivisionError):
-            await in_waiting_thread(lambda: 1 / 0)
+            await runtime.in_main_thread(lambda: 1 / 0)
         return "went on"
 
     assert run_async(there()) == "went on"
@@ -86,7 +75,7 @@ def test_calls_that_nobody_has_begun_with_are_made_by_the_loop():
 
     async def goes_on() -> None:
         for _ in range(200):
-            places.append(await in_waiting_thread(here))
+            places.append(await runtime.in_main_thread(here))
         over.set()
 
     tasks: list[asyncio.Task[None]] = []
@@ -107,7 +96,7 @@ def test_a_call_whose_service_is_broken_off_is_made_by_the_loop():
     over = threading.Event()
 
     async def hands_in() -> None:
-        places.append(await in_waiting_thread(here))
+        places.append(await runtime.in_main_thread(here))
         over.set()
 
     tasks: list[asyncio.Task[None]] = []
@@ -127,17 +116,19 @@ def test_a_call_whose_service_is_broken_off_is_made_by_the_loop():
 
 
 def test_while_it_computes_the_main_thread_does_not_only_wait():
-    seen = run_async(in_waiting_thread(lambda: (is_waiting(), is_computing())))
+    seen = run_async(
+        runtime.in_main_thread(lambda: (runtime.is_waiting(), runtime.main_calls.busy))
+    )
     assert seen == (False, True)
-    assert not is_computing()
+    assert not runtime.main_calls.busy
 
 
 def test_a_call_that_lasts_counts_as_no_progress():
     def lasts() -> float:
         time.sleep(0.3)
-        return stalled_seconds()
+        return runtime.stalled_seconds()
 
-    assert run_async(in_waiting_thread(lasts)) >= 0.3
+    assert run_async(runtime.in_main_thread(lasts)) >= 0.3
 
 
 def test_a_signal_waits_for_the_end_of_the_call():
@@ -149,7 +140,7 @@ def test_a_signal_waits_for_the_end_of_the_call():
         done.append("the call")
 
     with listening(), pytest.raises(RunInterrupted, match="SIGTERM"):
-        run_async(in_waiting_thread(call))
+        run_async(runtime.in_main_thread(call))
     assert done == ["the call"]
 
 
@@ -157,11 +148,11 @@ def test_what_is_given_up_is_so_at_the_end_of_the_call():
     done = []
 
     def call() -> None:
-        abandon_wait(StalledError("enough"))
+        runtime.abandon_wait(StalledError("enough"))
         done.append("the call")
 
     with pytest.raises(StalledError, match="enough"):
-        run_async(in_waiting_thread(call))
+        run_async(runtime.in_main_thread(call))
     assert done == ["the call"]
 
 
@@ -173,7 +164,7 @@ def test_ctrl_c_in_the_middle_of_a_call_ends_the_wait_and_is_told():
 
     async def hears() -> None:
         try:
-            await in_waiting_thread(call)
+            await runtime.in_main_thread(call)
         except LightningRLError as error:
             told.append(error)
             raise
@@ -190,8 +181,8 @@ def test_ctrl_c_in_the_middle_of_a_call_ends_the_wait_and_is_told():
     while not told and time.monotonic() < end:
         time.sleep(0.01)
     assert "broken off by KeyboardInterrupt" in str(told[0])
-    assert run_async(in_waiting_thread(lambda: 1)) == 1
-    assert background_loop().is_running()
+    assert run_async(runtime.in_main_thread(lambda: 1)) == 1
+    assert runtime.loop.is_running()
 
 
 @pytest.mark.parametrize(("threads", "place"), [(1, "lightning_rl"), (2, "MainThread")])
@@ -217,7 +208,7 @@ def test_while_the_main_thread_trains_a_model_computes_beside_the_loop(monkeypat
     monkeypatch.setattr(cores.torch, "get_num_threads", lambda: threads)
 
     async def later() -> str:
-        while takes_calls():
+        while runtime.main_calls.is_open:
             await asyncio.sleep(0)
         return await compute(here, on_cpu=True)
 
@@ -233,7 +224,7 @@ def test_what_the_trainer_asks_the_loop_for_does_not_wait_for_a_step():
         return here()
 
     async def later() -> str:
-        while takes_calls():
+        while runtime.main_calls.is_open:
             await asyncio.sleep(0)
         return await compute(lasts, on_cpu=True)
 
@@ -258,18 +249,18 @@ def test_a_step_beside_the_loop_that_hangs_is_left_behind():
         begun.set()
         release.wait(30)
 
-    step = run_async(started(beside_loop(hangs)))
+    step = run_async(started(runtime.in_engine_thread(hangs)))
     try:
         assert begun.wait(10)
-        hanging = replace_thread_beside()
+        hanging = runtime.abandon_engine_call()
         assert hanging in hanging_threads()
         with pytest.raises(asyncio.CancelledError):
             outcome_of(step)
-        assert run_async(beside_loop(here)) == "lightning_rl engine"
+        assert run_async(runtime.in_engine_thread(here)) == "lightning_rl engine"
         assert hanging.is_alive()
     finally:
         release.set()
-    assert replace_thread_beside() is None
+    assert runtime.abandon_engine_call() is None
 
 
 def test_in_a_loop_of_somebody_elses_a_model_just_computes():

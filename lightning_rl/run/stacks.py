@@ -1,0 +1,80 @@
+"""Where threads and tasks are, for who asks why a run stands still."""
+
+import asyncio
+import sys
+import sysconfig
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Place = tuple[str, int, str]
+"""File, line and function."""
+
+_STANDARD = sysconfig.get_path("stdlib")
+
+
+def describe(loop: asyncio.AbstractEventLoop) -> str:
+    """The stacks of all threads, then what the loop's tasks await, those that are alike counted."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        stack = "".join(traceback.format_stack(frame))
+        parts.append(f"Thread {names.get(ident, ident)}:\n{stack}")
+    for chain, count in Counter(chains(loop)).most_common():
+        parts.append(f"{count} tasks that await:\n" + "".join(f"  {tell(p)}\n" for p in chain))
+    return "\n".join(parts)
+
+
+def where_tasks_wait(loop: asyncio.AbstractEventLoop) -> str:
+    """The place where most tasks of a loop wait."""
+    places = Counter(innermost(chain) for chain in chains(loop) if chain)
+    return places.most_common(1)[0][0] if places else "no task at all"
+
+
+def where_thread_is(thread: threading.Thread) -> str:
+    """The place that a thread has reached."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return "the end of its thread"
+    return innermost([(f.filename, f.lineno or 0, f.name) for f in traceback.extract_stack(frame)])
+
+
+def innermost(stack: Sequence[Place]) -> str:
+    """The last place outside of the standard library, and how this package got there."""
+    places = [place for place in stack if not _is_standard(place)] or list(stack)
+    own = [place for place in places if "lightning_rl" in Path(place[0]).parts]
+    reached = f" (called by {tell(own[-1])})" if own and own[-1] != places[-1] else ""
+    return tell(places[-1]) + reached
+
+
+def _is_standard(place: Place) -> bool:
+    file = place[0]
+    return file.startswith(("<frozen", _STANDARD)) and "site-packages" not in file
+
+
+def chains(loop: asyncio.AbstractEventLoop) -> list[tuple[Place, ...]]:
+    """List, for each task, the places from its own coroutine to the innermost that it awaits."""
+    return [_chain(task.get_coro()) for task in asyncio.all_tasks(loop)]
+
+
+def _chain(coroutine: Any) -> tuple[Place, ...]:
+    places: list[Place] = []
+    while coroutine is not None:
+        # Of a coroutine, a generator or an asynchronous generator; else it is a future, the end.
+        kind = next((k for k in ("cr", "gi", "ag") if hasattr(coroutine, f"{k}_frame")), None)
+        frame = kind and getattr(coroutine, f"{kind}_frame")
+        if not frame:
+            break
+        places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+        awaited = "gi_yieldfrom" if kind == "gi" else f"{kind}_await"
+        coroutine = getattr(coroutine, awaited)
+    return tuple(places)
+
+
+def tell(place: Place) -> str:
+    """``directory/file.py:12 in function``."""
+    file, line, function = place
+    return f"{'/'.join(Path(file).parts[-2:])}:{line} in {function}"

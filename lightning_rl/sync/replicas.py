@@ -1,0 +1,183 @@
+"""Weights to an engine's replicas: who is told what, in which order, and who is left."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from lightning_rl.engines.base import drives_engine
+from lightning_rl.engines.replica import Replica, ReplicaLost
+from lightning_rl.engines.replicated import ReplicatedEngine
+from lightning_rl.errors import SyncTimeoutError
+from lightning_rl.run.loop import runtime
+from lightning_rl.sync.adapters import weights_apart
+from lightning_rl.sync.base import WeightTransport
+from lightning_rl.sync.stream import Bucket, Weights, WeightStream, streams_of
+
+if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
+    from lightning_rl.models.policy import Policy
+
+Answers = dict[Replica, Future[Any]]
+
+
+class Stager(Protocol):
+    """What a push to replicas asks of a transport: see ``StagedTransport``."""
+
+    timeout_s: float
+    keep_copy: bool
+    changed_only: bool
+    adapters_only: bool
+
+    def stage(self, weights: WeightStream) -> Iterator[Bucket]: ...
+    def join(self, replica: Replica) -> None: ...
+    def transmit(self, bucket: Bucket, replica: Replica) -> None: ...
+    def leave(self, replica: Replica) -> None: ...
+
+
+class ReplicaPush(WeightTransport):
+    """Stages weights once, and lets all replicas fetch them, bucket by bucket.
+
+    A replica that dies or hangs in the middle is left out (and restarted by the engine, then filled
+    with what is staged), the others are served; one that refuses ends the push.
+
+    Args:
+        transport: stages the weights, and connects to replicas.
+        engine: whose replicas they are.
+    """
+
+    def __init__(self, transport: Stager, engine: ReplicatedEngine) -> None:
+        self.transport, self.engine = transport, engine
+        self._joined: dict[Replica, int] = {}  # the life in which each was connected
+        self._staged: dict[str, list[Bucket]] = {}  # by kind, adapters before their base
+        self._kept: int | None = None  # the version of all that is staged, if it is complete
+        self._has_base = False
+        # A restarted replica is filled from another thread than the trainer's.
+        self._exclusive = threading.RLock()
+        engine.refill = self.refill
+
+    def weights_of(self, policy: "Policy") -> Weights:
+        if not self.transport.adapters_only:
+            return super().weights_of(policy)
+        return weights_apart(policy, drives_engine(self.engine) and not self._has_base)
+
+    def push(self, weights: Weights, version: int) -> None:
+        transport = self.transport
+        with self._exclusive, self.engine.taking_weights(version) as replicas:
+            complete = not (transport.changed_only or transport.adapters_only) or any(
+                replica.version != self._kept for replica in replicas
+            )
+            self._kept = None
+            buckets = self._stage_all(weights, version, complete)
+            left = self._deliver(replicas, buckets, version, complete)
+            self._kept = version if transport.keep_copy else None
+            if not left and not transport.keep_copy:
+                raise ReplicaLost(
+                    f"no replica was left at the end of the push of version {version}, and "
+                    f"{type(transport).__name__} keeps no copy to fill a restarted one with"
+                )
+
+    def refill(self, replica: Replica) -> None:
+        """Give a replica that was restarted the weights of the last push, if they are kept."""
+        with self._exclusive:
+            version = self._kept
+            if version is not None and replica.version != version:
+                staged = chain.from_iterable(self._staged.values())
+                self._deliver([replica], staged, version, True)
+
+    def close(self) -> None:
+        with self._exclusive:
+            self.engine.refill = None
+            self._kept = None
+            self._joined.clear()
+            self._staged.clear()
+
+    # ---------------------------------------------------------------- what is pushed
+
+    def _stage_all(self, weights: Weights, version: int, complete: bool) -> Iterator[Bucket]:
+        dtype: torch.dtype = getattr(torch, self.engine.dtype)
+        changed_only = self.transport.changed_only and not complete
+        kinds = []
+        for stream in streams_of(weights, self.engine.shapes, dtype, version, changed_only):
+            kinds.append(stream.kind)
+            yield from self._stage_kind(stream)
+        if "base" in kinds:
+            self._has_base = True
+        elif complete and "adapters" in kinds:
+            yield from self._staged["base"]
+
+    def _stage_kind(self, weights: WeightStream) -> Iterator[Bucket]:
+        """Note what is staged; pass on what differs."""
+        staged = self._staged[weights.kind] = []
+        for bucket in self.transport.stage(weights):
+            staged.append(bucket | {"names": None})
+            if bucket.get("names") != []:
+                yield bucket
+
+    # ---------------------------------------------------------------- who is told what
+
+    def _deliver(
+        self, replicas: list[Replica], buckets: Iterable[Bucket], version: int, complete: bool
+    ) -> list[Replica]:
+        """Tell all of each bucket; returns the replicas that have taken everything."""
+        live, timeout_s = list(replicas), self.transport.timeout_s
+
+        def ask(question: Callable[[Replica], Coroutine[Any, Any, Any]]) -> Answers:
+            return {replica: submit(question(replica)) for replica in live}
+
+        def tell(bucket: Bucket | None) -> Answers:  # None: that was the last
+            info = {"bucket": bucket, "complete": complete}
+            return ask(lambda r: r.transfer("update_weights", timeout_s, update_info=info))
+
+        def settle(answers: Answers) -> None:
+            for replica, answer in answers.items():
+                with self._surviving(replica, live):
+                    answer.result()
+
+        try:
+            for replica in replicas:
+                if self._joined.get(replica) != replica.life:
+                    with self._surviving(replica, live):
+                        self.transport.join(replica)
+                        self._joined[replica] = replica.life
+            loading = ask(lambda r: r.begin(timeout_s))
+            for bucket in buckets:
+                # One call at a time: two may overtake each other on their way.
+                settle(loading)
+                loading = tell(bucket)
+                for replica in list(live):
+                    with self._surviving(replica, live):
+                        self.transport.transmit(bucket, replica)
+            settle(loading)
+            settle(tell(None))
+            settle(ask(lambda r: r.set_version(version, timeout_s)))
+        except BaseException:
+            for replica in self._joined:  # who knows in which state the connections are
+                self.transport.leave(replica)
+            self._joined.clear()
+            raise
+        for replica in live:
+            replica.version = version
+        return live
+
+    @contextmanager
+    def _surviving(self, replica: Replica, live: list[Replica]) -> Iterator[None]:
+        """Leave out of ``live`` a replica that dies or hangs; other errors pass."""
+        try:
+            yield
+        except (ReplicaLost, SyncTimeoutError) as error:
+            # Stuck, or cut off, is as good as dead: the engine waits for it, or starts it anew.
+            if replica in live:
+                live.remove(replica)
+            # On a GPU, a broadcast that waits for it keeps the device busy.
+            self.transport.leave(replica)
+            runtime.loop.call_soon_threadsafe(self.engine.lost, replica, error)
+
+
+def submit(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    """Run it in the background loop; every coroutine here has a timeout of its own."""
+    return asyncio.run_coroutine_threadsafe(coroutine, runtime.loop)

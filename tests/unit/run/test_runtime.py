@@ -1,0 +1,49 @@
+"""The process's event loop is one object: a second one is apart, and a fork begins anew."""
+
+import os
+import threading
+
+from lightning_rl.run.loop import Runtime, run_async, runtime
+
+
+async def thread_here() -> threading.Thread:
+    return threading.current_thread()
+
+
+def test_two_runtimes_share_nothing():
+    other = Runtime()
+
+    def raises() -> None:
+        raise AssertionError("the other's wait")
+
+    runtime.guard = raises
+    try:
+        assert other.run_async(thread_here()) is other.thread
+    finally:
+        runtime.guard = None
+    assert run_async(thread_here()) is runtime.thread is not other.thread
+    other.loop.call_soon_threadsafe(other.loop.stop)
+    other.thread.join(10)
+    assert not other.thread.is_alive()
+    assert run_async(thread_here()) is runtime.thread
+
+
+def test_a_forked_child_has_a_loop_and_an_engine_thread_of_its_own():
+    """Also where it was forked while the main thread waits."""
+    run_async(runtime.in_engine_thread(threading.current_thread))
+
+    def fork() -> int:
+        child = os.fork()
+        if child:
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        status = 1
+        try:
+            own = run_async(thread_here(), timeout=10)
+            beside = run_async(runtime.in_engine_thread(threading.current_thread), timeout=10)
+            both = {own.name, beside.name} == {"lightning_rl", "lightning_rl engine"}
+            status = int(not (both and own.is_alive() and runtime.stalled_seconds() == 0))
+        finally:
+            os._exit(status)
+
+    assert fork() == 0
+    assert run_async(runtime.in_main_thread(fork)) == 0
