@@ -131,8 +131,8 @@ def _data(given: Given, result: Conversion) -> None:
         result.put("data.train_prompts", prompts_from(given["dataset_name"], split, **shuffle))
     else:
         result.missing.append(
-            "data.train_prompts: a file or folder of prompts, or HFDatasetPrompts with the name of a "
-            "dataset on the hub"
+            "data.train_prompts: a file or folder of prompts, or HFDatasetPrompts with a dataset's "
+            "name on the hub"
         )
         result.put("data.train_prompts", instance("JSONLPrompts", path="PROMPTS.jsonl", **shuffle))
         if name is not None:
