@@ -1,6 +1,5 @@
 """Child processes that do not outlive this one: how they start, are watched, and end."""
 
-import importlib
 import json
 import os
 import signal
@@ -9,16 +8,19 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from lightning_rl.run.keeper import GRACE_S, STUCK_S, kept
 
 _REASON_CHARACTERS = 300
-_CALL = (
-    "import json, sys; path, *told = sys.argv[1:]; del sys.argv[1:]; "
-    "sys.path[:] = json.loads(path); from lightning_rl.run.child import call; call(*told)"
-)
+_CALL = """
+import importlib, json, sys
+from multiprocessing.connection import Connection
+path, descriptor, module, function, *arguments = sys.argv[1:]
+del sys.argv[1:]
+sys.path[:] = json.loads(path)
+getattr(importlib.import_module(module), function)(Connection(int(descriptor)), *arguments)
+"""
 
 
 class Child:
@@ -31,7 +33,6 @@ class Child:
         env: its environment variables; None: those of this process.
         told: a signal for it when this process is gone; 0: none, for it notices by itself.
         grace_s: seconds that it then has.
-        stdin: a file that it reads.
         stdout: a file that it prints to; None: where it prints errors.
         log: keep what it prints for :meth:`printed`; else it goes where ours does.
         pass_fds: descriptors that it has too.
@@ -43,7 +44,6 @@ class Child:
         env: Mapping[str, str] | None = None,
         told: int = 0,
         grace_s: float = GRACE_S,
-        stdin: int = subprocess.DEVNULL,
         stdout: int | None = None,
         log: bool = False,
         pass_fds: Sequence[int] = (),
@@ -51,7 +51,7 @@ class Child:
         self._log: IO[bytes] | None = tempfile.TemporaryFile() if log else None  # noqa: SIM115
         self._process = subprocess.Popen(
             kept(command, told, grace_s),
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             stdout=self._log if stdout is None else stdout,
             stderr=self._log,
             env=env,
@@ -98,14 +98,9 @@ class Child:
 
 
 class PythonChild(Child):
-    """A child that calls a function with a connection to this process and further arguments.
+    """A child that calls a function of a module with a connection to this process, and texts.
 
     It imports what this process can import, but not the script, which would run again.
-
-    Args:
-        function: at the top of a module.
-        arguments: texts, behind the connection.
-        options: of :class:`Child`.
     """
 
     def __init__(self, function: Any, *arguments: str, **options: Any) -> None:
@@ -119,11 +114,6 @@ class PythonChild(Child):
     def kill(self) -> None:
         super().kill()
         self.connection.close()
-
-
-def call(descriptor: str, module: str, function: str, *arguments: str) -> None:
-    """What a :class:`PythonChild` does."""
-    getattr(importlib.import_module(module), function)(Connection(int(descriptor)), *arguments)
 
 
 def ending(status: int) -> str:
