@@ -141,7 +141,7 @@ CALLS: list[Call] = [
         "Gym", "PooledGym", "GymWorkers", "TorchRLEnv",
     )),
     meets("Gym", "quits", "step", "EnvError", "called os._exit(0)"),
-    meets("PooledGym", "quits", "step", "EnvError", "ended with status 0"),
+    meets("PooledGym", "quits", "step", "EnvError", "ended with exit status 0"),
     meets("GymWorkers", "quits", "step", "EnvError", "called os._exit(0)"),
     meets("PooledGym", "dies", "step", "EnvError", "killed by SIGKILL"),
     meets("GymWorkers", "dies", "step", "EnvError", "killed by SIGKILL"),

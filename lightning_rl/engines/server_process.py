@@ -1,15 +1,13 @@
-"""A server process that we start, watch and end: it must not outlive the trainer."""
+"""A server that we start, and what it printed when it did not."""
 
 import os
 import re
 import signal
 import socket
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_rl.run.keeper import end, kept
+from lightning_rl.run.child import Child
 
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
 
@@ -21,8 +19,8 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-class ServerProcess:
-    """A command in a session of its own, that does not outlive this process.
+class ServerProcess(Child):
+    """A server that does not outlive this process.
 
     Args:
         command: what to run.
@@ -31,30 +29,12 @@ class ServerProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         path = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
-        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            kept(command, told=signal.SIGTERM),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path, **environment},
-            start_new_session=True,
-        )
-
-    @property
-    def running(self) -> bool:
-        """Until it has ended, by itself or by us."""
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        """End it and all that it started; at once, for it may be stuck."""
-        end(self._process)
+        env = {**os.environ, "PYTHONPATH": path, **environment}
+        super().__init__(command, env, told=signal.SIGTERM, log=True)
 
     def tail(self, lines: int = 3) -> str:
         """The last lines that it printed, errors alone if there are any."""
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - 20_000))
-        printed = self._log.read().decode(errors="replace")
+        printed = self.printed(20_000).decode(errors="replace")
         if told := validation_failure(printed):
             return told
         errors = _ERROR.findall(printed)

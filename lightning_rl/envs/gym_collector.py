@@ -1,6 +1,6 @@
-"""GymCollector: steps gymnasium environments one by one, and the policy for all of them at once."""
+"""GymCollector: steps gymnasium environments, and the policy for those that wait for an action."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from lightning_rl.envs.collector import (
 )
 from lightning_rl.envs.gym import ACTION, Gym, space_of
 from lightning_rl.envs.gym_player import (
+    EnvAnswer,
+    EnvSeat,
     EnvSlot,
     buffer_of,
     close,
@@ -32,7 +34,6 @@ from lightning_rl.envs.gym_player import (
 from lightning_rl.envs.gym_table import StepTable
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.networks.actor_critic import sampled
-from lightning_rl.envs.networks.distributions import ActionDistribution
 from lightning_rl.errors import require_at_least
 from lightning_rl.run.seeding import derived_seed
 
@@ -51,17 +52,14 @@ class GymCollector(EnvCollector):
     """
 
     deadline: Deadline
-    NOT_THERE = (
-        "is not where it was when the checkpoint was saved: it does not play the same from the "
-        "same seed, so the run cannot be gone on with as it was"
-    )
 
     def __init__(self, env: Gym, max_episode_length: int | None, max_step_seconds: float) -> None:
         require_at_least(1, max_episode_length=max_episode_length)
         self.env = env
         self._limit = max_episode_length
         self.deadline = Deadline(max_step_seconds, env.name)
-        self._players: list[EnvSlot] = []
+        self._seats: Sequence[EnvSeat] = []
+        self._asked: dict[int, tuple[str, tuple[Any, ...]]] = {}  # the longest first
         self._acting: EnvSlot | None = None
         self._rows: list[Any] = []
         self._state: Tensor | None = None
@@ -75,81 +73,101 @@ class GymCollector(EnvCollector):
 
     def start(self, seed: int, first: int, num_envs: int | None) -> None:
         self._seed = derived_seed(seed, first)
-        envs = [self.env.made() for _ in range(num_envs or 1)]
+        self._rows, self._asked = [], {}
+        self._seats = self._seated(seed, range(first, first + (num_envs or 1)))
+
+    def _seated(self, seed: int, places: range) -> Sequence[EnvSeat]:
+        """Make environments, and learn what is seen and done in them."""
+        envs = [self.env.made() for _ in places]
         self.agents = {AGENT: space_of(envs[0])}
-        self._players = [
-            EnvSlot(env, seed, first + place, self._limit) for place, env in enumerate(envs)
-        ]
-        self._rows = []
+        return [EnvSlot(e, seed, p, self._limit) for e, p in zip(envs, places, strict=True)]
 
     # ---------------------------------------------------------------- collecting
 
     def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
-        agent = agents[AGENT]
-        table = StepTable(self.agents[AGENT], steps, len(self._players))
-        acted: list[Tensor] = []
-        distributions: list[ActionDistribution] = []
-        states: list[Tensor] = []
+        agent, count = agents[AGENT], len(self._seats)
+        self._begin(agent)
+        self.carried = [len(seat.actions) for seat in self._seats]
+        table = StepTable(self.agents[AGENT], steps, count)
+        done = [0] * count  # steps of each environment
+        waiting = set(range(count))
+        with seeded(derived_seed(self._seed, iteration)), torch.no_grad():
+            while waiting or self._asked:
+                if served := self._served(waiting):
+                    waiting.difference_update(served)
+                    self._act(agent, served, [done[index] for index in served], table)
+                    continue
+                for index, answer in self._answers(bool(waiting)):
+                    self._take(index, done[index], answer, table)
+                    done[index] += 1
+                    if done[index] < steps:
+                        waiting.add(index)
+        self.finished = table.finished
+        return table.batch(self.env.name, self._seats[0].place)
+
+    def _act(self, agent: Any, served: list[int], steps: list[int], table: StepTable) -> None:
+        """Choose actions for some environments, and have them taken."""
+        rows, begins = [self._rows[i] for i in served], [self._begins[i] for i in served]
+        seen = table.see(steps, served, rows, begins)
+        state = None if self._state is None else self._state[served]
+        made, after = agent.act({n: o.to(agent.device) for n, o in seen.items()}, state)
+        action = sampled(made, self.greedy)[ACTION]
+        table.act(made[ACTION], action, state)
+        if self._state is not None and after is not None:
+            self._state = self._state.to(after.dtype)
+            self._state[served] = after
+        for i, chosen in zip(served, action.tolist(), strict=True):
+            self._ask(i, "act", chosen)
+
+    def _take(self, index: int, step: int, answer: EnvAnswer, table: StepTable) -> None:
+        """Note what an environment answered."""
+        over = answer.episode is not None
+        table.note(step, index, answer.reward, answer.row, answer.episode)
+        self._rows[index] = answer.begin if over else answer.row
+        self._begins[index] = over
+        if over and self._state is not None:
+            self._state[index] = 0
+
+    # ---------------------------------------------------------------- stepping
+
+    def _ask(self, index: int, what: str, *arguments: Any) -> None:
+        """Ask an environment for ``begin``, ``again`` or ``act``, as :class:`EnvSlot` has them."""
+        self._asked[index] = what, arguments
+
+    def _answers(self, others_wait: bool) -> Iterator[tuple[int, EnvAnswer]]:
+        """Answers that are there, or come soon; ``others_wait``: some wait for an action.
+
+        Raises:
+            EnvError: naming the environment that raised, and where it was.
+        """
+        asked, self._asked = self._asked, {}
+        for index, (what, arguments) in asked.items():
+            yield index, self._done(self._seats[index], what, *arguments)
+        self._acting = None
+
+    def _served(self, waiting: Collection[int]) -> list[int]:
+        """Which of those that wait are to get their actions now, together; []: wait on."""
+        return [] if self._asked else sorted(waiting)
+
+    def _done(self, seat: EnvSeat, what: str, *arguments: Any) -> Any:
+        """What comes of a step of an environment in this thread."""
+        assert isinstance(seat, EnvSlot)
+        self.deadline.again()
+        self._acting = seat
         try:
-            self._begin(agent)
-            self.carried = [len(player.actions) for player in self._players]
-            with seeded(derived_seed(self._seed, iteration)), torch.no_grad():
-                for step in range(steps):
-                    self.deadline.again()
-                    write_rows(table.seen, step, self._rows)
-                    table.begins[step] = self._begins
-                    if self._state is not None:
-                        states.append(self._state)
-                    now = {n: torch.from_numpy(b[step]) for n, b in table.seen.items()}
-                    now = {n: seen.to(agent.device) for n, seen in now.items()}
-                    made, self._state = agent.act(now, self._state)
-                    distributions.append(made[ACTION])
-                    acted.append(sampled(made, self.greedy)[ACTION])
-                    chosen = acted[-1].tolist()
-                    for place, player in enumerate(self._players):
-                        self._step(table, step, place, player, chosen[place])
+            return getattr(seat, what)(*arguments)
         except BaseException as error:  # whatever an environment raises
             raise raised(self.env.name, self.where(), error) from error
-        self._acting = None
-        self.finished = table.finished
-        actions = torch.stack(acted, 1)
-        with torch.no_grad():  # for all steps at once: it costs as much as for one
-            logprobs = distributions[0].stacked(distributions).log_prob(actions)
-        acts: dict[str, Any] = {"actions": {ACTION: actions.cpu()}, "logprobs": logprobs.cpu()}
-        if states:
-            acts["state"] = torch.stack(states, 1).cpu()
-            acts["begins"] = torch.from_numpy(table.begins.T.copy())
-        return table.batch(self.env.name, acts, self._players[0].place)
-
-    def _step(self, table: StepTable, step: int, place: int, player: EnvSlot, action: Any) -> None:
-        self._acting = player
-        row, reward, over, cut = player.step(action)
-        ended = player.over(over) if over or cut else None
-        table.note(step, place, reward, row, ended)
-        self._begins[place] = over or cut
-        if over or cut:
-            row = player.begin(player.episode + 1)
-            if self._state is not None:
-                self._state[place] = 0
-        self._rows[place] = row
-
-    def _begin(self, agent: Any) -> None:
-        if self._loaded is not None:
-            self._go_on(self._loaded)
-            self._loaded = None
-        if not self._rows:
-            self._rows = [self._reset(player) for player in self._players]
-            self._begins = [True] * len(self._players)
-            self._state = agent.begin(len(self._players)) if agent.state_size else None
-
-    def _reset(self, player: EnvSlot) -> Any:
-        """What a player sees at the begin of its first episode."""
-        self.deadline.again()
-        self._acting = player
-        return player.begin(0)
 
     def where(self) -> str:
         return "" if self._acting is None else self._acting.where()
+
+    def close(self) -> None:
+        seats, self._seats = self._seats, []
+        close(self.env.name, (seat.env for seat in seats if isinstance(seat, EnvSlot)))
+
+    def abandon(self) -> None:
+        self._seats = []
 
     # ---------------------------------------------------------------- episodes apart
 
@@ -165,12 +183,11 @@ class GymCollector(EnvCollector):
         try:
             for seed in seeds:
                 players.append(EnvSlot(self.env.made(**options), seed, 0, self._limit))
-            rows = [self._reset(player) for player in players]
+            rows = [self._done(player, "begin", 0).row for player in players]
             state = agent.begin(len(players)) if agent.state_size else None
             playing = list(range(len(players)))
             with seeded(seeds[0]), torch.no_grad():
                 while playing:
-                    self.deadline.again()
                     seen = {n: buffer_of(o, 1, len(playing)) for n, o in space.observations.items()}
                     write_rows(seen, 0, [rows[place] for place in playing])
                     observed = {n: torch.from_numpy(b[0]) for n, b in seen.items()}
@@ -180,10 +197,9 @@ class GymCollector(EnvCollector):
                     made, state = agent.act({n: o.to(device) for n, o in observed.items()}, state)
                     chosen = sampled(made, greedy)[ACTION].tolist()
                     for place, action in zip(playing, chosen, strict=True):
-                        self._acting = players[place]
                         if render:
                             pictures[place].append(picture_of(players[place].env, self.env.name))
-                        rows[place], _, over, cut = players[place].step(action)
+                        rows[place], _, over, cut = self._done(players[place], "step", action)
                         if over or cut:
                             episodes[place] = players[place].over(over)
                     left = [i for i, place in enumerate(playing) if place not in episodes]
@@ -198,41 +214,55 @@ class GymCollector(EnvCollector):
 
     # ---------------------------------------------------------------- going on
 
+    def _begin(self, agent: Any) -> None:
+        count = len(self._seats)
+        if self._loaded is not None:
+            if len(self._loaded["episodes"]) == count:  # else new episodes
+                self._go_on(self._loaded)
+            self._loaded = None
+        if not self._rows:
+            self._rows = [answer.row for answer in self._all("begin", [(0,)] * count)]
+            self._begins = [True] * count
+            self._state = agent.begin(count) if agent.state_size else None
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        """Do again what was done in the episodes at hand."""
+        known = state["episodes"]
+        answers = self._all("again", [(one["episode"], one["actions"]) for one in known])
+        for seat, one, answer in zip(self._seats, known, answers, strict=True):
+            same = same_tensors(tensors_of(answer.row), one["seen"])
+            if answer.episode is not None or not same:
+                raise EnvError(
+                    f"{self.env.name}: {seat.where()}, is not where it was when the checkpoint was "
+                    "saved: it does not play the same from the same seed, so the run cannot be "
+                    "gone on with as it was"
+                )
+        self._rows = [answer.row for answer in answers]
+        self._begins = [not one["actions"] for one in known]
+        self._state = None if state["state"] is None else state["state"].clone()
+
+    def _all(self, what: str, arguments: list[tuple[Any, ...]]) -> list[EnvAnswer]:
+        """What all environments answer, each to arguments of its own."""
+        for index, given in enumerate(arguments):
+            self._ask(index, what, *given)
+        answers: dict[int, EnvAnswer] = {}
+        while self._asked:
+            answers.update(self._answers(False))
+        return [answers[index] for index in range(len(arguments))]
+
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:
             return self._loaded
         return {
             "episodes": [
-                {"episode": p.episode, "actions": list(p.actions), "seen": tensors_of(row)}
-                for p, row in zip(self._players, self._rows, strict=False)  # none yet: no rows
+                {"episode": s.episode, "actions": list(s.actions), "seen": tensors_of(row)}
+                for s, row in zip(self._seats, self._rows, strict=False)  # no rows yet
             ],
             "state": None if self._state is None else self._state.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state
-
-    def _go_on(self, state: dict[str, Any]) -> None:
-        """Do again what was done in the episodes at hand."""
-        if len(state["episodes"]) != len(self._players):
-            return  # another number of environments: new episodes
-        self._rows, self._begins = [], []
-        for player, known in zip(self._players, state["episodes"], strict=True):
-            self.deadline.again()
-            self._acting = player
-            row, ended = player.again(known["episode"], known["actions"])
-            if ended or not same_tensors(tensors_of(row), known["seen"]):
-                raise EnvError(f"{self.env.name}: {self.where()}, {self.NOT_THERE}")
-            self._rows.append(row)
-            self._begins.append(not known["actions"])
-        self._state = state["state"]
-
-    def close(self) -> None:
-        players, self._players = self._players, []
-        close(self.env.name, (player.env for player in players))
-
-    def abandon(self) -> None:
-        self._players = []
 
 
 collector_of.register(Gym, GymCollector)

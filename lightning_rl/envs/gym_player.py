@@ -1,8 +1,10 @@
-"""Player: one gymnasium environment and its episodes; and rows of what is seen."""
+"""EnvSlot: one gymnasium environment and its episodes; and rows of what is seen."""
 
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,28 +27,64 @@ def episode_seed(seed: int, place: int, episode: int) -> int:
     return derived_seed(seed, place, episode) % 2**31
 
 
-def place_of(place: int, step: int, episode: int, seed: int) -> str:
-    """An environment's step of an episode, in words."""
-    return f"environment {place} in step {step} of its episode {episode}, of seed {seed}"
+@dataclass(frozen=True, slots=True)
+class EnvAnswer:
+    """What came of what an environment did.
+
+    Args:
+        row: what is seen then.
+        reward: of a step.
+        episode: the one that ended with it, if one did.
+        begin: what is seen at the begin of the next one.
+    """
+
+    row: Any
+    reward: float = 0.0
+    episode: EnvEpisode | None = None
+    begin: Any = None
 
 
-class EnvSlot:
-    """One environment, the episode that it is in, and what was done in it.
+class EnvSeat:
+    """The place of an environment, the episode that it is in, and what was done in it.
+
+    Args:
+        seed: of the run.
+        place: among the environments of all ranks; each episode of each has a seed of its own.
+    """
+
+    def __init__(self, seed: int, place: int) -> None:
+        self.place = place
+        self.episode = -1
+        self.actions: list[Any] = []
+        self._seed = seed
+
+    @property
+    def seed(self) -> int:
+        """Of the present episode."""
+        return episode_seed(self._seed, self.place, self.episode)
+
+    def where(self) -> str:
+        """Which environment, and which step of which episode, for messages."""
+        return (
+            f"environment {self.place} in step {len(self.actions)} of its episode {self.episode}, "
+            f"of seed {self.seed}"
+        )
+
+
+class EnvSlot(EnvSeat):
+    """A seat with its environment.
 
     Args:
         env: a ``gymnasium.Env``.
         seed: of the run.
-        place: among the environments of all ranks; each episode of each has a seed of its own.
+        place: among the environments of all ranks.
         limit: steps after which an episode is cut; None: as the environment has it.
     """
 
     def __init__(self, env: Any, seed: int, place: int, limit: int | None) -> None:
+        super().__init__(seed, place)
         self.env = env
-        self.place = place
-        self.episode = -1
-        self.actions: list[Any] = []
         self.reward = 0.0
-        self._seed = seed
         self._limit = limit
         action = env.action_space
         self._start = int(getattr(action, "start", 0)) if action.shape == () else 0
@@ -54,30 +92,32 @@ class EnvSlot:
         self._bounds = (action.low, action.high) if box else None
         self.seen = form_of(env.observation_space)
 
-    @property
-    def seed(self) -> int:
-        """Of the present episode."""
-        return episode_seed(self._seed, self.place, self.episode)
-
-    def begin(self, episode: int) -> Any:
-        """Reset to the begin of an episode; returns what is seen."""
+    def begin(self, episode: int) -> EnvAnswer:
+        """Reset to the begin of an episode."""
         self.episode, self.actions, self.reward = episode, [], 0.0
         answer = self.env.reset(seed=self.seed)
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise EnvError(
                 f"reset returned {shown(answer)}; gymnasium asks for (observation, info)"
             )
-        return self.seen(answer[0])
+        return EnvAnswer(self.seen(answer[0]))
 
-    def again(self, episode: int, actions: Sequence[Any]) -> tuple[Any, bool]:
-        """Do again what was done in an episode; what is seen then, and whether it has ended."""
-        row, ended = self.begin(episode), False
+    def again(self, episode: int, actions: Sequence[Any]) -> EnvAnswer:
+        """Do again what was done in an episode, which has not ended with it."""
+        row = self.begin(episode).row
         for action in actions:
-            row, _, over, cut = self.step(action)
+            row, reward, over, cut = self.step(action)
             if over or cut:
-                ended = True
-                break
-        return row, ended
+                return EnvAnswer(row, reward, self.over(over))
+        return EnvAnswer(row)
+
+    def act(self, action: Any) -> EnvAnswer:
+        """Take a step; if the episode ends with it, the next one begins."""
+        row, reward, over, cut = self.step(action)
+        if not (over or cut):
+            return EnvAnswer(row, reward)
+        # A copy: an environment may write the next observation over it.
+        return EnvAnswer(deepcopy(row), reward, self.over(over), self.begin(self.episode + 1).row)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool]:
         """What is seen then, the reward, and whether the episode is over, or was cut."""
@@ -103,10 +143,6 @@ class EnvSlot:
         self.reward += reward
         truncated = truncated or len(self.actions) == self._limit
         return self.seen(observed), reward, bool(terminated), bool(truncated)
-
-    def where(self) -> str:
-        """Which environment, and which step of which episode, for messages."""
-        return place_of(self.place, len(self.actions), self.episode, self.seed)
 
     def over(self, terminated: bool) -> EnvEpisode:
         """What is to be told of the episode."""
@@ -155,8 +191,8 @@ def buffer_of(observed: Observed, *leading: int) -> np.ndarray:
     return np.zeros((*leading, *observed.shape), kind)
 
 
-def write_rows(buffers: Mapping[str, np.ndarray], place: int, rows: Any) -> None:
-    """Write one observation, or one of each environment, to a place of the buffers."""
+def write_rows(buffers: Mapping[str, np.ndarray], place: Any, rows: Any) -> None:
+    """Write one observation to a place of the buffers, or a list of them to as many places."""
     if OBSERVATION in buffers and len(buffers) == 1:
         buffers[OBSERVATION][place] = rows
         return

@@ -1,16 +1,19 @@
 """StepTable: what happened in some steps of gymnasium environments, as a batch to learn from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from lightning_rl.envs.collector import EnvEpisode, require_finite_values
+from lightning_rl.envs.gym import ACTION
 from lightning_rl.envs.gym_player import buffer_of, write_rows
 from lightning_rl.envs.maker import AGENT
+from lightning_rl.envs.networks.distributions import ActionDistribution
 from lightning_rl.envs.networks.space import Space
 
 
@@ -29,11 +32,32 @@ class StepTable:
         self.count = count
         # By time first: what all environments show in a step is one piece of memory.
         self.seen = {n: buffer_of(o, steps, count) for n, o in space.observations.items()}
-        self.begins = np.zeros((steps, count), bool)
         self.finished: list[EnvEpisode] = []
         self._rewards = np.zeros((steps, count), np.float32)
         self._done, self._terminated = np.zeros((2, steps, count), bool)
+        self._begins = np.zeros((steps, count), bool)
         self._ends: list[tuple[int, Any]] = []
+        self._order: list[np.ndarray] = []
+        self._made: list[ActionDistribution] = []
+        self._actions: list[Tensor] = []
+        self._states: list[Tensor] = []
+
+    def see(
+        self, steps: Sequence[int], places: Sequence[int], rows: list[Any], begins: Sequence[bool]
+    ) -> dict[str, Tensor]:
+        """Note what some environments show before a step; returns it, by name."""
+        where = np.array(steps), np.array(places)
+        write_rows(self.seen, where, rows)
+        self._begins[where] = begins
+        self._order.append(where[1] * self.steps + where[0])
+        return {n: torch.from_numpy(buffer[where]) for n, buffer in self.seen.items()}
+
+    def act(self, made: ActionDistribution, action: Tensor, state: Tensor | None) -> None:
+        """Note how those that were seen last act, and the memory before."""
+        self._made.append(made)
+        self._actions.append(action)
+        if state is not None:
+            self._states.append(state)
 
     def note(self, step: int, place: int, reward: float, row: Any, over: EnvEpisode | None) -> None:
         """Note what an environment answered in a step; ``over``: with that its episode ended."""
@@ -45,8 +69,8 @@ class StepTable:
             # A copy: an environment may write the next observation over it.
             self._ends.append((place * self.steps + step, deepcopy(row)))
 
-    def batch(self, name: str, acts: Mapping[str, Any], first: int) -> TensorDict:
-        """All of it as ``EnvCollector`` describes it; ``acts``: the agent's part, (E, T, ...).
+    def batch(self, name: str, first: int) -> TensorDict:
+        """All of it as ``EnvCollector`` describes it.
 
         Raises:
             EnvError: if something is NaN or infinite; ``name`` is the environment's, and ``first``
@@ -55,7 +79,7 @@ class StepTable:
         observations = {n: torch.from_numpy(b).transpose(0, 1) for n, b in self.seen.items()}
         rewards = torch.from_numpy(self._rewards.T)
         require_finite_values(name, observations | {"reward": rewards}, first)
-        own: dict[str, Any] = {**acts, "observations": observations, "rewards": rewards}
+        own: dict[str, Any] = {**self._acts(), "observations": observations, "rewards": rewards}
         flags = {
             "done": torch.from_numpy(self._done.T),
             "terminated": torch.from_numpy(self._terminated.T),
@@ -64,6 +88,22 @@ class StepTable:
         return TensorDict(
             {"steps": TensorDict(flags | {AGENT: own}, shape), "ends": self._followed()}, []
         )
+
+    def _acts(self) -> dict[str, Any]:
+        """The agent's part, (E, T, ...)."""
+        order = torch.from_numpy(np.concatenate(self._order).argsort())
+
+        def by_place(values: Tensor) -> Tensor:
+            return values.cpu().unflatten(0, (self.count, self.steps))
+
+        actions = torch.cat(self._actions)[order]
+        with torch.no_grad():  # for all steps at once: it costs as much as for one
+            logprobs = self._made[0].joined(self._made).at(order).log_prob(actions)
+        acts = {"actions": {ACTION: by_place(actions)}, "logprobs": by_place(logprobs)}
+        if not self._states:
+            return acts
+        states = by_place(torch.cat(self._states)[order])
+        return acts | {"state": states, "begins": torch.from_numpy(self._begins.T.copy())}
 
     def _followed(self) -> TensorDict:
         """What followed steps that no step follows, by place."""

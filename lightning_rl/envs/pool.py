@@ -1,32 +1,17 @@
 """PooledGym: gymnasium's environments in processes, each at its own pace; one model serves all."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-import torch
-from tensordict import TensorDict
-from torch import Tensor
-
 from lightning_rl.config.arguments import configurable
-from lightning_rl.envs.collector import Agents, EnvError, collector_of, seeded
-from lightning_rl.envs.gym import ACTION, Gym
-from lightning_rl.envs.gym_player import (
-    buffer_of,
-    episode_seed,
-    place_of,
-    same_tensors,
-    tensors_of,
-    write_rows,
-)
-from lightning_rl.envs.gym_table import StepTable
-from lightning_rl.envs.maker import AGENT
-from lightning_rl.envs.networks.actor_critic import joint_log_prob, sampled
+from lightning_rl.envs.collector import collector_of
+from lightning_rl.envs.gym import Gym
+from lightning_rl.envs.gym_player import EnvAnswer, EnvSeat
 from lightning_rl.envs.pool_process import serve
 from lightning_rl.envs.processes import ProcessesCollector
 from lightning_rl.envs.watch import START_S
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.run.seeding import derived_seed
 
 
 @configurable
@@ -74,25 +59,12 @@ class PooledGym(Gym):
         self.force_sync = force_sync
 
 
-class _Seat:
-    """What is known here of an environment that a process steps."""
-
-    def __init__(self, place: int, seed: int) -> None:
-        self.place = place
-        self.episode = 0
-        self.actions: list[Any] = []
-        self._seed = seed
-
-    def where(self) -> str:
-        """Which environment, and which step of which episode, for messages."""
-        seed = episode_seed(self._seed, self.place, self.episode)
-        return place_of(self.place, len(self.actions), self.episode, seed)
-
-
 class PooledCollector(ProcessesCollector):
     """Steps environments in processes; how many are served together is chance, unless forced."""
 
     env: PooledGym
+    _since = 0.0
+    """When the first of those that wait began to."""
 
     @property
     def exact(self) -> str:
@@ -100,176 +72,59 @@ class PooledCollector(ProcessesCollector):
             return ""
         return "which environments are served together is chance; force_sync: true rules it out"
 
-    def start(self, seed: int, first: int, num_envs: int | None) -> None:
-        count = num_envs or 1
-        self._seed = derived_seed(seed, first)
-        self._players: Any = [_Seat(first + place, seed) for place in range(count)]
-        self._rows = []
-        self._asked: dict[int, None] = {}
-        """Environments that have something to answer, the longest first."""
-        places = [seat.place for seat in self._players]
-        shares = [places[i :: self.env.workers] for i in range(min(self.env.workers, count))]
+    def _seated(self, seed: int, places: range) -> Sequence[EnvSeat]:
+        count = min(self.env.workers, len(places))
+        shares = [places[i::count] for i in range(count)]
         self._start_processes(serve, shares, seed)
-        self._of = {place: index for index, share in enumerate(shares) for place in share}
-        self._first = first
+        self._of = {place: number for number, share in enumerate(shares) for place in share}
+        return [EnvSeat(seed, place) for place in places]
 
-    # ---------------------------------------------------------------- collecting
+    def _ask(self, index: int, what: str, *arguments: Any) -> None:
+        seat = self._seats[index]
+        if what == "act":
+            seat.actions.append(*arguments)
+            self.deadline.again()
+        else:
+            seat.episode, seat.actions = arguments[0], list(*arguments[1:])
+            self.deadline.again(START_S)  # its process may have to start first
+        self._asked[index] = what, arguments
+        self._since = time.monotonic()
+        self._running.send(self._of[seat.place], (seat.place, what, *arguments))
 
-    def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
-        agent, count = agents[AGENT], len(self._players)
-        self._begin(agent)
-        self.carried = [len(seat.actions) for seat in self._players]
-        table = StepTable(self.agents[AGENT], steps, count)
-        acts: dict[str, Any] = {}
-        done = [0] * count  # steps of each environment
-        waiting, since = list(range(count)), time.monotonic()
-        with seeded(derived_seed(self._seed, iteration)), torch.no_grad():
-            while any(step < steps for step in done):
-                left = sum(step < steps for step in done)
-                if self._enough(len(waiting), left, since):
-                    served = sorted(waiting)[: self.env.max_batch]
-                    waiting = [place for place in waiting if place not in served]
-                    self._serve(agent, served, done, table, acts)
-                    since = time.monotonic()
-                    continue
-                for place, *answer in self._answers(since, bool(waiting)):
-                    self._take(place, answer, done, table)
-                    if done[place] < steps:
-                        since = since if waiting else time.monotonic()
-                        waiting.append(place)
-        self.finished = table.finished
-        if "state" in acts:
-            acts["begins"] = torch.from_numpy(table.begins.T.copy())
-        return table.batch(self.env.name, acts, self._first)
-
-    def _enough(self, waiting: int, left: int, since: float) -> bool:
-        """Tell whether those that wait are to be served now."""
-        if not waiting:
-            return False
-        if self.env.force_sync:
-            return waiting == left
-        patient = time.monotonic() - since < self.env.max_wait
-        return waiting >= min(self.env.min_batch, left) or not patient
-
-    def _serve(
-        self, agent: Any, served: list[int], done: list[int], table: StepTable, acts: dict[str, Any]
-    ) -> None:
-        """Choose actions for some environments, and send them."""
-        rows = {n: buffer_of(o, len(served)) for n, o in table.space.observations.items()}
-        for row, place in enumerate(served):
-            write_rows(rows, row, self._rows[place])
-        for name, buffer in rows.items():
-            for row, place in enumerate(served):
-                table.seen[name][done[place], place] = buffer[row]
-        state = None if self._state is None else self._state[served]
-        seen = {n: torch.from_numpy(buffer).to(agent.device) for n, buffer in rows.items()}
-        made, after = agent.act(seen, state)
-        drawn = sampled(made, self.greedy)
-        where = torch.tensor(served), torch.tensor([done[place] for place in served])
-        shape = (len(self._players), table.steps)
-        _put(acts, "logprobs", joint_log_prob(made, drawn), where, shape)
-        _put(acts.setdefault("actions", {}), ACTION, drawn[ACTION], where, shape)
-        if state is not None and self._state is not None and after is not None:
-            _put(acts, "state", state, where, shape)
-            self._state[served] = after
-        for place, action in zip(served, drawn[ACTION].tolist(), strict=True):
-            table.begins[done[place], place] = self._begins[place]
-            self._players[place].actions.append(action)
-            self._send(place, "step", action)
-        self.deadline.again()
-
-    def _take(self, place: int, answer: list[Any], done: list[int], table: StepTable) -> None:
-        """Note what an environment answered."""
-        row, reward, over, cut, ended, fresh = answer
-        table.note(done[place], place, reward, row, ended)
-        done[place] += 1
-        self._begins[place] = over or cut
-        if over or cut:
-            row = fresh
-            seat = self._players[place]
-            seat.episode, seat.actions = seat.episode + 1, []
-            if self._state is not None:
-                self._state[place] = 0
-        self._rows[place] = row
-
-    # ---------------------------------------------------------------- processes
-
-    def _send(self, place: int, what: str, value: Any) -> None:
-        self._asked[place] = None
-        number = self._players[place].place
-        self._running.send(self._of[number], (number, what, value))
-
-    def _answers(self, since: float, others_wait: bool) -> Iterable[tuple[Any, ...]]:
+    def _answers(self, others_wait: bool) -> Iterator[tuple[int, EnvAnswer]]:
         """Answers that are there, or come before those that wait have waited long enough.
 
         Raises:
             EnvError: if an environment raised, its process is gone, or none answers in time.
         """
-        patient = others_wait and not self.env.force_sync
         seconds = self.deadline.left
-        if patient:
-            seconds = max(0.0, since + self.env.max_wait - time.monotonic())
+        if others_wait and not self.env.force_sync:
+            seconds = self._since + self.env.max_wait - time.monotonic()
         ready = list(self._running.answers(max(0.0, seconds)))
         if not ready and self.deadline.left <= 0:
             raise self.deadline.expired(self.where())
-        for _, (number, *answer) in ready:
-            place = number - self._first
-            self._asked.pop(place, None)
+        if not others_wait:
+            self._since = time.monotonic()
+        for _, (place, answer) in ready:
+            index = place - self._seats[0].place
+            self._asked.pop(index, None)
             self.deadline.again()
-            if len(answer) == 1:
-                raise answer[0]
-            yield place, *answer
+            if isinstance(answer, BaseException):
+                raise answer
+            if answer.begin is not None:
+                seat = self._seats[index]
+                seat.episode, seat.actions = seat.episode + 1, []
+            yield index, answer
+
+    def _served(self, waiting: Collection[int]) -> list[int]:
+        left = len(waiting) + len(self._asked)
+        enough = len(waiting) >= (left if self.env.force_sync else min(self.env.min_batch, left))
+        patient = self.env.force_sync or time.monotonic() - self._since < self.env.max_wait
+        return sorted(waiting)[: self.env.max_batch] if enough or not patient else []
 
     def where(self) -> str:
-        place = next(iter(self._asked), None)
-        return "" if place is None else self._players[place].where()
-
-    def _begin(self, agent: Any) -> None:
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None and len(loaded["episodes"]) == len(self._players):
-            self._go_on(loaded)
-        if not self._rows:
-            count = len(self._players)
-            for place in range(count):
-                self._send(place, "begin", 0)
-            self._rows = self._all_rows()
-            self._begins = [True] * count
-            self._state = agent.begin(count) if agent.state_size else None
-
-    def _go_on(self, state: dict[str, Any]) -> None:
-        for place, known in enumerate(state["episodes"]):
-            seat = self._players[place]
-            seat.episode, seat.actions = known["episode"], list(known["actions"])
-            self._send(place, "again", (seat.episode, seat.actions))
-        self._rows = self._all_rows()
-        for place, (seat, known) in enumerate(zip(self._players, state["episodes"], strict=True)):
-            if not same_tensors(tensors_of(self._rows[place]), known["seen"]):
-                raise EnvError(f"{self.env.name}: {seat.where()}, {self.NOT_THERE}")
-        self._begins = [not known["actions"] for known in state["episodes"]]
-        self._state = state["state"]
-
-    def _all_rows(self) -> list[Any]:
-        """An answer of each environment, in order of their places; their processes start first."""
-        rows: dict[int, Any] = {}
-        self.deadline.again(START_S)
-        while len(rows) < len(self._players):
-            for place, row, *_ in self._answers(time.monotonic(), False):
-                rows[place] = row
-        return [rows[place] for place in range(len(rows))]
-
-
-def _put(
-    acts: dict[str, Any],
-    name: str,
-    values: Tensor,
-    where: tuple[Tensor, Tensor],
-    shape: tuple[int, int],
-) -> None:
-    """Write values (N, ...) to their places of a tensor (E, T, ...)."""
-    values = values.detach().cpu()
-    if name not in acts:
-        acts[name] = values.new_zeros(*shape, *values.shape[1:])
-    acts[name][where] = values
+        index = next(iter(self._asked), None)
+        return "" if index is None else self._seats[index].where()
 
 
 collector_of.register(PooledGym, PooledCollector)

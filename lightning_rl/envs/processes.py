@@ -1,7 +1,5 @@
 """EnvProcesses: processes that hold environments; what goes to them and comes back."""
 
-import multiprocessing
-import os
 import pickle
 import signal
 import time
@@ -19,7 +17,7 @@ from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.spawning import without_main
 from lightning_rl.envs.watch import END_S, START_S
 from lightning_rl.errors import LightningRLError
-from lightning_rl.run.keeper import stay_kept
+from lightning_rl.run.child import PythonChild, ending
 
 
 class HungUpError(Exception):
@@ -92,19 +90,12 @@ class EnvProcesses:
     ) -> None:
         self.name = name
         self.shares = shares
-        # Not fork: this process has threads.
-        context = multiprocessing.get_context("spawn")
-        self.processes = []
-        self._lines = []
-        for share in shares:
-            ours, theirs = context.Pipe()
-            told = (name, serve, theirs, share, *arguments)
-            process = context.Process(target=_run, args=told, daemon=True)
-            with without_main():
-                process.start()
-            theirs.close()
-            self.processes.append(process)
-            self._lines.append(PipeEnd(ours))
+        with without_main():  # where processes do not find what it has
+            told = pickle.dumps((serve, arguments))
+        self.processes = [PythonChild(run) for _ in shares]
+        self._lines = [PipeEnd(process.connection) for process in self.processes]
+        for index, share in enumerate(shares):
+            self.send(index, (name, share, told))
 
     def send(self, index: int, request: Any) -> None:
         """Ask a process.
@@ -136,9 +127,13 @@ class EnvProcesses:
     def _gone(self, index: int) -> EnvError:
         numbers = ", ".join(map(str, self.shares[index]))
         process = self.processes[index]
-        process.join(END_S)
-        how = _end_of(process.exitcode)
-        return EnvError(f"{self.name}: the process of environments {numbers} is gone: {how}")
+        process.ended_within(END_S)
+        how = "hung up" if process.status is None else ending(process.status)
+        why = ", for its memory perhaps" if process.status == -signal.SIGKILL else ""
+        return EnvError(
+            f"{self.name}: the process of environments {numbers} is gone: it {how}{why}; what it "
+            "printed is above"
+        )
 
     def close(self) -> None:
         """Ask all of them to end; end those that do not, as they hang in a step."""
@@ -151,27 +146,16 @@ class EnvProcesses:
                 line.close()  # so that none waits to be heard
         until = time.monotonic() + END_S
         for process in self.processes:
-            process.join(max(0.0, until - time.monotonic()))
+            process.ended_within(max(0.0, until - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
         """End all of them at once."""
         for process in self.processes:
-            process.terminate()  # its keeper, which ends all of it at once
+            process.terminate()
         for process in self.processes:
-            process.join(END_S)
+            process.kill()
         self.processes, self._lines = [], []
-
-
-def _end_of(status: int | None) -> str:
-    """How a process came to its end, by its exit status."""
-    if status is None:
-        return "it hung up"
-    if status < 0:
-        name = signal.Signals(-status).name
-        memory = ", for its memory perhaps" if -status == signal.SIGKILL else ""
-        return f"it was killed by {name}{memory}"
-    return f"it ended with status {status}; what it printed is above"
 
 
 class ProcessesCollector(GymCollector):
@@ -212,13 +196,15 @@ class ProcessesCollector(GymCollector):
             self.processes = None
 
 
-def _run(name: str, serve: Callable[..., None], connection: Connection, *arguments: Any) -> None:
+def run(connection: Connection) -> None:
     """What a process does from its start to its end."""
-    stay_kept(os.getppid())  # what an environment starts, such as a simulator, ends with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which saves and ends them
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the run, which saves and ends them
     line = PipeEnd(connection)
+    name = ""
     try:
-        serve(line, *arguments)
+        name, share, told = line.receive()
+        serve, arguments = pickle.loads(told)
+        serve(line, share, *arguments)
     except HungUpError:
         return  # nobody is there to be answered
     except BaseException as error:  # whatever an environment, or an agent, raises

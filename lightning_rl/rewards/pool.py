@@ -6,15 +6,15 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import Pipe
+from contextlib import suppress
 from typing import Any
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.rewards import pool_worker
 from lightning_rl.rewards.calling import (
     PerSample,
     RewardFailure,
@@ -25,7 +25,7 @@ from lightning_rl.rewards.calling import (
 )
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.pool_worker import Limits
-from lightning_rl.run.keeper import end, kept
+from lightning_rl.run.child import PythonChild
 from lightning_rl.run.machine import ALLOW_SANDBOX, usable_cores
 
 START_S = 120.0
@@ -33,10 +33,6 @@ START_S = 120.0
 GRACE_S = 10.0
 """Seconds beyond ``timeout_s`` after which the worker itself counts as stuck."""
 _KEPT_ENVIRONMENT = {"PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"}
-_WORKER = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from lightning_rl.rewards.pool_worker import main; main(int(sys.argv[1]), sys.argv[3])"
-)
 
 
 @configurable
@@ -142,26 +138,17 @@ def _logged(log: RewardLog | None, result: dict[str, Any]) -> Score:
     return result["score"]
 
 
-class _Worker:
+class _Worker(PythonChild):
     """The trainer's end of a worker process; see ``pool_worker`` for the other one."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.connection, far_end = Pipe()
         environment = dict(os.environ)
         if limits.sandbox:
             environment = {k: v for k, v in environment.items() if k in _KEPT_ENVIRONMENT}
         self.home = tempfile.mkdtemp(prefix="lightning_rl_reward_")
-        path = json.dumps([os.path.abspath(place) for place in sys.path])
-        self.process = subprocess.Popen(
-            kept([sys.executable, "-c", _WORKER, str(far_end.fileno()), path, self.home]),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={"OMP_NUM_THREADS": "1"} | environment,
-            pass_fds=[far_end.fileno()],
-            start_new_session=True,  # or Ctrl-C in a terminal would reach it too
-        )
-        far_end.close()
+        env = {"OMP_NUM_THREADS": "1"} | environment
+        super().__init__(pool_worker.main, self.home, env=env, stdout=subprocess.DEVNULL)
 
     def load(self, function: bytes) -> str | None:
         """Have the worker import the function; why it could not, or None."""
@@ -192,17 +179,13 @@ class _Worker:
 
     def close(self) -> None:
         """Ask it to end, which also removes its directory; insist after a while."""
-        try:
+        with suppress(OSError):
             self.connection.send_bytes(b"")
-            self.process.wait(GRACE_S)
-        except (OSError, subprocess.TimeoutExpired):
-            self.kill()
-        self.connection.close()
+            self.ended_within(GRACE_S)
+        self.kill()
 
     def kill(self) -> None:
-        """End it at once, with all that it runs."""
-        end(self.process)
-        self.connection.close()
+        super().kill()
         shutil.rmtree(self.home, ignore_errors=True)
 
 

@@ -11,7 +11,6 @@ import pickle
 import resource
 import select
 import shutil
-import signal
 import tempfile
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -24,6 +23,7 @@ from lightning_rl.rewards.calling import RewardFailure, only_score
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.parts import plain_score
 from lightning_rl.rewards.sandbox import run_in_sandbox
+from lightning_rl.run.child import ending
 from lightning_rl.run.keeper import adopt_orphans, die_with_parent, end_all
 
 FILES_MB = 64
@@ -43,13 +43,13 @@ class Limits:
     sandbox: bool
 
 
-def main(descriptor: int, home: str) -> None:
+def main(connection: Connection, home: str) -> None:
     """Serve samples until told to stop, or until the other end of the connection is gone.
 
     ``home`` is an empty directory; it is removed at the end.
     """
     with contextlib.suppress(EOFError, ConnectionError):  # the other end is gone: nobody to tell
-        _serve(Connection(descriptor), home)
+        _serve(connection, home)
 
 
 def _serve(connection: Connection, home: str) -> None:
@@ -127,7 +127,7 @@ class Server:
         if not in_time:
             return _json(fault=f"ran longer than timeout_s={self.limits.timeout_s:g}")
         if os.WIFSIGNALED(status):
-            return _json(fault=f"its process was killed by {_signal_name(os.WTERMSIG(status))}")
+            return _json(fault=f"its process {ending(-os.WTERMSIG(status))}")
         if not result:
             code = os.WEXITSTATUS(status)
             return _json(fault=f"its process ended without a score (exit status {code})")
@@ -185,13 +185,6 @@ def _grade(function: Any, request: bytes, limits: Limits) -> bytes:
         return _json(fault=f"needed more than memory_mb={limits.memory_mb}")
     except BaseException as error:  # also SystemExit and KeyboardInterrupt end the sample only
         return _json(error=_describe(error))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def _describe(error: BaseException) -> str:

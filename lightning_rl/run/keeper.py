@@ -20,7 +20,6 @@ import os
 import resource
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -37,7 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def kept(
     command: Sequence[str], told: int = 0, grace_s: float = GRACE_S, parent: int | None = None
 ) -> list[str]:
-    """The command that runs one under a keeper; end it by :func:`end`, or by ending oneself.
+    """The command that runs one under a keeper; SIGTERM ends it, with all that it keeps, at once.
 
     Args:
         command: what to run.
@@ -50,28 +49,8 @@ def kept(
     return [*own, *command]
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a keeper and all that it keeps, at once, and wait for that."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGCONT)
-        try:
-            process.wait(STUCK_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    process.wait()
-
-
-def stay_kept(parent: int, told: int = 0, grace_s: float = GRACE_S) -> None:
-    """Go on in a child of this process, which becomes its keeper: only the child returns.
-
-    Call it before there are threads.
-
-    Args:
-        parent: the process that is not to be outlived.
-        told: a signal for the child when the parent is gone; 0: none.
-        grace_s: seconds that it then has.
-    """
+def _stay_kept(parent: int, told: int, grace_s: float) -> None:
+    """Go on in a child of this process, which becomes its keeper: only the child returns."""
     try:
         parents_end = os.pidfd_open(parent)
     except ProcessLookupError:
@@ -191,7 +170,7 @@ def _check(result: int) -> None:
 def main() -> None:
     """Become a keeper, and in its child the command."""
     parent, told, grace_s, *command = sys.argv[1:]
-    stay_kept(int(parent) or os.getppid(), int(told), float(grace_s))
+    _stay_kept(int(parent) or os.getppid(), int(told), float(grace_s))
     try:
         os.execvp(command[0], command)
     except OSError as error:

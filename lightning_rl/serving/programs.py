@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.errors import ConfigError
+from lightning_rl.run.child import ending, last_lines
 from lightning_rl.run.machine import ALLOW_SANDBOX
-from lightning_rl.serving.results import Ending, last_lines, signal_name
+from lightning_rl.serving.results import Ending
 
 _log = logging.getLogger(__name__)
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
@@ -208,13 +209,10 @@ class Program:
             return Ending("killed", "its keeper was killed")
         if answer["error"]:
             return Ending("exit", f"could not be started: {answer['error']}")
+        if (status := os.waitstatus_to_exitcode(answer["status"])) == 0:
+            return Ending("done")
         said = last_lines(self.stderr, _REASON_LINES)
-        if os.WIFSIGNALED(answer["status"]):
-            name = signal_name(os.WTERMSIG(answer["status"]))
-            return Ending("killed", f"was killed by {name}{said}")
-        if code := os.WEXITSTATUS(answer["status"]):
-            return Ending("exit", f"ended with exit status {code}{said}")
-        return Ending("done")
+        return Ending("killed" if status < 0 else "exit", f"{ending(status)}{said}")
 
     async def end(self) -> None:
         """End it with everything it started, unless it has ended."""

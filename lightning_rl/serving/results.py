@@ -2,7 +2,6 @@
 
 import json
 import math
-import signal
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +18,6 @@ ENDING = "agent_end"
 """The column of ``rollout.extra`` that says how it ended."""
 RESULT_KEYS = ("reward", "role_rewards", "call_rewards", "metrics", "answer")
 """A line of output is a result if it has one of these."""
-
-
-_REASON_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +41,6 @@ def ending_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if not endings:
         return {}
     return {f"agent/{kind}_share": endings[kind] / endings.total() for kind in ENDINGS}
-
-
-def signal_name(number: int) -> str:
-    """As ``SIGKILL``."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
-def last_lines(output: bytes | bytearray, most: int | None = None) -> str:
-    """The end of a process's output, after a colon; nothing if it printed nothing."""
-    lines = [line.strip() for line in output.decode(errors="replace").splitlines()]
-    said = [line for line in lines if line]
-    told = " | ".join(said if most is None else said[-most:])
-    return f": {told[-_REASON_CHARACTERS:]}" if told else ""
 
 
 def last_result(output: bytes) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.errors import ConfigError
+from lightning_rl.run.child import ending, last_lines, tail
 from lightning_rl.run.keeper import kept
 from lightning_rl.run.loop import cancel_here
-from lightning_rl.serving.results import last_lines, signal_name
 from lightning_rl.verifiers.hosting import Hosting
 
 _HOST = str(Path(__file__).with_name("host"))
@@ -194,11 +193,9 @@ class Worker:
         how = "closed its output, and was killed"
         with suppress(TimeoutError):
             status = await asyncio.wait_for(self._process.wait(), _GRACE_S)
-            how = f"ended with {signal_name(-status) if status < 0 else f'exit status {status}'}"
+            how = ending(status)
         self._kill()
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - 4096))
-        return f"the worker {how}{last_lines(self._log.read())}"
+        return f"the worker {how}{last_lines(tail(self._log, 4096))}"
 
 
 def _object(line: bytes) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from lightning_rl.envs.watch import Watch
 from lightning_rl.envs.workers import WorkersCollector
 from lightning_rl.errors import RunInterrupted
 from lightning_rl.run.loop import runtime
+from tests.support.engine_checks import is_running
 from tests.support.env_agents import agent_for, collected
 from tests.support.small_run import trainer_of
 
@@ -57,7 +58,7 @@ def test_a_process_that_is_gone_is_told(started, kind, gone, words):
     made.collect(agents, 0, 3)
     process = made.processes.processes[gone]
     os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    process.ended_within(60)
     with pytest.raises(EnvError, match=f"the process of environments {words} is gone"):
         made.collect(agents, 1, 30)
 
@@ -84,6 +85,7 @@ class Terminated(Callback):
             data.collector.processes and runtime.stalled_seconds() > 2 and self._started(data)
         ):
             time.sleep(0.05)
+        self.pids = [process.pid for process in data.collector.processes.processes]
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _started(self, data):
@@ -95,14 +97,16 @@ class Terminated(Callback):
 def test_a_signal_ends_a_run_and_its_processes_while_one_hangs(tmp_path, kind):
     env = kind("tests.support.rude_worlds:Rude-v0", {"how": "sleeps"}, workers=2)
     data = EnvDataModule(env, num_envs=2, frames_per_iteration=4, max_step_seconds=300.0)
-    callbacks = [IterationCheckpoint(), Terminated()]
+    terminated = Terminated()
+    callbacks = [IterationCheckpoint(), terminated]
     trainer = trainer_of(tmp_path, callbacks, enable_checkpointing=True)
     with pytest.raises(RunInterrupted) as told:
         trainer.fit(ActorCriticModule(), datamodule=data)
     assert told.value.status == 128 + signal.SIGTERM
     assert told.value.checkpoint
     assert told.value.checkpoint.endswith("iteration_1.ckpt")
-    assert multiprocessing.active_children() == []
+    assert len(terminated.pids) == 2
+    assert not any(map(is_running, terminated.pids))
 
 
 @pytest.mark.slow

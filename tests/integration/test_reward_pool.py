@@ -153,10 +153,10 @@ HANGING = ["stubborn_loop", "many_children", "stopped", "floods_result"]
 def test_what_hangs_is_ended_and_its_worker_serves_on():
     pool = Isolated(faulty, workers=2, timeout_s=0.4)
     run(pool, completions=["raises"] * 4)
-    workers = {worker.process.pid for worker in pool._idle}
+    workers = {worker.pid for worker in pool._idle}
     scores = run(pool, completions=HANGING)
     assert scores == [RewardFailure("ran longer than timeout_s=0.4")] * 4
-    assert {worker.process.pid for worker in pool._idle} >= workers
+    assert {worker.pid for worker in pool._idle} >= workers
     pool.close()
 
 
@@ -350,7 +350,7 @@ def test_a_worker_whose_trainer_is_gone_as_it_starts_ends_without_a_word(tmp_pat
         "ours, theirs = Pipe()\n"
         "ours.send_bytes(pickle.dumps(Limits(1.0, 64, False)))\n"
         "if sys.argv[2] == 'later': ours.send_bytes(pickle.dumps(faulty))\n"
-        "ours.close()\nmain(os.dup(theirs.fileno()), sys.argv[1])\n"
+        "ours.close()\nmain(theirs, sys.argv[1])\n"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for when in ("before", "later"):

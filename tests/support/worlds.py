@@ -39,6 +39,14 @@ class Walk(gymnasium.Env):
         return self.seen(), reward, over, not over and self.steps >= self.limit, {}
 
 
+class Reused(Walk):
+    """Shows one and the same array, with other numbers in it each time."""
+
+    def seen(self):
+        vars(self).setdefault("shown", np.zeros(2, np.float32))[:] = super().seen()
+        return self.shown
+
+
 class Remember(Walk):
     """Right is what was shown at the begin alone: a body without memory cannot know."""
 
@@ -116,5 +124,5 @@ class Switches(gymnasium.Env):
         return self.observation_space.sample(), float(np.sum(action)), False, False, {}
 
 
-for name in ("Walk", "Remember", "Faulty", "Reach", "Switches"):
+for name in ("Walk", "Reused", "Remember", "Faulty", "Reach", "Switches"):
     gymnasium.register(f"{name}-v0", f"{__name__}:{name}")

@@ -45,9 +45,9 @@ class ActionDistribution(ABC):
         return self._mapped([self], lambda parts: parts[0][places])
 
     @classmethod
-    def stacked(cls, steps: Sequence[Self]) -> Self:
-        """Those of some steps (E, ...) as one (E, T, ...)."""
-        return cls._mapped(steps, lambda parts: torch.stack(list(parts), 1))
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Those of all parts in a row, by the first dimension of B."""
+        return cls._mapped(parts, lambda tensors: torch.cat(list(tensors)))
 
     @classmethod
     def _mapped(cls, ours: Sequence[Self], change: Callable[[Sequence[Tensor]], Tensor]) -> Self:

@@ -86,9 +86,9 @@ def test_the_same_seed_plays_the_same_and_each_iteration_draws_anew():
 
 def test_environments_are_the_same_however_they_are_dealt_to_ranks():
     together = collector(envs=4)
-    seeds = [p.begin(0).tolist() for p in together._players]
+    seeds = [p.begin(0).row.tolist() for p in together._seats]
     apart = [collector(envs=2, first=first) for first in (0, 2)]
-    assert [p.begin(0).tolist() for c in apart for p in c._players] == seeds
+    assert [p.begin(0).row.tolist() for c in apart for p in c._seats] == seeds
 
 
 @pytest.mark.parametrize("body", [None, "memory"])

@@ -88,7 +88,7 @@ async def asked(hosting, count=1):
         ("sys.stdout.buffer.write(bytes([255, 10])); sys.stdout.flush()", "is no JSON"),
         ("number > 1 or os.close(1)", "the worker closed its output, and was killed"),
         ("sys.exit(3)", "the worker ended with exit status 3"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "the worker ended with SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "the worker was killed by SIGKILL"),
         ("raise ValueError('the reason')", "exit status 1: .*ValueError: the reason"),
     ],
 )
