@@ -51,7 +51,7 @@ def load_rows(path: str, name: str | None, split: str | None, revision: str | No
     return _loaded(_builder_of(path, name, revision), path, split, revision)
 
 
-def open_stream(path: str, name: str | None, split: str, revision: str | None) -> "Stream":
+def open_stream(path: str, name: str | None, split: str, revision: str | None) -> "RowStream":
     """The rows of a file, a folder or of the hub, one after the other.
 
     Raises:
@@ -59,12 +59,12 @@ def open_stream(path: str, name: str | None, split: str, revision: str | None) -
     """
     builder = _builder_of(path, name, revision)
     try:
-        return Stream(builder.as_streaming_dataset(split), path, builder.hash)
+        return RowStream(builder.as_streaming_dataset(split), path, builder.hash)
     except Exception as error:
         raise explained(error, path, name, split, revision) from error
 
 
-class Stream:
+class RowStream:
     """Rows that are read one after the other, from the first or where a state was taken.
 
     ``version`` tells them from others: on the hub it is the commit.

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.hub import Stream, open_stream
+from lightning_rl.data.hub import RowStream, open_stream
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.shaping import ShapedRows
 from lightning_rl.data.tables import ListTable
@@ -52,7 +52,7 @@ class HFStreamingPrompts(PromptDataset):
         self.split = split
         self.revision = revision
         self.buffer_size = buffer_size
-        self._stream: Stream | None = None
+        self._stream: RowStream | None = None
         self._begin: Any = None  # the state of the stream before the block
         self._before = 0  # rows of this pass that came before the block
         self._read = 0  # and those of the block, before any is left out
