@@ -92,7 +92,7 @@ class WorkersCollector(ProcessesCollector):
         """The iteration that the processes' agents are of; None: they have none yet."""
         self._sent: dict[str, Any] = {}
         """Snapshots of these agents, by name."""
-        self._asked = False
+        self._requested = False
         """A batch is being played, or has been, that was not handed out."""
         self._after: dict[str, Any] = {"episodes": [], "state": None}
         """Where the environments were behind the last batch that was handed out."""
@@ -101,22 +101,22 @@ class WorkersCollector(ProcessesCollector):
 
     def collect(self, agents: Agents, iteration: int, steps: int) -> TensorDict:
         self._told: dict[str, float] = {}
-        if not self._asked:
-            self._ask(agents, iteration, iteration, steps)
+        if not self._requested:
+            self._request(agents, iteration, iteration, steps)
         played = self._played()
         assert self._version is not None
         self._told["rollout/version"] = float(self._version)
         self._told["rollout/staleness_max"] = float(iteration - self._version)
-        self._asked = False
+        self._requested = False
         self._after = _joined([share.state for share in played])
         self.finished = [episode for share in played for episode in share.finished]
         self.carried = [length for share in played for length in share.carried]
         if not self.env.force_sync:
-            self._ask(agents, iteration, iteration + 1, steps)
+            self._request(agents, iteration, iteration + 1, steps)
         self.metrics = self._told
         return _together([share.batch for share in played])
 
-    def _ask(self, agents: Agents, trained: int, iteration: int, steps: int) -> None:
+    def _request(self, agents: Agents, trained: int, iteration: int, steps: int) -> None:
         """Let the processes play an iteration's batch; ``trained``: how many were learned from."""
         goes_on = self._begin_processes(agents)
         # Working ahead, a run that was stopped here had decided already.
@@ -132,7 +132,7 @@ class WorkersCollector(ProcessesCollector):
         on = torch.is_autocast_enabled(kind)
         autocast = torch.get_autocast_dtype(kind) if on else None
         self._tell_all("play", iteration, steps, autocast, self.greedy)
-        self._asked = True
+        self._requested = True
 
     def _is_due(self, trained: int, iteration: int) -> bool:
         """Tell whether the agents are to be sent before the batch of an iteration is played."""
