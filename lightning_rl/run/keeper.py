@@ -4,7 +4,7 @@
 
 runs a command under a keeper: its parent, which also becomes the parent of whatever the command
 leaves behind, in whichever group or session that is. The keeper ends all of it once the command has
-ended, when the process PARENT (0: who starts it) is gone, and at once when it gets SIGTERM itself;
+ended, when the process PARENT is gone, and at once when it gets SIGTERM itself;
 it then ends as the command did. When PARENT is gone the command gets the signal TOLD (0: none, for
 it notices by itself), and GRACE_S to end.
 
@@ -33,19 +33,18 @@ _NO_SUCH_PROGRAM = 127  # as a shell says
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def kept(
-    command: Sequence[str], told: int = 0, grace_s: float = GRACE_S, parent: int | None = None
-) -> list[str]:
-    """The command that runs one under a keeper; SIGTERM ends it, with all that it keeps, at once.
+def kept(command: Sequence[str], told: int = 0, grace_s: float = GRACE_S) -> list[str]:
+    """The command that runs one under a keeper of this process.
+
+    SIGTERM ends the keeper, with all that it keeps, at once.
 
     Args:
         command: what to run.
         told: a signal for it when its parent is gone; 0: none, for it notices by itself.
         grace_s: seconds that it then has.
-        parent: the process that it must not outlive; None: this one; 0: who starts it.
     """
-    whose = os.getpid() if parent is None else parent
-    own = [sys.executable, "-I", "-S", __file__, str(whose), str(int(told)), str(grace_s)]
+    # Not its parent as the keeper finds it: that may be gone when the keeper looks.
+    own = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(told)), str(grace_s)]
     return [*own, *command]
 
 
@@ -170,7 +169,7 @@ def _check(result: int) -> None:
 def main() -> None:
     """Become a keeper, and in its child the command."""
     parent, told, grace_s, *command = sys.argv[1:]
-    _stay_kept(int(parent) or os.getppid(), int(told), float(grace_s))
+    _stay_kept(int(parent), int(told), float(grace_s))
     try:
         os.execvp(command[0], command)
     except OSError as error:

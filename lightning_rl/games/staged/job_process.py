@@ -9,9 +9,12 @@ library is imported, so that it starts at once.
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 MODEL, PARTIAL = "model", "model.partial"
 RESULT, PID, LOG, STARTS = "result.json", "pid", "log.txt", "starts"
@@ -24,8 +27,10 @@ def run(directory: Path, command: list[str]) -> None:
         starts.write(".")
     with (directory / LOG).open("w") as log:
         lock = int(os.environ["LIGHTNING_RL_JOB_LOCK"])
+        # With this process all is gone that the command has started.
+        kept = _keeper().kept(command, told=signal.SIGKILL, grace_s=0)
         status = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[lock], check=False
+            kept, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[lock], check=False
         ).returncode
     partial = directory / PARTIAL
     if status == 0 and partial.is_dir():
@@ -34,6 +39,17 @@ def run(directory: Path, command: list[str]) -> None:
         write_result(directory, "succeeded")
     else:
         write_result(directory, "failed", _why(status, directory / LOG))
+
+
+def _keeper() -> Any:
+    """The keepers' module, by its path: the package would import much more."""
+    path = Path(__file__).parents[2] / "run" / "keeper.py"
+    spec = spec_from_file_location("keeper", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def write_result(directory: Path, status: str, error: str = "") -> None:

@@ -20,7 +20,6 @@ from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.games.staged import job_process
 from lightning_rl.games.staged.job_process import LOG, MODEL, PARTIAL, PID, RESULT, STARTS
 from lightning_rl.games.staged.jobs import FineTuneJobs, JobReport, JobRequest, JobStatus
-from lightning_rl.run.keeper import kept
 from lightning_rl.run.rundir import sync_directory, write_whole
 
 _MOST_STARTS = 3
@@ -159,10 +158,8 @@ class LocalJobs(FineTuneJobs):
 
     def _launch(self, job: Path, lock: int) -> None:
         threads = {"OMP_NUM_THREADS": str(self.threads), "LIGHTNING_RL_JOB_LOCK": str(lock)}
-        # With the job's own process all is gone that its command has started.
-        command = kept(self.command(job), told=signal.SIGKILL, grace_s=0, parent=0)
         process = subprocess.Popen(
-            [sys.executable, job_process.__file__, str(job), *command],
+            [sys.executable, job_process.__file__, str(job), *self.command(job)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

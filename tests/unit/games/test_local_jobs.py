@@ -1,6 +1,7 @@
 """LocalJobs: processes that outlive, fail, are killed and cancelled; here they do little."""
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -187,6 +188,19 @@ def test_a_job_is_cancelled_unless_it_is_over(tmp_path):
     done = end_of(quick, "done")
     asyncio.run(quick.cancel("done"))
     assert report(quick, "done") == done
+
+
+def test_a_job_that_is_cancelled_as_it_starts_leaves_nothing_behind(tmp_path):
+    jobs = Quick(GATED, tmp_path)
+    for number in range(5):  # its process is killed before its keeper has begun to look
+        create(jobs, f"k{number}")
+        wait_for(tmp_path / f"jobs/k{number}/pid")
+        asyncio.run(jobs.cancel(f"k{number}"))
+    for number in range(5):
+        # The command holds the lock, too.
+        descriptor = os.open(tmp_path / f"jobs/k{number}/.lock", os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.close(descriptor)
 
 
 def test_settings_are_keys_of_a_fit():
