@@ -109,7 +109,8 @@ class Keep(Callback):
 SCRIPT = """
 import gymnasium
 from lightning.pytorch import Trainer
-from lightning_rl import *
+from lightning_rl.envs import *
+from lightning_rl.errors import LightningRLError
 {before}
 print("the script runs")
 try:

@@ -44,7 +44,7 @@ def frames_of(frame) -> list[tuple[str, str]]:
 def up_to_the_wait(frames: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Without what the wait itself is doing just now: it may sleep, or not have begun to."""
     names = [name for _, name in frames]
-    return frames[: names.index("run_async") + 1]
+    return frames[: names.index("Runtime.run_async") + 1]
 
 
 def awaited(task) -> list[tuple[str, str]]:
