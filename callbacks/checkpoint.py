@@ -29,7 +29,6 @@ from lightning_rl.learn.base import RecordingModule
 from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.run import dist
 from lightning_rl.run.checkpoint_folders import (
-    remove_checkpoint,
     save_folder,
     writes_folders,
 )
@@ -39,7 +38,7 @@ from lightning_rl.run.checkpoint_io import (
     checkpoints_in,
     newest_good,
 )
-from lightning_rl.run.folders import link_to
+from lightning_rl.run.folders import link_to, remove
 from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.interrupts import Interrupts, seconds_of
 from lightning_rl.run.loop import runtime
@@ -142,7 +141,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         self.dirpath = str(self._directory)
         if trainer.is_global_zero:
             for left in self._directory.glob("*.ckpt.partial"):  # by a killed run
-                remove_checkpoint(left)
+                remove(left)
 
     def on_sync_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # From the first sync on: the evaluation after it may hang.
@@ -315,7 +314,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
             self._announce(trainer, there)
             for name in there:
                 if name not in kept:
-                    remove_checkpoint(self._directory / name)
+                    remove(self._directory / name)
             for link, names in (("last.ckpt", there[-1:]), ("best.ckpt", best[:1])):
                 for name in names:
                     link_to(self._directory / link, name)

@@ -76,7 +76,7 @@ class PassRateCurriculum(PromptDataset):
     def load(
         self, tokenizer: PreTrainedTokenizerBase, chat_options: Mapping[str, Any] | None = None
     ) -> None:
-        fresh = self._rows is None
+        fresh = self._shaped is None
         super().load(tokenizer, chat_options)
         if not fresh:
             return

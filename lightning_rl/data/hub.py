@@ -132,6 +132,7 @@ def _builder_of_files(path: str, files: list[str], reader: str, **options: Any) 
 def _builder_of(path: str, name: str | None, revision: str | None) -> Any:
     """What makes a dataset of a file or folder, or one of the hub."""
     import datasets
+    from huggingface_hub import constants
 
     place = Path(path)
     if place.exists():
@@ -145,13 +146,34 @@ def _builder_of(path: str, name: str | None, revision: str | None) -> Any:
         raise DataError(
             f"dataset path={path!r} does not exist (working directory: {Path.cwd()}); correct path"
         )
+
+    def asked() -> Any:
+        builder = datasets.load_dataset_builder(path, name, revision=revision)
+        if _is_of_cache(builder) and not constants.is_offline_mode():
+            raise _Unreached(builder)
+        return builder
+
     try:
-        builder = patiently(lambda: datasets.load_dataset_builder(path, name, revision=revision))
+        builder = patiently(asked)
+    except _Unreached as unreached:
+        builder = unreached.builder
     except Exception as error:
         raise explained(error, path, name, None, revision) from error
-    if type(builder).__module__.endswith("packaged_modules.cache.cache"):
+    if _is_of_cache(builder):
         _require_commit(builder.hash, path, revision)
     return builder
+
+
+class _Unreached(ConnectionError):
+    """The hub did not answer, and ``datasets`` took the newest of its cache without a word."""
+
+    def __init__(self, builder: Any) -> None:
+        super().__init__("the hub was not reached")
+        self.builder = builder
+
+
+def _is_of_cache(builder: Any) -> bool:
+    return type(builder).__module__.endswith("packaged_modules.cache.cache")
 
 
 def _require_no_revision(path: str, revision: str | None) -> None:
@@ -165,12 +187,12 @@ def _require_commit(commit: str, path: str, revision: str | None) -> None:
     """The hub was not reached, so it is the newest in the cache, whatever was asked for."""
     from huggingface_hub import constants
 
-    wanted = revision
-    if revision is not None and not re.fullmatch("[0-9a-f]{40}", revision):
+    wanted = revision or "main"  # what the hub takes where nothing is asked for
+    if not re.fullmatch("[0-9a-f]{40}", wanted):
         folder = f"datasets--{path.replace('/', '--')}"
-        ref = Path(constants.HF_HUB_CACHE, folder, "refs", revision)
+        ref = Path(constants.HF_HUB_CACHE, folder, "refs", wanted)
         wanted = ref.read_text("utf-8").strip() if ref.is_file() else "a commit that is not known"
-    if wanted not in (None, commit):
+    if wanted != commit:
         raise DataError(
             f"{path!r}: the hub was not reached, and revision={revision!r} ({wanted}) is not what "
             f"the cache holds (commit {commit}); load it once with the hub, or set "

@@ -77,7 +77,7 @@ class PromptDataset(ABC):
         self.filter = filter
         self.map = map
         self._shaping = Shaping(prompt_column, id_column, columns, template, system, chat, map)
-        self._rows: ShapedRows | None = None
+        self._shaped: ShapedRows | None = None
         self._lengths: np.ndarray | None = None  # of all prompts in tokens, where that is kept
         self._room: int | None = None  # tokens that the engine leaves for a prompt
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -114,11 +114,11 @@ class PromptDataset(ABC):
         """
         self._tokenizer = tokenizer
         self._chat_options = dict(chat_options or {})
-        if self._rows is None:
+        if self._shaped is None:
             rows = self.shaped()
             if not len(rows):
                 raise DataError(f"{self!r} holds no rows; expected at least one with a prompt")
-            self._rows = rows
+            self._shaped = rows
             self.fingerprint = f"{len(rows)} rows {rows.digest()}"
             self._order = self._permutation(self._epoch)
         if self.max_prompt_tokens is not None:
@@ -267,9 +267,9 @@ class PromptDataset(ABC):
         self._order = self._permutation(self._epoch)
 
     def _loaded(self) -> ShapedRows:
-        if self._rows is None:
+        if self._shaped is None:
             raise ConfigError(f"{self!r} is not loaded yet; call load(tokenizer) first")
-        return self._rows
+        return self._shaped
 
     def _all_too_long(self) -> DataError:
         """Names the bound that the prompts break: the user's own, or what the engine leaves."""

@@ -84,7 +84,7 @@ class HFStreamingPrompts(PromptDataset):
         found = self._stream.block(self.buffer_size)
         rows = ((f"{self.path}: row {n}", row) for n, row in enumerate(found, before))
         self._before, self._read, self._cursor = before, len(found), 0
-        self._rows = ShapedRows(ListTable(rows), self._shaping, self.filter)
+        self._shaped = ShapedRows(ListTable(rows), self._shaping, self.filter)
         self._order = self._permutation(self._epoch)
 
     def _permutation(self, epoch: int) -> Any:

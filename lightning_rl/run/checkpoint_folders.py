@@ -1,7 +1,6 @@
 """Checkpoints to which every process writes its shard: folders that are whole or not there."""
 
 import json
-import shutil
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -9,6 +8,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_rl.errors import CheckpointError
+from lightning_rl.run.folders import remove
 from lightning_rl.run.rundir import free_space, sync_directory, write_whole
 
 _SIZES = "files.json"
@@ -31,14 +31,14 @@ def save_folder(trainer: Trainer, path: Path) -> None:
     """
     partial = path.with_name(f"{path.name}.partial")
     if trainer.is_global_zero:
-        remove_checkpoint(partial)
+        remove(partial)
     trainer.strategy.barrier("checkpoint folder is empty")  # else a shard could be removed, too
     try:
         trainer.save_checkpoint(partial, weights_only=False)
         if trainer.is_global_zero:
             sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
             write_whole(partial / _SIZES, json.dumps(sizes, indent=1) + "\n")
-            remove_checkpoint(path)
+            remove(path)
             partial.rename(path)
             sync_directory(path.parent)
     except (OSError, CheckpointException) as error:
@@ -71,11 +71,3 @@ def damage_of_folder(path: Path) -> str | None:
         if found != size:
             return f"its {name} has {found} of {size} bytes"
     return None
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, file or folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -20,10 +20,10 @@ def replace_folder(target: Path) -> Iterator[Path]:
         OSError: if the disk refuses.
     """
     partial, before = target.with_name(f"{target.name}.partial"), before_of(target)
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    remove(partial)  # of a process that was killed
     if before.exists() and not target.exists():
         before.rename(target)
-    shutil.rmtree(before, ignore_errors=True)
+    remove(before)
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -33,9 +33,17 @@ def replace_folder(target: Path) -> Iterator[Path]:
         partial.rename(target)
         sync_directory(target.parent)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         raise
-    shutil.rmtree(before, ignore_errors=True)
+    remove(before)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it is there; of a link, not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def before_of(target: Path) -> Path:

@@ -56,6 +56,7 @@ NEEDED = {
     "Gym": {"name": "CartPole-v1"},
     "GymWorkers": {"name": "CartPole-v1"},
     "HFDatasetPrompts": {"path": "folder"},
+    "HFStreamingPrompts": {"path": "folder"},
     "Isolated": {"function": FUNCTION},
     "IterablePrompts": {"rows": FUNCTION},
     "JSONLPrompts": {"path": "rows.jsonl"},
@@ -228,7 +229,7 @@ def test_a_path_takes_the_place_of_a_class_in_an_earlier_file(over, tmp_path, ca
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("rows.json", "'rows.json'"),
+        ("rows.xml", "'rows.xml'"),
         ("JSONLPromts", "did you mean JSONLPrompts"),
     ],
 )

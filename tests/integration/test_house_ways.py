@@ -5,7 +5,7 @@ from benchmarks.house import ROOT, ways
 ON_THE_WAY = {
     "prompt_to_token": {"collect/loader.py", "agents/base.py", "engines/decoding.py"},
     "batch_to_backward": {"data/packing.py", "algos/advantages.py", "algos/losses.py"},
-    "step_to_engine": {"callbacks/weight_sync.py", "sync/memory.py", "engines/transformers.py"},
+    "step_to_engine": {"callbacks/weight_sync.py", "sync/base.py", "engines/transformers.py"},
     "env_step_to_loss": {"envs/gym_collector.py", "envs/algos/steps.py", "algos/losses.py"},
     "call_to_row": {"serving/app.py", "agents/episode.py", "agents/rows.py"},
 }

@@ -270,9 +270,12 @@ def test_a_hub_that_breaks_off_each_time_is_named(read, hub):
 
 
 def test_offline_only_what_was_asked_for_is_taken_from_the_cache(read, hub, folder, tiny_model):
-    refs = hub.repository("openai/gsm8k").refs
-    read("openai/gsm8k", name="main", split="train", revision="v1")
-    read("openai/gsm8k", name="main", split="train")  # the cache's newest
+    there = hub.repository("us/grown")
+    there.commit({"train.jsonl": jsonl(0, 10)}, branch="v1")
+    there.commit({"train.jsonl": jsonl(0, 20)})
+    refs = there.refs
+    read("us/grown", split="train", revision="v1")
+    read("us/grown", split="train")  # the cache's newest
     offline = Reader(hub, folder, tiny_model, HF_HUB_OFFLINE="1")
     before = hub.requests.total()
     try:
@@ -281,11 +284,10 @@ def test_offline_only_what_was_asked_for_is_taken_from_the_cache(read, hub, fold
             r"'us/never' is not in the cache \(.*hf\), and HF_HUB_OFFLINE is set; load it once",
         )
         for revision in (None, "main", refs["main"]):
-            options = {"name": "main", "split": "train", "revision": revision}
-            assert offline("openai/gsm8k", **options)["rows"] == 20
+            assert offline("us/grown", split="train", revision=revision)["rows"] == 20
         for revision in ("v1", refs["v1"], "v9"):
             refused(
-                offline("openai/gsm8k", name="main", split="train", revision=revision),
+                offline("us/grown", split="train", revision=revision),
                 rf"revision='{revision}' .* is not what the cache holds \(commit {refs['main']}",
             )
     finally:

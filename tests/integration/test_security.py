@@ -235,7 +235,7 @@ print("\\n" + json.dumps({attack: complaint(f"--trusted_only {attack}") for atta
 def installed(tmp_path_factory):
     """A directory that holds what a wheel of this checkout installs, and the tests' helpers."""
     root, copy = Path(__file__).parents[2], tmp_path_factory.mktemp("copy")
-    for name in ("lightning_rl", "callbacks"):
+    for name in ("lightning_rl", "callbacks", "recipes"):
         shutil.copytree(root / name, copy / name, symlinks=True,
                         ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
     for name in ("setup.cfg", "pyproject.toml", "README.md"):

@@ -1,5 +1,7 @@
 """What a configuration says of environments for verifiers is kept whole."""
 
+from importlib import import_module
+
 import pytest
 
 from lightning_rl.extend import Agent, PromptDataset
@@ -13,6 +15,7 @@ from tests.integration.test_dumped_defaults import of, require_same_again
 def test_a_class_with_its_defaults_is_told_whole_and_read_again(component, hint, tmp_path):
     part = of(component.__name__, environment="game", python="python")
     _, told = require_same_again(hint, part, tmp_path / "part.yaml")
-    assert told["class_path"] == f"{component.__module__}.{component.__name__}"
+    module, _, name = told["class_path"].rpartition(".")
+    assert getattr(import_module(module), name) is component
     assert told["init_args"]["environment"] == "game"
     assert told["init_args"]["options"] is None

@@ -68,3 +68,14 @@ def test_what_was_there_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
         (place / "export.json").write_text('{"iteration": 3}')
     assert json.loads((target / "export.json").read_text()) == {"iteration": 3}
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_link_is_replaced_and_what_it_pointed_to_stays(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "hf").symlink_to("own")
+    for iteration in (1, 2):
+        with replace_folder(tmp_path / "hf") as place:
+            (place / "export.json").write_text(json.dumps({"iteration": iteration}))
+    assert not (tmp_path / "hf").is_symlink()
+    assert json.loads((tmp_path / "hf/export.json").read_text()) == {"iteration": 2}
+    assert list((tmp_path / "own").iterdir()) == []
