@@ -127,7 +127,9 @@ class LocalJobs(FineTuneJobs):
             },
         }
         config = _merged(base, self.settings[training.method])
-        export = {"class_path": "HFExport", "init_args": {"directory": str(job / PARTIAL)}}
+        # Merged: the next stage begins with it, and engines load it.
+        options = {"directory": str(job / PARTIAL), "merge_adapters": True}
+        export = {"class_path": "HFExport", "init_args": options}
         callbacks = config["trainer"].get("callbacks") or []
         config["trainer"]["callbacks"] = [*callbacks, export]
         return config
