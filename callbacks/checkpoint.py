@@ -16,8 +16,9 @@ from tensordict import TensorDict
 from torch.optim import Optimizer
 
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.callbacks.early_stopping import Monitor, Ranked, ranked, require_mode
+from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.callbacks.evaluate import Evaluate
+from lightning_rl.callbacks.ranking import Ranked, ranked, require_mode, retained
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import (
     CheckpointError,
@@ -304,10 +305,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
 
     def _tidy(self, trainer: Trainer) -> None:
         """Delete files that are neither among the last nor the best; update the links."""
-        # Of files on disk: one that is being written replaces none yet.
-        there = [name for name in self.saved if (self._directory / name).exists()]
-        best = [name for _, name in self.best if name in there]
-        kept = {*there[-self.keep_last :], *best}
+        there, best, kept = retained(self._directory, self.saved, self.best, self.keep_last)
         self.last_model_path = str(self._directory / there[-1]) if there else ""
         self.best_model_path = str(self._directory / best[0]) if best else ""
         if trainer.is_global_zero:

@@ -1,6 +1,5 @@
 """StopEarly: Lightning's EarlyStopping, after an evaluation instead of an epoch."""
 
-import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -50,32 +49,6 @@ class Monitor:
             f"{', '.join(alike or sorted(self._seen))}. A callback that records it later has to "
             "record nan until then"
         )
-
-
-Ranked = list[tuple[float, str]]
-"""Values of a metric with the names of what was saved then, best first."""
-
-
-def ranked(best: Ranked, value: float | None, name: str, keep: int, mode: str) -> Ranked:
-    """The best with one more, of which ``keep`` stay; the earlier of equals does.
-
-    A value that is not there, or not finite, is none of them.
-    """
-    if value is None or not math.isfinite(value):
-        return best
-    others = [old for old in best if old[1] != name]
-    sign = -1 if mode == "max" else 1
-    return sorted([*others, (value, name)], key=lambda old: sign * old[0])[:keep]
-
-
-def require_mode(mode: str) -> None:
-    """Check that a mode is ``max`` or ``min``.
-
-    Raises:
-        ConfigError: naming the value.
-    """
-    if mode not in ("max", "min"):
-        raise ConfigError(f"mode={mode!r} must be 'max' or 'min'")
 
 
 class StopEarly(RLCallback):

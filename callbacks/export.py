@@ -12,10 +12,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.callbacks.early_stopping import Monitor, Ranked, ranked, require_mode
+from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.callbacks.evaluate import Evaluate
 from lightning_rl.callbacks.hub import HubModel
 from lightning_rl.callbacks.model_card import ModelCard
+from lightning_rl.callbacks.ranking import Ranked, ranked, require_mode, retained
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, DiskError, HubError, require_at_least
 from lightning_rl.learn.base import LanguageModule, RecordingModule
@@ -100,8 +101,7 @@ class HFExport(RLCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if not isinstance(pl_module, LanguageModule):
-            raise ConfigError(f"HFExport: {type(pl_module).__name__} has no policy; remove it")
+        self._module(pl_module)
         if self.every_n_iterations or self.monitor is not None:
             self.module_of(pl_module)
 
@@ -149,8 +149,7 @@ class HFExport(RLCallback):
 
     def exports(self, trainer: Trainer) -> Path:
         """The directory of what is exported on the way."""
-        target = self.target(trainer)
-        return target.with_name(f"{target.name}_exports")
+        return _exports_of(self.target(trainer))
 
     # ---------------------------------------------------------------- writing
 
@@ -196,9 +195,7 @@ class HFExport(RLCallback):
         """Delete what is neither among the last nor the best, and point the link to that."""
         if written.parent != exports:
             return
-        there = [name for name in self.saved if (exports / name).is_dir()]
-        best = [name for _, name in self.best if name in there]
-        kept = {*there[-self.keep_last :], *best}
+        there, best, kept = retained(exports, self.saved, self.best, self.keep_last)
         for name in best:
             link_to(exports / "best", name)
         for name in there:
@@ -216,7 +213,8 @@ class HFExport(RLCallback):
 
     @staticmethod
     def _module(pl_module: LightningModule) -> LanguageModule:
-        assert isinstance(pl_module, LanguageModule)  # as setup found
+        if not isinstance(pl_module, LanguageModule):
+            raise ConfigError(f"HFExport: {type(pl_module).__name__} has no policy; remove it")
         return pl_module
 
 

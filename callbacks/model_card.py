@@ -1,7 +1,6 @@
 """The card of an exported model: what it was trained from, how, and how well it went."""
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ class ModelCard:
         adapters: whether the weights are a LoRA's adapters alone.
     """
 
-    history: Sequence[Mapping[str, float]]
+    history: list[dict[str, float]]
     base: str
     name: str
     configuration: str
@@ -63,12 +62,12 @@ class ModelCard:
     @property
     def metrics(self) -> dict[str, float]:
         """The last row."""
-        return dict(self.history[-1]) if self.history else {}
+        return self.history[-1] if self.history else {}
 
     def write(self, folder: Path) -> None:
         """Write the files."""
         if self.history:
-            plot_curves([dict(row) for row in self.history], str(folder / "curves.png"), self.name)
+            plot_curves(self.history, str(folder / "curves.png"), self.name)
         if self.configuration:
             (folder / "config.yaml").write_text(self.configuration)
         curves = (folder / "curves.png").exists()

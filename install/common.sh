@@ -22,6 +22,13 @@ begin_environment() {
     .venv/bin/uv venv --quiet --clear --python .venv/bin/python "$place"
 }
 
+# Lets $place find in .venv what it lacks itself.
+put_venv_behind() {
+    local purelib='import sysconfig; print(sysconfig.get_path("purelib"))'
+    echo "import site; site.addsitedir('$(.venv/bin/python -c "$purelib")')" \
+        >"$($place/bin/python -c "$purelib")/behind.pth"
+}
+
 environment_made() { echo "$wanted" >"$place/made"; }
 
 # The CPU build of torch is not on the main index: take it from a local wheel folder that has it,

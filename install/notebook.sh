@@ -8,7 +8,5 @@ source install/common.sh
 
 begin_environment notebook
 .venv/bin/uv pip install --quiet --python $place/bin/python --requirement install/notebook.txt
-purelib='import sysconfig; print(sysconfig.get_path("purelib"))'
-echo "import site; site.addsitedir('$(.venv/bin/python -c "$purelib")')" \
-    >"$($place/bin/python -c "$purelib")/behind.pth"
+put_venv_behind
 environment_made

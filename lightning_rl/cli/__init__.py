@@ -67,7 +67,6 @@ COMMANDS = {
         False,
     ),
 }
-
 """Those of this package; others add theirs."""
 
 _USAGE = """\

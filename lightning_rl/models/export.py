@@ -78,12 +78,10 @@ class ModelExport:
             assert policy.lora is not None
             policy.lora.require_adapters_hold_all()
             named = ((name, w) for name, w in policy.lm.state_dict().items() if ".lora_" in name)
-        elif policy.lora is not None or policy.sharded:
+        else:
             tied = policy.lm.config.get_text_config().tie_word_embeddings
             left_out = "lm_head.weight" if tied else None
             named = ((name, w) for name, w in policy.named_weights() if name != left_out)
-        else:
-            named = iter(policy.lm.state_dict().items())
         gathered: dict[str, Tensor] = {}
         for name, weight in named:
             whole = full_tensor(weight.detach())  # with all ranks
