@@ -212,15 +212,20 @@ def run_command(config: dict[str, Any], out: Path, *options: str) -> int:
     return forked.run("lightning_rl", arguments, out / "output.txt")
 
 
-def killed_and_resumed(config: dict[str, Any], out: Path, point: Point, seconds: float) -> int:
-    """Kill a run at a point and let it go on to its end; how many starts that took."""
+def armed(config: dict[str, Any], point: Point, seconds: float = 0.0) -> dict[str, Any]:
+    """The run that kills itself at a point."""
     arguments = {"stage": point.stage, "iteration": point.iteration, "after": point.after,
                  "seconds": seconds}  # fmt: skip
     killer = {"class_path": "benchmarks.kill.KillSelf", "init_args": arguments}
     # First of all, so that its hooks come before the others' work, but for what they kill within.
-    armed = json.loads(json.dumps(config))
-    armed["trainer"]["callbacks"].insert(0, killer)
-    status = run_command(armed, out)
+    changed: dict[str, Any] = json.loads(json.dumps(config))
+    changed["trainer"]["callbacks"].insert(0, killer)
+    return changed
+
+
+def killed_and_resumed(config: dict[str, Any], out: Path, point: Point, seconds: float) -> int:
+    """Kill a run at a point and let it go on to its end; how many starts that took."""
+    status = run_command(armed(config, point, seconds), out)
     if status == 0 and point.stage == "any":
         return 1  # it was faster this time
     if status != -signal.SIGKILL:
@@ -246,8 +251,8 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
 
 
-def final_state(directory: Path) -> dict[str, Any]:
-    state = torch.load(directory / "checkpoints" / f"iteration_{ITERATIONS}.ckpt")
+def final_state(directory: Path, iterations: int = ITERATIONS) -> dict[str, Any]:
+    state = torch.load(directory / "checkpoints" / f"iteration_{iterations}.ckpt")
     kept = ("state_dict", "optimizer_states", "lr_schedulers", "RLDataModule")
     own = {name: state["lightning_rl"][name] for name in ("iteration", "parts", "random")}
     return {name: state[name] for name in kept} | own
@@ -265,10 +270,11 @@ def differences(ours: Any, theirs: Any, where: str) -> list[str]:
     return [] if ours == theirs else [where]
 
 
-def compare(out: Path, whole: Path) -> list[str]:
+def compare(out: Path, whole: Path, iterations: int = ITERATIONS) -> list[str]:
     """What differs between a killed run and the uninterrupted one."""
     ours, theirs = run_directory(out), run_directory(whole)
-    found = differences(final_state(ours), final_state(theirs), "state")
+    states = (final_state(directory, iterations) for directory in (ours, theirs))
+    found = differences(*states, "state")
     for file in ("metrics.jsonl", "rollouts.jsonl"):
         found += differences(lines_of(ours / file), lines_of(theirs / file), file)
     return found

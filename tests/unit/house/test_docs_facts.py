@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import runpy
 from configparser import ConfigParser
 from functools import cache
 from importlib import import_module
@@ -77,8 +78,30 @@ def test_pages_and_setup_agree_on_the_environments_size():
     cuda, cpu = re.search(
         r"= cuda \]; then size_gb=(\d+); else size_gb=(\d+)", page("install/setup.sh")
     ).groups()
-    for name in ("README.md", "docs/index.md"):
-        assert f"({cpu} GB for the CPU, {cuda} GB for CUDA" in page(name)
+    assert f"({cpu} GB for the CPU, {cuda} GB for CUDA" in " ".join(page("README.md").split())
+
+
+def test_every_test_that_a_page_names_is_there():
+    """`test_...`, `test_...[case]`; one that ends in dots is cut short."""
+    there = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in (*re.findall(r"def (test_\w+)", path.read_text()), path.stem)
+    }
+    for name in ("README.md", "docs/api/faults.md", "docs/resume.md", "docs/sync.md"):
+        for test, cut in re.findall(r"`(test_\w+?)(_?\.\.\.)?(?:\[.*?\]|\.py)?`", page(name)):
+            assert [t for t in there if t.startswith(test) if cut or t == test], (name, test)
+
+
+def test_the_site_begins_with_the_readme():
+    found = runpy.run_path(str(ROOT / "docs" / "front_page.py"))["front_page"](
+        "![x](docs/images/x.png) [Check](docs/sync.md#what) "
+        "[sort digits](recipes/sort_digits/README.md), [uv](https://uv.org/a) [Apache](LICENSE)"
+    )
+    assert found == (
+        "![x](images/x.png) [Check](sync.md#what) "
+        "sort digits (`recipes/sort_digits`), [uv](https://uv.org/a) Apache"
+    )
 
 
 def test_every_command_is_on_its_page():
