@@ -125,11 +125,12 @@ def _draw_accuracy(axes: Any, history: Sequence[Row], shown: Sequence[str]) -> N
 def _draw_times(axes: Any, history: Sequence[Row], shown: Sequence[str]) -> None:
     rows = [row for row in history if "time/iteration" in row]
     parts = (*STAGES, "other")
-    bottom = [0.0] * len(rows)
-    for part in parts:
-        heights = [max(row.get(f"time/{part}", 0.0), 0.0) for row in rows]
-        axes.bar([row["iteration"] for row in rows], heights, 1.0, bottom, label=part)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    # Two edges an iteration, as a bar of width 1 has; a bar each takes seconds in a long run.
+    edges = [row["iteration"] + side for row in rows for side in (-0.5, 0.5)]
+    heights = [
+        [max(row.get(f"time/{part}", 0.0), 0.0) for row in rows for _ in range(2)] for part in parts
+    ]
+    axes.stackplot(edges, heights, labels=parts)
     axes.legend(ncols=len(parts), fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
     axes.set_ylabel("seconds per iteration")
 

@@ -243,6 +243,13 @@ def token_rows(batch: TensorDict) -> Tensor:
     return torch.repeat_interleave(rows, length, output_size=batch["tokens"].batch_size[0])
 
 
+def tokens_of_rows(length: Tensor, rows: Tensor) -> Tensor:
+    """Indices of the tokens of these rows (r,), in their order, of rows of such lengths (R,)."""
+    starts, lengths = (length.cumsum(0) - length)[rows], length[rows]
+    offsets = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
+    return torch.arange(len(offsets), device=length.device) + offsets
+
+
 def episode_rows(batch: TensorDict) -> Tensor:
     """The episode of each row, shape (R,); in a batch made by hand each may be one of its own."""
     rollouts = batch["rollouts"]
@@ -300,11 +307,7 @@ def select(batch: TensorDict, rows: Tensor) -> TensorDict:
     length, rows = host_of(batch)["rollouts", "length"], rows.cpu()
     if len(rows) == len(length) and torch.equal(rows, torch.arange(len(length), device="cpu")):
         return batch
-    starts = (length.cumsum(0) - length)[rows]
-    lengths = length[rows]
-    ends = lengths.cumsum(0)
-    offsets = torch.repeat_interleave(starts - (ends - lengths), lengths)
-    tokens = torch.arange(len(offsets), device="cpu") + offsets
+    tokens = tokens_of_rows(length, rows)
     device = batch["tokens", "loss_mask"].device
     chosen = {
         "tokens": batch["tokens"][tokens.to(device, non_blocking=True)],

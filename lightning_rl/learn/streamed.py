@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_rl.algos.losses import Metrics
 from lightning_rl.algos.objective import Objective
-from lightning_rl.data.packing import deal_groups, pack_rollouts, packed_rows
+from lightning_rl.data.packing import deal_groups, pack_rollouts, packed_rows, tokens_of_rows
 from lightning_rl.models.memory import is_out_of_memory
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Group, Rollout
@@ -155,8 +155,8 @@ class Stream:
         columns = set.intersection(*(set(part["tokens"].keys()) for part in self._parts))
         self._tokens = torch.cat([part["tokens"].select(*columns) for part in self._parts])
         device = self._tokens.device or batch["tokens", "loss_mask"].device
-        self._sources = _spans(lengths, found[known]).to(device)
-        self._targets = _spans(rows, known.nonzero().squeeze(1)).to(device)
+        self._sources = tokens_of_rows(lengths, found[known]).to(device)
+        self._targets = tokens_of_rows(rows, known.nonzero().squeeze(1)).to(device)
         if self._same(batch, *_COMPARED):
             self._known = known
 
@@ -228,10 +228,3 @@ def _row_names(rollouts: Sequence[Rollout]) -> list[_RowName]:
         names.append((rollout.id, found[rollout.id]))
         found[rollout.id] += 1
     return names
-
-
-def _spans(lengths: Tensor, rows: Tensor) -> Tensor:
-    """Indices of the tokens of these rows (r,), in their order, of rows of such lengths (R,)."""
-    starts, sizes = (lengths.cumsum(0) - lengths)[rows], lengths[rows]
-    ends = sizes.cumsum(0)
-    return torch.arange(int(sizes.sum())) + torch.repeat_interleave(starts - ends + sizes, sizes)

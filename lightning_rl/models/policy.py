@@ -13,7 +13,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import host_of, token_rows, with_host
+from lightning_rl.data.packing import host_of, tokens_of_rows, with_host
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION, build_layout, packed_attention
 from lightning_rl.models.export import ModelExport
@@ -153,13 +153,13 @@ class Policy(nn.Module):
             PackMemoryError: if that does not help, or other ranks cannot take part.
         """
         hosted = with_host(batch)
-        tokens, row = batch["tokens"], token_rows(host_of(hosted))
+        tokens, length = batch["tokens"], host_of(hosted)["rollouts", "length"]
         rows = torch.arange(len(batch["rollouts"]), device="cpu") if rows is None else rows
         names = (name,) if self.value_head is None else (name, "values")
         outputs = {column: torch.zeros_like(tokens["rollout_logprobs"]) for column in names}
         for members, scores in each_pack(self, hosted, rows, max_tokens, self.sharded):
             # Rows of a pack ascend, so its tokens keep the batch's order.
-            within = torch.isin(row, members).nonzero().squeeze(1)
+            within = tokens_of_rows(length, members)
             live = within.to(scores.live.device, non_blocking=True)[scores.live]
             outputs[name][live] = scores.logprobs
             if scores.values is not None:
