@@ -22,6 +22,7 @@ from lightning_rl.errors import ConfigError, DiskError, HubError, require_at_lea
 from lightning_rl.learn.base import LanguageModule, RecordingModule
 from lightning_rl.models.export import ModelExport
 from lightning_rl.models.soundness import require_finite_weights
+from lightning_rl.run.dist import every_rank
 from lightning_rl.run.folders import before_of, link_to, replace_folder
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
 from lightning_rl.run.rundir import output_path, refused
@@ -109,8 +110,10 @@ class HFExport(RLCallback):
         for policy in self._module(pl_module).loaded_policies.values():
             if policy.lora is not None and not self.merge_adapters:
                 policy.lora.require_adapters_hold_all()  # now, not when training is over
-        if self._hub is not None and trainer.is_global_zero and not is_fast_dev_run(trainer):
-            self._hub.open()
+        if self._hub is not None and not is_fast_dev_run(trainer):
+            with every_rank():  # a refusal ends them all
+                if trainer.is_global_zero:
+                    self._hub.open()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

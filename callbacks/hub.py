@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lightning_rl.data.hub_faults import patiently
-from lightning_rl.errors import ConfigError, HubError
+from lightning_rl.errors import ConfigError, HubError, first_line
 
 
 class HubModel:
@@ -41,7 +41,7 @@ class HubModel:
         except Exception as error:
             raise ConfigError(
                 f"{place}: the hub ({constants.ENDPOINT}) does not let it be written: "
-                f"{_first_line(error)}; check the name, and that the token may write there"
+                f"{first_line(error)}; check the name, and that the token may write there"
             ) from error
         self.name = made.repo_id
 
@@ -61,10 +61,6 @@ class HubModel:
             )
         except Exception as error:
             raise HubError(
-                f"{folder} could not be pushed to {self.name!r}: {_first_line(error)}. The export "
+                f"{folder} could not be pushed to {self.name!r}: {first_line(error)}. The export "
                 f"is whole; push it with `hf upload {self.name} {folder}`"
             ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]

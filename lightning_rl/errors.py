@@ -147,6 +147,11 @@ class SyncTimeoutError(WeightSyncError):
     """A process did not do its part of a push in time."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of another library says first; they explain over many lines."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
 def kind_of_path(path: Path) -> str | None:
     """The kind of a path whose reading would block or never end, such as a pipe.
 

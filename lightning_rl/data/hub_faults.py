@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_rl.errors import DataError
+from lightning_rl.errors import DataError, first_line
 
 T = TypeVar("T")
 _TRIES = 4
@@ -112,7 +112,11 @@ def explained(
             f"{_TRIES} tries; try again {when}{more}"
         )
     if status in _BUSY or _broken(chain):
-        what = f"answers with status {status}" if status else f"breaks off: {_first_line(error)}"
+        what = (
+            f"answers with status {status}"
+            if status
+            else f"breaks off: {first_line(_root_of(error))}"
+        )
         return DataError(
             f"{path!r}: the hub ({constants.ENDPOINT}) {what}, also after {_TRIES} tries; check "
             "the network and HF_ENDPOINT, and start again: what was downloaded is kept"
@@ -122,14 +126,14 @@ def explained(
             f"{path}: not a folder that save_to_disk wrote, nor one of Parquet, JSON lines, CSV or "
             "Arrow files; correct path"
         )
-    return DataError(f"{path}: cannot be read: {_first_line(error)}")
+    return DataError(f"{path}: cannot be read: {first_line(_root_of(error))}")
 
 
-def _first_line(error: BaseException) -> str:
-    """Of what it was caused by."""
+def _root_of(error: BaseException) -> BaseException:
+    """What it was caused by."""
     while error.__cause__ is not None and str(error.__cause__):
         error = error.__cause__
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return error
 
 
 def _has_token() -> bool:

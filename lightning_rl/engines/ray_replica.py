@@ -11,7 +11,7 @@ from lightning_rl.engines.replica import HEALTH_TIMEOUT_S, Replica, ReplicaLost,
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.engines.vllm_process import last_line
-from lightning_rl.errors import EngineError, ReplicaError, SyncTimeoutError
+from lightning_rl.errors import EngineError, ReplicaError, SyncTimeoutError, first_line
 from lightning_rl.run.loop import runtime
 from lightning_rl.run.machine import this_machine
 
@@ -227,7 +227,7 @@ class RayReplica(Replica):
         except RayTaskError as error:
             raise self._refusal(error.cause) from None
         except RayError as error:
-            raise ReplicaLost(f"{self.name} is gone: {_first_line(error)}") from None
+            raise ReplicaLost(f"{self.name} is gone: {first_line(error)}") from None
         except TimeoutError as error:
             ray.cancel(answer)
             raise SyncTimeoutError(
@@ -245,8 +245,3 @@ class RayReplica(Replica):
             return error
         kind = type(cause) if isinstance(cause, EngineError) else EngineError
         return kind(f"{self.name}: {last_line(cause)}")
-
-
-def _first_line(error: Exception) -> str:
-    """Ray explains over many lines; the first tells what happened."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -8,8 +8,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_rl.errors import CheckpointError
-from lightning_rl.run.folders import remove
-from lightning_rl.run.rundir import free_space, sync_directory, write_whole
+from lightning_rl.run.folders import put_in_place, remove
+from lightning_rl.run.rundir import free_space, write_whole
 
 _SIZES = "files.json"
 """What each file of a folder holds, in bytes."""
@@ -38,9 +38,7 @@ def save_folder(trainer: Trainer, path: Path) -> None:
         if trainer.is_global_zero:
             sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
             write_whole(partial / _SIZES, json.dumps(sizes, indent=1) + "\n")
-            remove(path)
-            partial.rename(path)
-            sync_directory(path.parent)
+            put_in_place(partial, path)
     except (OSError, CheckpointException) as error:
         raise CheckpointError(
             f"{path} could not be written: {error} ({free_space(path)}); what was saved before is "

@@ -23,18 +23,24 @@ def replace_folder(target: Path) -> Iterator[Path]:
     remove(partial)  # of a process that was killed
     if before.exists() and not target.exists():
         before.rename(target)
-    remove(before)
     partial.mkdir(parents=True)
     try:
         yield partial
         _sync(partial)
-        if target.exists():
-            target.rename(before)
-        partial.rename(target)
-        sync_directory(target.parent)
+        put_in_place(partial, target)
     except BaseException:
         remove(partial)
         raise
+
+
+def put_in_place(partial: Path, target: Path) -> None:
+    """Give a folder that is whole its name; what has the name goes when the new one is there."""
+    before = before_of(target)
+    remove(before)
+    if target.exists():
+        target.rename(before)
+    partial.rename(target)
+    sync_directory(target.parent)
     remove(before)
 
 

@@ -17,7 +17,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.replica import Replica
 from lightning_rl.engines.replicated import ReplicatedEngine
-from lightning_rl.errors import ConfigError, SyncTimeoutError, require_at_least
+from lightning_rl.errors import ConfigError, SyncTimeoutError, first_line, require_at_least
 from lightning_rl.sync.memory import fill_buffers, unpack
 from lightning_rl.sync.staged import StagedTransport
 from lightning_rl.sync.stream import Bucket, WeightReceiver, Weights, WeightStream
@@ -79,7 +79,7 @@ class BroadcastGroup:
         except (RuntimeError, ValueError) as error:
             raise SyncTimeoutError(
                 f"the {self.size} processes of a weight group did not meet at {self.host}:"
-                f"{self.port} within {self._timeout.total_seconds():g} s: {_first_line(error)}"
+                f"{self.port} within {self._timeout.total_seconds():g} s: {first_line(error)}"
             ) from error
 
     def broadcast(self, tensor: Tensor) -> Any:
@@ -95,7 +95,7 @@ class BroadcastGroup:
             return self._group.broadcast([tensor], options)
         except RuntimeError as error:
             raise SyncTimeoutError(
-                f"a broadcast of weights did not begin, a peer is gone: {_first_line(error)}"
+                f"a broadcast of weights did not begin, a peer is gone: {first_line(error)}"
             ) from error
 
     def wait(self, work: Any) -> None:
@@ -109,7 +109,7 @@ class BroadcastGroup:
         except RuntimeError as error:
             raise SyncTimeoutError(
                 f"a peer did not take part in a broadcast of weights within "
-                f"{self._timeout.total_seconds():g} s, or is gone: {_first_line(error)}"
+                f"{self._timeout.total_seconds():g} s, or is gone: {first_line(error)}"
             ) from error
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class BroadcastGroup:
             try:
                 self._group.abort()
             except RuntimeError as error:  # nobody can do more about it
-                _log.warning("a weight group was left without an answer: %s", _first_line(error))
+                _log.warning("a weight group was left without an answer: %s", first_line(error))
             self._group = None
 
     def _gloo(self) -> Any:
@@ -196,10 +196,6 @@ def require_backend(backend: str) -> None:
         raise ConfigError(f"backend={backend!r} must be one of {sorted(_BACKENDS)}")
     if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ConfigError("backend='nccl' needs GPUs on both sides; use gloo")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
 
 
 class BroadcastReceiver(WeightReceiver):

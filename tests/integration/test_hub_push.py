@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 from itertools import repeat
+from pathlib import Path
 
 import pytest
 
 from tests.support.hub_writes import WritableHub
 
+ROOT = Path(__file__).parents[2]
 TOKEN = "hf_a_secret_of_the_tests"
 RUN = """
 import sys
@@ -20,9 +22,10 @@ from pathlib import Path
 from lightning_rl.callbacks import Evaluate, HFExport, RunReport, WeightSync
 from tests.support.small_run import data_module, grpo, trainer_of
 
-model, path, every, repository = sys.argv[1:]
+model, path, every, repository, devices = sys.argv[1:]
 export = HFExport(str(Path(path) / "model"), int(every), push_to_hub=repository)
-trainer = trainer_of(Path(path), [WeightSync(), Evaluate(1), export, RunReport()])
+callbacks = [WeightSync(), Evaluate(1), export, RunReport()]
+trainer = trainer_of(Path(path), callbacks, devices=int(devices))
 trainer.fit(grpo(model), data_module(iterations_per_epoch=2))
 """
 
@@ -36,8 +39,8 @@ def hub():
     hub.server_close()
 
 
-def run(hub, model, path, every=0, repository="me/sevens", **environment):
-    """A run in a process of its own: the client reads its environment when it is imported."""
+def run(hub, model, path, every=0, repository="me/sevens", processes=1, **environment):
+    """A run in processes of its own: the client reads its environment when it is imported."""
     environment = {
         **os.environ,
         "HF_ENDPOINT": hub.url,
@@ -45,11 +48,20 @@ def run(hub, model, path, every=0, repository="me/sevens", **environment):
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
         "HF_TOKEN": TOKEN,
+        "PYTHONPATH": str(ROOT),
         **environment,
     }
-    command = [sys.executable, "-c", RUN, str(model), str(path), str(every), repository]
+    (path / "run.py").write_text(RUN)
+    started = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, *(started if processes > 1 else []), path / "run.py"]
+    command += [model, path, every, repository, processes]
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=250, check=False
+        list(map(str, command)),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
     )
 
 
@@ -104,3 +116,11 @@ def test_what_cannot_be_pushed_is_said_before_training(hub, tiny_model, tmp_path
     assert re.search(f"ConfigError: HFExport: push_to_hub=.*{words}", last), last
     assert not (tmp_path / "model").exists()
     assert hub.messages == []
+
+
+def test_a_refusal_ends_all_processes_at_once(hub, tiny_model, tmp_path):
+    done = run(hub, tiny_model, tmp_path, processes=2, HF_TOKEN="")
+    assert done.returncode != 0
+    assert "ConfigError: rank 0: HFExport: push_to_hub='me/sevens' needs a token" in done.stderr
+    assert "ConfigError: HFExport: push_to_hub='me/sevens' needs a token" in done.stderr
+    assert not (tmp_path / "model").exists()
