@@ -1,6 +1,7 @@
 """``launch/torchrun/fit.sh`` on two nodes, both on the loopback interface."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from benchmarks import forked
 from tests.support.signalled import configure
-from tests.support.two_ranks import ROOT, free_port
+from tests.support.two_ranks import ROOT, environment_of, free_port
 
 pytestmark = pytest.mark.timeout(400)
 SCRIPT = ROOT / "launch" / "torchrun" / "fit.sh"
@@ -81,3 +82,33 @@ def test_two_nodes_go_on_after_one_was_stopped(one_node, tiny_model, tmp_path, s
         assert "SIGUSR1; saved runs/one/version_0/checkpoints/iteration_2.ckpt" in said(folder)
     assert two_nodes(folder) == [0, 0], said(folder)
     require_equal(weights(folder, 4), weights(one_node, 4))
+
+
+def test_nodes_that_do_not_share_the_run_directory_are_told(one_node, tiny_model, tmp_path):
+    """Node 1 finds no checkpoint, and would begin where node 0 goes on."""
+    folders = [configure(tmp_path / f"node_{rank}", tiny_model) for rank in (0, 1)]
+    shutil.copytree(one_node / "runs", folders[0] / "runs", symlinks=True)
+    port = free_port()
+    command = ["fit", "--config", "run.yaml", "--ckpt_path", "last"]
+    processes = [
+        forked.started(
+            "lightning_rl",
+            command,
+            folders[rank] / "node_said",
+            environment_of(rank, 2, port),
+            folders[rank],
+        )
+        for rank in (0, 1)
+    ]
+    for process in processes:
+        process.join(90)
+    assert [process.exitcode for process in processes] == [1, 1], said(*folders)
+    for folder in folders:
+        [message] = [
+            line for line in said(folder).splitlines() if line.startswith("lightning-rl: ")
+        ]
+        assert "goes on from iteration_4.ckpt, and rank 1 (node " in message
+        assert message.endswith(
+            "from none: the run's folder must be on a file system that all nodes see"
+        )
+        assert "Traceback" not in said(folder)
