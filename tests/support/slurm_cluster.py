@@ -70,7 +70,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         "ReturnToService": 2,
         "PreemptType": "preempt/partition_prio",
         "PreemptMode": "REQUEUE",
-        "PreemptParameters": "send_user_signal",
+        "SlurmctldParameters": "preempt_send_user_signal",
     }
     if plugins is not None:
         settings["PluginDir"] = plugins
@@ -105,7 +105,7 @@ def _wait_until_idle(environment: dict[str, str]) -> None:
     while states != ["idle"] * len(NODES):
         assert time.monotonic() < end, f"nodes are {states}"
         time.sleep(0.5)
-        command = ["sinfo", "--noheader", "--Node", "--format=%t"]
+        command = ["sinfo", "--noheader", "--Node", "--partition=low", "--format=%t"]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         states = done.stdout.split()
 
