@@ -7,7 +7,7 @@ place=build/slurm
 [ ! -e $place/made ] || exit 0
 
 command -v apt-get >/dev/null || {
-    echo "make slurm: apt-get is needed; elsewhere, put slurmctld, slurmd and sbatch into PATH" >&2
+    echo "make launch-tools: apt-get is needed; elsewhere, put slurmctld, slurmd and sbatch into PATH" >&2
     exit 1
 }
 rm -rf $place

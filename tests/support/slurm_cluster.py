@@ -30,7 +30,7 @@ def missing() -> str | None:
     """What is not installed, as a reason to skip; None if all is there."""
     names = [n for n in ("slurmctld", "slurmd", "slurmstepd", "sbatch", "srun") if not program(n)]
     if names:
-        return f"Slurm is not installed ({', '.join(names)} not found): make slurm"
+        return f"Slurm is not installed ({', '.join(names)} not found): make launch-tools"
     if os.geteuid() != 0:
         return "slurmd starts jobs as root only"
     return None
