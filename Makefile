@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-rounding lint docs verifiers browser wheel release doctor bench-floor gpu-check lock
+.PHONY: help setup quickstart test test-slow test-rounding lint docs verifiers browser launch-tools wheel release doctor bench-floor gpu-check lock
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -53,6 +53,10 @@ verifiers: setup  ## an environment for verifiers' environments, in build/verifi
 
 browser: setup  ## a Chromium for the viewer's tests, into build/browser (needs npm)
 	install/browser.sh
+
+launch-tools: setup  ## Slurm and Ray's dashboard into build/, for the tests of launch/
+	install/slurm.sh
+	install/ray.sh
 
 wheel: setup  ## sdist and wheel into dist/, and the quickstart from the wheel, outside of here
 	@install/wheel.sh

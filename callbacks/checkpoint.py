@@ -44,7 +44,13 @@ from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.interrupts import Interrupts, seconds_of
 from lightning_rl.run.loop import runtime
 from lightning_rl.run.peers import lost_peer
-from lightning_rl.run.resume import enter_run, going_on_from, run_id_of, tell_of_beginning
+from lightning_rl.run.resume import (
+    enter_run,
+    going_on_from,
+    require_one_start,
+    run_id_of,
+    tell_of_beginning,
+)
 from lightning_rl.run.rundir import continue_in, output_path, own_runs, require_free
 from lightning_rl.run.slurm import requeue_job, requeue_signal, take_signals
 
@@ -136,6 +142,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
                 f"IterationCheckpoint counts RL iterations, which {type(pl_module).__name__} has "
                 "none of; use ModelCheckpoint"
             )
+        require_one_start(trainer)
         take_signals(trainer)
         if self.asynchronous and not isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
             strategy.checkpoint_io = BackgroundCheckpointIO(strategy.checkpoint_io)

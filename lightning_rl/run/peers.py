@@ -26,13 +26,17 @@ class Peer(NamedTuple):
     machine: str
     process: int
 
+    @classmethod
+    def of_this_process(cls) -> "Peer":
+        return cls(socket.gethostname(), this_machine(), os.getpid())
+
 
 _peers: list[Peer] = []
 
 
 def introduce() -> None:
     """Let all ranks know each other; call it on every rank."""
-    _peers[:] = dist.gather(Peer(socket.gethostname(), this_machine(), os.getpid()))
+    _peers[:] = dist.gather(Peer.of_this_process())
 
 
 def lost_peer(error: BaseException) -> PeerLostError | None:
@@ -71,7 +75,7 @@ def _is_of_a_lost_connection(error: BaseException) -> bool:
 
 
 def _who_is_gone() -> list[int]:
-    own = _peers.index(Peer(socket.gethostname(), this_machine(), os.getpid()))
+    own = _peers.index(Peer.of_this_process())
     open_cases = [rank for rank in range(len(_peers)) if rank != own]
     gone: list[int] = []
     store: Any = None

@@ -21,10 +21,10 @@ from lightning_rl.config.layers import (
     differences,
     flatten,
 )
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import CheckpointError, ConfigError
 from lightning_rl.run import dist
 from lightning_rl.run.checkpoint_io import about, checkpoints_in, iteration_of
-from lightning_rl.run.peers import introduce
+from lightning_rl.run.peers import Peer, introduce
 from lightning_rl.run.rundir import hold, release, run_dir, write_whole
 
 # What the weights or the optimizer's state are made for.
@@ -65,6 +65,24 @@ configured_as: WeakKeyDictionary[Trainer, Table] = WeakKeyDictionary()
 """What a run was configured with, if that was told before ``fit``."""
 going_on_from: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
 """A run's checkpoint, if told before ``fit``: what cannot go on from it is refused the earlier."""
+
+
+def require_one_start(trainer: Trainer) -> None:
+    """See to it that all ranks go on from the same checkpoint. Call it on every rank.
+
+    Raises:
+        CheckpointError: if one finds another than rank 0, or none.
+    """
+    path = going_on_from.get(trainer)
+    found = dist.gather((Peer.of_this_process().node, None if path is None else path.name))
+    first = found[0][1]
+    for rank, (node, name) in enumerate(found):
+        if name != first:
+            raise CheckpointError(
+                f"rank 0 (node {found[0][0]}) goes on from {first or 'no checkpoint'}, and rank "
+                f"{rank} (node {node}) from {name or 'none'}: the run's folder must be on a file "
+                "system that all nodes see"
+            )
 
 
 # ---------------------------------------------------------------- the directory

@@ -1,13 +1,18 @@
 """A real Slurm of two nodes on this machine, where there is one: ``sbatch``, ``srun``, requeue."""
 
+import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
+from benchmarks import forked
 from tests.support import slurm_cluster
 from tests.support.signalled import configure
 from tests.support.two_ranks import free_port
@@ -21,14 +26,8 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 
-JOB = f"""#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=1 --requeue --open-mode=append --output=said.txt
-export MASTER_ADDR=127.0.0.1 MASTER_PORT={{port}} PYTHONPATH={ROOT}
-echo "start $SLURM_RESTART_COUNT"
-srun {sys.executable} -m lightning_rl fit --config run.yaml \\
-  --trainer.devices 1 --trainer.num_nodes 2 --ckpt_path last
-echo "status $?"
-"""
+SCRIPT = ROOT / "launch" / "slurm" / "fit.sbatch"
+OUTPUT = "lightning_rl_{job}.out"
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +43,54 @@ def call(slurm: dict[str, str], folder: Path, *command: str) -> str:
 
 
 def submit(slurm: dict[str, str], folder: Path) -> str:
-    (folder / "job.sh").write_text(JOB.format(port=free_port()))
-    return call(slurm, folder, "sbatch", "--parsable", "job.sh").strip()
+    """The job's number."""
+    slurm |= {
+        "PATH": f"{Path(sys.executable).parent}:{slurm['PATH']}",
+        # As nodes these have no names that anything could look up.
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": str(ROOT),
+    }
+    return call(slurm, folder, "sbatch", "--parsable", str(SCRIPT), "--config", "run.yaml").strip()
 
 
-def wait_until(slurm: dict[str, str], folder: Path, said: str) -> str:
-    """What the job printed, once it holds the words; a job that waits to start again does not."""
-    end = time.monotonic() + 150
-    output = folder / "said.txt"
-    while True:
-        text = output.read_text() if output.exists() else ""
-        if said in text:
-            return text
-        assert time.monotonic() < end, text
-        time.sleep(1)
+def wait_until(slurm: dict[str, str], folder: Path, job: str, said: str) -> str:
+    """What the job printed, once it holds the words."""
+    output = folder / OUTPUT.format(job=job)
+
+    def found() -> bool:
+        return output.exists() and said in output.read_text()
+
+    wait_for(found, lambda: output.read_text() if output.exists() else "nothing was printed")
+    return output.read_text()
+
+
+def wait_for(found: Callable[[], bool], why: Callable[[], str], seconds: float = 150) -> None:
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end, why()
+        time.sleep(0.5)
+
+
+def state(slurm: dict[str, str], folder: Path, job: str) -> str:
+    return call(slurm, folder, "squeue", "-h", "-j", job, "-o", "%T").strip()
+
+
+def start_again(slurm: dict[str, str], folder: Path, job: str) -> None:
+    """Let a requeued job go on at once; Slurm lets it wait for two minutes."""
+    wait_for(lambda: state(slurm, folder, job) == "PENDING", lambda: state(slurm, folder, job), 60)
+    call(slurm, folder, "scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+def wait_for_the_end(slurm: dict[str, str], folder: Path, job: str) -> str:
+    """How the job ended, as Slurm says."""
+
+    def shown() -> str:
+        words = call(slurm, folder, "scontrol", "show", "job", job).split()
+        return next(w.partition("=")[2] for w in words if w.startswith("JobState="))
+
+    wait_for(lambda: shown() not in ("PENDING", "RUNNING", "COMPLETING"), shown)
+    return shown()
 
 
 @pytest.mark.parametrize(
@@ -66,16 +99,11 @@ def wait_until(slurm: dict[str, str], folder: Path, said: str) -> str:
 def test_a_job_is_saved_requeued_and_goes_on(slurm, tiny_model, tmp_path, at):
     folder = configure(tmp_path / "job", tiny_model, *at)
     job = submit(slurm, folder)
-    text = wait_until(slurm, folder, f"job {job} is back in the queue")
-    # Slurm lets such a job wait for two minutes.
-    end = time.monotonic() + 60
-    while "PENDING" not in call(slurm, folder, "squeue", "-h", "-j", job, "-o", "%T"):
-        assert time.monotonic() < end
-        time.sleep(0.5)
-    call(slurm, folder, "scontrol", "update", f"JobId={job}", "StartTime=now")
-    text = wait_until(slurm, folder, "status 0")
+    wait_until(slurm, folder, job, f"job {job} is back in the queue")
+    start_again(slurm, folder, job)
+    assert wait_for_the_end(slurm, folder, job) == "COMPLETED"
+    text = (folder / OUTPUT.format(job=job)).read_text()
     assert text.count("SIGUSR1; saved runs/one/version_0/checkpoints/iteration_2.ckpt") >= 1
-    assert "start 1" in text
     assert text.count("is back in the queue") == 1
     assert "Traceback" not in text
     saved = folder / "runs" / "one" / "version_0" / "checkpoints"
@@ -83,16 +111,65 @@ def test_a_job_is_saved_requeued_and_goes_on(slurm, tiny_model, tmp_path, at):
     assert not list(folder.rglob("hpc_ckpt*"))
 
 
+def test_a_preempted_job_makes_way_goes_on_and_ends_as_if_it_had_not(slurm, tiny_model, tmp_path):
+    alone, folder = (slow_run(tmp_path / name, tiny_model) for name in ("alone", "job"))
+    command = ["fit", "--config", "run.yaml"]
+    assert forked.run("lightning_rl", command, alone / "said", folder=alone) == 0
+    job = submit(slurm, folder)
+    wait_for(lambda: len(rows(folder)) > 3, lambda: state(slurm, folder, job))
+    urgent = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--wrap=true"]
+    urgent_job = call(slurm, folder, *urgent).strip()
+    wait_until(slurm, folder, job, f"job {job} is back in the queue")
+    assert wait_for_the_end(slurm, folder, urgent_job) == "COMPLETED"
+    begun = len(rows(folder))
+    assert 3 < begun < len(rows(alone))
+    start_again(slurm, folder, job)
+    assert wait_for_the_end(slurm, folder, job) == "COMPLETED"
+    require_same_run(folder, alone)
+
+
+def slow_run(folder: Path, model: Path) -> Path:
+    """Twenty iterations of half a second and more: time to be preempted in."""
+    configure(folder, model, iterations=20)
+    (folder / "slow_rewards.py").write_text(
+        "import time\n\n\ndef length(completions, **columns):\n    time.sleep(0.5)\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    configuration = yaml.safe_load((folder / "run.yaml").read_text())
+    configuration["data"]["init_args"]["rewards"] = ["slow_rewards.length"]
+    configuration["trainer"]["callbacks"].append({"class_path": "RunReport"})
+    (folder / "run.yaml").write_text(yaml.safe_dump(configuration))
+    return folder
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    path = folder / "runs/one/version_0/metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def require_same_run(ours: Path, theirs: Path) -> None:
+    """The same weights and metrics, to the bit, but for those of time."""
+    states = [
+        torch.load(run / "runs/one/version_0/checkpoints/last.ckpt", weights_only=True)
+        for run in (ours, theirs)
+    ]
+    weights = [state["state_dict"] for state in states]
+    assert weights[0].keys() == weights[1].keys()
+    assert [n for n in weights[0] if not torch.equal(weights[0][n], weights[1][n])] == []
+    timed = ("cpu_s", "wall_s", "sync/seconds", "rollout/tokens_per_s")
+    metrics = [
+        [{name: row[name] for name in row if name not in timed} for row in rows(run)]
+        for run in (ours, theirs)
+    ]
+    assert metrics[0] == metrics[1]
+
+
 def test_scancel_signals_all_tasks_while_a_run_starts(slurm, tiny_model, tmp_path):
     folder = configure(tmp_path / "job", tiny_model)
     job = submit(slurm, folder)
-    wait_until(slurm, folder, "start")
-    end = time.monotonic() + 60
-    while f"{job}.0" not in call(slurm, folder, "squeue", "-h", "-s", "-o", "%i"):
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    wait_until(slurm, folder, "Seed set to 0")  # the command listens
+    wait_until(slurm, folder, job, "Seed set to 0")  # the command listens
     call(slurm, folder, "scancel", "--signal=USR1", f"{job}.0")
-    text = wait_until(slurm, folder, "status 138")
+    assert wait_for_the_end(slurm, folder, job) == "FAILED"
+    text = (folder / OUTPUT.format(job=job)).read_text()
     assert text.count("SIGUSR1 came while the run was starting") == 2  # each task
     assert "Traceback" not in text

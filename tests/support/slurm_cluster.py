@@ -1,8 +1,7 @@
-"""A Slurm of two emulated nodes on the loopback interface, from whatever ``slurmctld`` is found.
+"""A Slurm of two emulated nodes on the loopback interface, of build/slurm or of PATH.
 
-With Debian: ``apt-get install slurm-wlm``. Or, as Lightning warns in every run where ``srun`` is
-installed, unpack the packages into a folder (``dpkg -x``) and put its ``usr/bin`` and ``usr/sbin``
-into PATH for these tests alone.
+Jobs in the partition ``low`` make way for those in ``high``: they get their own signal, and have a
+minute until they are ended.
 """
 
 import os
@@ -17,11 +16,13 @@ from pathlib import Path
 from tests.support.two_ranks import free_port
 
 NODES = ("n1", "n2")
+UNPACKED = Path(__file__).parents[2] / "build" / "slurm" / "usr"
+PATH = os.pathsep.join([str(UNPACKED / "bin"), str(UNPACKED / "sbin"), os.environ["PATH"]])
 
 
 def program(name: str) -> Path | None:
     """A program of Slurm's, also under the name that Debian gives it."""
-    found = shutil.which(name) or shutil.which(f"{name}-wlm")
+    found = shutil.which(name, path=PATH) or shutil.which(f"{name}-wlm", path=PATH)
     return None if found is None else Path(found).resolve()
 
 
@@ -29,7 +30,7 @@ def missing() -> str | None:
     """What is not installed, as a reason to skip; None if all is there."""
     names = [n for n in ("slurmctld", "slurmd", "slurmstepd", "sbatch", "srun") if not program(n)]
     if names:
-        return f"Slurm is not installed ({', '.join(names)} not found): apt-get install slurm-wlm"
+        return f"Slurm is not installed ({', '.join(names)} not found): make launch-tools"
     if os.geteuid() != 0:
         return "slurmd starts jobs as root only"
     return None
@@ -67,17 +68,24 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         "SelectTypeParameters": "CR_CPU",
         "SlurmdParameters": "config_overrides",
         "ReturnToService": 2,
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "REQUEUE",
+        "SlurmctldParameters": "preempt_send_user_signal",
     }
     if plugins is not None:
         settings["PluginDir"] = plugins
     (folder / "state").mkdir(parents=True)
     for node in NODES:
         (folder / f"spool.{node}").mkdir()
-    partition = "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP"
-    lines = [*(f"{key}={value}" for key, value in settings.items()), *nodes, partition]
+    partitions = [
+        "PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60",
+        "PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF",
+    ]
+    lines = [*(f"{key}={value}" for key, value in settings.items()), *nodes, *partitions]
     (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
     libraries = [] if plugins is None else [str(plugins), str(plugins.parent)]
     environment = os.environ | {
+        "PATH": PATH,
         "SLURM_CONF": str(folder / "slurm.conf"),
         "LD_LIBRARY_PATH": os.pathsep.join([*libraries, os.environ.get("LD_LIBRARY_PATH", "")]),
     }
@@ -97,7 +105,7 @@ def _wait_until_idle(environment: dict[str, str]) -> None:
     while states != ["idle"] * len(NODES):
         assert time.monotonic() < end, f"nodes are {states}"
         time.sleep(0.5)
-        command = ["sinfo", "--noheader", "--Node", "--format=%t"]
+        command = ["sinfo", "--noheader", "--Node", "--partition=low", "--format=%t"]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         states = done.stdout.split()
 
