@@ -58,7 +58,8 @@ class MathVerify(Isolated):
         memory_mb: int = 512,
     ) -> None:
         if find_spec("math_verify") is None:
-            raise ConfigError("MathVerify needs math-verify: `pip install 'math-verify>=0.9,<0.10'`")
+            install = "`pip install 'math-verify>=0.9,<0.10'`"
+            raise ConfigError(f"MathVerify needs math-verify: {install}")
         super().__init__(Compare(column), workers, timeout_s, memory_mb)
 
     def fault(self, sample: dict[str, Any], reason: str) -> Score:
@@ -97,9 +98,8 @@ class Compare:
             text = completion if isinstance(completion, str) else str(completion[-1]["content"])
             reason = reason_of(text, str(answer))
             if reason is None:
-                scores.append(
-                    RewardFailure(f"column {self.column!r} holds {answer!r:.80}, which is no answer")
-                )
+                what = f"column {self.column!r} holds {answer!r:.80}, which is no answer"
+                scores.append(RewardFailure(what))
                 continue
             _log(log, reason)
             scores.append(float(reason == RIGHT))
@@ -138,7 +138,7 @@ def reason_of(text: str, answer: str) -> str | None:
 
 
 def _parsed(text: str) -> list[Any]:
-    """What math-verify makes of the answer: an expression and its text, or the text alone, or []."""
+    """What math-verify makes of it: an expression and its text, the text alone, or []."""
     from math_verify import parse
 
     marked = marked_answer(text)

@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
-from transformers import AddedToken, AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer, Qwen3Config
+from transformers import (
+    AddedToken,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2Tokenizer,
+    Qwen3Config,
+)
 
 from recipes.math.data import problems
 from recipes.sort_digits.prepare import write_missing
@@ -45,19 +52,21 @@ SHARED: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "bos_token_id": None,
 }
-CONFIGS = {
-    "qwen2.5-0.5b": Qwen2Config(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, max_position_embeddings=32_768, **SHARED,
-    ),
-    "qwen3-0.6b": Qwen3Config(
-        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, **SHARED,
-    ),
-    "qwen3-1.7b": Qwen3Config(
-        hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, **SHARED,
-    ),
+SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen2.5-0.5b": (Qwen2Config, {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32_768,
+    }),
+    "qwen3-0.6b": (Qwen3Config, {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40_960,
+    }),
+    "qwen3-1.7b": (Qwen3Config, {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40_960,
+    }),
 }  # fmt: skip
 
 
@@ -91,9 +100,9 @@ def _merges(bpe: ByteLevelBPETokenizer) -> list[tuple[str, str]]:
 
 def make_model(name: str, tokenizer: Qwen2Tokenizer, **sizes: Any) -> Any:
     """Random weights in bfloat16, as the real ones are published; `sizes` change its shape."""
-    config = type(CONFIGS[name])(**CONFIGS[name].to_dict() | sizes)
-    config.eos_token_id = tokenizer.eos_token_id
-    config.pad_token_id = tokenizer.pad_token_id
+    kind, shape = SHAPES[name]
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = kind(**SHARED | shape | ends | sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -119,7 +128,7 @@ def prepare(out: Path, name: str, **sizes: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--like", choices=list(CONFIGS), default="qwen2.5-0.5b")
+    parser.add_argument("--like", choices=list(SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--out", type=Path, default=Path("runs/math"))
     arguments = parser.parse_args()
     prepare(arguments.out, arguments.like)
