@@ -9,6 +9,9 @@ from lightning_rl.agents.branching import (
 from lightning_rl.agents.multi_turn import (
     MultiTurn as MultiTurn,
 )
+from lightning_rl.agents.thinking import (
+    ThinkingBudget as ThinkingBudget,
+)
 from lightning_rl.agents.tools import (
     ToolAgent as ToolAgent,
 )
@@ -185,6 +188,9 @@ from lightning_rl.rewards.base import (
 )
 from lightning_rl.rewards.judge import (
     LLMJudge as LLMJudge,
+)
+from lightning_rl.rewards.math_answers import (
+    MathVerify as MathVerify,
 )
 from lightning_rl.rewards.pool import (
     Isolated as Isolated,

@@ -89,9 +89,13 @@ class Isolated(PerSample):
         result = await loop.run_in_executor(self._threads, self._grade, sample)
         if "score" in result:
             return _logged(RewardLog.of(sample), result)
-        if "fault" in result and self.fault_score is not None:
-            return self.fault_score
-        return RewardFailure(str(result.get("fault") or result.get("error")))
+        if "fault" in result:
+            return self.fault(sample, str(result["fault"]))
+        return RewardFailure(str(result.get("error")))
+
+    def fault(self, sample: dict[str, Any], reason: str) -> Score:
+        """The score of a completion whose process broke a limit or died."""
+        return RewardFailure(reason) if self.fault_score is None else self.fault_score
 
     def close(self) -> None:
         """Wait for what is being graded, and end the workers; grading again starts new ones."""

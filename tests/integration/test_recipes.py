@@ -7,6 +7,7 @@ import pytest
 from reasoning_gym import create_dataset
 
 from benchmarks.memory import Built
+from lightning_rl import MathVerify, ThinkingBudget
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.cli import main
 from lightning_rl.config.layers import load_yaml
@@ -54,6 +55,22 @@ def test_every_key_exists_and_every_class_is_built(path, monkeypatch):
     assert getattr(cli.model, "model", None) == given.get("model")  # agents have none
     syncs = any(isinstance(c, WeightSync) for c in cli.trainer.callbacks)
     assert syncs == isinstance(cli.model, RolloutModule)
+
+
+@pytest.mark.parametrize(
+    "names", [["qwen3_600m"], ["qwen3_1700m", "lora"], ["lora", "cpu"]], ids=lambda n: "+".join(n)
+)
+def test_variants_of_math_are_merged(names, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe = ROOT / "recipes" / "math"
+    files = [recipe / "grpo.yaml", *(recipe / "variants" / f"{name}.yaml" for name in names)]
+    cli = Built(["fit", *(word for file in files for word in ("--config", str(file)))])
+    assert (cli.model.lora is not None) == ("lora" in names)
+    assert isinstance(cli.datamodule.agent, ThinkingBudget) == (names[0] != "lora")
+    assert [type(r) for r in cli.datamodule.rewards.functions.values()][0] is MathVerify
+    # Every word of the models' answers has room in the engine, behind the longest prompt.
+    longest = cli.datamodule.sampling.max_tokens + cli.datamodule.train_prompts.max_prompt_tokens
+    assert longest <= getattr(cli.datamodule.engine, "max_model_len", longest)
 
 
 @pytest.mark.parametrize("path", STAGED, ids=lambda p: f"{p.parent.name}-{p.stem}")

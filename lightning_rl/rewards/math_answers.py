@@ -1,0 +1,176 @@
+"""MathVerify: is the answer of a worked solution, however it is written, the right one?"""
+
+import logging
+import re
+from importlib.util import find_spec
+from typing import Any
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError
+from lightning_rl.rewards.calling import RewardFailure, Score
+from lightning_rl.rewards.log import RewardLog
+from lightning_rl.rewards.pool import Isolated
+from lightning_rl.rollout import Message
+
+REASONS = ("wrong", "no_answer", "unreadable", "unfinished_thought", "fault")
+"""Why a completion scored 0.0; each is logged as a share of the completions."""
+RIGHT = "right"
+
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_HASHES = re.compile(r"####[ \t]*(.*)")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_NUMBER_WITH_WORDS = re.compile(r"([-+]?[\d,]*\.?\d+)\s+[A-Za-z][A-Za-z ]+")
+
+
+@configurable
+class MathVerify(Isolated):
+    """1.0 for a completion whose final answer equals the row's, by math-verify; else 0.0.
+
+    Equal is what means the same: ``1/2``, ``0.5`` and ``\\frac{1}{2}``; ``1,234`` and ``1234``;
+    ``42`` and ``42 apples``. The final answer is the last ``\\boxed{...}``,
+    ``<answer>...</answer>`` or ``#### ...``; without any of them, what math-verify finds itself,
+    the last number at the latest. The row's answer is found in the same way, so a whole solution
+    such as GSM8K's may stand in its column. Of a thought only what follows its ``</think>`` counts.
+
+    Each completion is graded in a process of its own, with limits: see :class:`Isolated`. What
+    cannot be read, takes too long or too much memory scores 0.0. Shares of completions by reason
+    are logged as ``logged/math/wrong``, ``no_answer``, ``unreadable``, ``unfinished_thought`` and
+    ``fault`` (a limit was broken), and each rollout's is in its ``extra``, as ``math``. A row
+    whose answer is not mathematical makes the rollout FAILED.
+
+    Args:
+        column: the data set's column of right answers.
+        workers: completions graded at the same time; None: one per usable core.
+        timeout_s: wall-clock seconds per completion.
+        memory_mb: MiB per completion.
+
+    Raises:
+        ConfigError: without the package math-verify, or for values out of range.
+    """
+
+    def __init__(
+        self,
+        column: str = "answer",
+        workers: int | None = None,
+        timeout_s: float = 5.0,
+        memory_mb: int = 512,
+    ) -> None:
+        if find_spec("math_verify") is None:
+            install = "`pip install 'math-verify>=0.9,<0.10'`"
+            raise ConfigError(f"MathVerify needs math-verify: {install}")
+        super().__init__(Compare(column), workers, timeout_s, memory_mb)
+
+    def fault(self, sample: dict[str, Any], reason: str) -> Score:
+        _log(sample, "fault")
+        return 0.0
+
+
+class Compare:
+    """Compares answers without any limit: the process that it runs in has some.
+
+    math-verify's own limits need signals, which only a main thread may set.
+    """
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+        self.__name__ = "math_verify"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a worker: what a first comparison loads, all that are forked from it have."""
+        self.__dict__ |= state
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # of the limits that it lacks
+        reason_of("\\boxed{x + \\frac{1}{2}}", "\\boxed{0.5 + x}")
+
+    def __call__(
+        self,
+        completions: list[str | list[Message]],
+        log_extra: Any,
+        log_metric: Any,
+        **columns: Any,
+    ) -> list[Score]:
+        if self.column not in columns:
+            raise KeyError(f"the data has no column {self.column!r}; it has {sorted(columns)}")
+        log = {"log_extra": log_extra, "log_metric": log_metric}
+        scores: list[Score] = []
+        for completion, answer in zip(completions, columns[self.column], strict=True):
+            text = completion if isinstance(completion, str) else str(completion[-1]["content"])
+            reason = reason_of(text, str(answer))
+            if reason is None:
+                what = f"column {self.column!r} holds {answer!r:.80}, which is no answer"
+                scores.append(RewardFailure(what))
+                continue
+            _log(log, reason)
+            scores.append(float(reason == RIGHT))
+        return scores
+
+
+def _log(arguments: dict[str, Any], reason: str) -> None:
+    log = RewardLog.of(arguments)
+    assert log is not None  # Compare asks for it
+    log.log_extra("math", [reason])
+    for name in REASONS:
+        log.log_metric(f"math/{name}", float(name == reason))
+
+
+def reason_of(text: str, answer: str) -> str | None:
+    """``RIGHT``, or why a text is not; None if the answer itself cannot be read."""
+    from math_verify import verify
+
+    # A row's answer stands alone, unless it has words: then it is the end of a solution.
+    stands_alone = marked_answer(answer) is None and not _WORD.search(answer)
+    gold = _parsed(f"\\boxed{{{answer}}}" if stands_alone else answer)
+    if not _is_read(gold):
+        return None
+    _, thought, said = text.rpartition("</think>")
+    if not thought and "<think>" in text:
+        return "unfinished_thought"
+    found = _parsed(said)
+    if not _is_read(found):
+        return "no_answer" if not found and marked_answer(said) is None else "unreadable"
+    try:
+        return RIGHT if verify(gold, found, timeout_seconds=None) else "wrong"
+    except MemoryError:
+        raise
+    except Exception:  # sympy may raise anything about what a model wrote
+        return "unreadable"
+
+
+def _parsed(text: str) -> list[Any]:
+    """What math-verify makes of it: an expression and its text, the text alone, or []."""
+    from math_verify import parse
+
+    marked = marked_answer(text)
+    text = text if marked is None else f"\\boxed{{{_tidied(marked)}}}"
+    return list(parse(text, parsing_timeout=None))
+
+
+def _is_read(parsed: list[Any]) -> bool:
+    return any(not isinstance(value, str) for value in parsed)
+
+
+def marked_answer(text: str) -> str | None:
+    """The text inside of the last mark of an answer; None without any."""
+    marks = [(m.start(), m[1]) for pattern in (_TAGGED, _HASHES) for m in pattern.finditer(text)]
+    for opening in _BOXED.finditer(text):
+        end = _closing_brace(text, opening.end())
+        if end is not None:  # else it was cut off
+            marks.append((opening.start(), text[opening.end() : end]))
+    return max(marks)[1] if marks else None
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    depth = 1
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return brace.start()
+    return None
+
+
+def _tidied(answer: str) -> str:
+    """Without Markdown, a final stop, a currency's sign, and words after a number."""
+    answer = answer.strip().strip("*").rstrip(".").strip(" $€£¥")
+    number = _NUMBER_WITH_WORDS.fullmatch(answer)
+    return number[1] if number else answer
