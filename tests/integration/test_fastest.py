@@ -1,6 +1,7 @@
 """fit in the layout that was fastest: kept in its configuration, by a resume and by a rerun."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,11 @@ def place(tmp_path, tiny_model, monkeypatch):
     return tmp_path
 
 
-def fit(*options: str) -> None:
+def fit(*options: str, threads: str | None = None) -> None:
+    """As a process of its own would start, which no earlier run has told its threads."""
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = threads
     assert main(["fit", "--config", "config.yaml", *options]) == 0
 
 
@@ -118,7 +123,6 @@ def test_plain_measures_nothing_and_changes_nothing(place, monkeypatch):
 
 def test_real_trials_take_no_part_in_the_run(place, monkeypatch):
     """One of a thread, and one of two processes: the run is as it is where all is given."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(fastest, "BUDGET_S", 120.0)
     found = []
 
@@ -129,7 +133,7 @@ def test_real_trials_take_no_part_in_the_run(place, monkeypatch):
 
     real = fastest.measure
     monkeypatch.setattr(fastest, "measure", measure)
-    fit()
+    fit(threads="1")
     assert list(found[0]) == [ALONE, "2 processes, 1 thread each, TransformersEngine"]
     assert all(0 < row["generate"] < row["iteration"] for row in found[0].values())
     given = ("--trainer.devices", "1", "--threads", "1", "--data.engine", "TransformersEngine")
