@@ -16,6 +16,7 @@ setup:  ## make or update .venv (the others do it by themselves)
 # an installed torchrl would load its own and change how processes start.
 test test-slow test-rounding bench-floor: export OMP_NUM_THREADS ?= 1
 test test-slow test-rounding bench-floor: export VLLM_PLUGINS ?=
+test test-slow test-rounding bench-floor: export LIGHTNING_RL_LAYOUT ?= plain
 test test-slow test-rounding bench-floor: export VLLM_NO_USAGE_STATS ?= 1
 # Tests make their own models and data; a hub look-up is a mistake, and fails at once.
 test test-slow test-rounding: export HF_HUB_OFFLINE ?= 1

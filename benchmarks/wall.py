@@ -1,6 +1,7 @@
 """How long do this library and TRL's GRPOTrainer take on both of a machine's cores?
 
     python -m benchmarks.wall [--tasks quickstart long] [--runs 5] [--save]
+    python -m benchmarks.wall --defaults [--runs 3] [--save]
     python -m benchmarks.wall --choose; python -m benchmarks.wall --chosen --finalists 1 --save
 
 Wall seconds, each side in the layout of its own that is fastest on the task. Ours: generation with
@@ -11,8 +12,11 @@ continuous batching or with vLLM, each with one or two threads, or in two proces
 accelerate. A short run of each finds every side's fastest, and the next if it is nearly as fast;
 what fails or is given up is named with the reason. Then these finalists and our single thread run
 in turns, each in processes of its own. Figures are medians over their runs, of iterations after the
-first; sides, batches and settings those of `benchmarks/peers.py`. The second line is the same in
-two halves, and shorter. `--save` keeps what was saved of tasks that are not named.
+first; sides, batches and settings those of `benchmarks/peers.py`. The last line is the same in
+two halves, and shorter. `--defaults` compares what each side does where nothing is chosen, on the
+quickstart and on `large` (`benchmarks/wall_defaults.py`), and its last line is JSON with
+`default_ratio_<task>` (TRL / ours, wall seconds per iteration) and `default_whole_ratio_<task>` (of
+whole commands). `--save` keeps what was saved of tasks that are not named.
 
 Tasks (`benchmarks/peers_tasks.py`): `quickstart`, to a sampled reward of 0.90; `longer`, 10-token
 prompts with completions of about 28 tokens, nearly equal in length; `heavy`, lengths from a Pareto
@@ -64,6 +68,7 @@ from benchmarks.peers_tasks import (
 from benchmarks.quiet import require_quiet, take_cores
 from benchmarks.results import RESULTS, parser_of, report, write_block
 from benchmarks.task import prepare
+from benchmarks.wall_defaults import compare, ratios
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 CHOSEN = BUILD / "wall-layouts.json"
@@ -257,6 +262,7 @@ def main() -> None:
     parser.add_argument("--finalists", type=int, default=2, help="of each side, at most")
     parser.add_argument("--choose", action="store_true", help="only find the finalists")
     parser.add_argument("--chosen", action="store_true", help="take those that --choose found")
+    parser.add_argument("--defaults", action="store_true", help="what nothing is chosen for")
     parser.add_argument("--max-load", type=float, default=0.7, help="of the minute before")
     parser.add_argument("--quick", action="store_true", help="a trial: 1 run of 2 iterations")
     arguments = parser.parse_args()
@@ -264,6 +270,15 @@ def main() -> None:
     load = os.getloadavg()[0] if arguments.quick else require_quiet(arguments.max_load)
     prepare()
     make_environment()
+    if arguments.defaults:
+        # As many iterations as the quickstart has, of which it pays to measure layouts.
+        few = 2 if arguments.quick else 28
+        found = compare(
+            [quick_task(few), large_task(few)], 1 if arguments.quick else arguments.runs
+        )
+        result = ratios(found) | {"load_before": load, "tasks": found}
+        report("wall-defaults", result, arguments.save)
+        return
     tasks = [
         make(2 if arguments.quick else iterations)
         for make, iterations in (TASKS[name] for name in arguments.tasks)

@@ -356,7 +356,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         """Answer Lightning on ``ckpt_path="last"``."""
         self._asked_for_last = True
         if self._given is None:
-            _continue_newest_run(trainer)
+            _continuenewest_run(trainer)
         directory = output_path(trainer, self._given, "checkpoints")
         found = newest_good(directory, run_id_of(directory))
         if found is None:
@@ -366,7 +366,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         return {str(found)}
 
 
-def _continue_newest_run(trainer: Trainer) -> None:
+def _continuenewest_run(trainer: Trainer) -> None:
     """Continue in the last folder that holds a checkpoint; new runs begin a new one.
 
     Raises:
@@ -374,7 +374,7 @@ def _continue_newest_run(trainer: Trainer) -> None:
     """
     own = own_runs(trainer)
     if own is not None:
-        newest = _newest_run(own)
+        newest = newest_run(own)
         if newest is not None:
             _require_free(trainer, newest)
             continue_in(trainer, newest)
@@ -386,7 +386,7 @@ def _continue_newest_run(trainer: Trainer) -> None:
     ]
     if not loggers or loggers[0] is not trainer.logger:
         return  # the run directory is fixed
-    newest = _newest_run(Path(loggers[0].save_dir or ".") / (loggers[0].name or ""))
+    newest = newest_run(Path(loggers[0].save_dir or ".") / (loggers[0].name or ""))
     if newest is None:
         return
     _require_free(trainer, newest)
@@ -408,7 +408,7 @@ def _is_open(logger: TensorBoardLogger | CSVLogger) -> bool:
     )
 
 
-def _newest_run(runs: Path) -> Path | None:
+def newest_run(runs: Path) -> Path | None:
     """The last among ``runs/version_<n>`` that holds a checkpoint."""
     begun = [
         directory.parent

@@ -29,6 +29,7 @@ from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.module import policies_of
 from lightning_rl.rollout import Prompt, Rollout, as_text
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
+from lightning_rl.run.layout_cache import key_of
 from lightning_rl.sync.schedule import FixedSchedule
 
 
@@ -98,12 +99,13 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         cli = Built(rest, scratch)
         layouts = candidates(cli) if "--layout" in ways else []
+        key = key_of(cli.table(), type(cli.datamodule.engine).__name__) if layouts else None
         fits = _check(cli, with_rollout=not ways, card_gb=card_gb)
         del cli  # and its weights
         if "--run" in ways:
             print(_run(Built(rest, scratch, fast_dev_run=1)))
         if layouts:
-            print("\n".join(compare(layouts, rest, Path(scratch))))
+            print("\n".join(compare(layouts, rest, Path(scratch), key)))
     if not fits:
         print("not good: the GPU is too small, as said above", file=sys.stderr)
         return 1

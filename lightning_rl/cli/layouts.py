@@ -2,15 +2,15 @@
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+from lightning_rl.cli.device_layout import DeviceLayout, fastest, layouts_of
 from lightning_rl.cli.scratch import Built
 from lightning_rl.cli.stopwatch import TIMED
 from lightning_rl.collect.collector import SyncCollector
@@ -18,7 +18,9 @@ from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.module import PolicyModule
+from lightning_rl.run import layout_cache
 from lightning_rl.run.dist import announced
+from lightning_rl.run.layout_cache import Measured
 from lightning_rl.run.machine import usable_cores
 
 Row = dict[str, float]
@@ -30,74 +32,7 @@ PARTS = ("generate", "train", "sync")
 BUDGET_S = 75.0
 """All are measured once; once more as long as that ends within so many seconds."""
 
-CLOSE = 1.03
-"""A layout must be faster than a simpler one by this factor: less is noise."""
-
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
-
-
-@dataclass(frozen=True)
-class DeviceLayout:
-    """A way to use this machine: a name, and what the command line says for it.
-
-    Args:
-        name: for the table.
-        flags: to add behind the others.
-        environment: variables to set.
-    """
-
-    name: str
-    flags: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
-
-    def command(self) -> str:
-        """The command to type."""
-        variables = [f"{name}={value}" for name, value in self.environment.items()]
-        return " ".join([*variables, "lightning-rl fit ...", *map(shlex.quote, self.flags)])
-
-
-def layouts_of(
-    cores: int, groups: int, strategy: str = "auto", streams: bool = False, plain: bool = False
-) -> list[DeviceLayout]:
-    """Those that make sense for so many cores and groups per iteration, the simplest first.
-
-    Of the numbers of processes that share the groups evenly the smallest and the largest;
-    ``streams``: also engine and trainer at the same time, each on half of the cores; ``plain``:
-    also without vLLM, in one process and in most.
-    """
-    alone = () if strategy == "auto" else ("--trainer.strategy", "auto")
-    shared = [n for n in range(2, cores + 1) if groups % n == 0]
-    streamed = [_streamed(cores, groups, alone)] if streams and cores > 1 else []
-    one = [_processes(1, threads, alone) for threads in sorted({1, cores})]
-    several = [_processes(n, cores // n) for n in sorted({*shared[:1], *shared[-1:]})]
-    without = [_plain(layout) for layout in (*one, *several[-1:])] if plain else []
-    return [*one, *streamed, *several, *without]
-
-
-def _streamed(cores: int, groups: int, flags: tuple[str, ...]) -> DeviceLayout:
-    """Half of the groups at a time, so that some are complete early."""
-    flags = ("--trainer.devices", "1", *flags, "--data.collector", "StreamedCollector")
-    in_flight = ("--data.collector.max_groups_in_flight", str(max(1, groups // 2)))
-    # Two threads in all are one for each; more are divided.
-    threads = 1 if cores == 2 else cores
-    return DeviceLayout(
-        "1 process, streamed", (*flags, *in_flight), {"OMP_NUM_THREADS": str(threads)}
-    )
-
-
-def _plain(layout: DeviceLayout) -> DeviceLayout:
-    flags = (*layout.flags, "--data.engine", "TransformersEngine")
-    return DeviceLayout(f"{layout.name}, TransformersEngine", flags, layout.environment)
-
-
-def _processes(count: int, threads: int, flags: tuple[str, ...] = ()) -> DeviceLayout:
-    processes = "1 process" if count == 1 else f"{count} processes"
-    each = "1 thread" if threads == 1 else f"{threads} threads"
-    return DeviceLayout(
-        f"{processes}, {each}{'' if count == 1 else ' each'}",
-        ("--trainer.devices", str(count), *flags),
-        {"OMP_NUM_THREADS": str(threads)},
-    )
 
 
 def candidates(cli: Built) -> list[DeviceLayout]:
@@ -131,8 +66,15 @@ def candidates(cli: Built) -> list[DeviceLayout]:
     return layouts_of(usable_cores(), data.groups_per_iteration, strategy, streams, plain)
 
 
-def compare(layouts: Sequence[DeviceLayout], arguments: Sequence[str], scratch: Path) -> list[str]:
+def compare(
+    layouts: Sequence[DeviceLayout],
+    arguments: Sequence[str],
+    scratch: Path,
+    key: dict[str, Any] | None = None,
+) -> list[str]:
     """Measure layouts of what ``fit`` with these arguments does, and say which is fastest.
+
+    ``key``: under which later runs find it, unless other work was measured too.
 
     Raises:
         LightningRLError: if none of them runs.
@@ -143,7 +85,21 @@ def compare(layouts: Sequence[DeviceLayout], arguments: Sequence[str], scratch: 
     if not any(isinstance(found, list) for found in rows.values()):
         first = layouts[0].name
         raise LightningRLError(f"no layout could be measured; {first}: {rows[first]}")
-    return [*table(rows), *_busy(load, cores), verdict(layouts, rows)]
+    if not (busy := _busy(load, cores)):
+        _keep(key, rows)
+    return [*table(rows), *busy, verdict(layouts, rows)]
+
+
+def _keep(key: dict[str, Any] | None, rows: Mapping[str, list[Row] | str]) -> None:
+    """For ``fit``, which starts no vLLM to measure."""
+    parts = ("iteration", "generate")
+    seconds = {
+        name: {part: _median(found, part) for part in parts}
+        for name, found in rows.items()
+        if isinstance(found, list)
+    }
+    if key is not None:
+        layout_cache.write(key, Measured(seconds, thorough=True))
 
 
 # ---------------------------------------------------------------- measuring
@@ -231,12 +187,6 @@ def _busy(load: float, cores: int) -> list[str]:
         f"  WARNING: {cores} cores had a load of {load:.1f} before; beside other work this says "
         "little: measure again when it is done"
     ]
-
-
-def fastest(seconds: Mapping[DeviceLayout, float]) -> DeviceLayout:
-    """The first, and so the simplest, of those that are as fast as the fastest."""
-    least = min(seconds.values())
-    return next(layout for layout, taken in seconds.items() if taken <= least * CLOSE)
 
 
 def _median(rows: Sequence[Row], part: str) -> float:

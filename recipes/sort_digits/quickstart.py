@@ -1,4 +1,4 @@
-"""The quickstart: warm start, GRPO on real vLLM rollouts, and what came of it.
+"""The quickstart: warm start, GRPO in the layout that is fastest here, and what came of it.
 
     lightning-rl quickstart    (make quickstart in a checkout)
 
@@ -15,11 +15,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_rl.run.machine import driver_gpus
+
 OUT = Path("runs/sort_digits")
 CONFIGS = Path("recipes/sort_digits")
-# One OpenMP thread: two on a busy machine are many times slower than one. No vLLM plugins:
-# an installed torchrl would load its own and change how processes start.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
+# No vLLM plugins: an installed torchrl would load its own and change how processes start.
+ENVIRONMENT = {"VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
+# One OpenMP thread: two on a busy machine are many times slower than one.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+OPEN = ("--data.engine", "null", "--trainer.devices", "auto")
+"""Left to `fit` on a CPU, which takes what is fastest."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,6 +32,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("lightning-rl quickstart", description=__doc__.split("\n")[0])
     parser.add_argument("--sft_steps", type=int, help="of the warm start; default: sft.yaml's")
     parser.add_argument("--iterations", type=int, help="of GRPO; default: grpo.yaml's")
+    parser.add_argument(
+        "--engine",
+        choices=("fastest", "vllm"),
+        default="vllm"
+        if os.environ.get("LIGHTNING_RL_LAYOUT") == "plain" or driver_gpus()
+        else "fastest",
+        help="vllm: real vLLM in one process of one thread, as grpo.yaml says; fastest: engine, "
+        "processes and threads that fit measures to be fastest (the default on a CPU)",
+    )
     given = parser.parse_args(arguments)
     begin = time.perf_counter()
     run("recipes.sort_digits.prepare", "--out", str(OUT))
@@ -34,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"\nwarm-started model found in {OUT / 'sft' / 'hf'}; delete it to make it again")
     else:
         fit("sft.yaml", "--trainer.max_steps", given.sft_steps)
-    fit("grpo.yaml", "--data.iterations_per_epoch", given.iterations)
+    options = OPEN if given.engine == "fastest" else ()
+    fit("grpo.yaml", "--data.iterations_per_epoch", given.iterations, *options)
     accuracy = report(newest_run(OUT / "grpo"), time.perf_counter() - begin)
     whole = given.sft_steps is None and given.iterations is None
     if whole and accuracy < 0.90:
@@ -43,17 +58,18 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def fit(config: str, option: str, number: int | None) -> None:
-    """Train as a configuration says, but for a number, if it is given."""
+def fit(config: str, option: str, number: int | None, *options: str) -> None:
+    """Train as a configuration says, but for a number, if it is given, and ``options``."""
     changed = [] if number is None else [option, str(number)]
-    run("lightning_rl", "fit", "--config", str(CONFIGS / config), *changed)
+    run("lightning_rl", "fit", "--config", str(CONFIGS / config), *changed, *options)
 
 
 def run(module: str, *arguments: str) -> None:
     """Run ``python -m module`` and stop with its exit status if it fails."""
     print(f"\n$ python -m {shlex.join([module, *arguments])}", flush=True)
     command = [sys.executable, "-m", module, *arguments]
-    result = subprocess.run(command, env=ENVIRONMENT | os.environ, check=False)
+    threads = {} if set(OPEN) <= set(arguments) else ONE_THREAD
+    result = subprocess.run(command, env=ENVIRONMENT | threads | os.environ, check=False)
     if result.returncode:
         sys.exit(result.returncode)
 
