@@ -273,8 +273,8 @@ def differences(ours: Any, theirs: Any, where: str) -> list[str]:
 def compare(out: Path, whole: Path, iterations: int = ITERATIONS) -> list[str]:
     """What differs between a killed run and the uninterrupted one."""
     ours, theirs = run_directory(out), run_directory(whole)
-    states = (final_state(directory, iterations) for directory in (ours, theirs))
-    found = differences(*states, "state")
+    ended, expected = final_state(ours, iterations), final_state(theirs, iterations)
+    found = differences(ended, expected, "state")
     for file in ("metrics.jsonl", "rollouts.jsonl"):
         found += differences(lines_of(ours / file), lines_of(theirs / file), file)
     return found

@@ -356,7 +356,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         """Answer Lightning on ``ckpt_path="last"``."""
         self._asked_for_last = True
         if self._given is None:
-            _continuenewest_run(trainer)
+            _continue_newest_run(trainer)
         directory = output_path(trainer, self._given, "checkpoints")
         found = newest_good(directory, run_id_of(directory))
         if found is None:
@@ -366,7 +366,7 @@ class IterationCheckpoint(ModelCheckpoint, RLCallback):
         return {str(found)}
 
 
-def _continuenewest_run(trainer: Trainer) -> None:
+def _continue_newest_run(trainer: Trainer) -> None:
     """Continue in the last folder that holds a checkpoint; new runs begin a new one.
 
     Raises:

@@ -67,7 +67,7 @@ def test_variants_of_math_are_merged(names, monkeypatch):
     cli = Built(["fit", *(word for file in files for word in ("--config", str(file)))])
     assert (cli.model.lora is not None) == ("lora" in names)
     assert isinstance(cli.datamodule.agent, ThinkingBudget) == (names[0] != "lora")
-    assert [type(r) for r in cli.datamodule.rewards.functions.values()][0] is MathVerify
+    assert type(next(iter(cli.datamodule.rewards.functions.values()))) is MathVerify
     # Every word of the models' answers has room in the engine, behind the longest prompt.
     longest = cli.datamodule.sampling.max_tokens + cli.datamodule.train_prompts.max_prompt_tokens
     assert longest <= getattr(cli.datamodule.engine, "max_model_len", longest)
