@@ -97,12 +97,12 @@ def test_the_layout_is_kept_by_the_configuration_a_resume_and_a_rerun(place, mon
     runs = "runs/lightning_logs/version_"
     assert saved(f"{runs}0") == ("plain", "1", 1, "TransformersEngine")
     # From here on measuring would fail, and an earlier run's answer is read.
-    fit("--trainer.logger.name", "again", "--trainer.limit_train_batches", "2")
+    fit("--trainer.logger.name", "again", "--trainer.max_steps", "2")
     again = "runs/again/version_0"
     assert saved(again) == saved(f"{runs}0")
     # Without the cache too: the checkpoint tells.
     monkeypatch.setenv("XDG_CACHE_HOME", str(place / "another"))
-    fit("--trainer.logger.name", "again", "--ckpt_path", "last", "--allow_changes", "true")
+    fit("--trainer.logger.name", "again", "--ckpt_path", "last")
     last = "checkpoints/iteration_3.ckpt"
     one, other = weights_of(Path(runs + "0", last)), weights_of(Path(again, last))
     assert all(torch.equal(one[name], other[name]) for name in one)
