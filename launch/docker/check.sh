@@ -7,16 +7,16 @@ cd "$(dirname "$0")/../.."
 command -v debootstrap >/dev/null || { echo "check.sh: apt-get install debootstrap" >&2 && exit 1; }
 file=launch/docker/Dockerfile
 root=$(mktemp -d "${1:-/tmp}/image.XXXXXX")
-mounted=()
+mounted=("$root/proc") # debootstrap's own, if it is interrupted
 end() {
-    for place in "${mounted[@]}"; do umount "$place"; done
+    for place in "${mounted[@]}"; do ! mountpoint --quiet "$place" || umount "$place"; done
     rm -rf --one-file-system "$root" "$root.log"
 }
 trap end EXIT
 bind() {
     mkdir -p "$root$1"
-    mount --bind "$1" "$root$1"
     mounted+=("$root$1")
+    mountpoint --quiet "$root$1" || mount --bind "$1" "$root$1" # debootstrap may have left its /proc
 }
 
 # What FROM brings: Debian with Python 3.11 and its headers.

@@ -19,7 +19,7 @@ from tests.support.two_ranks import free_port
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         slurm_cluster.missing() is not None, reason=slurm_cluster.missing() or "it is installed"
     ),
