@@ -9,8 +9,8 @@ seeds can be measured side by side, and a run that was cut off goes on. Delete t
 again.
 
 The last line is JSON: accuracy on held-out questions before and after, of all and of each task, the
-mean over the seeds, and the seeds. ``--save`` also keeps it in benchmarks/results and draws the
-figure of the recipe's page. Takes about an hour on two cores.
+mean over the seeds, and the seeds. ``--save`` also keeps it in benchmarks/results, and writes the
+table and the figure of the recipe's page.
 """
 
 import json
@@ -21,27 +21,29 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.reasoning_plot import draw
-from benchmarks.results import parser_of, report
+from benchmarks.results import parser_of, report, write_block
 from benchmarks.seeds import fitted
 from recipes.reasoning_gym.prepare import TASKS, prepare
 
 OUT = Path("runs/reasoning_gym")
-MODEL = OUT / "sft" / "hf"
 RECIPE = "recipes/reasoning_gym"
+PAGE = Path(__file__).parents[1] / RECIPE / "README.md"
+WARM_STARTS = ("sft", "sft_more")  # one goes on from the other
 FIGURE = Path(__file__).parents[1] / "docs" / "images" / "reasoning-gym-curves.png"
 
 
 def warm_start() -> None:
     """Make the recipe's data and warm-started model, if they are not there yet."""
     prepare(OUT)
-    if not (MODEL / "config.json").exists():
-        command = ["-m", "lightning_rl", "fit", "--config", f"{RECIPE}/sft.yaml"]
-        subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+    for name in WARM_STARTS:
+        if not (OUT / name / "hf" / "config.json").exists():
+            command = ["-m", "lightning_rl", "fit", "--config", f"{RECIPE}/{name}.yaml"]
+            subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
 
 
-def measure(seed: int, overrides: list[str]) -> dict[str, Any]:
+def measure(seed: int) -> dict[str, Any]:
     """One seed's curves, by what they are of: iterations, and accuracy at each."""
-    summary, rows = fitted(f"{RECIPE}/grpo.yaml", seed, overrides)
+    summary, rows = fitted(f"{RECIPE}/grpo.yaml", seed, [])
     evaluated = [row for row in rows if "eval/accuracy" in row]
     return {
         "seed": seed,
@@ -53,11 +55,11 @@ def measure(seed: int, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def measured(seed: int, overrides: list[str]) -> dict[str, Any]:
+def measured(seed: int) -> dict[str, Any]:
     """The result of a seed, from its file if it is there."""
     path = OUT / "seeds" / f"{seed}.json"
     if not path.exists():
-        result = measure(seed, overrides)
+        result = measure(seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -72,26 +74,48 @@ def ends(curves: list[list[float]]) -> dict[str, float]:
     }
 
 
+def summary_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Accuracy before and after, of all questions and of each task; and the runs."""
+    overall = ends([run["accuracy"] for run in runs])
+    return {
+        "accuracy_before": overall["before"],
+        "accuracy_after": overall["after"],
+        "tasks": {task: ends([run["tasks"][task] for run in runs]) for task in TASKS},
+        "seeds": runs,
+    }
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Markdown: a column per seed, a row per task, before → after."""
+    runs = result["seeds"]
+    seeds = [f"seed {run['seed']}" for run in runs]
+    lines = [f"| task | {' | '.join(seeds)} | mean |", "|---" * (len(seeds) + 2) + "|"]
+    for task, mean in result["tasks"].items():
+        curves = [run["tasks"][task] for run in runs]
+        lines.append(_row(f"`{task}`", curves, mean["before"], mean["after"]))
+    curves = [run["accuracy"] for run in runs]
+    lines.append(_row("all", curves, result["accuracy_before"], result["accuracy_after"]))
+    return lines
+
+
+def _row(name: str, curves: list[list[float]], before: float, after: float) -> str:
+    pairs = [(curve[0], curve[-1]) for curve in curves]
+    cells = [f"{first:.2f} → {last:.2f}" for first, last in [*pairs, (before, after)]]
+    return f"| {' | '.join([name, *cells])} |"
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    arguments, overrides = parser.parse_known_args()
+    arguments = parser.parse_args()
     warm_start()
-    runs = []
-    print("seed  before  after  CPU s")
-    for seed in arguments.seeds:
-        run = measured(seed, overrides)
-        runs.append(run)
-        first, last = run["accuracy"][0], run["accuracy"][-1]
-        print(f"{seed:<5} {first:.3f}   {last:.3f}  {run['cpu_s']:.0f}", flush=True)
-    tasks = {task: ends([run["tasks"][task] for run in runs]) for task in TASKS}
-    for task, end in tasks.items():
-        print(f"{task:<24} {end['before']:.3f}   {end['after']:.3f}")
+    result = summary_of([measured(seed) for seed in arguments.seeds])
+    lines = table(result)
+    print("\n".join(lines))
     if arguments.save:
-        draw(runs, tasks, str(FIGURE))
-    overall = ends([run["accuracy"] for run in runs])
-    result = {f"accuracy_{when}": value for when, value in overall.items()}
-    report("reasoning-gym", result | {"tasks": tasks, "seeds": runs}, arguments.save)
+        write_block(PAGE, "reasoning", lines)
+        draw(result["seeds"], result["tasks"], str(FIGURE))
+    report("reasoning-gym", result, arguments.save)
 
 
 if __name__ == "__main__":
