@@ -30,6 +30,10 @@ RECIPE = "recipes/reasoning_gym"
 PAGE = Path(__file__).parents[1] / RECIPE / "README.md"
 WARM_STARTS = ("sft", "sft_more")  # one goes on from the other
 FIGURE = Path(__file__).parents[1] / "docs" / "images" / "reasoning-gym-curves.png"
+PICTURE = (
+    "![Held-out accuracy over iterations, and of each task before and after]"
+    "(../../docs/images/reasoning-gym-curves.png)"
+)
 
 
 def warm_start() -> None:
@@ -113,7 +117,7 @@ def main() -> None:
     lines = table(result)
     print("\n".join(lines))
     if arguments.save:
-        write_block(PAGE, "reasoning", lines)
+        write_block(PAGE, "reasoning", [PICTURE, "", *lines])
         draw(result["seeds"], result["tasks"], str(FIGURE))
     report("reasoning-gym", result, arguments.save)
 
