@@ -23,7 +23,6 @@ def draw(runs: list[dict[str, Any]], tasks: dict[str, dict[str, float]], path: s
     for panel in (curves, bars):
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(length=0, colors=INK)
-        panel.set_title(panel.get_title(), fontsize=11, fontweight="bold", color=INK, loc="left")
     figure.savefig(path, dpi=130)
 
 
@@ -36,7 +35,7 @@ def _curves(axes: Axes, runs: list[dict[str, Any]]) -> None:
     axes.grid(axis="y", alpha=0.25)
     axes.legend(frameon=False, loc="lower right")
     axes.set_xlabel("iterations of GRPO")
-    axes.set_title("Held-out accuracy, all eight tasks")
+    _title(axes, "Held-out accuracy, all eight tasks")
 
 
 def _bars(axes: Axes, tasks: dict[str, dict[str, float]], seeds: int) -> None:
@@ -49,5 +48,9 @@ def _bars(axes: Axes, tasks: dict[str, dict[str, float]], seeds: int) -> None:
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.grid(axis="x", alpha=0.25)
-    axes.legend(frameon=False, loc="lower left")
-    axes.set_title(f"Each task, mean of {seeds} seeds" if seeds > 1 else "Each task")
+    axes.legend(frameon=False, loc="lower right")
+    _title(axes, f"Each task, mean of {seeds} seeds" if seeds > 1 else "Each task")
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, fontsize=11, fontweight="bold", color=INK, loc="left")
