@@ -41,8 +41,8 @@ CHAT_TEMPLATE = (
 )
 # Qwen3 opens its thought itself. Random weights would not, so the template does.
 THINKING_TEMPLATE = CHAT_TEMPLATE.removesuffix("{% endif %}") + (
-    "<think>\n{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}"
-    "{% endif %}"
+    "<think>\n{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '\\n</think>\\n\\n' }}{% endif %}{% endif %}"
 )
 
 SHARED: dict[str, Any] = {

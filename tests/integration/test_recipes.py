@@ -1,4 +1,4 @@
-"""Every recipe's configuration goes through the real parser; the reasoning-gym one also trains."""
+"""Every recipe's configuration goes through the real parser; those of reasoning-gym also train."""
 
 import json
 from pathlib import Path
@@ -15,13 +15,15 @@ from lightning_rl.games.staged import command as staged
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.serving.results import ENDINGS
 from recipes.openai_agent.prepare import prepare as prepare_openai_agent
+from recipes.reasoning_gym import prepare
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 ROOT = Path(__file__).parents[2]
 EVERYTHING = sorted((ROOT / "recipes").glob("*/*.yaml"))
 STAGED = [path for path in EVERYTHING if "run_dir" in load_yaml(str(path))[0]]
 CONFIGS = [path for path in EVERYTHING if path not in STAGED]
-REASONING_GYM = ROOT / "recipes" / "reasoning_gym" / "grpo.yaml"
+REASONING_GYM = ROOT / "recipes" / "reasoning_gym"
+PRETRAINED = REASONING_GYM / "pretrained.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +45,7 @@ def chat_model(tmp_path_factory) -> Path:
 
 
 def test_there_are_recipes_to_check():
-    assert REASONING_GYM in CONFIGS
+    assert PRETRAINED in CONFIGS
     assert len(CONFIGS) >= 4
 
 
@@ -86,7 +88,7 @@ def test_every_key_of_a_staged_run_exists(path, monkeypatch):
 
 
 def test_no_held_out_question_is_trained_on():
-    init_args = load_yaml(str(REASONING_GYM))[0]["data"]["init_args"]
+    init_args = load_yaml(str(PRETRAINED))[0]["data"]["init_args"]
     train, heldout = (
         {
             entry["question"]
@@ -100,7 +102,7 @@ def test_no_held_out_question_is_trained_on():
     assert not train & heldout
 
 
-def test_one_iteration_of_reasoning_gym_with_a_stand_in(chat_model, tmp_path, monkeypatch):
+def test_one_iteration_of_a_pretrained_model_with_a_stand_in(chat_model, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     options = {
         "model.model": chat_model,
@@ -116,8 +118,8 @@ def test_one_iteration_of_reasoning_gym_with_a_stand_in(chat_model, tmp_path, mo
         "trainer.logger.save_dir": tmp_path,
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    assert main(["fit", "--config", str(REASONING_GYM), *arguments]) == 0
-    run = tmp_path / "grpo" / "version_0"
+    assert main(["fit", "--config", str(PRETRAINED), *arguments]) == 0
+    run = tmp_path / "pretrained" / "version_0"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "completed"
     assert summary["iterations"] == 1
@@ -134,6 +136,34 @@ def test_one_iteration_of_reasoning_gym_with_a_stand_in(chat_model, tmp_path, mo
     assert rollout["completion"][0]["role"] == "assistant"
     assert list(run.glob("checkpoints/*.ckpt"))
     assert (run / "hf" / "model.safetensors").exists()
+
+
+def test_eight_tasks_are_warm_started_and_trained(tmp_path, monkeypatch):
+    """recipes/reasoning_gym with its own model, shortened: twice two steps, one iteration."""
+    monkeypatch.setattr(prepare, "DRAWN", 60)
+    monkeypatch.setattr(prepare, "NUM_HELDOUT", 2)
+    monkeypatch.chdir(tmp_path)
+    prepare.prepare(prepare_out := Path("runs/reasoning_gym"))
+    steps = ["--trainer.max_steps=2", "--data.batch_size=4", "--trainer.accelerator=cpu"]
+    for part in ("sft", "sft_more"):
+        assert main(["fit", "--config", str(REASONING_GYM / f"{part}.yaml"), *steps]) == 0
+    options = {
+        "data.sampling.max_tokens": 6,
+        "data.groups_per_iteration": 8,
+        "data.group_size": 2,
+        "data.iterations_per_epoch": 1,
+        "data.train_prompts.mixing": "RoundRobin",
+        "trainer.accelerator": "cpu",
+    }
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    assert main(["fit", "--config", str(REASONING_GYM / "grpo.yaml"), *arguments]) == 0
+    run = prepare_out / "grpo" / "version_0"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["iterations"]) == ("completed", 1)
+    (row,) = map(json.loads, (run / "metrics.jsonl").read_text().splitlines()[-1:])
+    for task in prepare.TASKS:  # each has its share of the groups, and is evaluated by itself
+        assert row[f"rollout/{task}/share"] == 1 / 8
+        assert 0.0 <= row[f"eval/{task}/accuracy"] <= 1.0
 
 
 def test_a_script_with_the_openai_package_is_trained(tmp_path, monkeypatch):

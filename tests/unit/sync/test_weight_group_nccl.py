@@ -91,7 +91,7 @@ def test_nothing_is_made_before_all_are_there():
 def test_a_dead_peer_is_an_error_of_ours(broken, caplog):
     sender, _ = pair()
     next(group for group in NCCL.made if group.rank == 0).broken = broken
-    with pytest.raises(SyncTimeoutError, match=r"is gone: (NCCL|WorkNCCL)[^\n]*$"):
+    with pytest.raises(SyncTimeoutError, match=r"is gone: RuntimeError: (NCCL|WorkNCCL)[^\n]*$"):
         sender.wait(sender.broadcast(torch.zeros(4)))
     sender.close()
     assert next(group for group in NCCL.made if group.rank == 0).aborted

@@ -1,0 +1,126 @@
+"""What does GRPO add to a small model on eight tasks of reasoning-gym?
+
+    python -m benchmarks.reasoning [--seeds 0 1 2] [--save]
+
+Runs recipes/reasoning_gym: its data and model, its warm start unless it is there already, then GRPO
+once per seed, a process each. All seeds begin at the same warm-started model. The result of a seed
+is kept in runs/reasoning_gym/seeds as soon as it is done, and read from there the next time: so
+seeds can be measured side by side, and a run that was cut off goes on. Delete the folder to measure
+again.
+
+The last line is JSON: accuracy on held-out questions before and after, of all and of each task, the
+mean over the seeds, and the seeds. ``--save`` also keeps it in benchmarks/results, and writes the
+table and the figure of the recipe's page.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.reasoning_plot import draw
+from benchmarks.results import parser_of, report, write_block
+from benchmarks.seeds import fitted
+from recipes.reasoning_gym.prepare import TASKS, prepare
+
+OUT = Path("runs/reasoning_gym")
+RECIPE = "recipes/reasoning_gym"
+PAGE = Path(__file__).parents[1] / RECIPE / "README.md"
+WARM_STARTS = ("sft", "sft_more")  # one goes on from the other
+FIGURE = Path(__file__).parents[1] / "docs" / "images" / "reasoning-gym-curves.png"
+PICTURE = (
+    "![Held-out accuracy over iterations, and of each task before and after]"
+    "(../../docs/images/reasoning-gym-curves.png)"
+)
+
+
+def warm_start() -> None:
+    """Make the recipe's data and warm-started model, if they are not there yet."""
+    prepare(OUT)
+    for name in WARM_STARTS:
+        if not (OUT / name / "hf" / "config.json").exists():
+            command = ["-m", "lightning_rl", "fit", "--config", f"{RECIPE}/{name}.yaml"]
+            subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+
+
+def measure(seed: int) -> dict[str, Any]:
+    """One seed's curves, by what they are of: iterations, and accuracy at each."""
+    summary, rows = fitted(f"{RECIPE}/grpo.yaml", seed, [])
+    evaluated = [row for row in rows if "eval/accuracy" in row]
+    return {
+        "seed": seed,
+        "iterations": [row["iteration"] for row in evaluated],
+        "accuracy": [row["eval/accuracy"] for row in evaluated],
+        "tasks": {task: [row[f"eval/{task}/accuracy"] for row in evaluated] for task in TASKS},
+        "cpu_s": summary["cpu_s"],
+        "wall_s": summary["wall_s"],
+    }
+
+
+def measured(seed: int) -> dict[str, Any]:
+    """The result of a seed, from its file if it is there."""
+    path = OUT / "seeds" / f"{seed}.json"
+    if not path.exists():
+        result = measure(seed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def ends(curves: list[list[float]]) -> dict[str, float]:
+    """The first and the last of a curve, the mean over seeds."""
+    return {
+        "before": fmean(curve[0] for curve in curves),
+        "after": fmean(curve[-1] for curve in curves),
+    }
+
+
+def summary_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Accuracy before and after, of all questions and of each task; and the runs."""
+    overall = ends([run["accuracy"] for run in runs])
+    return {
+        "accuracy_before": overall["before"],
+        "accuracy_after": overall["after"],
+        "tasks": {task: ends([run["tasks"][task] for run in runs]) for task in TASKS},
+        "seeds": runs,
+    }
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Markdown: a column per seed, a row per task, before → after."""
+    runs = result["seeds"]
+    seeds = [f"seed {run['seed']}" for run in runs]
+    lines = [f"| task | {' | '.join(seeds)} | mean |", "|---" * (len(seeds) + 2) + "|"]
+    for task, mean in result["tasks"].items():
+        curves = [run["tasks"][task] for run in runs]
+        lines.append(_row(f"`{task}`", curves, mean["before"], mean["after"]))
+    curves = [run["accuracy"] for run in runs]
+    lines.append(_row("all", curves, result["accuracy_before"], result["accuracy_after"]))
+    return lines
+
+
+def _row(name: str, curves: list[list[float]], before: float, after: float) -> str:
+    pairs = [(curve[0], curve[-1]) for curve in curves]
+    cells = [f"{first:.2f} → {last:.2f}" for first, last in [*pairs, (before, after)]]
+    return f"| {' | '.join([name, *cells])} |"
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    arguments = parser.parse_args()
+    warm_start()
+    result = summary_of([measured(seed) for seed in arguments.seeds])
+    lines = table(result)
+    print("\n".join(lines))
+    if arguments.save:
+        write_block(PAGE, "reasoning", [PICTURE, "", *lines])
+        draw(result["seeds"], result["tasks"], str(FIGURE))
+    report("reasoning-gym", result, arguments.save)
+
+
+if __name__ == "__main__":
+    main()
