@@ -40,7 +40,12 @@ class Interrupts:
         Args:
             safe: tells whether the main thread may be interrupted at once.
             further: a signal to listen to beside the usual ones.
+
+        Raises:
+            RunInterrupted: if a signal came while the run was starting, and was caught.
         """
+        if _stop is not None:  # while the run started, where somebody caught it
+            raise _stop
         self._safe, self._raised = safe, False
         if threading.current_thread() is not threading.main_thread():
             return
@@ -101,6 +106,8 @@ class Interrupts:
 
 _NO_HANDLERS = (signal.SIG_DFL, signal.SIG_IGN)
 _before_start: dict[int, Any] = {}
+_stop: RunInterrupted | None = None
+"""What a signal raised while the run was starting: a parser may take it for an error of its own."""
 _HEARD_S = 10.0
 """How long a main thread may take to hear of a signal while a run starts."""
 
@@ -115,9 +122,11 @@ def stopped_while_starting() -> Iterator[None]:
     Raises:
         RunInterrupted: wherever the main thread is.
     """
+    global _stop
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _stop = None
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -125,7 +134,12 @@ def stopped_while_starting() -> Iterator[None]:
     threading.Thread(target=_end_if_unheard, args=(reader,), daemon=True).start()
     try:
         yield
+    except (Exception, SystemExit) as error:
+        if _stop is not None and error is not _stop:
+            raise _stop from None
+        raise
     finally:
+        _stop = None
         leave_signals()
         signal.set_wakeup_fd(before)
         os.close(writer)
@@ -166,7 +180,9 @@ def leave_signals() -> None:
 def _stop_starting(number: int, frame: FrameType | None) -> None:
     for other, handler in _AFTERWARDS.items():
         signal.signal(other, handler)
-    raise RunInterrupted(_while_starting(number), 128 + number)
+    global _stop
+    _stop = RunInterrupted(_while_starting(number), 128 + number)
+    raise _stop
 
 
 def _end_anyway(number: int, frame: FrameType | None) -> None:
