@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 
@@ -16,12 +17,12 @@ def send() -> None:
 
 @pytest.mark.parametrize("error", [TypeError, SystemExit])
 def test_a_parser_that_takes_it_for_its_own_error_does_not_hide_it(error):
-    with pytest.raises(RunInterrupted, match="SIGUSR1 came while the run") as caught:  # noqa: PT012
-        with stopped_while_starting():
-            try:
-                send()
-            except RunInterrupted as interrupted:
-                raise error("fits no type of the union") from interrupted
+    interrupted = pytest.raises(RunInterrupted, match="SIGUSR1 came while the run")
+    with interrupted as caught, stopped_while_starting():  # noqa: PT012
+        try:
+            send()
+        except RunInterrupted as stopped:
+            raise error("fits no type of the union") from stopped
     assert caught.value.status == 128 + signal.SIGUSR1
     assert caught.value.__cause__ is None
 
@@ -29,10 +30,8 @@ def test_a_parser_that_takes_it_for_its_own_error_does_not_hide_it(error):
 def test_a_run_does_not_begin_where_it_was_swallowed():
     interrupts = Interrupts()
     with stopped_while_starting():
-        try:
+        with suppress(RunInterrupted):
             send()
-        except RunInterrupted:
-            pass
         with pytest.raises(RunInterrupted, match="SIGUSR1 came while the run was starting"):
             interrupts.install(lambda: False)
 
