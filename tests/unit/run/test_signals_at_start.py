@@ -18,7 +18,7 @@ def send() -> None:
 @pytest.mark.parametrize("error", [TypeError, SystemExit])
 def test_a_parser_that_takes_it_for_its_own_error_does_not_hide_it(error):
     interrupted = pytest.raises(RunInterrupted, match="SIGUSR1 came while the run")
-    with interrupted as caught, stopped_while_starting():  # noqa: PT012
+    with interrupted as caught, stopped_while_starting():
         try:
             send()
         except RunInterrupted as stopped:
