@@ -209,7 +209,7 @@ def test_our_command_is_understood(block, words, stand_in, capsys):
     if "--ckpt_path" in arguments:  # a file that only a run leaves
         index = arguments.index("--ckpt_path")
         del arguments[index : index + 2]
-    if arguments in (["doctor"], ["quickstart"]):
+    if arguments[0] in ("doctor", "quickstart"):
         return
     if arguments[0] == "check" or "--dry_run" in arguments:
         own_options = ("--dry_run", "--no_rollout", "--run", "--layout")
