@@ -101,6 +101,7 @@ NEEDED = {
     },
     "TextScenario": {"prompts": {"judge": {"user": "{question}"}}},
     "TheseCalls": {"numbers": [1]},
+    "ThinkingBudget": {"max_thinking_tokens": 16},
     "TokenSum": {"max_tokens": 20},
     "ToolAgent": {"tools": [FUNCTION]},
     "TorchRLEnv": {"make": FUNCTION},
