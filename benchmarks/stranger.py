@@ -32,7 +32,6 @@ from tests.support.hub_writes import WritableHub
 ROOT = Path(__file__).parents[1]
 TOKEN = "hf_of_a_stranger"
 ITERATIONS = 12
-OVERRIDES = ("torchvision", "torchaudio", "torchcodec", "triton")
 REWARD = """
 def largest_first(completions, solution):
     return [float(text == right) for text, right in zip(completions, solution, strict=True)]
@@ -143,8 +142,7 @@ def digits(first: int, count: int) -> bytes:
 
 def install(stranger: Stranger, wheel: Path) -> None:
     """As the README says; where torch comes from, as install/setup.sh finds it."""
-    lines = "".join(f'{name} ; python_version < "3"\n' for name in OVERRIDES)
-    (stranger.here / "overrides.txt").write_text(lines)
+    shutil.copy(ROOT / "install" / "cpu-overrides.txt", stranger.here / "overrides.txt")
     uv = ROOT / ".venv" / "bin" / "uv"
     command = (
         f"cd {ROOT} && source install/common.sh && cd {stranger.here} && "

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning_rl.data.rollouts.files import as_record
 from lightning_rl.data.rollouts.jsonl import as_lines
 from lightning_rl.errors import DiskError, RewardError, RunInterrupted
 from lightning_rl.run.hooks import STAGES, call_hook
+from lightning_rl.run.machine import installed_version
 from lightning_rl.run.metrics import MetricsLog
 from lightning_rl.run.rundir import run_dir, write_whole
 
@@ -300,10 +300,5 @@ def device_name(trainer: Trainer) -> str:
 
 def installed_versions() -> dict[str, str]:
     """Versions of those of our packages that are installed."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {package: installed_version(package) for package in PACKAGES}
+    return {package: version for package, version in found.items() if version is not None}

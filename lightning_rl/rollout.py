@@ -353,6 +353,11 @@ Group = list[Rollout]
 """The rollouts sampled from one prompt."""
 
 
+def last_text(completion: str | Sequence[Message]) -> str:
+    """Text as it is; of chat messages the last one's."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
 def as_text(content: str | Sequence[Message]) -> str:
     """Text as it is; chat messages as ``role: content`` lines."""
     if isinstance(content, str):

@@ -116,7 +116,7 @@ class RLCLI(LightningCLI):
 
     def _choose_layout(self, parser: LightningArgumentParser, args: list[str]) -> None:
         """Add the options of the fastest layout, which the run's configuration then keeps."""
-        added = layout_options(self.config.fit, self.table())
+        added = layout_options(self.config.fit, self.table)
         if added:
             self.config = parser.parse_args([*args, *added])
         if sys.argv[1:] == args:  # with which Lightning starts the other processes

@@ -26,6 +26,7 @@ from lightning_rl.run.machine import (
     IN_PROCESS,
     cpu_model,
     driver_gpus,
+    installed_version,
     is_supported,
     lacking,
     memory_bytes,
@@ -43,14 +44,6 @@ MIN_SPACE = {"shared memory": 1 * GIB, "disk": 6 * GIB}
 
 
 # -- Packages ------------------------------------------------------------------------------------
-
-
-def installed_version(distribution: str) -> str | None:
-    """The installed version by metadata, or None."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def requirements(extra: str = "") -> dict[str, Requirement]:

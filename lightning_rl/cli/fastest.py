@@ -1,7 +1,7 @@
 """Which layout ``fit`` takes on a CPU where the user chose none: measured, now or before."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
@@ -43,12 +43,12 @@ _STARTED = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "SLURM_JOB_ID")
 _SEARCHES = "lightning-rl check --layout (about a minute) measures all, for later runs too"
 
 
-def layout_options(own: Namespace, table: Table) -> list[str]:
+def layout_options(own: Namespace, table: Callable[[], Table]) -> list[str]:
     """What to add to the options of ``fit`` for the fastest layout; [] to leave all as it is.
 
     Args:
         own: the configuration.
-        table: the same, flat.
+        table: tells the same, flat.
     """
     if own.layout == "plain" or set(_STARTED) & set(os.environ):
         return []
@@ -57,7 +57,7 @@ def layout_options(own: Namespace, table: Table) -> list[str]:
     if not _is_free(own):
         return []
     layouts = free_layouts(own, os.environ.get("OMP_NUM_THREADS"))
-    key = layout_cache.key_of(table, _engine_of(own).__name__) if len(layouts) > 1 else None
+    key = layout_cache.key_of(table(), _engine_of(own).__name__) if len(layouts) > 1 else None
     if key is None:
         return []
     known, earlier = layout_cache.read(key), True

@@ -6,7 +6,6 @@ they compute, draw or break, this one never sees.
 
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from lightning_rl.agents.base import SingleTurn
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import TransformersEngine
+from lightning_rl.engines.server_process import free_port
 from lightning_rl.learn.own_loop import FabricDDP
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.base import Rewards
@@ -76,9 +76,7 @@ def _in_processes(trial: Trial, groups: int, deadline: float) -> dict[str, Any] 
     """What rank 0 tells; None if it fails, or is not over in time."""
     forking = multiprocessing.get_context("fork")
     ours, theirs = forking.Pipe(duplex=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1")
     ranks = [
         forking.Process(target=_compute, args=(trial, rank, port, groups, theirs), daemon=True)
         for rank in range(trial.processes)

@@ -245,9 +245,13 @@ def token_rows(batch: TensorDict) -> Tensor:
 
 def tokens_of_rows(length: Tensor, rows: Tensor) -> Tensor:
     """Indices of the tokens of these rows (r,), in their order, of rows of such lengths (R,)."""
-    starts, lengths = (length.cumsum(0) - length)[rows], length[rows]
+    return ranges((length.cumsum(0) - length)[rows], length[rows])
+
+
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """[a..a + m), [b..b + n), ... concatenated, for starts (a, b, ...) and lengths (m, n, ...)."""
     offsets = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
-    return torch.arange(len(offsets), device=length.device) + offsets
+    return torch.arange(len(offsets), device=lengths.device) + offsets
 
 
 def episode_rows(batch: TensorDict) -> Tensor:

@@ -15,7 +15,7 @@ from lightning_rl.data.hub import is_dataset, load_files, load_rows
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.tables import DatasetTable, JSONLTable, Table
 from lightning_rl.errors import ConfigError, DataError, kind_of_path
-from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row
+from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row, last_text
 from lightning_rl.run import dist
 
 
@@ -349,8 +349,7 @@ def reasoning_gym_score(
     """
     scores = []
     for completion, item, name in zip(completions, entry, task, strict=True):
-        text = completion if isinstance(completion, str) else completion[-1]["content"]
-        scores.append(float(_scorer(name)(_answer(text), item)))
+        scores.append(float(_scorer(name)(_answer(last_text(completion)), item)))
     return scores
 
 

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lightning_rl.data.packing import host_of, token_rows
+from lightning_rl.data.packing import host_of, ranges, token_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention_batches import AttentionBatches, Segments, batch_segments
 from lightning_rl.models.short_attention import attend_short, is_short
@@ -85,9 +85,8 @@ def build_layout(pack: TensorDict) -> PackLayout:
     prefix_start = prefix_start[prefix]
     first_token = torch.cat([start[owner], start + prompt_length])
     first_position = torch.cat([torch.zeros_like(owner), prompt_length])
-    within = _ranges(segment_length)
-    tokens = torch.repeat_interleave(first_token, segment_length) + within
-    positions = torch.repeat_interleave(first_position, segment_length) + within
+    tokens = ranges(first_token, segment_length)
+    positions = ranges(first_position, segment_length)
 
     live = host["tokens", "loss_mask"].nonzero().squeeze(1)
     row = token_rows(host)[live]
@@ -180,9 +179,3 @@ def _refuse(
             f"a rollout of {layout.longest} tokens exceeds the model's sliding window of {window}; "
             "lower sampling.max_tokens or drop longer prompts"
         )
-
-
-def _ranges(lengths: Tensor) -> Tensor:
-    """[0..a), [0..b), ... concatenated, for lengths (a, b, ...)."""
-    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    return torch.arange(len(starts), device="cpu") - starts

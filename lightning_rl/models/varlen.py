@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_rl.data.packing import ranges
 from lightning_rl.run.dist import fell_back
 
 CAUSAL = (-1, 0)  # the kernel's window: any number of tokens to the left, none to the right
@@ -55,9 +56,7 @@ def build_varlen(
     )
     starts = torch.stack([prefix_start, start], 1).flatten()
     lengths = torch.stack([prefix_length, length], 1).flatten()
-    ends = lengths.cumsum(0)
-    offsets = torch.repeat_interleave(starts - (ends - lengths), lengths)
-    keys = torch.arange(len(offsets), device="cpu") + offsets
+    keys = ranges(starts, lengths)
     key_length = prefix_length + length
     query_ends, key_ends = (F.pad(x.cumsum(0), (1, 0)).int() for x in (length, key_length))
     longest = int(length.max()), int(key_length.max())

@@ -10,7 +10,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.calling import RewardFailure, Score
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.pool import Isolated
-from lightning_rl.rollout import Message
+from lightning_rl.rollout import Message, last_text
 
 REASONS = ("wrong", "no_answer", "unreadable", "unfinished_thought", "fault")
 """Why a completion scored 0.0; each is logged as a share of the completions."""
@@ -95,8 +95,7 @@ class Compare:
         log = {"log_extra": log_extra, "log_metric": log_metric}
         scores: list[Score] = []
         for completion, answer in zip(completions, columns[self.column], strict=True):
-            text = completion if isinstance(completion, str) else str(completion[-1]["content"])
-            reason = reason_of(text, str(answer))
+            reason = reason_of(last_text(completion), str(answer))
             if reason is None:
                 what = f"column {self.column!r} holds {answer!r:.80}, which is no answer"
                 scores.append(RewardFailure(what))

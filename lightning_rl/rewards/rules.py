@@ -8,7 +8,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.calling import RewardFailure, Score
 from lightning_rl.rewards.pool import Isolated
 from lightning_rl.rewards.program_tests import BadTestsError, passes
-from lightning_rl.rollout import Message
+from lightning_rl.rollout import Message, last_text
 
 _FENCE = re.compile(r"^```(?:python|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -121,7 +121,7 @@ class RunTests:
 
 def program_in(completion: str | list[Message]) -> str:
     """The last fenced block of a completion, or all of it."""
-    text = completion if isinstance(completion, str) else str(completion[-1]["content"])
+    text = last_text(completion)
     blocks = _FENCE.findall(text)
     return blocks[-1] if blocks else text
 

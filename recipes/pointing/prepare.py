@@ -15,13 +15,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AddedToken, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AddedToken, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from lightning_rl.extend import Message
 from lightning_rl.games import Adp, Conversation, Debate, Protocol, SoloVerifier
 from recipes.pointing.scenario import OTHER, PLACES, POINT, QUESTION, WANTED, Pointing
-from recipes.sort_digits.prepare import EOS, PAD, make_tokenizer, write_missing, write_model
+from recipes.sort_digits.prepare import (
+    EOS,
+    PAD,
+    make_tokenizer,
+    small_qwen2,
+    write_missing,
+    write_model,
+)
 
 DIGITS = "0123456789"
 NEWLINE = "\u010a"  # as byte-level vocabularies write it
@@ -48,24 +54,14 @@ def chat_tokenizer() -> Qwen2Tokenizer:
 
 def make_pointer() -> Qwen2ForCausalLM:
     """A randomly initialised Qwen2 with two layers, float32; leaves torch's RNG alone."""
-    config = Qwen2Config(
+    return small_qwen2(
         vocab_size=64,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=64,
-        initializer_range=0.05,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        return Qwen2ForCausalLM(config)
 
 
 def draw_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -15,12 +15,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from reasoning_gym import create_dataset
-from transformers import AddedToken, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AddedToken, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from recipes.reasoning_gym.rationales import RATIONALES
-from recipes.sort_digits.prepare import EOS, PAD, make_tokenizer, write_missing, write_model
+from recipes.sort_digits.prepare import (
+    EOS,
+    PAD,
+    make_tokenizer,
+    small_qwen2,
+    write_missing,
+    write_model,
+)
 
 TASKS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
@@ -89,24 +95,15 @@ def train_tokenizer(texts: Iterable[str]) -> Qwen2Tokenizer:
 
 def make_reasoner() -> Qwen2ForCausalLM:
     """A randomly initialised Qwen2 with 10.6M parameters, float32; leaves torch's RNG alone."""
-    config = Qwen2Config(
+    return small_qwen2(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=384,
         intermediate_size=1152,
         num_hidden_layers=6,
         num_attention_heads=6,
-        num_key_value_heads=2,
         max_position_embeddings=256,
-        initializer_range=0.04,  # at 0.02, meant for wider models, the warm start learns slower
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        dtype="float32",
+        initializer_range=0.04,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        return Qwen2ForCausalLM(config)
 
 
 def prepare(out: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = [PAD, EOS, "=", *"0123456789"]
@@ -51,15 +51,25 @@ def make_model(vocab_size: int = 16) -> Qwen2ForCausalLM:
 
     The vocabulary is padded to a power of two, here from 13 tokens to 16.
     """
-    config = Qwen2Config(
+    return small_qwen2(
         vocab_size=vocab_size,
         hidden_size=192,
         intermediate_size=512,
         num_hidden_layers=4,
         num_attention_heads=6,
-        num_key_value_heads=2,
         max_position_embeddings=64,
-        initializer_range=0.05,  # at 0.02, meant for wider models, the warm start learns slower
+    )
+
+
+def small_qwen2(initializer_range: float = 0.05, **shape: int) -> Qwen2ForCausalLM:
+    """A randomly initialised Qwen2 of this shape, float32; leaves torch's RNG alone.
+
+    At an ``initializer_range`` of 0.02, meant for wider models, the warm start learns slower.
+    """
+    config = Qwen2Config(
+        **shape,
+        num_key_value_heads=2,
+        initializer_range=initializer_range,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=1,
@@ -132,12 +142,13 @@ def write_missing(out: Path, files: Mapping[str, Sequence[Mapping[str, Any]]]) -
             write_jsonl(out / name, rows)
 
 
-def write_model(path: Path, model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> None:
+def write_model(path: Path, model: PreTrainedModel, tokenizer: Qwen2Tokenizer) -> None:
     partial = path.with_name(path.name + ".partial")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.replace(path)
-    print(f"wrote {path}: Qwen2, {model.num_parameters():,} parameters, and its tokenizer")
+    kind = type(model).__name__.removesuffix("ForCausalLM")
+    print(f"wrote {path}: {kind}, {model.num_parameters():,} parameters, and its tokenizer")
 
 
 def prepare(out: Path) -> None:

@@ -105,9 +105,9 @@ def test_a_run_that_goes_on_keeps_its_layout_but_for_what_is_chosen_now(monkeypa
 
 
 def test_plain_and_a_launcher_s_processes_look_at_nothing(monkeypatch):
-    assert fastest.layout_options(Namespace(layout="plain"), {}) == []
+    assert fastest.layout_options(Namespace(layout="plain"), dict) == []
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert fastest.layout_options(Namespace(layout="auto"), {}) == []
+    assert fastest.layout_options(Namespace(layout="auto"), dict) == []
 
 
 @pytest.fixture
