@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ import yaml  # type: ignore[import-untyped]
 
 from benchmarks.peers_layouts import Layout, counted, run_trl
 from benchmarks.peers_tasks import NEVER, Task
+from benchmarks.quiet import wait_until_quiet
+from lightning_rl.cli.fastest import BUSY
 from lightning_rl.run.machine import usable_cores
 
 CONFIG = Path("recipes/sort_digits/grpo.yaml")
@@ -45,17 +47,20 @@ def configuration(task: Task, folder: Path) -> Path:
     return file
 
 
-def run_ours(task: Task, cache: Path) -> dict[str, Any]:
+def run_ours(
+    task: Task, cache: Path, options: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Wall seconds of each iteration, and of the whole command, the choice of a layout included."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "VLLM_PLUGINS": ""}
     for name in ("OMP_NUM_THREADS", "LIGHTNING_RL_LAYOUT"):
         environment.pop(name, None)
+    environment |= variables or {}
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         command = [sys.executable, "-m", "lightning_rl", "fit", "--config"]
         begin = time.perf_counter()
         done = subprocess.run(
-            [*command, str(configuration(task, folder))],
+            [*command, str(configuration(task, folder)), *options],
             env=environment,
             capture_output=True,
             text=True,
@@ -79,13 +84,14 @@ def run_theirs(task: Task, seed: int) -> dict[str, Any]:
 
 
 def compare(tasks: list[Task], runs: int) -> dict[str, Any]:
-    """Both in turns; the first of ours measures layouts, the others know them."""
+    """Both in turns; the first of ours measures layouts, once it is quiet; the others know them."""
     found: dict[str, Any] = {}
     for task in (replace(task, goal=NEVER) for task in tasks):
         sides: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
+        wait_until_quiet(BUSY * usable_cores())
         with tempfile.TemporaryDirectory() as cache:
             for turn in range(runs):
-                for side in list(sides)[:: 1 if turn % 2 else -1]:
+                for side in list(sides)[:: -1 if turn % 2 else 1]:
                     ours = side == "ours"
                     last = run_ours(task, Path(cache)) if ours else run_theirs(task, turn)
                     sides[side].append(last)

@@ -54,12 +54,14 @@ from lightning_rl.callbacks.progress import (
     StepTimer as StepTimer,
 )
 from lightning_rl.callbacks.recorder import (
-    RerunRecorder as RerunRecorder,
     RolloutRecorder as RolloutRecorder,
     RolloutWriter as RolloutWriter,
 )
 from lightning_rl.callbacks.report import (
     RunReport as RunReport,
+)
+from lightning_rl.callbacks.rerun_recorder import (
+    RerunRecorder as RerunRecorder,
 )
 from lightning_rl.callbacks.reward_alarms import (
     RewardAlarms as RewardAlarms,

@@ -16,6 +16,7 @@ from lightning_rl.callbacks.report import (
     installed_versions,
     plot_curves,
 )
+from lightning_rl.data.rollouts.ledger import FILE, Ledger
 from lightning_rl.learn.base import LanguageModule
 from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.rundir import run_dir
@@ -36,6 +37,7 @@ class ModelCard:
         name: of the run, for headings.
         configuration: its YAML, without secrets; empty where a script made the objects.
         adapters: whether the weights are a LoRA's adapters alone.
+        ledger: the last hash of the run's ledger; empty where it keeps none.
     """
 
     history: list[dict[str, float]]
@@ -43,6 +45,7 @@ class ModelCard:
     name: str
     configuration: str
     adapters: bool
+    ledger: str = ""
 
     @classmethod
     def of(cls, trainer: Trainer, module: LanguageModule, merge_adapters: bool) -> "ModelCard":
@@ -57,6 +60,7 @@ class ModelCard:
             "/".join(directory.parts[-2:]),
             without_secrets(config.read_text()) if config.is_file() else "",
             policy.lora is not None and not merge_adapters,
+            Ledger(directory).head if (directory / FILE).is_file() else "",
         )
 
     @property
@@ -81,6 +85,7 @@ class ModelCard:
             self._figures(),
             "![curves](curves.png)\n" if curves else "",
             f"## Use\n\n```python\n{self._use()}```\n",
+            self._audit(),
             "## Versions\n\n" + "".join(f"- {n} {v}\n" for n, v in installed_versions().items()),
         ]
         if self.configuration:
@@ -106,6 +111,13 @@ class ModelCard:
             values = [row[name] for row in self.history if name in row]
             lines.append(f"| {LABELS[name]} | {values[0]:.3g} | {values[-1]:.3g} |")
         return "\n".join(lines) + "\n" if lines else ""
+
+    def _audit(self) -> str:
+        """How whoever has the run checks that this is what it says."""
+        return self.ledger and (
+            "## Audit\n\nThe run's ledger leads through this hash. In the run's folder:\n\n"
+            f"```bash\nlightning-rl audit RUN --head {self.ledger}\n```\n"
+        )
 
     def _use(self) -> str:
         return (

@@ -17,7 +17,6 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import packed_rows, select
 from lightning_rl.data.rollouts.files import Record, as_record, open_rollouts
 from lightning_rl.data.rollouts.jsonl import JSONLRollouts
-from lightning_rl.data.rollouts.log import Outcome, RerunLog, checksums
 from lightning_rl.data.rollouts.pieces import TokenPieces
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, require_at_least
@@ -160,56 +159,6 @@ class RolloutRecorder(RolloutSelection):
             for record, row in zip(as_record(rollout)["rows"], rollout.rows, strict=True)
         ]
         return {"rows": rows}
-
-
-@configurable
-class RerunRecorder(RLCallback):
-    """Keeps all rollouts that are trained on, and a checksum of each version's weights.
-
-    They go to ``rerun`` in the run directory, in about nine bytes per token. The command line
-    adds this callback to every ``fit`` that has a logger, and so a run directory.
-
-    Args:
-        rollouts: False keeps the checksums and metrics only; then a rollout can be done again if
-            another callback recorded it and its version is in a checkpoint, an iteration cannot.
-    """
-
-    language_only = True
-
-    def __init__(self, rollouts: bool = True) -> None:
-        self.rollouts = rollouts
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:  # also of a former run in this directory
-            RerunLog(run_dir(trainer)).forget_after(self.rollout_module_of(pl_module).iteration)
-        trainer.strategy.barrier()
-        self.on_iteration_end(trainer, pl_module, {})
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self.rollouts:
-            log, rollouts = RerunLog(run_dir(trainer)), collected_rollouts(trainer)
-            iteration = self.rollout_module_of(pl_module).present_iteration
-            log.write_rollouts(iteration, trainer.global_rank, rollouts)
-
-    def on_iteration_end(
-        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
-    ) -> None:
-        # On every rank: sharded weights are gathered.
-        made = outcome(trainer, self.rollout_module_of(pl_module), metrics)
-        if trainer.is_global_zero:
-            RerunLog(run_dir(trainer)).write_outcome(made)
-
-
-def outcome(trainer: Trainer, module: RolloutModule, metrics: dict[str, float]) -> Outcome:
-    """The checksums of the weights as they are now; of several policies with their names."""
-    weights = checksums(
-        (f"{name}.{key}" if name else key, weight)
-        for name, policy in module.policies.items()
-        for key, weight in policy.loaded_policy.state_dict().items()
-    )
-    return Outcome(module.iteration, weights, metrics, trainer.world_size)
 
 
 def collected_rollouts(trainer: Trainer) -> list[Rollout]:

@@ -57,6 +57,10 @@ COMMANDS = {
         "lightning_rl.cli.rerun",
         "do a recorded rollout or iteration again, and say where it first differs",
     ),
+    "audit": Command(
+        "lightning_rl.cli.audit",
+        "check a run's files against its ledger, and do a share of its iterations again",
+    ),
     "check": Command(
         "lightning_rl.cli.check",
         "what a configuration amounts to, and a first rollout; writes nothing",

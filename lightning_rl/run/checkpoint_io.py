@@ -92,6 +92,20 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
         ) from error
 
 
+def written_digest(path: Path) -> str | None:
+    """The SHA-256 that a checkpoint file says of itself; None if it says none."""
+    if path.is_dir():
+        return None
+    found = _COMMENT.fullmatch(_tail(path))
+    return None if found is None else found[1].decode()
+
+
+def _tail(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _COMMENT_SIZE))
+        return file.read()
+
+
 def damage(path: Path) -> str | None:
     """Say what is wrong with a checkpoint; None if nothing is, or it has no checksum.
 
@@ -99,24 +113,21 @@ def damage(path: Path) -> str | None:
     """
     if path.is_dir():
         return damage_of_folder(path)
-    size = path.stat().st_size
+    tail = _tail(path)
+    written = written_digest(path)
+    if written is None:
+        # How an archive without a comment ends: with a record of 22 bytes.
+        whole = tail[-22:-18] == b"PK\x05\x06" and tail[-2:] == b"\0\0"
+        return None if whole else "it ends too early, or is no checkpoint"
     with path.open("rb") as file:
-        file.seek(max(0, size - _COMMENT_SIZE))
-        tail = file.read()
-        found = _COMMENT.fullmatch(tail)
-        if found is None:
-            # How an archive without a comment ends: with a record of 22 bytes.
-            whole = tail[-22:-18] == b"PK\x05\x06" and tail[-2:] == b"\0\0"
-            return None if whole else "it ends too early, or is no checkpoint"
-        file.seek(0)
         digest = hashlib.sha256()
-        left = size - _COMMENT_SIZE - 2
+        left = path.stat().st_size - _COMMENT_SIZE - 2
         while left > 0 and (block := file.read(min(_BLOCK, left))):
             digest.update(block)
             left -= len(block)
         length = int.from_bytes(file.read(2), "little")
     digest.update(b"\0\0")  # what torch wrote for the comment's length
-    if length == _COMMENT_SIZE and digest.hexdigest().encode() == found[1]:
+    if length == _COMMENT_SIZE and digest.hexdigest() == written:
         return None
     return "its content is not what was written (sha256 differs)"
 

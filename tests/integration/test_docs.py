@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from benchmarks.memory import Built
 from lightning_rl.cli import COMMANDS, find_command, main
+from lightning_rl.cli.audit import parse_arguments as parse_audit
 from lightning_rl.cli.parser import card_of
 from lightning_rl.cli.rerun import parse_arguments as parse_rerun
 from lightning_rl.cli.rollouts import parse_arguments as parse_rollouts
@@ -222,6 +223,7 @@ def test_our_command_is_understood(block, words, stand_in, capsys):
         "view": parse_view,
         "rollouts": parse_rollouts,
         "rerun": parse_rerun,
+        "audit": parse_audit,
         "staged": parse_staged_run,
     }
     if arguments[0] in own:

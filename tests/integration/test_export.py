@@ -1,6 +1,7 @@
 """HFExport: on the way and at the end, whole or not there."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,13 +16,16 @@ from lightning_rl import IterablePrompts, LoRA, SFTDataModule, SFTModule
 from lightning_rl.callbacks import (
     Evaluate,
     HFExport,
+    RerunRecorder,
     RLCallback,
     RunReport,
     WeightSync,
     latest_hf_checkpoint,
 )
+from lightning_rl.data.rollouts.ledger import Ledger
 from lightning_rl.errors import ConfigError, DiskError
 from lightning_rl.models.policy import Policy
+from lightning_rl.run.rundir import run_dir
 from tests.support.small_run import SaveAfter, data_module, grpo, trainer_of
 
 
@@ -107,8 +111,10 @@ def test_adapters_that_are_not_all_are_refused_before_training(tiny_model, tmp_p
 
 
 def test_the_card_tells_the_run(tiny_model, tmp_path):
-    _, trainer = fitted(tiny_model, tmp_path, HFExport(str(tmp_path / "model")))
+    _, trainer = fitted(tiny_model, tmp_path, HFExport(str(tmp_path / "model")), RerunRecorder())
     text = (tmp_path / "model/README.md").read_text()
+    heads = [entry["hash"] for entry in Ledger(run_dir(trainer)).entries()]
+    assert re.search("--head (.*)", text)[1] in heads
     [report] = [c for c in trainer.callbacks if isinstance(c, RunReport)]
     data = yaml.safe_load(text.split("---")[1])
     assert data["library_name"] == "transformers"

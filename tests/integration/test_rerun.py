@@ -1,13 +1,11 @@
 """Reruns: recorded rollouts and iterations done again, and every difference found."""
 
-import json
 import logging
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from lightning_rl.cli import main
 from lightning_rl.cli.rerun.compare import rerun_iteration
@@ -18,86 +16,23 @@ from lightning_rl.data.rollouts.parquet import ParquetRollouts
 from lightning_rl.errors import DataError
 from lightning_rl.models.policy import Policy
 from tests.support.engine_checks import ROUNDING
-
-MODULE = """
-def sevens(completions, completion_ids, **columns):
-    return [text.count("7") / len(ids) for text, ids in zip(completions, completion_ids)]
-"""
+from tests.support.recorded_run import make_place, stand_in, train
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    here = tmp_path_factory.mktemp("rerun")
-    rows = [json.dumps({"prompt": f"{n}="}) + "\n" for n in range(30, 42)]
-    (here / "train.jsonl").write_text("".join(rows))
-    (here / "rerun_rewards.py").write_text(MODULE)
-    return here
+    return make_place(tmp_path_factory.mktemp("rerun"))
 
 
 @pytest.fixture(scope="module")
 def finished(place, tiny_model) -> Path:
     """Four iterations of two optimizer steps; the weights of versions 2 and 4 were kept."""
-    config = {
-        "model": {
-            "class_path": "PolicyModule",
-            "init_args": {
-                "model": str(tiny_model),
-                "minibatches": 2,
-                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}},
-                "lr_scheduler": {
-                    "class_path": "WarmupLinear",
-                    "init_args": {"warmup_steps": 2, "total_steps": 8},
-                },
-                "kl": {"class_path": "K3Penalty", "init_args": {"coef": 0.1}},
-            },
-        },
-        "data": {
-            "class_path": "RLDataModule",
-            "init_args": {
-                "train_prompts": {
-                    "class_path": "JSONLPrompts",
-                    "init_args": {"path": "train.jsonl"},
-                },
-                "rewards": ["rerun_rewards.sevens"],
-                "engine": {
-                    "class_path": "tests.support.lots.LotEngine",
-                    "init_args": {"device": "cpu"},
-                },
-                "sampling": {"max_tokens": 5},
-                "group_size": 4,
-                "groups_per_iteration": 3,
-                "iterations_per_epoch": 4,
-            },
-        },
-        "trainer": {
-            "accelerator": "cpu",
-            "max_epochs": 1,
-            "enable_model_summary": False,
-            "enable_progress_bar": False,
-            "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": ""}},
-            "callbacks": [
-                {"class_path": "WeightSync"},
-                {"class_path": "IterationCheckpoint", "init_args": {"every_n_iterations": 2}},
-            ],
-        },
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        _stand_in(place, patch)
-        (place / "config.yaml").write_text(yaml.safe_dump(config))
-        assert main(["fit", "--config", "config.yaml"]) == 0
-    return place / "runs" / "version_0"
-
-
-def _stand_in(place: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.chdir(place)
-    patch.syspath_prepend(place)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
-        patch.setenv(name, "0")
+    return train(place, tiny_model)
 
 
 @pytest.fixture(autouse=True)
 def _there(place, monkeypatch) -> None:
-    _stand_in(place, monkeypatch)
+    stand_in(place, monkeypatch)
 
 
 @pytest.fixture

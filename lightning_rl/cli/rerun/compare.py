@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lightning_rl.callbacks.rerun_recorder import environment_of
 from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.data.rollouts.log import Outcome, first_difference
@@ -20,6 +21,7 @@ class IterationRerun:
     It was trained again from ``kept``. ``diverged_at`` is the first version whose weights have
     other checksums than recorded, and ``checkpoint_differs`` the first entry that differs from the
     checkpoint kept after it ("" if none does, None if there is no such checkpoint).
+    ``environment`` is where it was trained again.
     """
 
     kept: KeptWeights
@@ -28,6 +30,7 @@ class IterationRerun:
     diverged_at: int | None
     checkpoint: KeptWeights | None
     checkpoint_differs: str | None
+    environment: dict[str, Any]
 
     @property
     def equal(self) -> bool:
@@ -96,6 +99,7 @@ def rerun_iteration(run: RecordedRun, iteration: int, since: int | None = None) 
             made.diverged_at(recorded),
             checkpoint,
             None if checkpoint is None else _compared(checkpoint.load(), made),
+            environment_of(made.trainer),
         )
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.callbacks.recorder import outcome
+from lightning_rl.callbacks.rerun_recorder import outcome
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader

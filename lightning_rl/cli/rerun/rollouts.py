@@ -155,10 +155,16 @@ def rerun_rollout(
             generated = version is None and len(wrote) == 1
             again = (_generate if generated else _score)(made, recorded)
             differ = made.diverged_at(run.log.outcomes()) is not None
-            tokenizer = load_tokenizer(made.policy.model, made.policy.loading)
             yield RolloutRerun(
-                recorded, again, used, made.kept, differ, generated, tokenizer.decode
+                recorded, again, used, made.kept, differ, generated, decoder_of(made)
             )
+
+
+def decoder_of(made: Remade) -> Callable[[list[int]], Any]:
+    """What makes text of tokens."""
+    decode: Callable[[list[int]], Any]
+    decode = load_tokenizer(made.policy.model, made.policy.loading).decode
+    return decode
 
 
 def data_with_engine(made: Remade) -> RLDataModule:
@@ -178,6 +184,12 @@ def data_with_engine(made: Remade) -> RLDataModule:
 def _generate(made: Remade, recorded: Rollout) -> Rollout:
     """Let the run's agent and engine write the rollout once more, alone."""
     data = data_with_engine(made)
+    with pushed_engine(made, data):
+        return written_again(made, data, recorded)
+
+
+def written_again(made: Remade, data: RLDataModule, recorded: Rollout) -> Rollout:
+    """The rollout as the run's agent and engine, which holds the weights already, write it now."""
     again = Rollout(
         recorded.prompt,
         recorded.group_id,
@@ -189,8 +201,7 @@ def _generate(made: Remade, recorded: Rollout) -> Rollout:
         again = replace(forked(recorded, recorded.fork.calls, 0), fork=recorded.fork)
     task = data.task_of(recorded.prompt)
     task.agent.configure(data.load_tokenizer(made.module))
-    with pushed_engine(made, data):
-        return run_async(task.agent.run(again, data.engine, task.sampling.of(again.sampling)))
+    return run_async(task.agent.run(again, data.engine, task.sampling.of(again.sampling)))
 
 
 @contextmanager

@@ -60,16 +60,16 @@ class RerunLog:
             DiskError: if it cannot be written; then the file is as it was.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        append(self._versions, json.dumps(asdict(outcome)) + "\n")
+        append(self._versions, _line(outcome))
 
     def forget_after(self, version: int) -> None:
         """Drop what a run, that now goes on from this version, did beyond it."""
         for file in self._files():
             if _iteration_of(file) > version:
                 file.unlink()
-        kept = [o for o in self.outcomes().values() if 0 < o.version <= version]
+        kept = [o for o in self.lines() if o.version <= version] if version > 0 else []
         if self._versions.exists():
-            write_whole(self._versions, "".join(json.dumps(asdict(o)) + "\n" for o in kept))
+            write_whole(self._versions, "".join(map(_line, kept)))
 
     def rollouts(self, iteration: int, rank: int = 0) -> list[Rollout]:
         """Rollouts that an iteration was trained on, on one rank.
@@ -86,6 +86,10 @@ class RerunLog:
             )
         return [recorded.rollout for recorded in ParquetRollouts(file).read()]
 
+    def files_of(self, iteration: int) -> list[Path]:
+        """The files of an iteration's rollouts, one of each rank."""
+        return [file for file in self._files() if _iteration_of(file) == iteration]
+
     def iterations(self) -> set[int]:
         """Iterations whose rollouts it holds."""
         return {_iteration_of(file) for file in self._files()}
@@ -101,27 +105,31 @@ class RerunLog:
             yield from (recorded.rollout for recorded in ParquetRollouts(file).read())
 
     def outcomes(self) -> dict[int, Outcome]:
-        """Outcomes by version, which may have several lines.
+        """Outcomes by version; the metrics of one that has several lines are put together."""
+        found: dict[int, Outcome] = {}
+        for new in self.lines():
+            known = found.get(new.version, new)
+            found[new.version] = replace(new, metrics=known.metrics | new.metrics)
+        return found
+
+    def lines(self) -> Iterator[Outcome]:
+        """The outcome of each line.
 
         One that was cut off is left out; so is one that is damaged, with a warning.
         """
         if not self._versions.exists():
-            return {}
-        found: dict[int, Outcome] = {}
+            return
         for number, line in enumerate(self._versions.read_bytes().splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):
                 continue
             try:
-                new = Outcome(**json.loads(line))
-                known = found.get(new.version, new)  # a resumed run adds to its first row
-                found[new.version] = replace(new, metrics=known.metrics | new.metrics)
+                yield Outcome(**json.loads(line))
             except (ValueError, TypeError, AttributeError) as error:
                 warnings.warn(
                     f"{self._versions}:{number} is damaged, and left out ({error}): "
                     f"{line[:60].decode(errors='replace')!r}",
                     stacklevel=2,
                 )
-        return found
 
     def _file(self, iteration: int, rank: int) -> Path:
         earlier = self.path / f"{iteration - 1:06d}-{rank:03d}.parquet"
@@ -130,6 +138,10 @@ class RerunLog:
     def _files(self) -> list[Path]:
         files = [*self.path.glob("[0-9]*-*.parquet"), *self.path.glob("iteration-*.parquet")]
         return sorted(files, key=lambda file: (_iteration_of(file), file.name))
+
+
+def _line(outcome: Outcome) -> str:
+    return json.dumps(asdict(outcome)) + "\n"
 
 
 def _iteration_of(file: Path) -> int:

@@ -1,0 +1,127 @@
+"""``lightning-rl audit``: is a recorded run what it says, and does it come out again?"""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from lightning_rl.cli.process import CommandParser
+from lightning_rl.errors import ConfigError, require_at_least
+
+if TYPE_CHECKING:
+    from lightning_rl.cli.audit.records import Records
+    from lightning_rl.cli.rerun.run import RecordedRun
+
+_SEED = "LIGHTNING_RL_AUDIT_SEED"
+"""The seed that was drawn, for the processes that help to train: all have to draw the same."""
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line.
+
+    Raises:
+        ConfigError: for what it cannot mean.
+    """
+    parser = CommandParser(
+        "audit",
+        "Check a run's files against its ledger, and do a share of its iterations again.",
+        "Exit status: 0 if nothing was changed and all comes out again, 1 if not.",
+    )
+    parser.add_argument("run", type=Path, help="the directory of a run")
+    share = "of its iterations to train again, drawn at random; 0: none (default: 0.1)"
+    parser.add_argument("--share", metavar="S", type=float, default=0.1, help=share)
+    rollouts = "of each of these iterations to generate and grade again (default: 1)"
+    parser.add_argument("--rollouts", metavar="N", type=int, default=1, help=rollouts)
+    head = "a hash of the ledger, noted while the run was trusted, that it has to lead through"
+    parser.add_argument("--head", metavar="HASH", help=head)
+    parser.add_argument("--seed", metavar="K", type=int, help="draw as an earlier audit did")
+    parser.add_argument(
+        "--trusted_only", action="store_true", help="build the run from this library's code only"
+    )
+    parser.add_argument(
+        "--trust", metavar="MODULE", action="append", default=[], help="and from this module's"
+    )
+    parsed = parser.parse_args(arguments)
+    if not 0 <= parsed.share <= 1:
+        raise ConfigError(f"--share {parsed.share:g} must be in [0, 1]")
+    if parsed.head is not None and len(parsed.head) < _SHORTEST_HEAD:
+        raise ConfigError(
+            f"--head {parsed.head} must have at least {_SHORTEST_HEAD} of a hash's 64 digits"
+        )
+    require_at_least(0, rollouts=parsed.rollouts, seed=parsed.seed)
+    return parsed
+
+
+_SHORTEST_HEAD = 16
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Audit a run, and print what was found."""
+    options = parse_arguments(arguments)
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from lightning_rl.cli.audit.records import examine
+    from lightning_rl.cli.rerun.run import RecordedRun
+
+    trust = [f"--trust={module}" for module in options.trust]
+    run = RecordedRun(options.run, ["--trusted_only"] * options.trusted_only + trust)
+    records = examine(run, options.head)
+    say = rank_zero_only(print)
+    say("\n".join(told_of(records)), flush=True)
+    good = not records.changed
+    if options.share > 0:
+        good = _again(run, records, options, say) and good
+    say("nothing was changed" if good else "CHANGED", flush=True)
+    return 0 if good else 1
+
+
+def told_of(records: "Records") -> list[str]:
+    """What was found without doing anything again."""
+    starts = len(records.begins)
+    lines = [
+        f"ledger: {records.entries} entries, one chain; {len(records.iterations)} iterations, "
+        f"{starts} start{'s' * (starts != 1)}, {len(records.checkpoints)} checkpoints"
+    ]
+    if records.twice:
+        differ = len(records.otherwise)
+        how = f"{differ} of them came out otherwise" if differ else "each came out the same"
+        lines.append(f"{len(records.twice)} iterations were made twice, after a resume: {how}")
+    lines += [f"not in the ledger, so not vouched for: {name}" for name in records.unknown]
+    lines += [f"CHANGED: {what}" for what in records.changed]
+    if not records.changed:
+        lines.append("configuration, rollouts, metrics, weights' checksums, checkpoints: unchanged")
+    return lines
+
+
+def _again(
+    run: "RecordedRun", records: "Records", options: argparse.Namespace, say: Callable[..., None]
+) -> bool:
+    """Do a share of the iterations again, and some rollouts of each; tell of all."""
+    from lightning_rl.cli.audit.again import (
+        drawn_iterations,
+        drawn_rollouts,
+        iteration_again,
+        rollouts_again,
+    )
+
+    seed = options.seed
+    if seed is None:
+        seed = int(os.environ.setdefault(_SEED, str(int.from_bytes(os.urandom(4), "big"))))
+    random = Random(seed)
+    iterations = drawn_iterations(run, options.share, random)
+    if not iterations:
+        say("no iteration can be trained again: the run kept no rollouts")
+        return True
+    say(f"doing again {len(iterations)} of them, drawn with --seed {seed}", flush=True)
+    good = True
+    for iteration in iterations:
+        verdict = iteration_again(run, iteration, records.environments[iteration])
+        say(verdict.line(), flush=True)
+        good = good and verdict.good
+    for version, drawn in drawn_rollouts(run, iterations, options.rollouts, random).items():
+        for found in rollouts_again(run, version, drawn):
+            say("\n".join(found.lines()), flush=True)
+            good = good and found.good
+    return good

@@ -1,0 +1,164 @@
+"""What a run directory holds, against its ledger."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_rl.callbacks.rerun_recorder import name_in
+from lightning_rl.cli.rerun.run import RecordedRun
+from lightning_rl.data.rollouts.ledger import Entry, Ledger, digest_of_file, digest_of_json
+from lightning_rl.errors import DataError
+from lightning_rl.run.checkpoint_io import damage, written_digest
+
+
+@dataclass
+class Records:
+    """The ledger of a run, and the files that are not as it says.
+
+    ``begins`` are the starts of the run, ``iterations`` the entries in force by version: an
+    iteration that was done again after a resume counts as it was done last. ``twice`` are those
+    versions that were made twice, ``otherwise`` those of them that came out with other weights.
+    """
+
+    begins: list[Entry] = field(default_factory=list)
+    iterations: dict[int, Entry] = field(default_factory=dict)
+    metrics: list[tuple[int, str]] = field(default_factory=list)
+    checkpoints: dict[str, str] = field(default_factory=dict)
+    twice: set[int] = field(default_factory=set)
+    otherwise: set[int] = field(default_factory=set)
+    environments: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Where each version was trained."""
+    entries: int = 0
+    changed: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """What the ledger does not know, and so cannot vouch for."""
+
+
+def examine(run: RecordedRun, head: str | None = None) -> Records:
+    """Check the chain, and every file that it has a digest of.
+
+    Args:
+        run: the recorded run.
+        head: a hash that was noted while the run was trusted: the chain has to lead through it.
+
+    Raises:
+        DataError: if the run has no ledger, its chain is broken, or does not lead through ``head``.
+    """
+    ledger = Ledger(run.path)
+    if not ledger.path.exists():
+        raise DataError(
+            f"{run.path} has no {ledger.path.name}, which RerunRecorder keeps since this release; "
+            "`lightning-rl rerun --iteration K` works without"
+        )
+    entries = ledger.entries()
+    if head is not None and not any(entry["hash"].startswith(head) for entry in entries):
+        raise DataError(
+            f"{ledger.path} does not lead through --head {head}: all of it was written anew, or it "
+            "is another run's"
+        )
+    records = _replayed(entries)
+    if not records.begins:
+        raise DataError(f"{ledger.path} holds no start of a run; train first")
+    records.changed += [
+        *_changed_links(entries),
+        *_changed_configuration(run, records),
+        *_changed_outcomes(run, records),
+        *_changed_rollouts(run, records),
+    ]
+    _look_at_checkpoints(run, records)
+    return records
+
+
+def _replayed(entries: list[Entry]) -> Records:
+    records = Records(entries=len(entries))
+    dropped: dict[int, str] = {}
+    for entry in entries:
+        kind, version = entry["kind"], entry.get("version", 0)
+        if kind == "begin":
+            records.begins.append(entry)
+            for later in [v for v in records.iterations if v > version]:
+                dropped[later] = records.iterations.pop(later)["weights_after"]
+            records.metrics = [pair for pair in records.metrics if pair[0] <= version]
+        elif kind == "checkpoint":
+            records.checkpoints[entry["file"]] = entry["sha256"]
+        else:
+            records.metrics.append((version, entry["metrics"]))
+        if kind == "iteration":
+            records.iterations[version] = entry
+            records.environments[version] = records.begins[-1]["environment"]
+            if version in dropped:
+                records.twice.add(version)
+                if dropped[version] != entry["weights_after"]:
+                    records.otherwise.add(version)
+    return records
+
+
+def _changed_links(entries: list[Entry]) -> Iterator[str]:
+    """Where weights are not those that the entry before left."""
+    left: dict[int, str] = {}
+    for entry in entries:
+        if entry["kind"] == "begin":
+            version, weights = entry["version"], entry["weights"]
+            if left.get(version, weights) != weights:
+                yield (
+                    f"the run went on from version {version} with other weights than iteration "
+                    f"{version} had left: its checkpoint was changed, or is another run's"
+                )
+            left[version] = weights
+        elif entry["kind"] == "iteration":
+            version = entry["version"]
+            if left.get(version - 1) != entry["weights_before"]:
+                yield f"iteration {version} began with other weights than version {version - 1}"
+            left[version] = entry["weights_after"]
+
+
+def _changed_configuration(run: RecordedRun, records: Records) -> Iterator[str]:
+    for name, digest in records.begins[-1]["configuration"].items():
+        yield from _changed_file(run, name, digest, "the run was started with")
+
+
+def _changed_rollouts(run: RecordedRun, records: Records) -> Iterator[str]:
+    for version, entry in records.iterations.items():
+        for name, digest in entry["rollouts"].items():
+            yield from _changed_file(run, name, digest, f"iteration {version} was trained on")
+
+
+def _changed_file(run: RecordedRun, name: str, digest: str, use: str) -> Iterator[str]:
+    file = run.path / name
+    if not file.is_file():
+        yield f"{name}, which {use}, is missing"
+    elif digest_of_file(file) != digest:
+        yield f"{name} is not what {use}"
+
+
+def _changed_outcomes(run: RecordedRun, records: Records) -> Iterator[str]:
+    """Checksums and metrics, which reruns are compared with."""
+    lines = list(run.log.lines())
+    weights = {(line.version, digest_of_json(line.weights)) for line in lines}
+    metrics = {(line.version, digest_of_json(line.metrics)) for line in lines}
+    for version, entry in records.iterations.items():
+        if (version, entry["weights_after"]) not in weights:
+            yield f"the recorded checksums of version {version} were changed or removed"
+    for version, digest in records.metrics:
+        if (version, digest) not in metrics:
+            yield f"the recorded metrics of iteration {version} were changed or removed"
+
+
+def _look_at_checkpoints(run: RecordedRun, records: Records) -> None:
+    files = {name_in(run.path, file): file for file in run.path.rglob("*.ckpt") if _is_own(file)}
+    for name in records.checkpoints:
+        elsewhere = run.path / name  # an absolute name stays itself
+        if name not in files and elsewhere.is_file():
+            files[name] = elsewhere
+    for name, file in sorted(files.items()):
+        digest = records.checkpoints.get(name)
+        if file.is_dir() or digest is None:
+            records.unknown.append(name)
+        elif written_digest(file) != digest:
+            records.changed.append(f"{name} is not the checkpoint that the run saved")
+        elif (what := damage(file)) is not None:
+            records.changed.append(f"{name} was changed: {what}")
+
+
+def _is_own(path: Any) -> bool:
+    return not path.is_symlink()  # last.ckpt

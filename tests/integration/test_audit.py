@@ -1,0 +1,242 @@
+"""Audits: a run that is as it was comes out again, and every forgery is found."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_rl.callbacks import RLCallback
+from lightning_rl.cli import main
+from lightning_rl.data.rollouts.ledger import Ledger, hash_of
+from lightning_rl.data.rollouts.log import RerunLog
+from lightning_rl.run.checkpoint_io import write_checkpoint
+from tests.support.recorded_run import make_place, stand_in, train
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return make_place(tmp_path_factory.mktemp("audit"))
+
+
+@pytest.fixture(scope="module")
+def finished(place, tiny_model) -> Path:
+    return train(place, tiny_model)
+
+
+@pytest.fixture(autouse=True)
+def _there(place, monkeypatch) -> None:
+    stand_in(place, monkeypatch)
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    """A copy, to be tampered with."""
+    return shutil.copytree(finished, tmp_path / "run", symlinks=True)
+
+
+def audit(run: Path, capsys, *options: str) -> tuple[int, list[str]]:
+    status = main(["audit", str(run), *options])
+    told = capsys.readouterr()
+    return status, (told.out + told.err).splitlines()
+
+
+class RaisesRewards(RLCallback):
+    """Pays a rollout of each batch what its reward function did not."""
+
+    def on_collect_end(self, trainer, pl_module, rollouts) -> None:
+        rollouts[0].reward += 0.5
+
+
+def test_every_iteration_and_a_rollout_of_each_come_out_again(finished, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    status, lines = audit(finished, capsys, "--share", "1", "--seed", "3")
+    assert status == 0, lines
+    # A start, its metrics, four iterations, and the checkpoints of versions 2 and 4.
+    assert lines[0].startswith("ledger: 8 entries, one chain; 4 iterations, 1 start, 2 checkpoints")
+    assert [line.endswith("bit for bit") for line in lines[3:7]] == [True] * 4
+    assert [" tokens equal, reward " in line for line in lines[7:11]] == [True] * 4
+    assert lines[-1] == "nothing was changed"
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+
+
+def test_a_share_is_drawn_and_can_be_drawn_again(finished, capsys):
+    options = ("--share", "0.5", "--rollouts", "0")
+    drawn = [audit(finished, capsys, *options, "--seed", str(seed))[1][3:5] for seed in (0, 1, 0)]
+    assert drawn[0] == drawn[2]
+    assert all("equal" in line for two in drawn for line in two)
+
+
+def change_reward(run: Path) -> None:
+    rollouts = RerunLog(run).rollouts(3)
+    rollouts[0].reward += 1e-3
+    RerunLog(run).write_rollouts(3, 0, rollouts)
+
+
+def change_token(run: Path) -> None:
+    rollouts = RerunLog(run).rollouts(2)
+    rollouts[1].rows[0].token_ids[0] ^= 1
+    RerunLog(run).write_rollouts(2, 0, rollouts)
+
+
+def remove_rollouts(run: Path) -> None:
+    (run / "rerun" / "iteration-000001-000.parquet").unlink()
+
+
+def change_line(run: Path, version: int, field: str) -> None:
+    file = run / "rerun" / "versions.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    row = next(row for row in rows if row["version"] == version)
+    name = sorted(row[field])[0]
+    row[field][name] = "0" * 16 if field == "weights" else row[field][name] + 1e-6
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def change_checkpoint(run: Path) -> None:
+    """Whole, and with a checksum of its own."""
+    file = run / "checkpoints" / "iteration_2.ckpt"
+    checkpoint = torch.load(file, weights_only=True)
+    checkpoint["state_dict"]["policy.lm.model.embed_tokens.weight"][0, 0] += 1e-6
+    write_checkpoint(checkpoint, file)
+
+
+def flip_a_bit(run: Path) -> None:
+    file = run / "checkpoints" / "iteration_4.ckpt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def change_configuration(run: Path) -> None:
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace("lr: 0.01", "lr: 0.02"))
+
+
+@pytest.mark.parametrize(
+    ("forge", "found"),
+    [
+        (change_reward, "rerun/iteration-000003-000.parquet is not what iteration 3 was trained"),
+        (change_token, "rerun/iteration-000002-000.parquet is not what iteration 2 was trained"),
+        (
+            remove_rollouts,
+            "rerun/iteration-000001-000.parquet, which iteration 1 was trained on, i",
+        ),
+        (lambda run: change_line(run, 3, "metrics"), "the recorded metrics of iteration 3 were ch"),
+        (lambda run: change_line(run, 2, "weights"), "the recorded checksums of version 2 were ch"),
+        (change_checkpoint, "checkpoints/iteration_2.ckpt is not the checkpoint that the run sav"),
+        (flip_a_bit, "checkpoints/iteration_4.ckpt was changed: its content is not what was wri"),
+        (change_configuration, "config.yaml is not what the run was started with"),
+    ],
+)
+def test_whatever_was_changed_is_named(run, capsys, forge, found):
+    forge(run)
+    status, lines = audit(run, capsys, "--share", "0")
+    assert status == 1
+    [changed] = [line for line in lines if line.startswith("CHANGED: ")]
+    assert changed.startswith(f"CHANGED: {found}")
+    assert lines[-1] == "CHANGED"
+
+
+def test_a_changed_ledger_is_no_chain(run, capsys):
+    file = run / "ledger.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    entry = json.loads(lines[2])
+    entry["weights_after"] = "0" * 64
+    forged = [*lines[:2], json.dumps(entry) + "\n", *lines[3:]]
+    entry["hash"] = hash_of(entry)
+    rehashed = [*lines[:2], json.dumps(entry) + "\n", *lines[3:]]
+    for text, words in (
+        (forged, "ledger.jsonl:3 was changed: its hash is another"),
+        (rehashed, "ledger.jsonl:4 does not follow the line before"),
+        (lines[:1] + lines[2:], "ledger.jsonl:2 does not follow the line before"),
+        ([lines[1], lines[0], *lines[2:]], "ledger.jsonl:1 does not follow the line before"),
+        ([*lines[:3], "no entry\n", *lines[3:]], "ledger.jsonl:4 is no entry"),
+    ):
+        file.write_text("".join(text))
+        status, told = audit(run, capsys, "--share", "0")
+        assert (status, words in told[-1]) == (2, True), told
+
+
+def test_a_ledger_that_was_written_anew_does_not_lead_through_the_head(run, finished, capsys):
+    heads = [entry["hash"] for entry in Ledger(finished).entries()]
+    for head in (heads[-1], heads[3][:16]):
+        assert audit(run, capsys, "--share", "0", "--head", head)[0] == 0
+    old = Ledger(run).entries()
+    (run / "ledger.jsonl").unlink()
+    anew = Ledger(run)
+    for entry in old:
+        content = {k: v for k, v in entry.items() if k not in ("kind", "previous", "hash")}
+        if "environment" in content:
+            content["environment"] |= {"device": "another machine"}
+        anew.append(entry["kind"], **content)
+    assert audit(run, capsys, "--share", "0")[0] == 0  # the files are as they were
+    status, lines = audit(run, capsys, "--share", "0", "--head", heads[-1])
+    assert status == 2
+    assert f"does not lead through --head {heads[-1]}" in lines[-1]
+
+
+def test_rewards_that_no_function_paid_are_found_by_grading_again(place, tiny_model, capsys):
+    callback = "--trainer.callbacks+=tests.integration.test_audit.RaisesRewards"
+    forged = train(place, tiny_model, callback)
+    status, lines = audit(forged, capsys, "--share", "1", "--rollouts", "12")
+    assert status == 1
+    assert sum("bit for bit" in line for line in lines) == 4  # training used what was recorded
+    found = [line for line in lines if "when it is graded again" in line]
+    assert len(found) == 4
+    assert all("DIFFERENT, reward was " in line for line in found)
+
+
+def test_an_iteration_made_twice_after_a_resume_came_out_the_same(run, place, capsys):
+    """The run goes on from version 2 and makes versions 3 and 4 once more."""
+    checkpoint = run / "checkpoints" / "iteration_2.ckpt"
+    assert _go_on(run, checkpoint) == 0
+    capsys.readouterr()
+    status, lines = audit(run, capsys, "--share", "0")
+    assert status == 0, lines
+    assert "4 iterations, 2 starts" in lines[0]
+    assert lines[1] == "2 iterations were made twice, after a resume: each came out the same"
+
+
+def test_going_on_from_a_changed_checkpoint_is_found(run, capsys):
+    change_checkpoint(run)
+    assert _go_on(run, run / "checkpoints" / "iteration_2.ckpt") == 0
+    capsys.readouterr()
+    status, lines = audit(run, capsys, "--share", "0")
+    assert status == 1
+    words = "CHANGED: the run went on from version 2 with other weights than iteration 2 had left"
+    assert any(line.startswith(words) for line in lines)
+
+
+def _go_on(run: Path, checkpoint: Path) -> int:
+    logger = ["--trainer.logger.init_args.save_dir", str(run.parent)]
+    logger += ["--trainer.logger.init_args.version", run.name]
+    return main(["fit", "--config", "config.yaml", "--ckpt_path", str(checkpoint), *logger])
+
+
+def test_what_a_kill_left_of_a_line_is_removed(run, capsys):
+    ledger = Ledger(run)
+    whole = ledger.path.read_bytes()
+    ledger.path.write_bytes(whole + b'{"kind": "iter')
+    assert [entry["hash"] for entry in ledger.entries()][-1] == ledger.head
+    again = Ledger(run)
+    again.append("metrics", version=4, metrics="0" * 64)
+    assert again.path.read_bytes().startswith(whole)
+    assert len(again.entries()) == 9
+
+
+def test_options_out_of_range(capsys):
+    for options, words in (
+        (["--share", "2"], "--share 2 must be in [0, 1]"),
+        (["--head", "abc"], "--head abc must have at least 16 of a hash's 64 digits"),
+        (["--rollouts", "-1"], "rollouts=-1 must be >= 0"),
+    ):
+        assert main(["audit", "somewhere", *options]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_run_without_a_ledger_is_told_so(run, capsys):
+    (run / "ledger.jsonl").unlink()
+    status, lines = audit(run, capsys)
+    assert status == 2
+    assert "has no ledger.jsonl, which RerunRecorder keeps" in lines[-1]
