@@ -283,6 +283,11 @@ def test_two_processes_rerun_what_two_trained(results):
     assert said[-2].endswith("iteration_4.ckpt  weights and optimizer: equal")
     assert said[-1] == "equal"
     assert second["iteration"][1] == ""  # the other has only helped
+    assert (first["audit"][0], second["audit"][0]) == (0, 0), first["audit"][1]
+    said = first["audit"][1].splitlines()
+    assert [line.endswith("bit for bit") for line in said[3:5]] == [True] * 2
+    assert sum(" tokens equal, reward " in line for line in said) == 2
+    assert second["audit"][1] == ""
 
 
 def test_one_process_says_what_it_needs_to_rerun_two(results, folder, tmp_path):

@@ -94,7 +94,7 @@ def guarded(model: str, where: Path, rows: Any, reward: Any) -> dict[str, Any]:
 
 
 def rerun(model: str, where: Path, prompts: list[dict[str, str]]) -> dict[str, Any]:
-    """A run of the command line, and an iteration of it done again by as many."""
+    """A run of the command line, an iteration of it done again by as many, and an audit."""
     where.mkdir(exist_ok=True)
     rank = os.environ["RANK"]
     file = where / f"prompts_{rank}.jsonl"
@@ -104,6 +104,7 @@ def rerun(model: str, where: Path, prompts: list[dict[str, str]]) -> dict[str, A
     run = str(where / "lightning_logs" / "version_0")
     made = {"fit": _command("fit", "--config", str(config))}
     made["iteration"] = _command("rerun", run, "--iteration", "4", "--since", "0")
+    made["audit"] = _command("audit", run, "--share", "0.5", "--rollouts", "1", "--seed", "1")
     return made
 
 

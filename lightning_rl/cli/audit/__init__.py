@@ -1,8 +1,10 @@
 """``lightning-rl audit``: is a recorded run what it says, and does it come out again?"""
 
 import argparse
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -72,9 +74,24 @@ def main(arguments: Sequence[str]) -> int:
     say("\n".join(told_of(records)), flush=True)
     good = not records.changed
     if options.share > 0:
-        good = _again(run, records, options, say) and good
+        with _only_warnings():
+            good = _again(run, records, options, say) and good
     say("nothing was changed" if good else "CHANGED", flush=True)
     return 0 if good else 1
+
+
+@contextmanager
+def _only_warnings() -> Iterator[None]:
+    """Without what each of many short runs says of itself."""
+    loggers = [logging.getLogger(f"lightning.{part}") for part in ("pytorch", "fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def told_of(records: "Records") -> list[str]:

@@ -23,8 +23,8 @@ from lightning_rl.rollout import Rollout, RolloutStatus
 
 CLOSE = 1e-3
 """Of metrics, relative to the larger: what rounding on another machine may make of them."""
-NEAR_ZERO = 1e-6
-"""The same, of metrics that are zero but for rounding."""
+NEAR_ZERO = 1e-4
+"""The same, of metrics that are zero but for rounding, such as gaps of logprobs in nats."""
 
 
 @dataclass(frozen=True)
