@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.callbacks.checkpoint import IterationCheckpoint, newest_run
-from lightning_rl.cli.device_layout import CLOSE, DeviceLayout, fastest, layouts_of
 from lightning_rl.cli.probe import Trial, measure
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.config.hints import import_object
@@ -24,6 +23,7 @@ from lightning_rl.engines import TransformersEngine, default_engine
 from lightning_rl.module import PolicyModule
 from lightning_rl.run import layout_cache
 from lightning_rl.run.checkpoint_io import about, checkpoints_in
+from lightning_rl.run.device_layout import CLOSE, DeviceLayout, fastest, layouts_of
 from lightning_rl.run.layout_cache import Measured
 from lightning_rl.run.machine import usable_cores
 from lightning_rl.run.rundir import OWN_RUNS

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning_rl.cli.device_layout import DeviceLayout, fastest, layouts_of
 from lightning_rl.cli.scratch import Built
 from lightning_rl.cli.stopwatch import TIMED
 from lightning_rl.collect.collector import SyncCollector
@@ -19,6 +18,7 @@ from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.errors import ConfigError, LightningRLError
 from lightning_rl.module import PolicyModule
 from lightning_rl.run import layout_cache
+from lightning_rl.run.device_layout import DeviceLayout, fastest, layouts_of
 from lightning_rl.run.dist import announced
 from lightning_rl.run.layout_cache import Measured
 from lightning_rl.run.machine import usable_cores

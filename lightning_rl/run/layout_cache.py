@@ -63,6 +63,8 @@ def key_of(table: Table, engine: str) -> dict[str, Any] | None:
         return None
     model = {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")}
     shape = {key: str(table.get(key)) for key in SHAPE}
+    path = "data.train_prompts.path"
+    shape[path] = str(table.get(path, table.get("data.train_prompts")))  # a path alone is one too
     precision = shape["trainer.precision"]
     return {
         "cpu": cpu_model(),

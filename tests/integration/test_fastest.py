@@ -1,6 +1,7 @@
 """fit in the layout that was fastest: kept in its configuration, by a resume and by a rerun."""
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -8,8 +9,11 @@ import pytest
 import torch
 import yaml
 
+from lightning_rl import JSONLPrompts, PolicyModule, RLDataModule, Sampling, TransformersEngine
 from lightning_rl.cli import fastest, main
 from lightning_rl.run.layout_cache import Seconds
+from recipes.sort_digits.reward import exact_match
+from tests.support.small_run import trainer_of
 
 ALONE = "1 process, 1 thread, TransformersEngine"
 
@@ -146,3 +150,46 @@ def test_real_trials_take_no_part_in_the_run(place, monkeypatch):
         weights_of(Path(f"runs/lightning_logs/version_{n}/checkpoints/last.ckpt")) for n in (0, 1)
     )
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_script_is_told_what_was_faster(place, tiny_model, monkeypatch, caplog):
+    """By what a run of the command line measured of the same model and batch."""
+    two = "1 process, 2 threads, TransformersEngine"
+    times = {ALONE: {"iteration": 1.5, "generate": 0.2}, two: {"iteration": 1.0, "generate": 0.2}}
+    monkeypatch.setattr(fastest, "measure", lambda trials, seconds: times)
+    fit("--trainer.max_steps", "1")
+    caplog.clear()
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("lightning_rl.callbacks.layout_hint.usable_cores", lambda: 2)
+    threads = torch.get_num_threads()
+    try:
+        for here, told in ((1, True), (2, False)):
+            torch.set_num_threads(here)
+            script(str(tiny_model), place)
+            lines = [line for line in caplog.messages if line.startswith("layout: ")]
+            assert bool(lines) is told, lines
+            if told:
+                [line] = lines
+                assert line == (
+                    f"layout: {two} took 1 s per iteration on this machine, {ALONE}, as here, "
+                    "1.5 s: OMP_NUM_THREADS=2, Trainer(devices=1), "
+                    "RLDataModule(engine=TransformersEngine())"
+                )
+            caplog.clear()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def script(model: str, place: Path) -> None:
+    """The configuration's run, put together by hand."""
+    data = RLDataModule(
+        JSONLPrompts("train.jsonl"),
+        [exact_match],
+        TransformersEngine(),
+        sampling=Sampling(max_tokens=4),
+        group_size=2,
+        groups_per_iteration=4,
+        iterations_per_epoch=1,
+    )
+    module = PolicyModule(model, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
+    trainer_of(place).fit(module, data)

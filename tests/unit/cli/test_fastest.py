@@ -8,9 +8,9 @@ import torch
 from jsonargparse import Namespace
 
 from lightning_rl.cli import fastest, probe
-from lightning_rl.cli.device_layout import layouts_of
 from lightning_rl.cli.fastest import choose, free_layouts, options_as_then, options_of
 from lightning_rl.run import layout_cache
+from lightning_rl.run.device_layout import layouts_of
 from lightning_rl.run.layout_cache import Measured
 
 WITH_VLLM = layouts_of(2, 32, plain=True)
