@@ -20,6 +20,7 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Group, Rollout
 from lightning_rl.run import dist
 from lightning_rl.run.metrics import summarize
+from lightning_rl.run.openmp import stop_spinning_when_crowded
 from lightning_rl.run.resume import enter_directory
 from lightning_rl.run.seeding import permutation, run_seed
 
@@ -135,6 +136,7 @@ class OfflineDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read and check the file."""
+        stop_spinning_when_crowded()
         module = self._module()
         if stage != "fit":
             raise ConfigError(

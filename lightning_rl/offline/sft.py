@@ -24,6 +24,7 @@ from lightning_rl.models.sharding import refuse_mesh
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import named_callbacks
+from lightning_rl.run.openmp import stop_spinning_when_crowded
 from lightning_rl.run.seeding import derived_generator, run_seed
 
 
@@ -151,6 +152,7 @@ class SFTDataModule(LightningDataModule):
         self.chat_template_kwargs = chat_template_kwargs or {}
 
     def setup(self, stage: str) -> None:
+        stop_spinning_when_crowded()
         module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
         if not isinstance(module, self.works_with):
             raise ConfigError(

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_rl.run.dist import world_size
 from lightning_rl.run.loop import run_async, runtime
 from lightning_rl.run.machine import usable_cores
+from lightning_rl.run.openmp import stop_spinning_when_crowded
 
 _GIVEN = os.environ.get("OMP_NUM_THREADS")
 """As it was before the run: Lightning sets it, too, when it starts processes."""
@@ -51,10 +52,13 @@ def _plainly(call: Callable[[], T]) -> T:
 def share_cores(trainer: Trainer) -> None:
     """Give each of several training processes on this machine as many threads as it has cores.
 
+    Also let threads sleep where they wait as soon as others want the cores.
+
     Call it before an engine starts in this process, which takes over as many. Lightning does the
     same, but counts cores that a container may not use. What the user chose with
     ``OMP_NUM_THREADS`` stays; that it is too much is said, as threads that wait for a core spin.
     """
+    stop_spinning_when_crowded()
     if world_size() == 1:
         return
     processes, cores = trainer.num_devices, usable_cores()

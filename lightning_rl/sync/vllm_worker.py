@@ -29,6 +29,7 @@ from lightning_rl.engines.vllm_adapter import require_all_loaded
 from lightning_rl.engines.vllm_cpu import skip_rank_compilation, use_cpu_kernels
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import WeightSyncError
+from lightning_rl.run.openmp import stop_spinning_when_crowded
 from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.stream import WeightReceiver, receiver_of
 
@@ -76,8 +77,10 @@ class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
         except WeightSyncError as error:
             raise _raisable(error) from error
         self._merger = Merger(self.device)
-        if self.device.type == "cpu" and self.model_config.enforce_eager:
-            use_cpu_kernels(self.model)
+        if self.device.type == "cpu":
+            stop_spinning_when_crowded()
+            if self.model_config.enforce_eager:
+                use_cpu_kernels(self.model)
 
     def start_weight_update(self) -> None:
         if self._loaded is not None:  # the push before broke off

@@ -116,7 +116,7 @@ def test_gpus_that_torch_cannot_use_are_serious(monkeypatch: pytest.MonkeyPatch)
     [
         (1, 9.0, None, None),  # one thread waits for nobody
         (2, 0.2, None, None),  # 2.2 runnable on 2 cores: each has one
-        (2, 1.0, None, "2 threads beside a load of 1.0 do not get a core each: 6-16x slower"),
+        (2, 1.0, None, "2 threads beside a load of 1.0 do not get a core each"),
         (2, 1.0, "passive", None),  # waiting threads sleep
         (4, 0.0, "PASSIVE", "4 threads share 2 cores"),
     ],

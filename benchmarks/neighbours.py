@@ -1,0 +1,110 @@
+"""What does a busy process on the same two cores cost a run, and what does it cost without one?
+
+    python -m benchmarks.neighbours [--runs 3] [--trl] [--save]
+
+OpenMP's threads spin where they wait, and a core on which one spins does nothing for whoever it
+waits for. The quickstart trains with `TransformersEngine` on two threads: spinning as libgomp does
+by itself (GOMP_SPINCOUNT=300000), as the library has it (`lightning_rl/run/openmp.py`), and
+passively (OMP_WAIT_POLICY), each alone on the machine and beside a process that uses one core; in
+turns. `--trl`: TRL too, with its defaults.
+
+The last line is JSON: `quiet`, the library's / spinning, both alone; `busy`, the library's beside
+the neighbour / its fair share: what it takes alone, times 3 / 2, since of three busy threads on two
+cores two are its own; `spinning_busy` and `passive_busy`, the same of the others; `passive_quiet`;
+`busy_trl`, of TRL beside the neighbour / TRL alone, and `busy_ours`, the same of the library.
+Figures are medians of iterations after the first two of each run.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers_layouts import make_environment
+from benchmarks.peers_tasks import NEVER, quick_task
+from benchmarks.quiet import require_quiet, take_cores
+from benchmarks.results import parser_of, report
+from benchmarks.task import prepare
+from benchmarks.wall_defaults import run_ours, run_theirs
+
+SIDES = {
+    "spinning": {"GOMP_SPINCOUNT": "300000"},
+    "ours": {},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+}
+OPTIONS = ["--layout", "plain", "--threads", "2", "--data.engine", "TransformersEngine"]
+FAIR = 3 / 2
+
+
+@contextmanager
+def neighbour() -> Iterator[None]:
+    """A process that uses as much of one core as it gets."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def seconds(runs: list[dict[str, Any]]) -> float:
+    return statistics.median(s for run in runs for s in run["wall_s"][2:])
+
+
+def measure(runs: int, trl: bool) -> dict[str, Any]:
+    """Seconds per iteration of each side, alone (``quiet``) and beside a neighbour (``busy``)."""
+    task = replace(quick_task(8), goal=NEVER)
+    names = [*SIDES, *(["trl"] if trl else [])]
+    done: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        for turn in range(runs):
+            for where in ("quiet", "busy"):
+                for name in names[:: -1 if turn % 2 else 1]:
+                    with neighbour() if where == "busy" else nullcontext():
+                        if name == "trl":
+                            run = run_theirs(task, turn)
+                        else:
+                            run = run_ours(task, Path(cache), OPTIONS, SIDES[name])
+                    done.setdefault((name, where), []).append(run)
+                    print(f"{where:<6}{name:<10}{seconds([run]):.3f} s per iteration", flush=True)
+    return {name: {w: seconds(done[name, w]) for w in ("quiet", "busy")} for name in names}
+
+
+def ratios(found: dict[str, Any]) -> dict[str, float]:
+    spinning, ours, passive = (found[name] for name in ("spinning", "ours", "passive"))
+    result = {
+        "quiet": ours["quiet"] / spinning["quiet"],
+        "busy": ours["busy"] / (FAIR * ours["quiet"]),
+        "spinning_busy": spinning["busy"] / (FAIR * spinning["quiet"]),
+        "passive_busy": passive["busy"] / (FAIR * passive["quiet"]),
+        "passive_quiet": passive["quiet"] / spinning["quiet"],
+        "busy_ours": ours["busy"] / ours["quiet"],
+    }
+    if "trl" in found:
+        result["busy_trl"] = found["trl"]["busy"] / found["trl"]["quiet"]
+    return result
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--trl", action="store_true")
+    parser.add_argument("--max-load", type=float, default=0.5)
+    arguments = parser.parse_args()
+    require_quiet(arguments.max_load)
+    take_cores(2)
+    prepare()
+    if arguments.trl:
+        make_environment()
+    found = measure(arguments.runs, arguments.trl)
+    result = {"seconds": found, **ratios(found)}
+    report("neighbours", result, arguments.save)
+
+
+if __name__ == "__main__":
+    main()
