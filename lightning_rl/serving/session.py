@@ -165,6 +165,7 @@ class Session:
             task.cancel()
         if self._answering:
             await self._idle.wait()
+        self.episode.settle()
 
     # ---------------------------------------------------------------- inside
 
