@@ -249,6 +249,10 @@ class Rollout:
         row = self.rows[call.row]
         return row.prompt_ids + row.token_ids[: call.start]
 
+    def read_by(self, call: Call) -> int:
+        """How many tokens a call was asked to continue."""
+        return len(self.rows[call.row].prompt_ids) + call.start
+
     def model_calls(self) -> list[Call]:
         """The models' calls: as recorded, or else the stretches that a model wrote."""
         if self.calls:

@@ -4,12 +4,15 @@ import asyncio
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, field, replace
 from hashlib import blake2b
-from itertools import count
+from heapq import heappop, heappush
+from itertools import count, pairwise
+from math import inf
 
 from lightning_rl.agents.base import end
-from lightning_rl.agents.rows import Captured, captured, cut_anew, own_sampling, write
+from lightning_rl.agents.prefixes import Prefixes
+from lightning_rl.agents.rows import Captured, captured, keep, own_sampling, write
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling, seed_of
 from lightning_rl.errors import ContextLengthError, EpisodeError
@@ -21,8 +24,8 @@ class Episode:
 
     A call whose prompt continues the exact tokens of a row, by the same role and sampled alike,
     continues the longest such row: what its prompt adds is given, so without loss. Any other begins
-    a row. Nothing is ever encoded or decoded, so training uses what was generated. Calls
-    are in the order of asking, whichever was answered first.
+    a row. Nothing is ever encoded or decoded, so training uses what was generated. Once it has
+    ended, calls are in the order of asking, whichever was answered first (:meth:`settle`).
 
     Seeds depend on what is asked, and how often it was asked before, but not on when: a program
     that is run again asks the same and gets the same, also with calls side by side. So what a
@@ -45,8 +48,8 @@ class Episode:
         rollout.status, rollout.finish_reason = RolloutStatus.INIT, None
         rollout.completion, rollout.environment_reward = "", None
         rollout.role_rewards = {}
-        self._taken: defaultdict[bytes, set[int]] = defaultdict(set)
-        """Of each question, which times of asking it have their answer, or wait for it."""
+        self._prefixes = Prefixes(rollout.rows)
+        self._times: defaultdict[bytes, _Times] = defaultdict(_Times)
         self._held: dict[int, Call] = {}
         """Calls that can be given in place of generating them, by their seeds."""
         self._asked_as: dict[int, tuple[bytes, int]] = {}  # by seed
@@ -80,7 +83,7 @@ class Episode:
         seed = self._take_seed(question, plain and prompt == self.rollout.prompt.token_ids)
         place = next(self._asking)
         if (known := self._held.pop(seed, None)) is not None:
-            self._ask_again(place, known)
+            known.asked, self._places[seed] = True, place
             try:
                 await asyncio.sleep(0)  # others beside it ask first, as where it is generated
             except asyncio.CancelledError:
@@ -96,7 +99,8 @@ class Episode:
             self.rollout.dropped += len(completion.token_ids)
             self._require_open()
         call = Call(0, 0, 0, seed, completion.finish_reason, scorable=scorable)
-        self._record(place, Captured(call, role, own, prompt, completion))
+        self._places[seed] = place
+        write(self.rollout, Captured(call, role, own, prompt, completion), self._prefixes)
         return call, completion
 
     def undelivered(self, call: Call) -> None:
@@ -112,8 +116,22 @@ class Episode:
             self._held[call.seed] = call
         self._forget(call.seed)
 
+    def settle(self) -> None:
+        """Put the calls into the order of asking, and cut their rows as if answered in that order.
+
+        Until then they are in the order of their answers; :meth:`end` does it.
+        """
+        if self.rollout.status is not RolloutStatus.INIT:
+            return
+        calls = self.rollout.calls
+        places = [self._places[call.seed] if call.asked else inf for call in calls]
+        if any(later < earlier for earlier, later in pairwise(places)):
+            order = sorted(range(len(calls)), key=places.__getitem__)
+            self._prefixes = keep(self.rollout, [calls[number] for number in order])
+
     def end(self, reason: str = "stop") -> None:
         """Set what ended the rollout: COMPLETED, or ABORTED by the engine or without any token."""
+        self.settle()
         end(self.rollout, reason)
 
     def _require_open(self) -> None:
@@ -128,9 +146,7 @@ class Episode:
 
         What a branch holds from before its fork has the seeds that it had there.
         """
-        taken = self._taken[question]
-        number = next(n for n in count(1) if n not in taken)
-        taken.add(number)
+        number = self._times[question].take()
         seed = self.rollout.seed
         if number > 1 or not own:
             seed = _derived(seed, number, question)
@@ -142,27 +158,25 @@ class Episode:
     def _forget(self, seed: int) -> None:
         """A repetition of this question gets this seed."""
         question, number = self._asked_as.pop(seed)
-        self._taken[question].discard(number)
+        self._times[question].give_back(number)
 
-    def _ask_again(self, place: int, call: Call) -> None:
-        """Put a held call after those that were asked for before."""
-        calls = self.rollout.calls
-        index = next(i for i, other in enumerate(calls) if other is call)
-        call.asked, self._places[call.seed] = True, place
-        if any(other.asked for other in calls[index + 1 :]):
-            everyone = [captured(self.rollout, other) for other in calls]
-            cut_anew(self.rollout, [*everyone[:index], *everyone[index + 1 :], everyone[index]])
 
-    def _record(self, place: int, one: Captured) -> None:
-        """Put an answered call before those that were asked for later."""
-        calls, self._places[one.call.seed] = self.rollout.calls, place
-        later = (i for i, c in enumerate(calls) if c.asked and self._places[c.seed] > place)
-        index = next(later, None)
-        if index is None:
-            write(self.rollout, one)
-            return
-        everyone = [captured(self.rollout, call) for call in calls]
-        cut_anew(self.rollout, [*everyone[:index], one, *everyone[index:]])
+@dataclass(slots=True)
+class _Times:
+    """Which times of asking a question have their answer, or wait for it: all but these."""
+
+    most: int = 0
+    free: list[int] = field(default_factory=list)  # a heap
+
+    def take(self) -> int:
+        """The first that is not taken."""
+        if self.free:
+            return heappop(self.free)
+        self.most += 1
+        return self.most
+
+    def give_back(self, number: int) -> None:
+        heappush(self.free, number)
 
 
 def _question(role: str, prompt: list[int], sampling: Sampling) -> bytes:

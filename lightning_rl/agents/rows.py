@@ -1,8 +1,9 @@
 """From a rollout's model calls to rows of tokens: which calls are merged, which begin a row."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from lightning_rl.agents.prefixes import Prefixes, begins
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.rollout import Call, Rollout, Row, SamplingDistribution
 
@@ -35,14 +36,14 @@ def captured(rollout: Rollout, call: Call) -> Captured:
     return Captured(call, row.role, row.sampling, rollout.prompt_of(call), completion)
 
 
-def write(rollout: Rollout, one: Captured) -> None:
+def write(rollout: Rollout, one: Captured, prefixes: Prefixes) -> None:
     """Record a call as the last: at the end of a row that its prompt continues, or of a new one.
 
     A row's prompt and tokens must be the very beginning of the call's prompt, written by the same
     role and sampled alike; the longest such row is taken. What the prompt adds is given, so without
-    loss. So is a completion that cannot be scored.
+    loss. So is a completion that cannot be scored. ``prefixes`` are of the rollout's rows.
     """
-    place = _row_for(rollout, one)
+    place = _row_for(rollout, one, prefixes)
     row, call, completion = rollout.rows[place], one.call, one.completion
     row.append_given(one.prompt_ids[row.length :])
     call.row, call.start = place, len(row.token_ids)
@@ -51,22 +52,31 @@ def write(rollout: Rollout, one: Captured) -> None:
     )
     call.stop = len(row.token_ids)
     rollout.calls.append(call)
+    if place or row.token_ids:
+        prefixes.grown(place)
 
 
-def cut_anew(rollout: Rollout, calls: Sequence[Captured]) -> None:
+def cut_anew(rollout: Rollout, calls: Iterable[Captured]) -> Prefixes:
     """Make the rollout hold exactly these calls, in this order."""
     rollout.rows, rollout.calls = [Row(rollout.prompt.token_ids)], []
+    prefixes = Prefixes(rollout.rows)
     for one in calls:
-        write(rollout, one)
+        write(rollout, one, prefixes)
+    return prefixes
+
+
+def keep(rollout: Rollout, calls: Sequence[Call]) -> Prefixes:
+    """Make the rollout hold exactly these of its calls, in this order."""
+    before = replace(rollout)  # its rows; one prompt after the other is read off them
+    return cut_anew(rollout, (captured(before, call) for call in calls))
 
 
 def drop_unasked(rollout: Rollout) -> None:
     """Remove the calls that were not asked for (again), and count their tokens as dropped."""
     if all(call.asked for call in rollout.calls):
         return
-    calls = [captured(rollout, call) for call in rollout.calls]
-    rollout.dropped += sum(len(c.completion.token_ids) for c in calls if not c.call.asked)
-    cut_anew(rollout, [c for c in calls if c.call.asked])
+    rollout.dropped += sum(call.stop - call.start for call in rollout.calls if not call.asked)
+    keep(rollout, [call for call in rollout.calls if call.asked])
 
 
 def mask_roles(rollout: Rollout, roles: Collection[str]) -> None:
@@ -76,26 +86,26 @@ def mask_roles(rollout: Rollout, roles: Collection[str]) -> None:
             row.loss_mask[:] = [False] * len(row.loss_mask)
 
 
-def _row_for(rollout: Rollout, one: Captured) -> int:
+def _row_for(rollout: Rollout, one: Captured, prefixes: Prefixes) -> int:
     """The index of the longest row that the prompt continues, or of a new one."""
     rows = rollout.rows
     if not rows[0].token_ids and rows[0].prompt_ids == one.prompt_ids:
+        # The first row exists before any call; without tokens it belongs to no role yet.
         rows[0].role, rows[0].sampling = one.role, one.sampling
         return 0
-    # The first row exists before any call; without tokens it belongs to no role yet.
-    begun = [place for place, row in enumerate(rows) if place or row.token_ids]
-    fitting = [place for place in begun if _goes_on(rollout, one, rows[place])]
-    if fitting:
-        return max(fitting, key=lambda place: rows[place].length)
+    sampling = one.sampling or rollout.sampling
+    counts = sampling.penalizes or bool(sampling.min_tokens)
+    place = prefixes.longest(
+        one.prompt_ids, one.role, one.sampling, lambda row: _goes_on(one, row, counts)
+    )
+    if place is not None:
+        return place
     rows.append(Row(one.prompt_ids, role=one.role, sampling=one.sampling))
     return len(rows) - 1
 
 
-def _goes_on(rollout: Rollout, one: Captured, row: Row) -> bool:
-    begin, end = len(row.prompt_ids), row.length
-    prompt, sampling = one.prompt_ids, one.sampling or rollout.sampling
-    if row.role != one.role or row.sampling != one.sampling or end > len(prompt):
-        return False
-    if end == len(prompt) > begin and (sampling.penalizes or sampling.min_tokens):
+def _goes_on(one: Captured, row: Row, counts: bool) -> bool:
+    """Whether a call continues a row; ``counts``: it is scored from its turn's first token on."""
+    if counts and row.token_ids and row.length == len(one.prompt_ids):
         return False  # with nothing given in between, both calls would be scored as one turn
-    return prompt[begin:end] == row.token_ids and prompt[:begin] == row.prompt_ids
+    return begins(one.prompt_ids, row)

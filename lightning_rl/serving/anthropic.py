@@ -6,10 +6,11 @@ from typing import Any
 
 from lightning_rl.rollout import Message
 from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted, usage_of
+from lightning_rl.serving.chats import Chat, ChatReader
 from lightning_rl.serving.door import Door, pieces
 from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
-from lightning_rl.serving.messages import Said, read_messages, text_of
+from lightning_rl.serving.messages import read_message, text_of
 from lightning_rl.serving.settings import asked_sampling
 
 _ERRORS = {
@@ -30,7 +31,7 @@ class MessagesDoor(Door):
         model = fields.need("model", str)
         role = terms.role_of(model)
         tools = _tools(fields)
-        chat = _conversation(fields)
+        chat = _conversation(fields, terms.chats)
         form = terms.form_of(tools, {})
         must_call, may_call, parallel = _tool_choice(fields, tools)
         off = {"type": "disabled"}
@@ -119,28 +120,33 @@ def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, 
 # ---------------------------------------------------------------- messages
 
 
-def _conversation(fields: Fields) -> list[Said]:
+def _conversation(fields: Fields, reader: ChatReader) -> Chat:
     """The chat, in the form of OpenAI's messages: a tool's result becomes its own message."""
-    messages: list[Message] = []
     system = text_of(fields.body.get("system"), "system")
-    if system:
-        messages.append({"role": "system", "content": system})
-    for number, given in enumerate(fields.need("messages", list)):
-        message = Fields(given, f"messages.{number}.")
-        role = message.need("role", str)
-        if role == "user":
-            messages += _from_user(message)
-        elif role == "assistant":
-            messages.append(_from_model(message))
-        else:
-            raise wrong_value(f"messages.{number}.role", role, "'user', 'assistant'")
-    if messages and messages[-1]["role"] == "assistant":
+    before: list[Any] = [{"role": "system", "content": system}] if system else []
+
+    def messages(place: int, given: Any) -> list[Message]:
+        number = place - len(before)
+        said = [given] if number < 0 else _messages(Fields(given, f"messages.{number}."))
+        return [read_message(place, message) for message in said]
+
+    chat = reader.read([*before, *fields.need("messages", list)], messages)
+    if chat.said[-1].message["role"] == "assistant":
         raise RequestError(
             "This model does not support assistant message prefill. The conversation must end "
             "with a user message.",
             param="messages",
         )
-    return read_messages(messages)
+    return chat
+
+
+def _messages(message: Fields) -> list[Message]:
+    role = message.need("role", str)
+    if role == "user":
+        return _from_user(message)
+    if role == "assistant":
+        return [_from_model(message)]
+    raise wrong_value(message.path + "role", role, "'user', 'assistant'")
 
 
 def _content(message: Fields) -> list[Fields]:

@@ -6,11 +6,11 @@ from typing import Any
 
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Call, Message
+from lightning_rl.rollout import Call, Message, Rollout
 from lightning_rl.serving.chat_format import ChatFormat, ChatFormats
+from lightning_rl.serving.chats import Chat, ChatReader
 from lightning_rl.serving.errors import RequestError, unknown_model, unsupported
 from lightning_rl.serving.limits import RequestLimits
-from lightning_rl.serving.messages import Said
 
 DEFAULT_MODEL = "policy"
 """What clients call the model of the role ``""``."""
@@ -27,6 +27,7 @@ class Terms:
         models: the roles that may be asked for, by the names that clients use.
         limits: bounds of a request.
         known: settings that were asked for before, by what they change: a client repeats them.
+        chats: reads the session's chats.
     """
 
     formats: ChatFormats
@@ -35,6 +36,7 @@ class Terms:
     models: dict[str, str]
     limits: RequestLimits
     known: dict[str, Sampling] = field(default_factory=dict)
+    chats: ChatReader = field(default_factory=ChatReader)
 
     def role_of(self, model: str) -> str:
         """The role (policy) that a request names as its model.
@@ -80,7 +82,7 @@ class Ask:
     role: str
     sampling: Sampling
     count: int = 1
-    chat: list[Said] = field(default_factory=list)
+    chat: Chat = field(default_factory=Chat)
     form: ChatFormat | None = None
     prompts: list[list[int]] = field(default_factory=list)
     may_call: bool = True
@@ -106,17 +108,23 @@ class Ask:
 class Answer:
     """One completion, as tokens and as what a client reads.
 
-    ``message`` is in the form of chat templates, with arguments of calls as objects.
-    ``finish_reason`` is ``stop``, ``length`` or ``tool_calls``; ``ended_by`` the string that ended
-    it, if one did.
+    ``prompt`` is the place of its prompt in the request. ``message`` is in the form of chat
+    templates, with arguments of calls as objects. ``finish_reason`` is ``stop``, ``length`` or
+    ``tool_calls``; ``ended_by`` the string that ended it, if one did.
     """
 
-    prompt_ids: list[int]
+    rollout: Rollout = field(repr=False)
+    prompt: int
     completion: Completion
     call: Call
     message: Message
     finish_reason: str
     ended_by: str | None = None
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens that it continues: the rollout has them, in its rows."""
+        return self.rollout.prompt_of(self.call)
 
     @property
     def text(self) -> str:
@@ -136,5 +144,5 @@ class Wanted:
 
 def usage_of(answers: Sequence[Answer]) -> tuple[int, int]:
     """Tokens read and written; a prompt counts once, however many answers it has."""
-    read = {id(answer.prompt_ids): len(answer.prompt_ids) for answer in answers}
+    read = {answer.prompt: answer.rollout.read_by(answer.call) for answer in answers}
     return sum(read.values()), sum(len(answer.completion.token_ids) for answer in answers)

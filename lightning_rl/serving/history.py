@@ -1,85 +1,105 @@
 """The messages of a session, and the exact tokens of the model's messages."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from lightning_rl.rollout import Message
+from lightning_rl.rollout import Call, Message, Rollout
 from lightning_rl.serving.chat_format import ChatFormat
+from lightning_rl.serving.chats import Chat
 from lightning_rl.serving.messages import Said
 
 
 @dataclass(slots=True)
 class _Node:
-    """The end of a conversation; ``tokens``: of the prompt and the completion that led here.
+    """The end of a conversation; ``answers``: the calls that led here, by their formats' keys.
 
-    They are kept by the key of the format that the chat was written in. ``message`` is the last.
+    ``message`` is the last, and ``tool_calls`` are those of all.
     """
 
     further: dict[str, "_Node"] = field(default_factory=dict)
-    tokens: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    answers: dict[str, Call] = field(default_factory=dict)
     message: Message | None = None
+    tool_calls: int = 0
 
 
 class History:
     """The conversations of a session as a tree of messages.
 
     A chat that continues an answer is written as the tokens that were read and generated until
-    then, and what follows them; whatever else a client sends is encoded whole.
+    then, which the rollout has, and what follows them; whatever else a client sends is encoded
+    whole.
 
     Args:
+        rollout: holds the calls.
         prompt: messages that are known already, and no part of the transcript.
     """
 
-    def __init__(self, prompt: Sequence[Said] = ()) -> None:
+    def __init__(self, rollout: Rollout, prompt: Chat) -> None:
+        self._rollout = rollout
         self._root = _Node()
+        self._state = 0  # another once a node was taken out
         self.transcript: list[Message] = []
         """Every message that was said or sent, in the order of its first appearance."""
-        self._walk(prompt)
+        self.note(prompt)
         self.transcript.clear()
 
-    def prompt(self, chat: Sequence[Said], form: ChatFormat) -> list[int]:
+    def prompt(self, chat: Chat, form: ChatFormat) -> list[int]:
         """Token ids of a chat, with the opening of the model's turn.
 
         Raises:
             ConfigError: if the template cannot render it.
         """
-        node, known = self._root, None
-        for place, item in enumerate(chat[:-1]):
-            following = node.further.get(item.key)
-            if following is None:
-                break
-            node = following
-            if form.key in node.tokens:
-                known = place, node.tokens[form.key]
-        if known is None:
-            return form.prompt(chat)
-        place, (read, wrote) = known
-        return read + wrote + form.suffix(wrote, chat[place].message, chat[place + 1 :])
+        nodes = self._known(chat)[: len(chat.said) - 1]
+        places = (p for p in reversed(range(len(nodes))) if form.key in nodes[p].answers)
+        place = next(places, None)
+        if place is None:
+            return form.prompt(chat.said)
+        call = nodes[place].answers[form.key]
+        row = self._rollout.rows[call.row]
+        wrote = row.token_ids[call.start : call.stop]
+        added = form.suffix(wrote, chat.said[place].message, chat.said[place + 1 :])
+        return row.prompt_ids + row.token_ids[: call.stop] + added
 
-    def note(self, chat: Sequence[Said]) -> None:
-        """Keep what a client sent."""
-        self._walk(chat)
+    def note(self, chat: Chat) -> int:
+        """Keep what a client sent; returns how many calls of tools it holds."""
+        nodes = self._known(chat)
+        for item in chat.said[len(nodes) :]:
+            nodes.append(self._after(nodes[-1] if nodes else self._root, item))
+        chat.place = self._state, nodes
+        return nodes[-1].tool_calls if nodes else 0
 
-    def answer(
-        self, chat: Sequence[Said], turn: Said, form: ChatFormat, read: list[int], wrote: list[int]
-    ) -> None:
-        """Keep the tokens of an answer; of answers that read alike, the last one's."""
-        self._walk([*chat, turn]).tokens[form.key] = read, wrote
+    def answer(self, chat: Chat, turn: Said, form: ChatFormat | None, call: Call) -> None:
+        """Keep an answer; of those that read alike, the last one's tokens."""
+        self.note(chat)
+        node = self._after(chat.place[1][-1], turn)
+        if form is not None:
+            node.answers[form.key] = call
 
-    def take_back(self, chat: Sequence[Said], turn: Said) -> None:
+    def take_back(self, chat: Chat, turn: Said) -> None:
         """Forget an answer that was not delivered, unless a chat continues an equal one."""
-        node = self._walk(chat)
+        self.note(chat)
+        node = chat.place[1][-1]
         last = node.further.get(turn.key)
         if last is not None and not last.further:
             del node.further[turn.key]
+            self._state += 1
             self.transcript[:] = [m for m in self.transcript if m is not last.message]
 
-    def _walk(self, chat: Sequence[Said]) -> _Node:
-        """The end of a chat; its new messages extend the tree and the transcript."""
-        node = self._root
-        for item in chat:
-            if item.key not in node.further:
-                node.further[item.key] = _Node(message=item.message)
-                self.transcript.append(item.message)
-            node = node.further[item.key]
-        return node
+    def _known(self, chat: Chat) -> list[Any]:
+        """Where a chat goes, as far as that is known."""
+        state, nodes = chat.place
+        nodes = nodes if state == self._state else []
+        for item in chat.said[len(nodes) :]:
+            last = nodes[-1] if nodes else self._root
+            if item.key not in last.further:
+                break
+            nodes.append(last.further[item.key])
+        return nodes
+
+    def _after(self, node: _Node, item: Said) -> _Node:
+        """The node that follows; a new message extends the tree and the transcript."""
+        if item.key not in node.further:
+            calls = node.tool_calls + len(item.message.get("tool_calls", ()))
+            node.further[item.key] = _Node(message=item.message, tool_calls=calls)
+            self.transcript.append(item.message)
+        return node.further[item.key]

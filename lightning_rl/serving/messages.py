@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning_rl.rollout import Message
 from lightning_rl.run.strict_json import loads
-from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -39,35 +38,25 @@ def said(message: Message) -> Said:
     return Said(message, text, json.dumps(key, ensure_ascii=False, sort_keys=True))
 
 
-def read_messages(messages: Sequence[Any]) -> list[Said]:
-    """Messages of a chat completion's request.
+def with_name(message: Message, before: Sequence[Said]) -> Message:
+    """The same message; a tool's result with the name of the tool that was called ``before``."""
+    if message["role"] != "tool" or "name" in message:
+        return message
+    calls = (c for item in reversed(before) for c in reversed(item.message.get("tool_calls", ())))
+    called = (c["function"]["name"] for c in calls if c["id"] == message["tool_call_id"])
+    return message | {"name": next(called, "")}
+
+
+def read_message(number: int, given: Any) -> Message:
+    """A message of a chat completion's request, in the form of templates.
 
     What has no place in a template (``refusal``, ``audio``, ``reasoning_content``, a call's
-    ``index``) is left out; results of tools get the name of the tool that they are of.
+    ``index``) is left out.
 
     Raises:
-        RequestError: if one is no message.
+        RequestError: if it is none.
     """
-    if not messages:
-        raise RequestError(
-            "Invalid 'messages': empty array. Expected an array with minimum length 1, but got "
-            "an empty array instead.",
-            param="messages",
-            code="empty_array",
-        )
-    names: dict[str, str] = {}  # of the tools, by the ids of calls
-    found = []
-    for number, given in enumerate(messages):
-        message = _message(Fields(given, f"messages[{number}]."))
-        for call in message.get("tool_calls", ()):
-            names[call["id"]] = call["function"]["name"]
-        if message["role"] == "tool" and "name" not in message:
-            message["name"] = names.get(message["tool_call_id"], "")
-        found.append(said(message))
-    return found
-
-
-def _message(fields: Fields) -> Message:
+    fields = Fields(given, f"messages[{number}].")
     role = fields.need("role", str)
     if role not in ROLES:
         raise wrong_value(fields.path + "role", role, ", ".join(map(repr, ROLES)))

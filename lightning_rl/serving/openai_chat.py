@@ -12,7 +12,6 @@ from lightning_rl.serving.ask import DEFAULT_MODEL, Answer, Ask, Terms, Wanted
 from lightning_rl.serving.door import OpenAIDoor, pieces, read_count, read_wanted, token_ids_of
 from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.fields import Fields, wrong_value
-from lightning_rl.serving.messages import read_messages
 from lightning_rl.serving.settings import answer_form, asked_sampling
 
 
@@ -25,7 +24,7 @@ class ChatDoor(OpenAIDoor):
         fields = Fields(body)
         model = fields.get("model", str) or DEFAULT_MODEL
         role = terms.role_of(model)
-        chat = read_messages(fields.need("messages", list))
+        chat = terms.chats.read(fields.need("messages", list))
         tools = _tools(fields)
         form = terms.form_of(tools, _variables(fields), fields.get("chat_template", str) or "")
         must_call, may_call = _tool_choice(fields, tools)

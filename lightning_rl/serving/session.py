@@ -14,6 +14,7 @@ from lightning_rl.run.loop import cancel_here
 from lightning_rl.run.threads import CallingThreads
 from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted
 from lightning_rl.serving.chat_format import ChatFormat, until_stop
+from lightning_rl.serving.chats import Chat
 from lightning_rl.serving.errors import (
     RequestError,
     aborted,
@@ -23,7 +24,7 @@ from lightning_rl.serving.errors import (
     too_slow,
 )
 from lightning_rl.serving.history import History
-from lightning_rl.serving.messages import Said, read_messages, said
+from lightning_rl.serving.messages import said
 from lightning_rl.serving.openai_chat import ChatDoor
 
 T = TypeVar("T")
@@ -66,7 +67,8 @@ class Session:
         rollout.extra.pop("tools", None)  # of an interrupted attempt
         self.name(f"{seed_of(f'{rollout.own_seed}/session'.encode()):016x}")
         prompt = rollout.prompt.prompt
-        self._history = History([] if isinstance(prompt, str) else read_messages(prompt))
+        known = Chat() if isinstance(prompt, str) else terms.chats.read(list(prompt))
+        self._history = History(rollout, known)
 
     @property
     def messages(self) -> list[Message]:
@@ -150,7 +152,7 @@ class Session:
         """Note that these were not delivered: a repetition gets them, or they are dropped."""
         for answer in answers:
             self.episode.undelivered(answer.call)
-            self._history.take_back(self._chat_of(ask, answer.prompt_ids), said(answer.message))
+            self._history.take_back(self._chat_of(ask, answer.call), said(answer.message))
 
     def name(self, name: str) -> None:
         """Record what the session is called; a client may have a name of its own for it."""
@@ -165,6 +167,7 @@ class Session:
             task.cancel()
         if self._answering:
             await self._idle.wait()
+        self.episode.settle()
 
     # ---------------------------------------------------------------- inside
 
@@ -174,7 +177,7 @@ class Session:
             self._idle.set()
 
     async def _answer(self, ask: Ask) -> list[Answer]:
-        self._history.note(ask.chat)
+        before = self._history.note(ask.chat)
         self._note_tools(ask.tools)
         asked = [prompt for prompt in ask.prompts for _ in range(ask.count)]
         calls = [self.episode.call(self.engine, p, ask.sampling, ask.role) for p in asked]
@@ -182,7 +185,7 @@ class Session:
             made = [await calls[0]] if len(calls) == 1 else await self._all_of(calls)
         except ContextLengthError as error:
             lengths = self.engine.max_length, max(map(len, asked))
-            raise too_long(*lengths, "messages" if ask.chat else "prompt") from error
+            raise too_long(*lengths, "prompt" if ask.form is None else "messages") from error
         except EpisodeError as error:
             raise session_over() from error
         except Exception as error:
@@ -199,15 +202,15 @@ class Session:
             call.tool_choice = ask.tool_choice
         completions = [completion for _, completion in made]
         try:
-            turns = await self.beside(lambda: [self._turn(ask, c) for c in completions])
+            turns = await self.beside(lambda: [self._turn(ask, c, before) for c in completions])
         except BaseException:
             # Nobody gets them. Of a rollout that is to be made again they are kept all the same.
             for call, _ in made if not self.aborted else ():
                 self.episode.undelivered(call)
             raise
         return [
-            self._keep(ask, prompt, call, completion, turn)
-            for prompt, (call, completion), turn in zip(asked, made, turns, strict=True)
+            self._keep(ask, number // ask.count, call, completion, turn)
+            for number, ((call, completion), turn) in enumerate(zip(made, turns, strict=True))
         ]
 
     async def _all_of(self, calls: Sequence[_Calling]) -> list[tuple[Call, Completion]]:
@@ -234,14 +237,13 @@ class Session:
         except ConfigError as error:
             raise RequestError(str(error), param="messages", code="invalid_value") from error
 
-    def _turn(self, ask: Ask, completion: Completion) -> tuple[Message, str | None]:
+    def _turn(self, ask: Ask, completion: Completion, before: int) -> tuple[Message, str | None]:
         """The model's turn as a message, and the string that ended it."""
         if ask.form is None:
             tokenizer = self.terms.formats.tokenizer
             text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
             text, ended_by = until_stop(text, ask.sampling.stop)
             return {"role": "assistant", "content": text}, ended_by
-        before = sum(len(item.message.get("tool_calls", ())) for item in ask.chat)
         if ask.must_call:
             name = None if ask.must_call == "*" else ask.must_call
             return ask.form.read_forced(completion, name, before), None
@@ -250,25 +252,23 @@ class Session:
     def _keep(
         self,
         ask: Ask,
-        prompt: list[int],
+        prompt: int,
         call: Call,
         completion: Completion,
         read: tuple[Message, str | None],
     ) -> Answer:
         turn, ended_by = read
-        if ask.form is None:
-            self._history.note([*self._chat_of(ask, prompt), said(turn)])
-        else:
-            self._history.answer(ask.chat, said(turn), ask.form, prompt, completion.token_ids)
+        self._history.answer(self._chat_of(ask, call), said(turn), ask.form, call)
         reason = "tool_calls" if "tool_calls" in turn else completion.finish_reason
-        return Answer(prompt, completion, call, turn, reason, ended_by)
+        rollout = self.episode.rollout
+        return Answer(rollout, prompt, completion, call, turn, reason, ended_by)
 
-    def _chat_of(self, ask: Ask, prompt: list[int]) -> list[Said]:
+    def _chat_of(self, ask: Ask, call: Call) -> Chat:
         """The request's messages; a plain prompt becomes a chat, for the transcript."""
         if ask.form is not None:
             return ask.chat
-        text = str(self.terms.formats.tokenizer.decode(prompt))
-        return [said({"role": "user", "content": text})]
+        text = self.terms.formats.tokenizer.decode(self.episode.rollout.prompt_of(call))
+        return Chat([said({"role": "user", "content": str(text)})])
 
 
 def _is_the_clients(error: Exception, ask: Ask) -> bool:

@@ -269,9 +269,37 @@ def test_order_is_that_of_asking_whoever_is_answered_first():
         assert (call.row, episode.rollout.token_ids) == (0, [8])
         first.set()
         await one
-        assert (call.row, episode.rollout.token_ids) == (1, [7])
+        episode.settle()
+        assert (call.row, episode.rollout.token_ids) == (1, [7, 8])
 
-    assert [row.token_ids for row in play(program, Hashing()).rows] == [[7], [8]]
+    rollout = play(program, Hashing())
+    assert rollout.completed, rollout.error
+    assert [row.token_ids for row in rollout.rows] == [[7], [8]]
+
+
+def test_whoever_is_answered_first_the_rows_are_those_of_the_order_of_asking():
+    async def program(episode, engine):
+        for _ in range(3):
+            prompts = [[4, 5] + [n % 3] * (n % 4) for n in range(40)]
+            await asyncio.gather(*(episode.call(engine, prompt, PLAIN) for prompt in prompts))
+            episode.settle()
+            prompts = [row.prompt_ids + row.token_ids + [2] for row in episode.rollout.rows[:9]]
+            await asyncio.gather(*(episode.call(engine, prompt, PLAIN) for prompt in prompts))
+
+    class AtOnce(Hashing):
+        """Answers in the order of asking, what the other answers in another."""
+
+        def __init__(self, written) -> None:
+            super().__init__()
+            self.others = written
+
+        async def generate(self, token_ids, sampling, seed) -> Completion:
+            return self.others[seed]
+
+    engine = Hashing()
+    rollout = play(program, engine)
+    assert rollout.completed, rollout.error
+    assert rollout == play(program, AtOnce(engine.written))
 
 
 def test_a_call_that_was_cancelled_has_not_been_asked():

@@ -1,0 +1,160 @@
+"""Prefixes: of a rollout's rows, the longest that a prompt begins with, found by hashes."""
+
+from array import array
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from operator import attrgetter
+
+import numpy as np
+
+from lightning_rl.rollout import SAMPLED_BY, Row, SamplingDistribution
+
+_BASE = np.uint64(6364136223846793005)
+_settings = attrgetter(*SAMPLED_BY)
+_RECENT = 8
+"""Rows that a prompt is compared with first: side by side, so many chats go on without hashing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """So many tokens, their hash: the sum of (token + 1) * BASE**place, modulo 2**64, and a power.
+
+    ``power`` is of the place that follows, so what continues a text is hashed without reading it
+    again.
+    """
+
+    length: int = 0
+    hash: int = 0
+    power: int = 1
+
+    def hashes(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """After each of these further tokens: the hash, and the power that follows."""
+        tokens = np.frombuffer(array("q", token_ids), np.uint64)
+        powers = np.multiply.accumulate(np.r_[np.uint64(self.power), np.full(len(tokens), _BASE)])
+        sums = np.cumsum((tokens + np.uint64(1)) * powers[:-1]) + np.uint64(self.hash)
+        return sums, powers[1:]
+
+    def then(self, token_ids: Sequence[int]) -> "_Text":
+        if not token_ids:
+            return self
+        sums, powers = self.hashes(token_ids)
+        return _Text(self.length + len(token_ids), int(sums[-1]), int(powers[-1]))
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Rows of one role, sampled alike: by length and hash the places of those that are so now.
+
+    Each list of places is a heap. A row that has grown leaves its old entry behind, and never comes
+    back to it. ``counts`` says how many rows are of a length; ``lengths`` are these, ascending;
+    ``recent`` grew last.
+    """
+
+    places: defaultdict[tuple[int, int], list[int]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    counts: Counter[int] = field(default_factory=Counter)
+    lengths: list[int] = field(default_factory=list)
+    recent: dict[int, None] = field(default_factory=dict)
+
+
+class Prefixes:
+    """Which row a prompt continues, without comparing it with all of them.
+
+    Rows only grow, and tell of it by :meth:`grown`.
+
+    Args:
+        rows: what they hold counts, but for a first one without tokens, which is nobody's yet.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+        self._texts: dict[int, _Text] = {}
+        self._kinds: defaultdict[tuple[Hashable, ...], _Kind] = defaultdict(_Kind)
+        for place, row in enumerate(rows):
+            if place or row.token_ids:
+                self.grown(place)
+
+    def grown(self, place: int) -> None:
+        """Take note of a new row, or of tokens that were appended to one."""
+        row = self._rows[place]
+        kind = self._kinds[_kind_of(row.role, row.sampling)]
+        before = self._texts.get(place)
+        if before is None:
+            text = _Text().then(row.prompt_ids).then(row.token_ids)
+        else:
+            text = before.then(row.token_ids[before.length - len(row.prompt_ids) :])
+        kind.recent.pop(place, None)
+        kind.recent[place] = None
+        if len(kind.recent) > _RECENT:
+            del kind.recent[next(iter(kind.recent))]
+        if text == before:
+            return
+        self._texts[place] = text
+        if before is not None:
+            kind.counts[before.length] -= 1
+            if not kind.counts[before.length]:
+                del kind.lengths[bisect_left(kind.lengths, before.length)]
+        if not kind.counts[text.length]:
+            insort(kind.lengths, text.length)
+        kind.counts[text.length] += 1
+        heappush(kind.places[text.length, text.hash], place)
+
+    def longest(
+        self,
+        prompt: list[int],
+        role: str,
+        sampling: SamplingDistribution | None,
+        fits: Callable[[Row], bool],
+    ) -> int | None:
+        """The place of the longest row, of equal ones the first, that ``prompt`` begins with.
+
+        ``fits`` decides, and is asked of rows of that role and sampling whose hash is the prompt's.
+        """
+        kind = self._kinds.get(_kind_of(role, sampling))
+        if kind is None:
+            return None
+        for begun in self._begun(kind, prompt), _Text():
+            hashes = [begun.hash, *begun.hashes(prompt[begun.length :])[0].tolist()]
+            first = bisect_left(kind.lengths, begun.length)
+            last = bisect_right(kind.lengths, len(prompt))
+            for length in reversed(kind.lengths[first:last]):
+                place = self._first(kind, length, hashes[length - begun.length], fits)
+                if place is not None:
+                    return place
+        return None
+
+    def _begun(self, kind: _Kind, prompt: list[int]) -> _Text:
+        """As much of the prompt as is known, since a row that grew lately is its beginning."""
+        for place in reversed(kind.recent):
+            text = self._texts[place]
+            if text.length <= len(prompt) and begins(prompt, self._rows[place]):
+                return text
+        return _Text()
+
+    def _first(
+        self, kind: _Kind, length: int, number: int, fits: Callable[[Row], bool]
+    ) -> int | None:
+        places = kind.places.get((length, number))
+        while places and self._texts[places[0]].length != length:
+            heappop(places)
+        if not places:
+            return None
+        if fits(self._rows[places[0]]):
+            return places[0]
+        others = (p for p in sorted(places) if self._texts[p].length == length)
+        return next((p for p in others if fits(self._rows[p])), None)
+
+
+def _kind_of(role: str, sampling: SamplingDistribution | None) -> tuple[Hashable, ...]:
+    return (role, *_settings(sampling)) if sampling is not None else (role,)
+
+
+def begins(prompt: list[int], row: Row) -> bool:
+    """Whether a prompt begins with a row's tokens."""
+    begin, end = len(row.prompt_ids), row.length
+    # From the end, where rows that share their beginning differ.
+    return prompt[begin:end] == row.token_ids and prompt[:begin] == row.prompt_ids

@@ -1,0 +1,114 @@
+"""Chats as requests hold them: each repeats the last one, and only what is new is read."""
+
+import marshal
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_rl.rollout import Message
+from lightning_rl.serving.errors import RequestError
+from lightning_rl.serving.messages import Said, read_message, said, with_name
+
+_KEPT = 8
+"""Chats that are remembered, of those that a session has side by side."""
+_AS_THEY_ARE = ("arguments", "input")
+"""Fields whose objects templates get as they are, so the order of their keys counts."""
+
+
+@dataclass(slots=True)
+class Chat:
+    """The messages of a request.
+
+    Args:
+        said: in the form of templates.
+        place: where the first of them stand in the session's :class:`History`, and in which state
+            of it; the history fills it in.
+    """
+
+    said: list[Said] = field(default_factory=list)
+    place: tuple[int, list[Any]] = field(default_factory=lambda: (0, []))
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a client sent, and how it was read.
+
+    ``exactly`` are the places of those that may differ from what they are equal to (``1`` and
+    ``True``), with all their bits.
+    """
+
+    given: list[Any]
+    exactly: list[tuple[int, bytes]]
+    chat: Chat
+
+    def begins(self, given: list[Any]) -> bool:
+        """Whether these messages begin with the known ones."""
+        return given[: len(self.given)] == self.given and all(
+            marshal.dumps(given[place], 0) == bits for place, bits in self.exactly
+        )
+
+
+class ChatReader:
+    """Reads the chats of one session."""
+
+    def __init__(self) -> None:
+        self._known: list[_Known] = []
+
+    def read(
+        self,
+        given: list[Any],
+        messages: Callable[[int, Any], Sequence[Message]] = lambda *sent: [read_message(*sent)],
+    ) -> Chat:
+        """The chat of a request.
+
+        Args:
+            given: what the client sent, any of which may be no message at all. Results of tools
+                get the name of the tool that they are of.
+            messages: the messages, in the form of templates, of one of them, by its place.
+
+        Raises:
+            RequestError: if there is nothing, and what ``messages`` raises.
+        """
+        if not given:
+            raise RequestError(
+                "Invalid 'messages': empty array. Expected an array with minimum length 1, but got "
+                "an empty array instead.",
+                param="messages",
+                code="empty_array",
+            )
+        fitting = [known for known in self._known if known.begins(given)]
+        last = max(fitting, key=lambda known: len(known.given), default=_Known([], [], Chat()))
+        state, nodes = last.chat.place  # at once: another request's may be noted meanwhile
+        chat = Chat(list(last.chat.said), (state, list(nodes)))
+        for place in range(len(last.given), len(given)):
+            for message in messages(place, given[place]):
+                chat.said.append(said(with_name(message, chat.said)))
+        self._remember(last, given, chat)
+        return chat
+
+    def _remember(self, last: _Known, given: list[Any], chat: Chat) -> None:
+        new = deepcopy(given[len(last.given) :])  # a client may change its own
+        try:
+            bits = [
+                (place, marshal.dumps(message, 0))
+                for place, message in enumerate(new, len(last.given))
+                if not _told_by_equality(message)
+            ]
+        except ValueError:  # no JSON
+            return
+        known = _Known([*last.given, *new], [*last.exactly, *bits], chat)
+        others = [other for other in self._known if other is not last]
+        self._known = [known, *others][:_KEPT]
+
+
+def _told_by_equality(value: Any) -> bool:
+    """Whether whatever is equal to it is the same for all that is made of it."""
+    if isinstance(value, dict):
+        return all(
+            _told_by_equality(v) and not (k in _AS_THEY_ARE and isinstance(v, dict))
+            for k, v in value.items()
+        )
+    if isinstance(value, list):
+        return all(map(_told_by_equality, value))
+    return value is None or type(value) is str
