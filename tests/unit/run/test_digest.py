@@ -116,9 +116,9 @@ def changes():
     yield "zeros and ones in other places", mask, mask.roll(2)
 
 
-@pytest.mark.parametrize(("name", "one", "other"), changes(), ids=lambda v: v if type(v) is str else "")
-def test_what_is_somewhere_else_or_something_else(name, one, other):
-    assert digest(one) != digest(other), name
+@pytest.mark.parametrize(("one", "other"), [pytest.param(*c[1:], id=c[0]) for c in changes()])
+def test_what_is_somewhere_else_or_something_else(one, other):
+    assert digest(one) != digest(other)
 
 
 def test_no_swap_of_two_words_goes_unseen_within_and_across_chunks():
