@@ -14,9 +14,10 @@ from lightning_rl.callbacks.report import installed_versions
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.layers import config_files
 from lightning_rl.data.rollouts.ledger import Ledger, digest_of_file, digest_of_json
-from lightning_rl.data.rollouts.log import Outcome, RerunLog, checksums
+from lightning_rl.data.rollouts.log import Outcome, RerunLog
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.run.checkpoint_io import checkpoints_in, written_digest
+from lightning_rl.run.digest import digests
 from lightning_rl.run.hooks import find_callbacks
 from lightning_rl.run.machine import cpu_model
 from lightning_rl.run.rundir import run_dir
@@ -149,7 +150,7 @@ def environment_of(trainer: Trainer) -> dict[str, Any]:
 
 def outcome(trainer: Trainer, module: RolloutModule, metrics: dict[str, float]) -> Outcome:
     """The checksums of the weights as they are now; of several policies with their names."""
-    weights = checksums(
+    weights = digests(
         (f"{name}.{key}" if name else key, weight)
         for name, policy in module.policies.items()
         for key, weight in policy.loaded_policy.state_dict().items()

@@ -20,9 +20,10 @@ from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.dist import all_reduce_max, any_rank, every_rank
 from lightning_rl.run.hooks import call_hook, find_callbacks, is_fast_dev_run
-from lightning_rl.sync.base import WeightTransport, push
+from lightning_rl.sync.base import WeightTransport, compare, push
 from lightning_rl.sync.memory import MemoryTransport
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
+from lightning_rl.sync.sent import SentWeights
 from lightning_rl.sync.verify import probe_again, probe_gap, require_agreement
 
 
@@ -30,13 +31,15 @@ from lightning_rl.sync.verify import probe_again, probe_gap, require_agreement
 class _Link:
     """A policy, the engine that writes for it, and what carries its weights there.
 
-    ``probe`` are prompts to verify with; ``pushed``, the version that the engine was given last.
+    ``probe`` are prompts to verify with; ``sent``, digests of what was pushed, None without any;
+    ``pushed``, the version that the engine was given last.
     """
 
     policy: OwnLoop
     engine: Engine
     transport: WeightTransport
     probe: list[Prompt]
+    sent: SentWeights | None
     pushed: int | None = None
 
     @property
@@ -50,9 +53,11 @@ class WeightSync(RLCallback):
     """Pushes the policy's weights to the engine, stamps them with a version, and checks.
 
     A push happens before training (also before ``validate``, ``test`` and ``rollout``) and whenever
-    the schedule says so. After each, the engine has dropped its prefix cache, and a probe compares
-    the logprobs of engine and trainer on tokens that the engine writes for real prompts. Between
-    pushes, while the trainer trains, an engine with a ``sleep_level`` sleeps.
+    the schedule says so. After each, before the engine goes on, a digest of each tensor that it
+    holds is compared with that of what was sent. Then the engine has dropped its prefix cache, and
+    a probe compares the logprobs of engine and trainer on tokens that the engine writes for real
+    prompts. Between pushes, while the trainer trains, an engine with a ``sleep_level`` sleeps; if
+    it wakes without a push, its weights are compared again.
 
     Of several policies the schedule is asked for each, and only those are pushed that have changed.
 
@@ -63,11 +68,13 @@ class WeightSync(RLCallback):
             trainer compute in float32, 0.25 where one of them has a 16-bit format. There a single
             token above it makes for a second probe, whose mean it bounds.
         probe_prompts: prompts in the probe, at least one for each replica; 0 switches it off.
+        digests: compare each tensor by its digest, for a time like that of copying the weights.
 
     Raises:
         ConfigError: at start, if the transport cannot reach the engine, there is a second such
             callback, or the schedule leaves rollouts older than the collector allows.
         NonFiniteWeightsError: if the trainer's weights are NaN or infinite, before a push.
+        WrongWeightsError: naming the process and the tensor, when a digest differs.
         StaleWeightsError: naming what was compared, the gap, its bound and the token, when the
             probe fails.
     """
@@ -80,6 +87,7 @@ class WeightSync(RLCallback):
         schedule: SyncSchedule = FixedSchedule(),
         max_gap: float | None = None,
         probe_prompts: int = 4,
+        digests: bool = True,
     ) -> None:
         if max_gap is not None and not max_gap > 0:
             raise ConfigError(
@@ -91,6 +99,7 @@ class WeightSync(RLCallback):
         self.schedule = schedule
         self.max_gap = max_gap
         self.probe_prompts = probe_prompts
+        self.digests = digests
         self._links: dict[str, _Link] = {}  # by the policy's name
         self._asked = -1  # the iteration after which the schedule was asked last
         self._records = True
@@ -112,7 +121,8 @@ class WeightSync(RLCallback):
             # Requests go to the replica with the fewest, so this many reach every one.
             count = max(len(prompts), engine.replica_count) if prompts else 0
             probe = list(islice(cycle(prompts), count))
-            self._links[name] = _Link(policy, engine, transport, probe)
+            sent = SentWeights(module.clock) if self.digests else None
+            self._links[name] = _Link(policy, engine, transport, probe, sent)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         links, self._links = self._links, {}
@@ -165,6 +175,8 @@ class WeightSync(RLCallback):
         if due:
             self._sync(trainer, pl_module, due)
         else:
+            if datamodule.engine.sleep_level is not None:
+                self._compare_awake()
             self._tell(datamodule.engine, self._asked)
 
     def catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -194,13 +206,24 @@ class WeightSync(RLCallback):
         datamodule.after_sync()
         call_hook(trainer, "on_weights_synced", module.iteration)
 
+    def _compare_awake(self) -> None:
+        """Engines have slept, and are to go on with the weights of an earlier push."""
+        with every_rank():
+            for link in self._links.values():
+                holds = link.engine.version >= 0 and drives_engine(link.engine)
+                if link.sent is not None and holds:
+                    compare(link.transport, link.engine, link.sent)
+
     def _push(self, link: _Link) -> None:
         begin, policy, version = time.perf_counter(), link.policy, link.policy.iteration
         require_finite_weights(policy.loaded_policy, f"pushed to the engine as version {version}")
         with every_rank():
-            push(link.transport, link.engine, policy.loaded_policy, version)
+            count = push(link.transport, link.engine, policy.loaded_policy, version, link.sent)
         link.pushed = version
-        self._record(policy, {"sync/seconds": time.perf_counter() - begin, "sync/version": version})
+        row = {"sync/seconds": time.perf_counter() - begin, "sync/version": version}
+        if link.sent is not None:
+            row["sync/tensors_compared"] = count
+        self._record(policy, row)
 
     def _record(self, module: OwnLoop, metrics: dict[str, float]) -> None:
         if self._records:

@@ -143,6 +143,10 @@ class StaleWeightsError(WeightSyncError):
     """The engine answers from other weights than were pushed, or from a stale cache."""
 
 
+class WrongWeightsError(WeightSyncError):
+    """A process of the engine holds another tensor than it was sent; names both."""
+
+
 class SyncTimeoutError(WeightSyncError):
     """A process did not do its part of a push in time."""
 

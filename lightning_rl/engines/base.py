@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
 from lightning_rl.run import dist
@@ -252,6 +253,10 @@ class Engine(ABC):
             WeightSyncError: for a weight that the engine does not know, or misses; then it holds no
                 version until the next push.
         """
+
+    def holdings(self, names: Sequence[str]) -> list[Holdings]:
+        """What each of its processes holds under these names of a push; empty: it cannot say."""
+        return []
 
     @property
     def in_flight(self) -> int:

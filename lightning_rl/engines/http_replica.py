@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.replica import HEALTH_TIMEOUT_S, Replica, ReplicaLost, worker_error
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.server_process import ServerProcess
@@ -190,6 +191,11 @@ class HTTPReplica(Replica):
             raise StaleWeightsError(f"{self.name} refused to reset its prefix cache after a push")
         said = (await self._call("GET", "/weight_info"))["weight_version"]
         self._require_version(said, version)
+
+    async def holdings(self, names: Sequence[str]) -> list[Holdings]:
+        call = {"method": "held_weights", "args": [list(names)]}
+        answer = await self._call("POST", "/collective_rpc", call)
+        return self._holdings(answer["results"])
 
     async def _call(
         self,

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.replica import HEALTH_TIMEOUT_S, Replica, ReplicaLost, worker_error
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_local import VLLMLocal
@@ -41,6 +42,12 @@ class _HostedVLLM(VLLMLocal):
             self._llm.collective_rpc("finish_weight_update")
             self._end_update(version)
             return self.version
+
+    def held_weights(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """What each worker holds under these names."""
+        with self._exclusive:
+            answers: list[dict[str, Any]] = self._llm.collective_rpc("held_weights", args=(names,))
+            return answers
 
 
 class RayActor:
@@ -108,6 +115,10 @@ class RayActor:
     async def set_version(self, version: int) -> int:
         """End a push."""
         return await asyncio.to_thread(self._engine.set_version, version)
+
+    async def held_weights(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """What each worker holds."""
+        return await asyncio.to_thread(self._engine.held_weights, names)
 
 
 async def _in_background(coroutine: Any) -> Any:
@@ -211,6 +222,9 @@ class RayReplica(Replica):
     async def set_version(self, version: int, timeout_s: float) -> None:
         said = await self._call("set_version", timeout_s, version)
         self._require_version(said, version)
+
+    async def holdings(self, names: Sequence[str]) -> list[Holdings]:
+        return self._holdings(await self._call("held_weights", self._call_timeout_s, list(names)))
 
     async def _call(self, method: str, timeout_s: float, *arguments: Any) -> Any:
         if self._actor is None:

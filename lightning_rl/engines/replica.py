@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import (
     DamagedWeightsError,
@@ -139,6 +140,22 @@ class Replica(ABC):
             raise StaleWeightsError(
                 f"{self.name} says that it holds version {said} after a push of {version}"
             )
+
+    async def holdings(self, names: Sequence[str]) -> list[Holdings]:
+        """What each of its workers holds under these names; empty: it cannot say.
+
+        Raises:
+            ReplicaLost: if it dies meanwhile.
+            SyncTimeoutError: if it takes longer than a call may.
+        """
+        return []
+
+    def _holdings(self, answers: Sequence[Mapping[str, Any]]) -> list[Holdings]:
+        """Of what its workers answered, by rank."""
+        return [
+            Holdings(f"{self.name}, rank {rank}" if len(answers) > 1 else self.name, **answer)
+            for rank, answer in enumerate(answers)
+        ]
 
     @abstractmethod
     async def close(self) -> None:

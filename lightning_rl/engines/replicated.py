@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_rl.config import names
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, ReplicaStatus, RunState
+from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.outages import Outages
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.sampling import Completion, Sampling
@@ -278,6 +279,26 @@ class ReplicatedEngine(Engine):
             transport.push(weights, version)
         finally:
             transport.close()
+
+    def holdings(self, names: Sequence[str]) -> list[Holdings]:
+        serving = [r for r in self.replicas if r.alive and r.version == self.version]
+        return self.holdings_of(serving, names)
+
+    def holdings_of(self, replicas: Sequence[Replica], names: Sequence[str]) -> list[Holdings]:
+        """What the workers of some replicas hold; who dies over it is noted, and left out."""
+        found: list[Holdings] = []
+
+        async def ask(replica: Replica) -> None:
+            try:
+                found.extend(await replica.holdings(names))
+            except (ReplicaLost, SyncTimeoutError) as error:
+                self.lost(replica, error)
+
+        async def ask_all() -> None:
+            await asyncio.gather(*(ask(replica) for replica in replicas))
+
+        run_async(ask_all())
+        return found
 
     @contextmanager
     def taking_weights(self, version: int) -> Iterator[list[Replica]]:

@@ -16,10 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, checked, fail
 from lightning_rl.engines.decoding import Decoder, DecodeRequest
+from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.sampling import end_tokens
 from lightning_rl.run.cores import compute
+from lightning_rl.run.digest import digests
 
 
 @configurable
@@ -212,3 +214,10 @@ class TransformersEngine(Engine):
         shapes = {name: weight.shape for name, weight in held.items()}
         for name, weight in checked(weights, shapes):  # one at a time, so no copy of all
             held[name].copy_(weight)
+
+    def holdings(self, names: Sequence[str]) -> list[Holdings]:
+        if self._lm is None:
+            return []
+        held, dtype = self._lm.state_dict(), getattr(torch, self.dtype)
+        found = digests((name, held[name].to(dtype)) for name in names if name in held)
+        return [Holdings(type(self).__name__, found)]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, checked, fail
+from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_adapter import (
     InFlightRequest,
@@ -22,6 +23,7 @@ from lightning_rl.engines.vllm_adapter import (
     tokens_so_far,
     weight_shapes,
 )
+from lightning_rl.engines.vllm_held import held_weights, watch_conversions
 from lightning_rl.engines.vllm_process import (
     collect_garbage,
     divert_crash_dump,
@@ -138,6 +140,8 @@ class VLLMLocal(VLLMEngine):
         arguments = settings.arguments(model_dir, self.trust_remote_code, self._device)
         self._llm = started(arguments, settings.environment(), self._device)
         self._crash_file = divert_crash_dump()
+        if self._shares_process:  # else the worker does so when it is connected
+            self._llm.collective_rpc(watch_conversions)
         self._shapes = weight_shapes(model_dir, bool(arguments.get("trust_remote_code")))
 
     def close(self) -> None:
@@ -296,3 +300,11 @@ class VLLMLocal(VLLMEngine):
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise StaleWeightsError("vLLM refused to reset its prefix cache after a push")
         self.version = version
+
+    def holdings(self, names: Sequence[str]) -> list[Holdings]:
+        if self._llm is None:
+            return []
+        with self._exclusive, self._on_device():
+            self._wake("weights")
+            [answer] = self._llm.collective_rpc(held_weights, args=(names,))
+        return [Holdings(type(self).__name__, **answer)]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_rl.engines.adapters import is_adapter
 from lightning_rl.errors import IncompleteWeightsError
+from lightning_rl.run.digest import digest, digests
 from lightning_rl.run.dist import any_rank
 
 if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
@@ -71,6 +72,11 @@ class Merger:
                 if unit_of(name) in units:
                     yield name, merge(name, weight.to(self._device), self._adapters)
 
+    def seen_apart(self, held: Mapping[str, str], dtype: torch.dtype) -> dict[str, str]:
+        """Digests of what an engine of this dtype holds, as those of what came."""
+        base = {name: weight.to(self._device) for name, weight in self._base.items()}
+        return seen_apart(held, base, self._adapters, dtype) if base else dict(held)
+
     def finish(self) -> None:
         """A push ends.
 
@@ -108,3 +114,27 @@ def merged(
     held = dict(adapters)
     for name, weight in base.items():
         yield name, merge(name, weight, held)
+
+
+def seen_apart(
+    held: Mapping[str, str],
+    base: Mapping[str, Tensor],
+    adapters: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> dict[str, str]:
+    """Digests of base and adapters, of whoever holds them and an engine with both merged.
+
+    Where what the engine holds is what they make when they are merged again, it is the base's.
+
+    Args:
+        held: digests of what the engine holds.
+        base: weights that are adapted; others may be among them.
+        adapters: as they arrived, in float32.
+        dtype: the engine's.
+    """
+    found = dict(held) | digests((name, factor.float()) for name, factor in adapters.items())
+    for name, weight in base.items():
+        if (whole := merge(name, weight, adapters)) is not weight and name in held:
+            same = digest(whole.to(dtype)) == held[name]
+            found[name] = digest(weight.to(dtype)) if same else held[name]
+    return found

@@ -1,16 +1,20 @@
 """How weights get from the trainer to an engine, and the short way to one in its own process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
 from lightning_rl.engines.adapters import divide
 from lightning_rl.engines.base import Engine, drives_engine
-from lightning_rl.errors import ConfigError, WeightSyncError
+from lightning_rl.engines.holdings import Holdings
+from lightning_rl.errors import ConfigError, WeightSyncError, WrongWeightsError
 from lightning_rl.run.loop import run_async
-from lightning_rl.sync.adapters import merged, weights_apart
+from lightning_rl.sync.adapters import merged, seen_apart, weights_apart
+from lightning_rl.sync.sent import SentWeights
 from lightning_rl.sync.stream import Weights
 
 if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
@@ -74,6 +78,13 @@ class WeightTransport(ABC):
             WeightSyncError: if the engine does not take them.
         """
 
+    def holdings(self, engine: Engine, names: Sequence[str]) -> list[Holdings]:
+        """What the engine's processes hold under these names of a push."""
+        return engine.holdings(names)
+
+    def compare_with(self, sent: SentWeights) -> None:
+        """Told what its pushes send, to compare with what it fills a process with later."""
+
     def close(self) -> None:
         """Let go of the engine."""
 
@@ -97,6 +108,12 @@ class RoutedTransport(WeightTransport):
     def push(self, weights: Weights, version: int) -> None:
         self.route.push(weights, version)
 
+    def holdings(self, engine: Engine, names: Sequence[str]) -> list[Holdings]:
+        return self.route.holdings(engine, names)
+
+    def compare_with(self, sent: SentWeights) -> None:
+        self.route.compare_with(sent)
+
     def close(self) -> None:
         if self._route is not None:
             self._route.close()
@@ -114,19 +131,36 @@ class RoutedTransport(WeightTransport):
         return self._route
 
 
-def push(transport: WeightTransport, engine: Engine, policy: "Policy", version: int) -> None:
+def push(
+    transport: WeightTransport,
+    engine: Engine,
+    policy: "Policy",
+    version: int,
+    sent: SentWeights | None = None,
+) -> int:
     """Pause the engine, push to it, let it go on. On several ranks call it on all of them.
 
+    With ``sent`` it goes on only if all that it holds was sent; returns how many tensors were
+    compared.
+
     Raises:
-        WeightSyncError: if the engine does not take the weights.
+        WeightSyncError: if the engine does not take the weights, or holds others.
     """
     weights = iter(transport.weights_of(policy))
     try:
         if not drives_engine(engine):
-            return
+            return 0
         run_async(engine.pause())
         try:
-            transport.push(weights, version)
+            if sent is None:
+                transport.push(weights, version)
+                return 0
+            transport.compare_with(sent)
+            noted = sent.noting(weights, engine, version)
+            transport.push(noted, version)
+            for _ in noted:  # a transport may know before the end that it has all
+                pass
+            return compare(transport, engine, sent)
         finally:
             run_async(engine.resume())
     finally:
@@ -134,6 +168,19 @@ def push(transport: WeightTransport, engine: Engine, policy: "Policy", version: 
         # that failed.
         for _ in weights:
             pass
+
+
+def compare(transport: WeightTransport, engine: Engine, sent: SentWeights) -> int:
+    """Raise unless the engine holds what it was sent; returns how many tensors were compared.
+
+    Raises:
+        WrongWeightsError: then the engine holds no version until the next push.
+    """
+    try:
+        return sent.require_held(lambda names: transport.holdings(engine, names))
+    except WrongWeightsError:
+        engine.version = -1
+        raise
 
 
 # ---------------------------------------------------------------- in the trainer's process
@@ -172,6 +219,7 @@ class MergedInProcess(InProcess):
     def __init__(self, engine: Engine, passage: Passage = by_reference) -> None:
         super().__init__(engine, passage)
         self._base: dict[str, Tensor] = {}  # by reference
+        self._adapters: dict[str, Tensor] = {}
 
     def weights_of(self, policy: "Policy") -> Weights:
         return weights_apart(policy, drives_engine(self.engine) and not self._base)
@@ -179,8 +227,15 @@ class MergedInProcess(InProcess):
     def push(self, weights: Weights, version: int) -> None:
         adapters, base = divide(weights)
         self._base.update(base or ())
-        arrived = self.passage(adapters.items(), version)
-        self.engine.load_weights(merged(self._base, arrived), version)
+        self._adapters = dict(self.passage(adapters.items(), version))
+        self.engine.load_weights(merged(self._base, self._adapters.items()), version)
+
+    def holdings(self, engine: Engine, names: Sequence[str]) -> list[Holdings]:
+        dtype = getattr(torch, engine.dtype)
+        return [
+            replace(held, digests=seen_apart(held.digests, self._base, self._adapters, dtype))
+            for held in engine.holdings(names)
+        ]
 
 
 def route_in_process(

@@ -17,6 +17,7 @@ from lightning_rl.errors import SyncTimeoutError
 from lightning_rl.run.loop import runtime
 from lightning_rl.sync.adapters import weights_apart
 from lightning_rl.sync.base import WeightTransport
+from lightning_rl.sync.sent import SentWeights
 from lightning_rl.sync.stream import Bucket, Weights, WeightStream, streams_of
 
 if TYPE_CHECKING:  # an engine's workers import this, and need no model of the trainer's
@@ -56,6 +57,7 @@ class ReplicaPush(WeightTransport):
         self._staged: dict[str, list[Bucket]] = {}  # by kind, adapters before their base
         self._kept: int | None = None  # the version of all that is staged, if it is complete
         self._has_base = False
+        self._sent: SentWeights | None = None
         # A restarted replica is filled from another thread than the trainer's.
         self._exclusive = threading.RLock()
         engine.refill = self.refill
@@ -64,6 +66,9 @@ class ReplicaPush(WeightTransport):
         if not self.transport.adapters_only:
             return super().weights_of(policy)
         return weights_apart(policy, drives_engine(self.engine) and not self._has_base)
+
+    def compare_with(self, sent: SentWeights) -> None:
+        self._sent = sent
 
     def push(self, weights: Weights, version: int) -> None:
         transport = self.transport
@@ -74,6 +79,8 @@ class ReplicaPush(WeightTransport):
             self._kept = None
             buckets = self._stage_all(weights, version, complete)
             left = self._deliver(replicas, buckets, version, complete)
+            for replica in left:
+                replica.version = version
             self._kept = version if transport.keep_copy else None
             if not left and not transport.keep_copy:
                 raise ReplicaLost(
@@ -87,7 +94,12 @@ class ReplicaPush(WeightTransport):
             version = self._kept
             if version is not None and replica.version != version:
                 staged = chain.from_iterable(self._staged.values())
-                self._deliver([replica], staged, version, True)
+                for filled in self._deliver([replica], staged, version, True):
+                    if self._sent is not None:
+                        self._sent.require_held(
+                            lambda names: self.engine.holdings_of([replica], names)
+                        )
+                    filled.version = version
 
     def close(self) -> None:
         with self._exclusive:
@@ -160,8 +172,6 @@ class ReplicaPush(WeightTransport):
                 self.transport.leave(replica)
             self._joined.clear()
             raise
-        for replica in live:
-            replica.version = version
         return live
 
     @contextmanager

@@ -7,7 +7,7 @@ through the model's own loader: fused and tied weights are its business. Adapter
 
 import hmac
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from lightning_rl.engines.vllm_adapter import require_all_loaded
 from lightning_rl.engines.vllm_cpu import skip_rank_compilation, use_cpu_kernels
+from lightning_rl.engines.vllm_held import held_weights, watch_conversions
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import WeightSyncError
 from lightning_rl.run.openmp import stop_spinning_when_crowded
@@ -35,7 +36,14 @@ from lightning_rl.sync.stream import WeightReceiver, receiver_of
 
 
 class WorkerExtension:
-    """Adds nothing: vLLM imports this module for its sake."""
+    """A base of vLLM's worker, for whose sake it imports this module."""
+
+    def held_weights(self: Any, names: Sequence[str]) -> dict[str, Any]:
+        """What this worker holds under these names of a push."""
+        held = held_weights(self, names)
+        if isinstance(engine := self.weight_transfer_engine, TransferEngine):
+            held["digests"] = engine.seen_apart(held["digests"])
+        return held
 
 
 @dataclass
@@ -77,6 +85,7 @@ class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
         except WeightSyncError as error:
             raise _raisable(error) from error
         self._merger = Merger(self.device)
+        watch_conversions(self)
         if self.device.type == "cpu":
             stop_spinning_when_crowded()
             if self.model_config.enforce_eager:
@@ -122,6 +131,10 @@ class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         self._loaded = None
+
+    def seen_apart(self, held: Mapping[str, str]) -> dict[str, str]:
+        """Digests of what the model holds, as those of a base and adapters if these come apart."""
+        return self._merger.seen_apart(held, self.model_config.dtype)
 
     def shutdown(self) -> None:
         if self._receiver is not None:

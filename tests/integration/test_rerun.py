@@ -11,7 +11,7 @@ from lightning_rl.cli import main
 from lightning_rl.cli.rerun.compare import rerun_iteration
 from lightning_rl.cli.rerun.rollouts import rerun_rollout
 from lightning_rl.cli.rerun.run import RecordedRun
-from lightning_rl.data.rollouts.log import Outcome, RerunLog, checksums
+from lightning_rl.data.rollouts.log import Outcome, RerunLog
 from lightning_rl.data.rollouts.parquet import ParquetRollouts
 from lightning_rl.errors import DataError
 from lightning_rl.models.policy import Policy
@@ -182,25 +182,6 @@ def test_a_damaged_checkpoint_is_not_used(run):
 
 
 # ------------------------------------------------------------------------------- the log itself
-
-
-def test_a_checksum_sees_every_bit_and_place():
-    weights = torch.tensor([1.0, 2.0, 3.0])
-    [same] = {*checksums([("w", weights)]).values(), *checksums([("w", weights.clone())]).values()}
-    # 1.0 is 0x3f800000; two of them are one word, four are two: 1 x the first + 3 x the second.
-    assert checksums([("w", torch.ones(1))]) == {"w": "000000003f800000"}
-    assert checksums([("w", torch.ones(2))]) == {"w": "3f8000003f800000"}
-    assert checksums([("w", torch.ones(4))]) == {"w": "fe000000fe000000"}
-    # Three are words of four bytes: (1 + 3 + 5) x 0x3f800000.
-    assert checksums([("w", torch.ones(3))]) == {"w": "000000023b800000"}
-    # Across chunks the factors go on: zeros, and a one as word number 2^20 + 1.
-    far = torch.zeros((1 << 20) + 2, dtype=torch.int64)
-    far[-1] = 1
-    assert checksums([("w", far)]) == {"w": f"{2 * ((1 << 20) + 1) + 1:016x}"}
-    others = [weights.flip(0), weights.nextafter(torch.tensor(9.0)), weights.double(), weights[:2]]
-    assert all(checksums([("w", other)])["w"] != same for other in others)
-    half = checksums([("w", weights.bfloat16()), ("flag", torch.tensor([True]))])
-    assert half["flag"] == f"{1:016x}"
 
 
 def test_a_run_that_goes_on_forgets_what_lay_ahead(tmp_path, make_rollout):

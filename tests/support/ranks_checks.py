@@ -23,7 +23,7 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.cli import main
 from lightning_rl.data.packing import token_rows
-from lightning_rl.data.rollouts.log import checksums
+from lightning_rl.run.digest import digests
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines.sampling import Sampling
@@ -87,7 +87,7 @@ def guarded(model: str, where: Path, rows: Any, reward: Any) -> dict[str, Any]:
     try:
         trainer.fit(module, data)
     except GuardError as stopped:
-        weights = checksums(module.policy.state_dict().items())
+        weights = digests(module.policy.state_dict().items())
         return {"rows": noted.rows, "reason": stopped.reason, "weights": weights,
                 "saved": Path(stopped.checkpoint or "").name}  # fmt: skip
     raise AssertionError("the guard did not stop the run")

@@ -27,7 +27,7 @@ from lightning_rl.callbacks import (
     StalenessGuard,
     ZeroAdvantageGuard,
 )
-from lightning_rl.data.rollouts.log import checksums
+from lightning_rl.run.digest import digests
 from lightning_rl.extend import Agent, Episode, Periodic
 from lightning_rl.games import RolesModule, SharedModelGroup
 from tests.support.lots import LotAdapters
@@ -134,7 +134,7 @@ def fit_roles(
         "rollouts": watch.rollouts,
         "learned": watch.learned,
         "versions": module.role_versions,
-        "weights": checksums(module.state_dict().items()),
+        "weights": digests(module.state_dict().items()),
     }
 
 

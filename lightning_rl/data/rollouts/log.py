@@ -2,31 +2,25 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from lightning_rl.data.rollouts.parquet import ParquetRollouts, write_part
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.rundir import append, write_whole
 
-# Words of one chunk, which 64-bit products are made of: 8 MiB.
-CHUNK = 1 << 20
 FILE = "iteration-{:06d}-{:03d}.parquet"
 """The file of an iteration, and of a rank."""
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Outcome:
     """A version of the weights, to compare another with.
 
-    ``weights`` holds the checksum of each tensor of the policy, ``metrics`` the row of the
-    iteration that made it, ``ranks`` how many processes trained.
+    ``weights`` holds the digest of each tensor of the policy (:mod:`lightning_rl.run.digest`),
+    ``metrics`` the row of the iteration that made it, ``ranks`` how many processes trained.
     """
 
     version: int
@@ -147,33 +141,6 @@ def _line(outcome: Outcome) -> str:
 def _iteration_of(file: Path) -> int:
     first, second, *_ = file.stem.split("-")
     return int(second) if first == "iteration" else int(first) + 1
-
-
-def checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """A checksum of the bits of each tensor, as 16 hexadecimal digits; sharded ones are gathered.
-
-    The sum of all words, each times its place, modulo 2^64: no single changed word goes unseen.
-    It is computed where the tensor is: 0.1 CPU seconds for 50 million float32 numbers.
-    """
-    names, sums = [], []
-    for name, weight in weights:
-        whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-        names.append(name)
-        sums.append(_checksum(whole.detach()).cpu())
-    return {name: f"{int(s) & (1 << 64) - 1:016x}" for name, s in zip(names, sums, strict=True)}
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    flat = tensor.reshape(-1)
-    # Eight bytes at a time, where that comes out even.
-    words = flat.view(torch.int64 if flat.nbytes % 8 == 0 else _WORDS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.long, device=flat.device)
-    # Odd factors have an inverse modulo 2^64, so that no difference is multiplied away.
-    factors = torch.arange(1, 2 * min(CHUNK, len(words)), 2, device=flat.device)
-    for start in range(0, len(words), CHUNK):
-        part = words[start : start + CHUNK].long()
-        total += (part * factors[: len(part)]).sum() + 2 * start * part.sum()
-    return total
 
 
 def first_difference(one: Mapping[str, object], other: Mapping[str, object]) -> str | None:

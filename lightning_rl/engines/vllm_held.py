@@ -1,0 +1,197 @@
+"""Runs in vLLM's workers: which weights they hold, under the names that a push has for them.
+
+vLLM fuses weights (q, k and v; gate and up), pads vocabularies, and converts weights to forms that
+only its kernels read: packed on CPUs, or quantized. The first two are undone here. A converted
+weight cannot be read back, so a digest of it is noted when it is converted. Where a conversion is
+left out, the note of the one before is what shows it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lightning_rl.run.digest import Digester, digests
+
+_NOTE = "digests_before_conversion"
+"""Attribute of a layer of vLLM's."""
+_REORDERED = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "llama4")
+"""Modules of vLLM's models that turn weights round as they load them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """Digests of the parts of a layer's weight before it was converted, and of what came of it.
+
+    ``converted`` is by name, of what can be read and stays as it is; ``readable`` tells that the
+    weight is also there as it came.
+    """
+
+    parts: list[str]
+    converted: dict[str, str]
+    readable: bool
+
+
+class _UnreadError(Exception):
+    """Why a weight cannot be compared."""
+
+
+def held_weights(worker: Any, names: Sequence[str]) -> dict[str, Any]:
+    """``digests`` of what is held under these names, and why others are ``unread``.
+
+    Of weights in the model's dtype, to which they were cast on their way.
+    """
+    places, digester = _Places(worker), Digester()
+    noted, unread = dict[str, str](), dict[str, str]()
+    for name in names:
+        try:
+            tensor, note = places.of(name)
+        except _UnreadError as error:
+            unread[name] = str(error)
+            continue
+        if tensor is not None:
+            digester.add(name, tensor.to(worker.model_config.dtype))
+        if note is not None:
+            noted[name] = note
+    read = digester.digests()
+    # An embedding is held twice on CPUs: if the two differ, neither is the answer.
+    twice = {n: f"{read[n]} and, packed, {noted[n]}" for n in read.keys() & noted.keys()}
+    differing = {name: both for name, both in twice.items() if read[name] != noted[name]}
+    return {"digests": noted | read | differing, "unread": unread}
+
+
+def watch_conversions(worker: Any) -> None:
+    """From now on note what each layer's weight was when it is converted."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    places = _Places(worker)
+    for path, layer in worker.get_model().named_modules():
+        method = getattr(layer, "quant_method", None)
+        # A kernel of one's own is an attribute of this name already: watched before.
+        watched = "process_weights_after_loading" in vars(method or object)
+        if not isinstance(method, QuantizeMethodBase) or watched or not _converts(layer):
+            continue
+        convert = partial(_convert, method.process_weights_after_loading, places.fuses(path))
+        convert = partial(convert, worker.model_config.dtype)
+        method.process_weights_after_loading = convert
+
+
+def _converts(layer: Any) -> bool:
+    """Whether vLLM converts the weight of this layer once it is loaded."""
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        UnquantizedEmbeddingMethod,
+        VocabParallelEmbedding,
+    )
+    from vllm.platforms import current_platform
+
+    if not isinstance(layer, LinearBase | VocabParallelEmbedding):
+        return False
+    plain = isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+    return bool(current_platform.is_cpu()) or not plain
+
+
+def _convert(convert: Any, fused: bool, dtype: Any, layer: Any) -> None:
+    """In the place of a layer's ``process_weights_after_loading``."""
+    weight = layer.weight
+    done = getattr(layer, "_already_called_process_weights_after_loading", False)
+    if done or weight.is_meta or weight.dim() != 2:
+        convert(layer)
+        return
+    setattr(layer, _NOTE, None)  # of a conversion that fails nothing is known
+    parts = _parts(layer, weight, fused)
+    before = digests((str(n), part.to(dtype)) for n, part in enumerate(parts))
+    same = weight.data_ptr(), weight.dtype
+    convert(layer)
+    readable = same == (layer.weight.data_ptr(), layer.weight.dtype)
+    after = {} if readable else digests(_own_tensors(layer))
+    setattr(layer, _NOTE, _Note(list(before.values()), after, readable))
+
+
+def _own_tensors(layer: Any) -> list[tuple[str, Tensor]]:
+    own = layer.named_parameters(recurse=False)
+    return [(name, tensor) for name, tensor in own if name != "bias" and tensor.numel()]
+
+
+def _parts(layer: Any, tensor: Tensor, fused: bool) -> list[Tensor]:
+    """What is fused in a tensor of a layer, without what pads it."""
+    if fused:
+        return list(tensor.split(layer.output_partition_sizes))
+    if (vocabulary := getattr(layer, "org_vocab_size", None)) is not None:
+        return [tensor[:vocabulary]]
+    return [tensor]
+
+
+class _Places:
+    """Finds weights of a worker's model by the names of a push."""
+
+    def __init__(self, worker: Any) -> None:
+        self._model = model = worker.get_model()
+        self._reordered = type(model).__module__.rpartition(".")[2] in _REORDERED
+        self._mapper = getattr(model, "hf_to_vllm_mapper", None)
+        self._whole = {  # the fused layer of a part, and which part of it that is
+            part: (whole, number)
+            for whole, parts in getattr(model, "packed_modules_mapping", {}).items()
+            for number, part in enumerate(parts)
+            if len(parts) > 1
+        }
+        self._unchanged: dict[int, bool] = {}  # by the id of a layer
+
+    def fuses(self, path: str) -> bool:
+        """Whether the layer here holds several weights of a push in one."""
+        name = path.removesuffix(".base_layer").rpartition(".")[2]
+        return name in {whole for whole, _ in self._whole.values()}
+
+    def of(self, name: str) -> tuple[Tensor | None, str | None]:
+        """A weight, as far as it can be read, and the digest noted when it was converted.
+
+        Raises:
+            _UnreadError: if there is neither.
+        """
+        if self._reordered:
+            raise _UnreadError(f"{type(self._model).__name__} turns weights round as it loads them")
+        layer, leaf, number, fused = self._layer(name)
+        tensor = getattr(layer, leaf, None)
+        if not isinstance(tensor, Tensor):
+            raise _UnreadError("vLLM holds no tensor of that name")
+        if getattr(layer, "tp_size", 1) > 1:
+            raise _UnreadError("vLLM has spread it over several processes")
+        note: _Note | None = getattr(layer, _NOTE, None)
+        if leaf != "weight" or not _converts(layer):
+            return _parts(layer, tensor, fused)[number], None
+        if note is None:
+            raise _UnreadError("vLLM has converted it, and nobody watched")
+        part = note.parts[number]
+        if not self._is_unchanged(layer, note):
+            part += ", and changed since it was converted"
+        return _parts(layer, tensor, fused)[number] if note.readable else None, part
+
+    def _layer(self, name: str) -> tuple[Any, str, int, bool]:
+        """The layer that holds a weight, its attribute, which part of that it is, if of several."""
+        mapped = name if self._mapper is None else self._mapper._map_name(name)
+        if mapped is None:
+            raise _UnreadError("vLLM leaves it out")
+        path, _, leaf = mapped.rpartition(".")
+        part = name.split(".")[-2] if "." in name else ""
+        whole, number = self._whole.get(part, ("", 0))
+        fused = f"{path.rpartition('.')[0]}.{whole}"
+        if whole and (layer := self._find(fused)) is not None:
+            return layer, leaf, number, True
+        if (layer := self._find(path)) is None:
+            raise _UnreadError("vLLM has no layer of that name")
+        return layer, leaf, 0, False
+
+    def _find(self, path: str) -> Any:
+        try:
+            layer = self._model.get_submodule(path)
+        except AttributeError:
+            return None
+        return getattr(layer, "base_layer", layer)  # of one that takes adapters
+
+    def _is_unchanged(self, layer: Any, note: _Note) -> bool:
+        if id(layer) not in self._unchanged:
+            now = digests(_own_tensors(layer)) if note.converted else {}
+            self._unchanged[id(layer)] = now == note.converted
+        return self._unchanged[id(layer)]

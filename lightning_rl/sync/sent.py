@@ -1,0 +1,100 @@
+"""What an engine was sent, tensor by tensor, to compare with what it holds."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from lightning_rl.engines.adapters import is_adapter
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.holdings import Holdings
+from lightning_rl.errors import WrongWeightsError
+from lightning_rl.run.digest import Digester
+from lightning_rl.sync.stream import Weights
+
+_log = logging.getLogger(__name__)
+
+
+class SentWeights:
+    """Digests of the weights that an engine was sent last, in the form that it is to hold them.
+
+    Weights are read while they are on their way, so that sharded ones are gathered once. What a
+    push leaves out, such as the base of a LoRA, is as the push before brought it.
+
+    Args:
+        clock: counts the seconds of reading and comparing as stage ``digests``.
+    """
+
+    def __init__(self, clock: Callable[[str], AbstractContextManager[None]] | None = None) -> None:
+        self.digests: dict[str, str] = {}
+        self.version = -1
+        self._before: tuple[int, dict[str, str]] = (-1, {})  # what the push before had brought
+        self._clock = clock or nullcontext
+        self._said: set[str] = set()
+
+    def noting(
+        self, weights: Weights, engine: Engine, version: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Pass weights on, and note their digests once all have passed."""
+        digester, own = Digester(), getattr(torch, engine.dtype)
+        # Whoever merges adapters does so in float32.
+        of_adapters = own if engine.takes_adapters else torch.float32
+        for name, weight in weights:
+            with self._clock("digests"):
+                dtype = of_adapters if is_adapter(name) else own
+                digester.add(name, weight.detach().to(dtype))
+            yield name, weight
+        with self._clock("digests"):
+            if version != self.version:
+                self._before = self.version, self.digests
+            self.version, self.digests = version, self.digests | digester.digests()
+
+    def require_held(self, ask: Callable[[Sequence[str]], list[Holdings]]) -> int:
+        """Raise unless an engine holds what it was sent; returns how many tensors were compared.
+
+        Args:
+            ask: what its processes hold under these names.
+
+        Raises:
+            WrongWeightsError: naming the process, the first tensor that differs, and what it holds
+                instead, as far as that is known.
+        """
+        with self._clock("digests"):
+            everyone = ask(list(self.digests))
+            compared = 0
+            for holdings in everyone:
+                held = holdings.digests
+                wrong = [n for n, sent in self.digests.items() if held.get(n, sent) != sent]
+                if wrong:
+                    raise self._error(holdings, wrong)
+                compared += len(self.digests.keys() & held.keys())
+            self._say_what_is_unread(everyone)
+        return compared
+
+    def _error(self, holdings: Holdings, wrong: list[str]) -> WrongWeightsError:
+        name, others = wrong[0], f" and {len(wrong) - 1} others" if len(wrong) > 1 else ""
+        held, (version, before) = holdings.digests[name], self._before
+        instead = "of nothing that was sent"
+        if held == before.get(name):
+            instead = f"that of version {version}"
+        elif same := [n for n, sent in self.digests.items() if sent == held]:
+            instead = f"that of {same[0]!r}"
+        return WrongWeightsError(
+            f"after the push of version {self.version}, {holdings.holder} holds another {name!r}"
+            f"{others} than was sent: digest {held} instead of {self.digests[name]}, {instead}. No "
+            "token was drawn from it. Resume the run to push again; if that fails too, another "
+            "transport or engine shows which of them is at fault"
+        )
+
+    def _say_what_is_unread(self, everyone: list[Holdings]) -> None:
+        """Warn of it once."""
+        reasons = Counter(why for holdings in everyone for why in holdings.unread.values())
+        if not everyone:
+            reasons["this engine cannot say what it holds"] = len(self.digests)
+        for why, count in reasons.items():
+            if why not in self._said:
+                _log.warning("digests do not compare %d tensors in the engine: %s", count, why)
+        self._said |= reasons.keys()
