@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.engines.base import Engine, policy_of
+from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, IncompleteWeightsError, WeightSyncError
 
@@ -162,6 +164,21 @@ class AdapterEngine(Engine):
     ) -> None:
         """:meth:`load_weights` of a policy: its adapters, then their base unless it is there."""
 
+    @abstractmethod
+    def adapter_digests(self, policy: str, names: Sequence[str]) -> dict[str, str]:
+        """Digests of a policy's factors as it computes with them, under these names."""
+
+    def holdings_of(self, policy: str, names: Sequence[str]) -> list[Holdings]:
+        """:meth:`holdings` of a policy: its adapters, and what it was sent of the base."""
+        factors = self.adapter_digests(policy, [name for name in names if is_adapter(name)])
+        whole = self.holdings([name for name in names if not is_adapter(name)])
+        return [
+            replace(
+                held, holder=f"{held.holder} for {policy!r}", digests={**held.digests, **factors}
+            )
+            for held in whole
+        ]
+
     def divided(
         self, weights: Iterable[tuple[str, Tensor]]
     ) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]] | None]:
@@ -244,6 +261,9 @@ class _View(Engine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.whole.load_adapters(self.name, weights, version)
+
+    def holdings(self, names: Sequence[str]) -> list[Holdings]:
+        return self.whole.holdings_of(self.name, names)
 
     async def pause(self) -> None:
         await self.whole.pause()

@@ -16,6 +16,7 @@ from lightning_rl.engines.decoding import Decoder, DecodeRequest
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import EngineError, WeightSyncError
+from lightning_rl.run.digest import digests
 
 
 @configurable
@@ -67,6 +68,10 @@ class TransformersAdapters(AdapterEngine, TransformersEngine):
             self._adapters.put(self._lm, view, adapters)
             view.version = version
 
+    def adapter_digests(self, policy: str, names: Sequence[str]) -> dict[str, str]:
+        dtype, held = getattr(torch, self.dtype), self._adapters.held(self.policies[policy])
+        return digests((name, held[name].to(dtype)) for name in names if name in held)
+
 
 Owners = tuple[tuple[int, int], ...]
 """Whose the columns of a layer are, in order: numbers of writers, and how many each has."""
@@ -103,6 +108,15 @@ class _Adapters:
                 self._layers[name] = _Layer(self, lm.get_submodule(name))
             factors = adapters[f"{name}.lora_A"], adapters[f"{name}.lora_B"]
             self._layers[name].put(number, factors)
+
+    def held(self, writer: Engine) -> dict[str, Tensor]:
+        """The factors that a writer's lines are computed with, by the names of a push."""
+        number = self._numbers.get(writer, -1)
+        found = {}
+        for name, layer in self._layers.items():
+            if (factors := layer.factors_of(number)) is not None:
+                found[f"{name}.lora_A"], found[f"{name}.lora_B"] = factors
+        return found
 
     def begin(self, writers: Iterable[Engine]) -> None:
         """A batch of N lines begins; who writes them."""
@@ -143,6 +157,15 @@ class _Layer:
         if self._factors:
             self._a = torch.cat([a for a, _ in self._factors.values()])
             self._b = torch.cat([b for _, b in self._factors.values()], dim=1)
+
+    def factors_of(self, writer: int) -> tuple[Tensor, Tensor] | None:
+        """Those of a writer among all that stand here; None: it has none."""
+        start = 0
+        for number, count in self._owners:
+            if number == writer:
+                return self._a[start : start + count], self._b[:, start : start + count]
+            start += count
+        return None
 
     def _add(self, linear: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         if self._owners:

@@ -14,6 +14,7 @@ from lightning_rl.engines.adapters import AdapterEngine, layers_of, require_adap
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_adapters_cpu import FusedAdapters
+from lightning_rl.engines.vllm_held import held_adapter
 from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.engines.vllm_settings import EngineSettings
 from lightning_rl.errors import ConfigError, EngineError, WeightSyncError, require_at_least
@@ -108,6 +109,14 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
             self._served[view] = LoRARequest(name, number, "in memory")
             _begin_again(self._llm, self._served[view])
             view.version = version
+
+    def adapter_digests(self, policy: str, names: Sequence[str]) -> dict[str, str]:
+        adapter = self._served.get(self.policies[policy])
+        number = 0 if adapter is None else adapter.lora_int_id
+        with self._exclusive, self._on_device():
+            self._wake("weights")
+            [found] = self._llm.collective_rpc(held_adapter, args=(number, names))
+        return dict(found)
 
     def _require_room_for(self, adapters: Mapping[str, Tensor]) -> None:
         for layer in layers_of(adapters):

@@ -43,7 +43,7 @@ def held_weights(worker: Any, names: Sequence[str]) -> dict[str, Any]:
 
     Of weights in the model's dtype, to which they were cast on their way.
     """
-    places, digester = _Places(worker), Digester()
+    places, digester = _Places(worker.get_model()), Digester()
     noted, unread = dict[str, str](), dict[str, str]()
     for name in names:
         try:
@@ -62,20 +62,61 @@ def held_weights(worker: Any, names: Sequence[str]) -> dict[str, Any]:
     return {"digests": noted | read | differing, "unread": unread}
 
 
-def watch_conversions(worker: Any) -> None:
-    """From now on note what each layer's weight was when it is converted."""
+def held_adapter(worker: Any, number: int, names: Sequence[str]) -> dict[str, str]:
+    """Digests of the factors with which an adapter is computed, of those that there are.
+
+    Args:
+        worker: vLLM's.
+        number: the adapter's, in vLLM.
+        names: of factors, ``X.lora_A`` and ``X.lora_B``.
+    """
+    manager = worker.model_runner.lora_manager._adapter_manager
+    if number not in manager.lora_index_to_id:
+        return dict.fromkeys(names, "no such adapter")
+    slot, own = manager.lora_index_to_id.index(number), manager.get_adapter(number).loras
+    wholes = {
+        part: (whole, place)
+        for whole, parts in manager.packed_modules.items()
+        for place, part in enumerate(parts)
+    }
+    places, digester = _Places(worker.get_model()), Digester()
+    for name in names:
+        layer, _, end = name.rpartition(".")
+        mapped = places.mapped(f"{layer}.weight").removesuffix(".weight")
+        part = layer.rpartition(".")[2]
+        # vLLM's map fuses too, and packs by the names before that.
+        mapped = f"{mapped.rpartition('.')[0]}.{part}"
+        whole, place = wholes.get(mapped, (mapped, 0))
+        if whole not in manager.modules or whole not in own:
+            continue
+        factors = own[whole].lora_a
+        rank = len(factors[place] if isinstance(factors, list) else factors)
+        module = manager.modules[whole]
+        stacked = module.lora_a_stacked if end == "lora_A" else module.lora_b_stacked
+        factor = stacked[place][slot, 0]  # what is beyond its rank is zero, or it counts, too
+        used, rest = factor.split([rank, factor.shape[end == "lora_B"] - rank], end == "lora_B")
+        digester.add(name, (factor if rest.any() else used).to(worker.model_config.dtype))
+    return digester.digests()
+
+
+def watch_worker(worker: Any) -> None:
+    """:func:`watch_conversions` of the worker's model."""
+    watch_conversions(worker.get_model(), worker.model_config.dtype)
+
+
+def watch_conversions(model: Any, dtype: Any) -> None:
+    """From now on note what each layer's weight was, in this dtype, when it is converted."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    places = _Places(worker)
-    for path, layer in worker.get_model().named_modules():
+    places = _Places(model)
+    for path, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         # A kernel of one's own is an attribute of this name already: watched before.
         watched = "process_weights_after_loading" in vars(method or object)
         if not isinstance(method, QuantizeMethodBase) or watched or not _converts(layer):
             continue
         convert = partial(_convert, method.process_weights_after_loading, places.fuses(path))
-        convert = partial(convert, worker.model_config.dtype)
-        method.process_weights_after_loading = convert
+        method.process_weights_after_loading = partial(convert, dtype)
 
 
 def _converts(layer: Any) -> bool:
@@ -125,10 +166,10 @@ def _parts(layer: Any, tensor: Tensor, fused: bool) -> list[Tensor]:
 
 
 class _Places:
-    """Finds weights of a worker's model by the names of a push."""
+    """Finds weights of a model by the names of a push."""
 
-    def __init__(self, worker: Any) -> None:
-        self._model = model = worker.get_model()
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self._reordered = type(model).__module__.rpartition(".")[2] in _REORDERED
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
         self._whole = {  # the fused layer of a part, and which part of it that is
@@ -138,6 +179,17 @@ class _Places:
             if len(parts) > 1
         }
         self._unchanged: dict[int, bool] = {}  # by the id of a layer
+
+    def mapped(self, name: str) -> str:
+        """vLLM's name of a weight, or of what it is fused into.
+
+        Raises:
+            _UnreadError: if there is none.
+        """
+        mapped = name if self._mapper is None else self._mapper._map_name(name)
+        if mapped is None:
+            raise _UnreadError("vLLM leaves it out")
+        return str(mapped)
 
     def fuses(self, path: str) -> bool:
         """Whether the layer here holds several weights of a push in one."""
@@ -170,10 +222,7 @@ class _Places:
 
     def _layer(self, name: str) -> tuple[Any, str, int, bool]:
         """The layer that holds a weight, its attribute, which part of that it is, if of several."""
-        mapped = name if self._mapper is None else self._mapper._map_name(name)
-        if mapped is None:
-            raise _UnreadError("vLLM leaves it out")
-        path, _, leaf = mapped.rpartition(".")
+        path, _, leaf = self.mapped(name).rpartition(".")
         part = name.split(".")[-2] if "." in name else ""
         whole, number = self._whole.get(part, ("", 0))
         fused = f"{path.rpartition('.')[0]}.{whole}"

@@ -23,7 +23,7 @@ from lightning_rl.engines.vllm_adapter import (
     tokens_so_far,
     weight_shapes,
 )
-from lightning_rl.engines.vllm_held import held_weights, watch_conversions
+from lightning_rl.engines.vllm_held import held_weights, watch_worker
 from lightning_rl.engines.vllm_process import (
     collect_garbage,
     divert_crash_dump,
@@ -141,7 +141,7 @@ class VLLMLocal(VLLMEngine):
         self._llm = started(arguments, settings.environment(), self._device)
         self._crash_file = divert_crash_dump()
         if self._shares_process:  # else the worker does so when it is connected
-            self._llm.collective_rpc(watch_conversions)
+            self._llm.collective_rpc(watch_worker)
         self._shapes = weight_shapes(model_dir, bool(arguments.get("trust_remote_code")))
 
     def close(self) -> None:

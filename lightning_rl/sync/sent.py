@@ -91,7 +91,8 @@ class SentWeights:
 
     def _say_what_is_unread(self, everyone: list[Holdings]) -> None:
         """Warn of it once."""
-        reasons = Counter(why for holdings in everyone for why in holdings.unread.values())
+        unread = (h.unread[name] for h in everyone for name in h.unread.keys() - h.digests.keys())
+        reasons = Counter(unread)
         if not everyone:
             reasons["this engine cannot say what it holds"] = len(self.digests)
         for why, count in reasons.items():

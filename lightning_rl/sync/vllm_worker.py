@@ -85,7 +85,7 @@ class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
         except WeightSyncError as error:
             raise _raisable(error) from error
         self._merger = Merger(self.device)
-        watch_conversions(self)
+        watch_conversions(self.model, self.model_config.dtype)
         if self.device.type == "cpu":
             stop_spinning_when_crowded()
             if self.model_config.enforce_eager:
