@@ -33,13 +33,14 @@ class Digester:
         self._names: list[str] = []
         self._forms: list[int] = []
         self._sums: list[Tensor] = []
+        self._buffer = torch.empty(0, dtype=torch.int64)  # of a CPU; to get memory takes its time
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Read a tensor; a sharded one is gathered, for which all its ranks have to call this."""
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         self._names.append(name)
         self._forms.append(zlib.crc32(f"{whole.dtype} {tuple(whole.shape)}".encode()))
-        self._sums.append(_chunk_sums(whole.detach()))
+        self._sums.append(self._chunk_sums(_words(whole.detach())))
 
     def digests(self) -> dict[str, str]:
         """By name, as 16 hexadecimal digits, of all that was read."""
@@ -60,6 +61,18 @@ class Digester:
             found[name] = f"{total & _ALL:016x}"
         return found
 
+    def _chunk_sums(self, words: Tensor) -> Tensor:
+        """The sum of each chunk of words, on their device; the last may be shorter."""
+        if words.device.type == "cpu":
+            if len(self._buffer) < min(CHUNK, len(words)):
+                self._buffer = words.new_empty(CHUNK)
+            return torch.stack([_weigh(part, self._buffer) for part in words.split(CHUNK)])
+        whole = len(words) // CHUNK * CHUNK
+        sums = [_weigh_rows(words[whole:][None])]
+        for part in words[:whole].split(CHUNK * _CHUNKS_AT_ONCE):
+            sums.insert(-1, _weigh_rows(part.view(-1, CHUNK)))
+        return torch.cat(sums)
+
 
 def digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """The digest of each tensor, as 16 hexadecimal digits; sharded ones are gathered."""
@@ -74,19 +87,11 @@ def digest(tensor: Tensor) -> str:
     return digests([("", tensor)])[""]
 
 
-def _chunk_sums(tensor: Tensor) -> Tensor:
-    """The sum of each chunk of the tensor's words, on its device; the last may be shorter."""
+def _words(tensor: Tensor) -> Tensor:
+    """The tensor's bytes as 64-bit integers."""
     flat = tensor.contiguous().view(-1)
     even = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
-    words = flat.view(torch.int64) if even else _padded(flat)
-    if words.device.type == "cpu":
-        buffer = words.new_empty(min(CHUNK, len(words)))
-        return torch.stack([_weigh(part, buffer) for part in words.split(CHUNK)])
-    whole = len(words) // CHUNK * CHUNK
-    sums = [_weigh_rows(words[whole:][None])]
-    for part in words[:whole].split(CHUNK * _CHUNKS_AT_ONCE):
-        sums.insert(-1, _weigh_rows(part.view(-1, CHUNK)))
-    return torch.cat(sums)
+    return flat.view(torch.int64) if even else _padded(flat)
 
 
 def _padded(flat: Tensor) -> Tensor:
