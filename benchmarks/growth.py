@@ -10,6 +10,7 @@ Attention is quadratic in the context, and no part of this: what calls an engine
 draws tokens, except for ``transformers_turns``, on contexts that are short beside the layers.
 """
 
+import gc
 import math
 import sys
 import time
@@ -50,6 +51,7 @@ def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
 
 def seconds_of(work: WORK) -> float:
     """CPU seconds of this process."""
+    gc.collect()
     begun = time.process_time()
     work()
     return time.process_time() - begun

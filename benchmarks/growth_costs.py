@@ -272,7 +272,7 @@ class Answering(Environment):
 
 def transformers_turns(size: int) -> WORK:
     """Four rollouts of so many turns, side by side."""
-    engine = TransformersEngine(dtype="float32", device="cpu")
+    engine = TransformersEngine(dtype="float32", device="cpu", kept_tokens=2**14)
     engine.start(Path(tiny_model()))
     engine.load_weights(Policy(tiny_model()).named_weights(), 0)
     agent = MultiTurn(Answering, max_turns=size, max_turn_tokens=ANSWER)

@@ -1,6 +1,5 @@
 """Prefixes: of a rollout's rows, the longest that a prompt begins with, found by hashes."""
 
-from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -8,40 +7,12 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
-import numpy as np
-
+from lightning_rl.engines.text_hash import TextHash
 from lightning_rl.rollout import SAMPLED_BY, Row, SamplingDistribution
 
-_BASE = np.uint64(6364136223846793005)
 _settings = attrgetter(*SAMPLED_BY)
 _RECENT = 8
 """Rows that a prompt is compared with first: side by side, so many chats go on without hashing."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """So many tokens, their hash: the sum of (token + 1) * BASE**place, modulo 2**64, and a power.
-
-    ``power`` is of the place that follows, so what continues a text is hashed without reading it
-    again.
-    """
-
-    length: int = 0
-    hash: int = 0
-    power: int = 1
-
-    def hashes(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """After each of these further tokens: the hash, and the power that follows."""
-        tokens = np.frombuffer(array("q", token_ids), np.uint64)
-        powers = np.multiply.accumulate(np.r_[np.uint64(self.power), np.full(len(tokens), _BASE)])
-        sums = np.cumsum((tokens + np.uint64(1)) * powers[:-1]) + np.uint64(self.hash)
-        return sums, powers[1:]
-
-    def then(self, token_ids: Sequence[int]) -> "_Text":
-        if not token_ids:
-            return self
-        sums, powers = self.hashes(token_ids)
-        return _Text(self.length + len(token_ids), int(sums[-1]), int(powers[-1]))
 
 
 @dataclass(slots=True)
@@ -72,7 +43,7 @@ class Prefixes:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, TextHash] = {}
         self._kinds: defaultdict[tuple[Hashable, ...], _Kind] = defaultdict(_Kind)
         for place, row in enumerate(rows):
             if place or row.token_ids:
@@ -84,7 +55,7 @@ class Prefixes:
         kind = self._kinds[_kind_of(row.role, row.sampling)]
         before = self._texts.get(place)
         if before is None:
-            text = _Text().then(row.prompt_ids).then(row.token_ids)
+            text = TextHash().then(row.prompt_ids).then(row.token_ids)
         else:
             text = before.then(row.token_ids[before.length - len(row.prompt_ids) :])
         kind.recent.pop(place, None)
@@ -118,8 +89,8 @@ class Prefixes:
         if kind is None:
             return None
         recent = self._recent(kind, prompt)
-        for begun in _Text() if recent is None else self._texts[recent], _Text():
-            hashes = [begun.hash, *begun.hashes(prompt[begun.length :])[0].tolist()]
+        for begun in TextHash() if recent is None else self._texts[recent], TextHash():
+            hashes = [begun.hash, *begun.hashes(prompt[begun.length :])]
             first = bisect_left(kind.lengths, begun.length)
             last = bisect_right(kind.lengths, len(prompt))
             for length in reversed(kind.lengths[first:last]):
