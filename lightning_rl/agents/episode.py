@@ -16,7 +16,7 @@ from lightning_rl.agents.rows import Captured, captured, keep, own_sampling, wri
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling, seed_of
 from lightning_rl.errors import ContextLengthError, EpisodeError
-from lightning_rl.rollout import Call, Rollout, RolloutStatus
+from lightning_rl.rollout import Call, Rollout, RolloutStatus, SamplingDistribution
 
 
 class Episode:
@@ -49,6 +49,7 @@ class Episode:
         rollout.completion, rollout.environment_reward = "", None
         rollout.role_rewards = {}
         self._prefixes = Prefixes(rollout.rows)
+        self._digests: dict[int, _Digest] = {}  # by the place of the row that was read last
         self._times: defaultdict[bytes, _Times] = defaultdict(_Times)
         self._held: dict[int, Call] = {}
         """Calls that can be given in place of generating them, by their seeds."""
@@ -78,7 +79,8 @@ class Episode:
         fitting = _fitting(engine, len(prompt), sampling)
         own = own_sampling(self.rollout, sampling)
         scorable = sampling.structured_outputs is None
-        question = _question(role, prompt, sampling)
+        digest = self._digest(_asked(role, sampling), prompt, role, own)
+        question = digest.question()
         plain = not (role or own) and scorable
         seed = self._take_seed(question, plain and prompt == self.rollout.prompt.token_ids)
         place = next(self._asking)
@@ -101,6 +103,7 @@ class Episode:
         call = Call(0, 0, 0, seed, completion.finish_reason, scorable=scorable)
         self._places[seed] = place
         write(self.rollout, Captured(call, role, own, prompt, completion), self._prefixes)
+        self._digests[call.row] = digest.then(completion.token_ids)
         return call, completion
 
     def undelivered(self, call: Call) -> None:
@@ -128,6 +131,7 @@ class Episode:
         if any(later < earlier for earlier, later in pairwise(places)):
             order = sorted(range(len(calls)), key=places.__getitem__)
             self._prefixes = keep(self.rollout, [calls[number] for number in order])
+            self._digests.clear()
 
     def end(self, reason: str = "stop") -> None:
         """Set what ended the rollout: COMPLETED, or ABORTED by the engine or without any token."""
@@ -140,6 +144,17 @@ class Episode:
                 f"rollout {self.rollout.id!r} has ended ({self.rollout.status.value}), so that no "
                 "more calls belong to it; let the agent wait for its calls before it ends"
             )
+
+    def _digest(
+        self, asked: bytes, prompt: list[int], role: str, own: SamplingDistribution | None
+    ) -> "_Digest":
+        """Of a request; where it goes on from one before, what that had is not read again."""
+        place = self._prefixes.recent(prompt, role, own)
+        before = None if place is None else self._digests.get(place)
+        length = 0 if place is None else self.rollout.rows[place].length
+        if before is None or (before.asked, before.length) != (asked, length):
+            return _Digest(asked, 0, blake2b(asked, digest_size=16)).then(prompt)
+        return before.then(prompt[length:])
 
     def _take_seed(self, question: bytes, own: bool) -> int:
         """The rollout's own for the first time of its ``own`` question; else of 63 bits.
@@ -179,11 +194,28 @@ class _Times:
         heappush(self.free, number)
 
 
-def _question(role: str, prompt: list[int], sampling: Sampling) -> bytes:
-    """A digest of a call's request: role, prompt, and sampling settings."""
+@dataclass(frozen=True, slots=True)
+class _Digest:
+    """Of what is asked for and so many tokens, which may be followed by others."""
+
+    asked: bytes
+    length: int
+    running: blake2b
+
+    def then(self, token_ids: list[int]) -> "_Digest":
+        running = self.running.copy()
+        running.update(array("q", token_ids).tobytes())
+        return _Digest(self.asked, self.length + len(token_ids), running)
+
+    def question(self) -> bytes:
+        """What tells this request from others."""
+        return self.running.digest()
+
+
+def _asked(role: str, sampling: Sampling) -> bytes:
+    """A request without its prompt: role, and sampling settings."""
     settings = [float(value) for value in astuple(sampling.distribution)]
-    asked = f"{role}/{settings}/{sampling.structured_outputs is not None}/".encode()
-    return blake2b(asked + array("q", prompt).tobytes(), digest_size=16).digest()
+    return f"{role}/{settings}/{sampling.structured_outputs is not None}/".encode()
 
 
 def _derived(seed: int, number: int, question: bytes) -> int:

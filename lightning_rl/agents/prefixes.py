@@ -1,47 +1,18 @@
 """Prefixes: of a rollout's rows, the longest that a prompt begins with, found by hashes."""
 
-from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
-import numpy as np
-
+from lightning_rl.engines.text_hash import TextHash
 from lightning_rl.rollout import SAMPLED_BY, Row, SamplingDistribution
 
-_BASE = np.uint64(6364136223846793005)
 _settings = attrgetter(*SAMPLED_BY)
 _RECENT = 8
 """Rows that a prompt is compared with first: side by side, so many chats go on without hashing."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """So many tokens, their hash: the sum of (token + 1) * BASE**place, modulo 2**64, and a power.
-
-    ``power`` is of the place that follows, so what continues a text is hashed without reading it
-    again.
-    """
-
-    length: int = 0
-    hash: int = 0
-    power: int = 1
-
-    def hashes(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """After each of these further tokens: the hash, and the power that follows."""
-        tokens = np.frombuffer(array("q", token_ids), np.uint64)
-        powers = np.multiply.accumulate(np.r_[np.uint64(self.power), np.full(len(tokens), _BASE)])
-        sums = np.cumsum((tokens + np.uint64(1)) * powers[:-1]) + np.uint64(self.hash)
-        return sums, powers[1:]
-
-    def then(self, token_ids: Sequence[int]) -> "_Text":
-        if not token_ids:
-            return self
-        sums, powers = self.hashes(token_ids)
-        return _Text(self.length + len(token_ids), int(sums[-1]), int(powers[-1]))
 
 
 @dataclass(slots=True)
@@ -72,7 +43,7 @@ class Prefixes:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, TextHash] = {}
         self._kinds: defaultdict[tuple[Hashable, ...], _Kind] = defaultdict(_Kind)
         for place, row in enumerate(rows):
             if place or row.token_ids:
@@ -84,7 +55,7 @@ class Prefixes:
         kind = self._kinds[_kind_of(row.role, row.sampling)]
         before = self._texts.get(place)
         if before is None:
-            text = _Text().then(row.prompt_ids).then(row.token_ids)
+            text = TextHash().then(row.prompt_ids).then(row.token_ids)
         else:
             text = before.then(row.token_ids[before.length - len(row.prompt_ids) :])
         kind.recent.pop(place, None)
@@ -108,45 +79,51 @@ class Prefixes:
         prompt: list[int],
         role: str,
         sampling: SamplingDistribution | None,
-        fits: Callable[[Row], bool],
+        may: Callable[[Row], bool] = lambda row: True,
     ) -> int | None:
-        """The place of the longest row, of equal ones the first, that ``prompt`` begins with.
+        """The place of the longest row of that role and sampling that ``prompt`` begins with.
 
-        ``fits`` decides, and is asked of rows of that role and sampling whose hash is the prompt's.
+        Of equal ones it is the first. Only those that ``may`` be continued count.
         """
         kind = self._kinds.get(_kind_of(role, sampling))
         if kind is None:
             return None
-        for begun in self._begun(kind, prompt), _Text():
-            hashes = [begun.hash, *begun.hashes(prompt[begun.length :])[0].tolist()]
+        recent = self._recent(kind, prompt)
+        for begun in TextHash() if recent is None else self._texts[recent], TextHash():
+            hashes = [begun.hash, *begun.hashes(prompt[begun.length :])]
             first = bisect_left(kind.lengths, begun.length)
             last = bisect_right(kind.lengths, len(prompt))
             for length in reversed(kind.lengths[first:last]):
-                place = self._first(kind, length, hashes[length - begun.length], fits)
-                if place is not None:
-                    return place
+                for place in self._at(kind, length, hashes[length - begun.length]):
+                    row = self._rows[place]
+                    if may(row) and (place == recent or begins(prompt, row)):
+                        return place
         return None
 
-    def _begun(self, kind: _Kind, prompt: list[int]) -> _Text:
-        """As much of the prompt as is known, since a row that grew lately is its beginning."""
-        for place in reversed(kind.recent):
-            text = self._texts[place]
-            if text.length <= len(prompt) and begins(prompt, self._rows[place]):
-                return text
-        return _Text()
-
-    def _first(
-        self, kind: _Kind, length: int, number: int, fits: Callable[[Row], bool]
+    def recent(
+        self, prompt: list[int], role: str, sampling: SamplingDistribution | None
     ) -> int | None:
-        places = kind.places.get((length, number))
+        """The place of a row that grew lately, and that ``prompt`` begins with: one of several."""
+        kind = self._kinds.get(_kind_of(role, sampling))
+        return None if kind is None else self._recent(kind, prompt)
+
+    def _recent(self, kind: _Kind, prompt: list[int]) -> int | None:
+        rows = self._rows
+        fitting = (
+            place
+            for place in reversed(kind.recent)
+            if rows[place].length <= len(prompt) and begins(prompt, rows[place])
+        )
+        return next(fitting, None)
+
+    def _at(self, kind: _Kind, length: int, number: int) -> Iterator[int]:
+        """The places of rows of this length and hash, in ascending order."""
+        places = kind.places.get((length, number), [])
         while places and self._texts[places[0]].length != length:
             heappop(places)
-        if not places:
-            return None
-        if fits(self._rows[places[0]]):
-            return places[0]
-        others = (p for p in sorted(places) if self._texts[p].length == length)
-        return next((p for p in others if fits(self._rows[p])), None)
+        if places:
+            yield places[0]
+            yield from (p for p in sorted(places)[1:] if self._texts[p].length == length)
 
 
 def _kind_of(role: str, sampling: SamplingDistribution | None) -> tuple[Hashable, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_rl.agents.prefixes import Prefixes, begins
+from lightning_rl.agents.prefixes import Prefixes
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.rollout import Call, Rollout, Row, SamplingDistribution
 
@@ -95,17 +95,13 @@ def _row_for(rollout: Rollout, one: Captured, prefixes: Prefixes) -> int:
         return 0
     sampling = one.sampling or rollout.sampling
     counts = sampling.penalizes or bool(sampling.min_tokens)
-    place = prefixes.longest(
-        one.prompt_ids, one.role, one.sampling, lambda row: _goes_on(one, row, counts)
-    )
+
+    def may(row: Row) -> bool:
+        """With nothing given in between, calls that count their tokens would be scored as one."""
+        return not (counts and row.token_ids and row.length == len(one.prompt_ids))
+
+    place = prefixes.longest(one.prompt_ids, one.role, one.sampling, may)
     if place is not None:
         return place
     rows.append(Row(one.prompt_ids, role=one.role, sampling=one.sampling))
     return len(rows) - 1
-
-
-def _goes_on(one: Captured, row: Row, counts: bool) -> bool:
-    """Whether a call continues a row; ``counts``: it is scored from its turn's first token on."""
-    if counts and row.token_ids and row.length == len(one.prompt_ids):
-        return False  # with nothing given in between, both calls would be scored as one turn
-    return begins(one.prompt_ids, row)

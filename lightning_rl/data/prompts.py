@@ -132,18 +132,24 @@ class PromptDataset(ABC):
     def _measure(self) -> np.ndarray:
         rank_zero_info(f"{self!r}: measuring {len(self)} prompts, once for this tokenizer")
         assert self._tokenizer is not None
-        prompts = enumerate(row[self.prompt_column] for row in self._loaded())
+        # All were checked when they were loaded.
+        prompts = (row[self.prompt_column] for row in self._loaded().unchecked())
         lengths: list[np.ndarray] = []
         while batch := list(islice(prompts, _BATCH)):
-            texts = [self._text(index, prompt) for index, prompt in batch]
-            counts = np.zeros(len(texts), dtype=np.uint32)
-            for chat in {is_chat for _, is_chat in texts}:
-                places = [i for i, (_, is_chat) in enumerate(texts) if is_chat == chat]
-                given = [texts[place][0] for place in places]
-                found = self._tokenizer(given, add_special_tokens=not chat)["input_ids"]
-                counts[places] = [len(token_ids) for token_ids in found]
+            counts = np.zeros(len(batch), dtype=np.uint32)
+            for chat in (False, True):
+                places = [i for i, prompt in enumerate(batch) if isinstance(prompt, str) != chat]
+                if places:
+                    counts[places] = self._counted([batch[place] for place in places], chat)
             lengths.append(counts)
         return np.concatenate(lengths)
+
+    def _counted(self, prompts: list[Any], chat: bool) -> list[int]:
+        """Tokens of each prompt; all are chats, or none is."""
+        assert self._tokenizer is not None
+        texts = self._rendered(prompts, lambda: repr(self)) if chat else prompts
+        found = self._tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)
+        return [len(token_ids) for token_ids in found["input_ids"]]
 
     def __len__(self) -> int:
         return len(self._loaded())
@@ -297,19 +303,22 @@ class PromptDataset(ABC):
 
     def _text(self, index: int, prompt: str | list[Message]) -> tuple[str, bool]:
         """What is tokenised, and whether it is a chat's, which has all special tokens in it."""
-        assert self._tokenizer is not None
         if isinstance(prompt, str):
             return prompt, False
+        return self._rendered([prompt], lambda: self._where(index))[0], True
+
+    def _rendered(self, chats: list[list[Message]], where: Callable[[], str]) -> list[str]:
+        assert self._tokenizer is not None
         if self._tokenizer.chat_template is None:
             raise DataError(
-                f"{self._where(index)}: the prompt is a chat, but the tokenizer has no chat "
-                "template; use plain text prompts, or set tokenizer.chat_template and save the "
-                "tokenizer"
+                f"{where()}: the prompt is a chat, but the tokenizer has no chat template; use "
+                "plain text prompts, or set tokenizer.chat_template and save the tokenizer"
             )
-        text = self._tokenizer.apply_chat_template(
-            prompt, tokenize=False, add_generation_prompt=True, **self._chat_options
+        return list(
+            self._tokenizer.apply_chat_template(
+                chats, tokenize=False, add_generation_prompt=True, **self._chat_options
+            )
         )
-        return text, True
 
     def _where(self, index: int) -> str:
         return self._loaded().where(index)

@@ -121,7 +121,7 @@ class Shaping:
             raise DataError(
                 f"{where()}: no column {self.id_column!r} among {sorted(row)}; set id_column"
             )
-        for column, value in row.items():
+        for column, value in () if _is_text(row) else row.items():
             if (half := _lone_surrogate(value)) is not None:
                 raise DataError(
                     f"{where()}: column {column!r} holds {half!r}, half of a character (a lone "
@@ -253,6 +253,15 @@ def _sound(template: str) -> str:
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and "role" in message and "content" in message
+
+
+def _is_text(row: Mapping[Any, Any]) -> bool:
+    """Whether it is sure to hold no lone surrogate; at once, where the row is JSON."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _lone_surrogate(value: Any) -> str | None:

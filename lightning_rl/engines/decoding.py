@@ -1,120 +1,26 @@
 """Decoding: rows of tokens that a Hugging Face model writes side by side, one token a step."""
 
-import random
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.engines.columns import Columns, begun_cache
+from lightning_rl.engines.drawing import draw
+from lightning_rl.engines.kept_texts import KeptText, KeptTexts
+from lightning_rl.engines.requests import DecodeRequest
 
 ATTENTION = "lightning_rl_decode"
 PREFILL_TOKENS = 16384
 """Most tokens, with padding, of prompts that are read in one pass; it bounds memory."""
 KEPT_DEAD = 0.25
 """Share of rows that may be over and still computed: taking them out copies the others' cache."""
-LEAST_ROOM = 32
-"""Columns that a cache gets beyond those it needs: each time it runs out of them, all is copied."""
-
-
-@dataclass(slots=True, eq=False)
-class DecodeRequest:
-    """A request, and what is written of it. Each token has the version that wrote it.
-
-    ``writer`` is the engine, or the one of its policies, whose weights write it.
-    """
-
-    writer: Engine
-    prompt: list[int]
-    sampling: Sampling
-    random: random.Random
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    reason: str | None = None
-    """Why it is over; None: it is not."""
-    cached: int = -1
-    """The version whose keys and values of it are in the cache."""
-
-    @property
-    def text(self) -> list[int]:
-        """All of its tokens."""
-        return [*self.prompt, *self.tokens]
-
-    def completion(self) -> Completion:
-        """What an engine answers."""
-        return Completion(self.tokens, self.logprobs, str(self.reason), self.versions)
-
-
-class _Columns(DynamicLayer):
-    """One layer's keys and values (N, H, T, D) of N rows whose last token is the last column.
-
-    Rows that are shorter begin in later columns. They lie in memory column by column, (T, N, H, D),
-    with room behind them that nothing touches yet: a column that is added is written in one piece,
-    where to concatenate would copy all, every time.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self._hold([_by_column(part) for part in (keys, values)], keys.shape[-2])
-
-    def _hold(self, parts: list[Tensor], width: int) -> None:
-        """Keep keys and values by column, of which so many are in use."""
-        self._parts = parts
-        self.keys, self.values = (part[:width].permute(1, 2, 0, 3) for part in parts)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        width = self.get_seq_length()
-        more = width + key_states.shape[-2]
-        parts = self._parts
-        if more > len(parts[0]):
-            parts = [_with_room(part[:width], more + max(width, LEAST_ROOM)) for part in parts]
-        for part, new in zip(parts, (key_states, value_states), strict=True):
-            part[width:more] = _by_column(new)
-        self._hold(parts, more)
-        return self.keys, self.values
-
-    def keep(self, rows: Tensor, first: int) -> None:
-        """Only these rows (n,), from this column on."""
-        width = self.get_seq_length()
-        self._hold([part[first:width, rows] for part in self._parts], width - first)
-
-    def join(self, keys: Tensor, values: Tensor, rows: Tensor) -> None:
-        """Add, as rows, of other keys and values those of ``rows`` (n,)."""
-        old, new = self.get_seq_length(), keys.shape[-2]
-        width = max(old, new)
-        parts = [
-            torch.cat([_aligned(mine[:old], width), _aligned(_by_column(theirs[rows]), width)], 1)
-            for mine, theirs in zip(self._parts, (keys, values), strict=True)
-        ]
-        self._hold(parts, width)
-
-
-def _by_column(part: Tensor) -> Tensor:
-    """(N, H, T, D) as (T, N, H, D)."""
-    return part.permute(2, 0, 1, 3)
-
-
-def _aligned(part: Tensor, width: int) -> Tensor:
-    """Columns (T, N, H, D) as the last of so many; those before them are empty."""
-    return F.pad(part, (0, 0, 0, 0, 0, 0, width - len(part), 0))
-
-
-def _with_room(part: Tensor, columns: int) -> Tensor:
-    """A copy with so many columns in all; those behind its own hold anything."""
-    wider = part.new_empty(columns, *part.shape[1:])
-    wider[: len(part)] = part
-    return wider
 
 
 def decode_attention(
@@ -158,10 +64,14 @@ class Decoder:
     Args:
         lm: the model; its weights may change between two calls.
         ends: tokens that end a row.
+        kept: of rows that are over, for those that continue them; None: nothing.
     """
 
-    def __init__(self, lm: PreTrainedModel, ends: Sequence[int]) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, ends: Sequence[int], kept: KeptTexts | None = None
+    ) -> None:
         self.lm = lm
+        self.kept = kept
         if lm.config._attn_implementation == "sdpa":  # else it computes what SDPA cannot
             lm.set_attn_implementation(ATTENTION)
         self.ends = list(ends)
@@ -183,13 +93,23 @@ class Decoder:
         for row in rows:
             row.cached = row.writer.version
             alike[row.writer, *row.text].append(row)
-        ordered = sorted(alike.values(), key=lambda rows: len(rows[0].text))
-        while ordered:
-            count = len(ordered)
-            while count > 1 and count * len(ordered[count - 1][0].text) > PREFILL_TOKENS:
-                count -= 1
-            self._read(ordered[:count])
-            del ordered[:count]
+        begun = [self._begun(rows[0]) for rows in alike.values()]
+        for known in (False, True):  # what has no kept beginning, and what has
+            chosen = [
+                (rows, kept)
+                for rows, kept in zip(alike.values(), begun, strict=True)
+                if (kept is not None) == known
+            ]
+            ordered = sorted(chosen, key=lambda one: len(one[0][0].text))
+            while ordered:
+                count = len(ordered)
+                while count > 1 and count * len(ordered[count - 1][0][0].text) > PREFILL_TOKENS:
+                    count -= 1
+                self._read(ordered[:count])
+                del ordered[:count]
+
+    def _begun(self, row: DecodeRequest) -> KeptText | None:
+        return None if self.kept is None else self.kept.longest(row.writer, row.text)
 
     def reread(self) -> None:
         """Compute the cache anew of live rows whose writer's weights have changed."""
@@ -216,6 +136,8 @@ class Decoder:
                 row.reason = "length"
             if row.reason is not None:
                 over.append(row)
+        if self.kept is not None:
+            self._keep_texts(self.kept, over)
         if len(over) < len(live):
             self._drop_dead(KEPT_DEAD)
             self._write()
@@ -233,28 +155,34 @@ class Decoder:
         """The model's output for a batch in which each of ``rows`` has a line."""
         return self.lm(**inputs, use_cache=True, logits_to_keep=1)
 
-    def _read(self, alike: Sequence[list[DecodeRequest]]) -> None:
-        """Read texts that one row or several have."""
+    def _read(self, chosen: Sequence[tuple[list[DecodeRequest], KeptText | None]]) -> None:
+        """Read texts that one row or several have, each from where what is kept of it ends.
+
+        All read as many tokens as the one that has most to read: so their columns have no holes.
+        """
+        alike = [rows for rows, _ in chosen]
         firsts = [rows[0] for rows in alike]
         texts, device = [row.text for row in firsts], self.lm.device
         width = max(map(len, texts))
-        ids = torch.tensor([[self.ends[0]] * (width - len(text)) + text for text in texts])
+        known = [0 if kept is None else len(kept.token_ids) for _, kept in chosen]
+        new = max(len(text) - length for text, length in zip(texts, known, strict=True))
+        ids = torch.tensor([([self.ends[0]] * (width - len(text)) + text)[-new:] for text in texts])
         starts = torch.tensor([width - len(text) for text in texts])
         columns = torch.arange(width)
-        mask = (columns >= starts[:, None]) if starts.any() else None
+        mask = (columns >= starts[:, None]) if starts.any() or new < width else None
         output = self.compute(
             firsts,
             input_ids=ids.to(device),
             attention_mask=None if mask is None else mask.long().to(device),
-            position_ids=(columns - starts[:, None]).clamp(min=0).to(device),
-            past_key_values=DynamicCache(),
+            position_ids=(columns[-new:] - starts[:, None]).clamp(min=0).to(device),
+            past_key_values=begun_cache([kept for _, kept in chosen], starts, width - new),
         )
         copies = [place for place, rows in enumerate(alike) for _ in rows]
         which = torch.tensor(copies, device=device)
         layers = output.past_key_values.layers
         if not self.rows:
             self._cache.layers = [
-                _Columns(layer.keys[which], layer.values[which]) for layer in layers
+                Columns(layer.keys[which], layer.values[which]) for layer in layers
             ]
             self._starts, self._logits = starts[copies], output.logits[which, -1]
         else:
@@ -265,6 +193,18 @@ class Decoder:
             self._starts = torch.cat([self._starts + final - old, starts[copies] + final - width])
             self._logits = torch.cat([self._logits, output.logits[which, -1]])
         self.rows += [row for rows in alike for row in rows]
+
+    def _keep_texts(self, kept: KeptTexts, over: Sequence[DecodeRequest]) -> None:
+        """Keep what the cache has of rows that are over: all of them but their last tokens."""
+        width, layers = self._cache.get_seq_length(), self._cache.layers
+        for place, row in enumerate(self.rows):
+            if row in over:
+                part = slice(int(self._starts[place]), width)
+                parts = [
+                    (layer.keys[place, :, part].clone(), layer.values[place, :, part].clone())
+                    for layer in layers
+                ]
+                kept.keep(row.writer, row.text[:-1], parts)
 
     def _write(self) -> None:
         """Give the model each row's last token; of a row that is over, it does not matter which."""
@@ -299,89 +239,3 @@ class Decoder:
         kept = torch.tensor(places, device=self.lm.device)
         for layer in self._cache.layers:
             layer.keep(kept, first)
-
-
-# ---------------------------------------------------------------- sampling
-
-
-def draw(
-    logits: Tensor, rows: Sequence[DecodeRequest], ends: list[int]
-) -> tuple[list[int], list[float]]:
-    """A token for each row, and its logprob under the distribution it was drawn from.
-
-    ``logits`` (N, V) in float32. A token is where the cumulative distribution passes a number that
-    the row's own generator gives: so it depends on nothing of the other rows.
-    """
-    alike: dict[tuple[float, ...], list[int]] = defaultdict(list)
-    for place, row in enumerate(rows):
-        s = row.sampling
-        alike[s.temperature, s.top_k, s.top_p, s.min_p].append(place)
-    logits = _restrained(logits, rows, ends)
-    tokens, logprobs = [0] * len(rows), [0.0] * len(rows)
-    for places in alike.values():
-        own = logits if len(places) == len(rows) else logits[places]
-        chosen = [rows[place] for place in places]
-        drawn, scores = _draw_alike(own, chosen)
-        for place, token, score in zip(places, drawn.tolist(), scores.tolist(), strict=True):
-            tokens[place], logprobs[place] = token, score
-    return tokens, logprobs
-
-
-def _draw_alike(logits: Tensor, rows: Sequence[DecodeRequest]) -> tuple[Tensor, Tensor]:
-    """Of rows that sample alike: tokens (n,) and logprobs (n,)."""
-    sampling = rows[0].sampling
-    if sampling.temperature == 0:
-        logprobs, tokens = logits.log_softmax(-1), logits.argmax(-1)
-    else:
-        logprobs = _filtered(logits / sampling.temperature, sampling).log_softmax(-1)
-        passed = logprobs.exp().cumsum(-1)
-        numbers = torch.tensor([row.random.random() for row in rows], device=logits.device)
-        # Of what rounding leaves beyond the last token that can be drawn, take the likeliest.
-        tokens = torch.searchsorted(passed, numbers[:, None] * passed[:, -1:], right=True)[:, 0]
-        tokens = torch.where(tokens < logits.shape[-1], tokens, logprobs.argmax(-1))
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
-
-
-def _restrained(logits: Tensor, rows: Sequence[DecodeRequest], ends: list[int]) -> Tensor:
-    """Logits with the end held back and tokens penalized, where rows say so."""
-    held = [p for p, row in enumerate(rows) if len(row.tokens) < row.sampling.min_tokens]
-    penalized = [place for place, row in enumerate(rows) if row.sampling.distribution.penalizes]
-    if not held and not penalized:
-        return logits
-    logits = logits.clone()
-    if held:
-        logits[torch.tensor(held)[:, None], torch.tensor(ends)] = -torch.inf
-    for place in penalized:
-        logits[place] = _penalized(logits[place], rows[place])
-    return logits
-
-
-def _penalized(logits: Tensor, row: DecodeRequest) -> Tensor:
-    """Logits (V,) with those changed that stand in the prompt or were written, as vLLM does."""
-    sampling = row.sampling
-    logits = logits.clone()
-    seen = torch.tensor([*row.prompt, *row.tokens], device=logits.device).unique()
-    penalty = sampling.repetition_penalty
-    logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
-    counts = torch.tensor(row.tokens, device=logits.device, dtype=torch.long).bincount(
-        minlength=len(logits)
-    )
-    return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
-
-
-def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits (n, V) with all but min-p's, the top-k and the top-p nucleus removed."""
-    if sampling.min_p > 0:
-        probs = logits.softmax(-1)
-        least = sampling.min_p * probs.amax(-1, keepdim=True)
-        logits = logits.masked_fill(probs < least, -torch.inf)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        threshold = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
-    if sampling.top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        probs = ordered.softmax(-1)
-        # Keep tokens until the mass before them reaches top_p, so always the likeliest one.
-        outside = probs.cumsum(-1) - probs >= sampling.top_p
-        logits = ordered.masked_fill(outside, -torch.inf).gather(-1, order.argsort())
-    return logits

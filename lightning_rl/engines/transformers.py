@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, checked, fail
-from lightning_rl.engines.decoding import Decoder, DecodeRequest
+from lightning_rl.engines.decoding import Decoder
 from lightning_rl.engines.holdings import Holdings
+from lightning_rl.engines.kept_texts import KeptTexts
+from lightning_rl.engines.requests import DecodeRequest
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.sampling import end_tokens
@@ -39,6 +41,11 @@ class TransformersEngine(Engine):
         min_batch_size: requests that an idle engine waits for, where they trickle in one by one
             (turns of environments and tools); 1 waits for none.
         max_wait_s: how long at most, in seconds.
+        kept_tokens: of texts that are over, so many tokens' keys and values at most are kept until
+            the next push, and a request that continues one (the next turn of a chat) reads only
+            what is new: where turns are many, each is else read anew with all before it. Its
+            logprobs are then another rounding, and depend on whether its beginning was kept: 0,
+            which keeps nothing, lets a run that was interrupted go on to the bit.
     """
 
     def __init__(
@@ -48,10 +55,11 @@ class TransformersEngine(Engine):
         device: str | None = None,
         min_batch_size: int = 1,
         max_wait_s: float = 0.05,
+        kept_tokens: int = 0,
     ) -> None:
         self.choose_dtype(dtype)
         require_at_least(1, max_batch_size=max_batch_size, min_batch_size=min_batch_size)
-        require_at_least(0, max_wait_s=max_wait_s)
+        require_at_least(0, max_wait_s=max_wait_s, kept_tokens=kept_tokens)
         if min_batch_size > max_batch_size:
             raise ConfigError(
                 f"min_batch_size={min_batch_size} must be <= max_batch_size={max_batch_size}"
@@ -59,6 +67,8 @@ class TransformersEngine(Engine):
         self.max_batch_size = max_batch_size
         self.min_batch_size = min_batch_size
         self.max_wait_s = max_wait_s
+        self.kept_tokens = kept_tokens
+        self._kept = KeptTexts(kept_tokens) if kept_tokens else None
         try:
             self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         except RuntimeError as error:
@@ -117,6 +127,16 @@ class TransformersEngine(Engine):
             gc.unfreeze()
         self._lm = None
         self.version = -1
+        self._forget_texts()
+
+    def sleep(self) -> None:
+        with self._exclusive:
+            self._forget_texts()
+
+    def _forget_texts(self) -> None:
+        """They are of weights that are about to change."""
+        if self._kept is not None:
+            self._kept.clear()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         return await self._write(self, token_ids, sampling, seed)
@@ -172,7 +192,7 @@ class TransformersEngine(Engine):
             return decoder, self._step(decoder)
 
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
-        return Decoder(lm, self._ends)
+        return Decoder(lm, self._ends, self._kept)
 
     def _step(self, decoder: Decoder) -> list[DecodeRequest]:
         """One token for each request, those that join now included; returns those that are over."""
@@ -206,6 +226,7 @@ class TransformersEngine(Engine):
             raise EngineError("TransformersEngine is not running; call start() first")
         with self._exclusive:
             self.version = -1
+            self._forget_texts()
             self._take(self._lm, weights)
             self.version = version
 

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.adapters import AdapterEngine, layers_of, require_adapters
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.decoding import Decoder, DecodeRequest
+from lightning_rl.engines.decoding import Decoder
+from lightning_rl.engines.kept_texts import KeptTexts
+from lightning_rl.engines.requests import DecodeRequest
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import EngineError, WeightSyncError
@@ -49,7 +51,7 @@ class TransformersAdapters(AdapterEngine, TransformersEngine):
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
         if not self.policies:
             return super()._decoder(lm)
-        return _AdaptedDecoder(lm, self._ends, self._adapters)
+        return _AdaptedDecoder(lm, self._ends, self._kept, self._adapters)
 
     def load_adapters(
         self, policy: str, weights: Iterable[tuple[str, Tensor]], version: int
@@ -59,6 +61,7 @@ class TransformersAdapters(AdapterEngine, TransformersEngine):
         view = self.policies[policy]
         with self._exclusive:
             view.version = -1
+            self._forget_texts()
             adapters, base = self.divided(weights)
             shapes = {name: weight.shape for name, weight in self._lm.state_dict().items()}
             require_adapters(adapters, shapes, "TransformersAdapters")
@@ -176,8 +179,14 @@ class _Layer:
 class _AdaptedDecoder(Decoder):
     """Tells the adapters whose lines a batch has."""
 
-    def __init__(self, lm: PreTrainedModel, ends: Sequence[int], adapters: _Adapters) -> None:
-        super().__init__(lm, ends)
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        ends: Sequence[int],
+        kept: KeptTexts | None,
+        adapters: _Adapters,
+    ) -> None:
+        super().__init__(lm, ends, kept)
         self._adapters = adapters
 
     def compute(self, rows: Sequence[DecodeRequest], **inputs: Any) -> Any:

@@ -1,6 +1,7 @@
 """The messages of a session, and the exact tokens of the model's messages."""
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from lightning_rl.rollout import Call, Message, Rollout
@@ -58,7 +59,7 @@ class History:
         row = self._rollout.rows[call.row]
         wrote = row.token_ids[call.start : call.stop]
         added = form.suffix(wrote, chat.said[place].message, chat.said[place + 1 :])
-        return row.prompt_ids + row.token_ids[: call.stop] + added
+        return [*row.prompt_ids, *islice(row.token_ids, call.stop), *added]
 
     def note(self, chat: Chat) -> int:
         """Keep what a client sent; returns how many calls of tools it holds."""

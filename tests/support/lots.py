@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl.engines.decoding import Decoder, DecodeRequest
+from lightning_rl.engines.decoding import Decoder
+from lightning_rl.engines.requests import DecodeRequest
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.engines.transformers_adapters import TransformersAdapters
 

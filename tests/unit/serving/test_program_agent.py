@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import ssl
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -406,6 +407,13 @@ async def through_openai(client: AgentClient, prompt: Prompt):
 def test_a_function_may_use_the_openai_package(run, rollout):
     made = run(FunctionAgent(through_openai), rollout())
     assert (made.environment_reward, len(made.calls)) == (1.0, 1)
+
+
+def test_clients_share_the_certificates_that_the_first_has_read(run, rollout, monkeypatch):
+    run(FunctionAgent(through_openai), rollout())
+    monkeypatch.setattr(ssl.SSLContext, "load_default_certs", pytest.fail)
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", pytest.fail)
+    assert run(FunctionAgent(through_openai), rollout()).completed
 
 
 async def no_call(client, prompt):

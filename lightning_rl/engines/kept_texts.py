@@ -1,0 +1,78 @@
+"""Keys and values of texts that are over, for requests that continue them."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.text_hash import TextHash
+
+_Key = tuple[Engine, int, int, int]
+"""Who wrote a text, by which version of its weights; its length, and its hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptText:
+    """A text of T tokens and, for each layer, keys and values (H, T, D) of all of them."""
+
+    token_ids: list[int]
+    layers: list[tuple[Tensor, Tensor]]
+
+
+class KeptTexts:
+    """The texts that were of use last, up to ``most`` tokens in all.
+
+    Whatever changes weights must :meth:`clear` it.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._kept: OrderedDict[_Key, KeptText] = OrderedDict()
+        self._lengths: Counter[int] = Counter()
+        self.tokens = 0
+
+    def keep(
+        self, writer: Engine, token_ids: list[int], layers: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Keep a text, and drop the oldest where there are too many."""
+        text = TextHash().then(token_ids)
+        key = writer, writer.version, text.length, text.hash
+        if key in self._kept or text.length > self.most:
+            return
+        self._kept[key] = KeptText(token_ids, layers)
+        self._lengths[text.length] += 1
+        self.tokens += text.length
+        while self.tokens > self.most:
+            self._drop(next(iter(self._kept)))
+
+    def longest(self, writer: Engine, token_ids: Sequence[int]) -> KeptText | None:
+        """The longest that a text continues by a token at least.
+
+        It is the first to be dropped from now on: its continuation will take its place.
+        """
+        if not self._kept:
+            return None
+        hashes = TextHash().hashes(token_ids)
+        for length in sorted(self._lengths, reverse=True):
+            if length < len(token_ids):
+                key = writer, writer.version, length, hashes[length - 1]
+                kept = self._kept.get(key)
+                if kept is not None and kept.token_ids == token_ids[:length]:
+                    self._kept.move_to_end(key, last=False)
+                    return kept
+        return None
+
+    def clear(self) -> None:
+        """Drop all."""
+        self._kept.clear()
+        self._lengths.clear()
+        self.tokens = 0
+
+    def _drop(self, key: _Key) -> None:
+        length = len(self._kept.pop(key).token_ids)
+        self.tokens -= length
+        self._lengths[length] -= 1
+        if not self._lengths[length]:
+            del self._lengths[length]

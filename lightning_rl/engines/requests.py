@@ -1,0 +1,36 @@
+"""DecodeRequest: a request of a decoder, and what is written of it."""
+
+import random
+from dataclasses import dataclass, field
+
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Completion, Sampling
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """A request, and what is written of it. Each token has the version that wrote it.
+
+    ``writer`` is the engine, or the one of its policies, whose weights write it.
+    """
+
+    writer: Engine
+    prompt: list[int]
+    sampling: Sampling
+    random: random.Random
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    reason: str | None = None
+    """Why it is over; None: it is not."""
+    cached: int = -1
+    """The version whose keys and values of it are in the cache."""
+
+    @property
+    def text(self) -> list[int]:
+        """All of its tokens."""
+        return [*self.prompt, *self.tokens]
+
+    def completion(self) -> Completion:
+        """What an engine answers."""
+        return Completion(self.tokens, self.logprobs, str(self.reason), self.versions)

@@ -1,0 +1,41 @@
+"""Hashes of texts of tokens, of all their beginnings in one pass."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_BASE = np.uint64(6364136223846793005)
+
+
+@dataclass(frozen=True, slots=True)
+class TextHash:
+    """So many tokens, their hash: the sum of (token + 1) * BASE**place, modulo 2**64, and a power.
+
+    ``power`` is of the place that follows, so what continues a text is hashed without reading it
+    again. Equal texts have equal hashes; different ones may, so compare what is found by them.
+    """
+
+    length: int = 0
+    hash: int = 0
+    power: int = 1
+
+    def hashes(self, token_ids: Sequence[int]) -> list[int]:
+        """The hash after each of these further tokens."""
+        sums: list[int] = self._read(token_ids)[0].tolist()
+        return sums
+
+    def then(self, token_ids: Sequence[int]) -> "TextHash":
+        """Of the text that these tokens make of it."""
+        if not token_ids:
+            return self
+        sums, powers = self._read(token_ids)
+        return TextHash(self.length + len(token_ids), int(sums[-1]), int(powers[-1]))
+
+    def _read(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """After each token: the hash, and the power that follows."""
+        tokens = np.frombuffer(array("q", token_ids), np.uint64)
+        powers = np.multiply.accumulate(np.r_[np.uint64(self.power), np.full(len(tokens), _BASE)])
+        sums = np.cumsum((tokens + np.uint64(1)) * powers[:-1]) + np.uint64(self.hash)
+        return sums, powers[1:]
