@@ -14,8 +14,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.engines.adapted_decoding import AdaptedDecoder, Adapters
 from lightning_rl.engines.base import Engine, checked, fail
 from lightning_rl.engines.decoding import Decoder, DecodeRequest
+from lightning_rl.engines.lora import LoRAEngine, require_adapters
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.sampling import end_tokens
@@ -23,7 +25,7 @@ from lightning_rl.run.cores import compute
 
 
 @configurable
-class TransformersEngine(Engine):
+class TransformersEngine(LoRAEngine):
     """Samples with a Hugging Face model: all requests side by side, others join at any token.
 
     It needs nothing but transformers. A tiny model it can have faster than vLLM, which spends most
@@ -37,6 +39,8 @@ class TransformersEngine(Engine):
         min_batch_size: requests that an idle engine waits for, where they trickle in one by one
             (turns of environments and tools); 1 waits for none.
         max_wait_s: how long at most, in seconds.
+        adapters: ``apart``: a LoRA is computed beside its base, and a push brings it alone;
+            ``merged``: with merged weights; None: apart where ``dtype`` has 16 bits.
     """
 
     def __init__(
@@ -46,8 +50,10 @@ class TransformersEngine(Engine):
         device: str | None = None,
         min_batch_size: int = 1,
         max_wait_s: float = 0.05,
+        adapters: str | None = None,
     ) -> None:
         self.choose_dtype(dtype)
+        self.choose_adapters(adapters)
         require_at_least(1, max_batch_size=max_batch_size, min_batch_size=min_batch_size)
         require_at_least(0, max_wait_s=max_wait_s)
         if min_batch_size > max_batch_size:
@@ -62,6 +68,7 @@ class TransformersEngine(Engine):
         except RuntimeError as error:
             raise ConfigError(f"engine device={device!r}: {str(error).splitlines()[0]}") from error
         self._lm: PreTrainedModel | None = None
+        self._adapters = Adapters()
         # Who waits for which request: to be begun, and of those that are being written.
         self._waiting: dict[DecodeRequest, asyncio.Future[Completion]] = {}
         self._writing: dict[DecodeRequest, asyncio.Future[Completion]] = {}
@@ -113,8 +120,8 @@ class TransformersEngine(Engine):
     def close(self) -> None:
         if self._lm is not None:
             gc.unfreeze()
-        self._lm = None
-        self.version = -1
+        self._lm, self._adapters = None, Adapters()
+        self.version, self.has_base = -1, False
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         return await self._write(self, token_ids, sampling, seed)
@@ -170,7 +177,7 @@ class TransformersEngine(Engine):
             return decoder, self._step(decoder)
 
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
-        return Decoder(lm, self._ends)
+        return AdaptedDecoder(lm, self._ends, self._adapters)
 
     def _step(self, decoder: Decoder) -> list[DecodeRequest]:
         """One token for each request, those that join now included; returns those that are over."""
@@ -204,8 +211,23 @@ class TransformersEngine(Engine):
             raise EngineError("TransformersEngine is not running; call start() first")
         with self._exclusive:
             self.version = -1
-            self._take(self._lm, weights)
+            if self.takes_adapters:
+                self._take_adapters(self._lm, self, weights)
+            else:
+                self._take(self._lm, weights)
             self.version = version
+
+    def _take_adapters(
+        self, lm: PreTrainedModel, writer: Engine, weights: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """A writer's adapters, and their base if that comes along; without any, whole weights."""
+        adapters, base = self.divided(weights)
+        shapes = {name: weight.shape for name, weight in lm.state_dict().items()}
+        require_adapters(adapters, shapes, type(self).__name__)
+        if base is not None:
+            self._take(lm, base)
+            self.has_base = bool(adapters)
+        self._adapters.put(lm, writer, adapters)
 
     def _take(self, lm: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
         held = lm.state_dict()

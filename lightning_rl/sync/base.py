@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from lightning_rl.engines.adapters import divide
 from lightning_rl.engines.base import Engine, drives_engine
+from lightning_rl.engines.lora import divide
 from lightning_rl.errors import ConfigError, WeightSyncError
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.adapters import merged, weights_apart
