@@ -51,25 +51,30 @@ class PolicyAdapter:
 
         use_cpu_adapters(worker)
         self._worker = worker
-        self._held: set[str] = set()
+        self._held: Mapping[str, Tensor] = {}
         self._came: dict[str, Tensor] = {}
         runner, request = worker.model_runner, LoRARequest("policy", _POLICY, "in memory")
-        execute = runner.execute_model
+        execute, reset = runner.execute_model, runner.reset_lora_state
 
         def execute_adapted(scheduled: Any, *others: Any, **named: Any) -> Any:
             for new in scheduled.scheduled_new_reqs:
                 new.lora_request = request
             return execute(scheduled, *others, **named)
 
-        runner.execute_model = execute_adapted
+        def reset_but_ours() -> None:  # when weights have changed, vLLM forgets all adapters
+            reset()
+            self.put(self._held)
+
+        runner.execute_model, runner.reset_lora_state = execute_adapted, reset_but_ours
 
     def put(self, adapters: Mapping[str, Tensor]) -> None:
-        """Take the place of the adapter that was there; without any, weights are whole.
+        """Take the place of the adapter that was there; without factors, weights are whole.
 
         Raises:
             WeightSyncError: for what vLLM cannot adapt, or a rank that it has no room for.
         """
         set_adapter(self._worker, _POLICY, adapters)
+        self._held = adapters
 
     # ---------------------------------------------------------------- a push that comes in buckets
 
@@ -94,24 +99,22 @@ class PolicyAdapter:
             IncompleteWeightsError: naming an adapter that it left as it was, or the half of one.
             WeightSyncError: as of :meth:`put`.
         """
-        if self._came and (missing := sorted(self._held - self._came.keys())):
+        if self._came and (missing := sorted(self._held.keys() - self._came.keys())):
             raise IncompleteWeightsError(
                 f"the push left {len(missing)} adapters as they were, first {missing[0]!r}"
             )
         require_pairs(self._came)
-        self.put(self._came)
-        self._held = set(self._came)
-        self._came.clear()
+        self.put(dict(self._came))
 
 
 def keep_apart(worker: Any) -> None:
     """Have a worker keep the LoRA of its only policy beside the weights, from now on.
 
     Raises:
-        ConfigError: if it was started without ``enable_lora``.
+        WeightSyncError: if it was started without ``enable_lora``.
     """
     if getattr(worker.model_runner, "lora_manager", None) is None:
-        raise ConfigError(
+        raise WeightSyncError(
             "this vLLM cannot keep adapters apart; start it with --enable-lora --max-lora-rank of "
             "at least the LoRA's, or set engine adapters: merged"
         )
@@ -126,8 +129,9 @@ def policy_adapter(model: Any) -> PolicyAdapter | None:
 
 
 def put_policy(worker: Any, adapters: Mapping[str, Tensor]) -> None:
-    """:meth:`PolicyAdapter.put` of a worker."""
-    worker.get_model().policy_adapter.put(adapters)
+    """:meth:`PolicyAdapter.put` of a worker, of factors that are about to change."""
+    copies = {name: factor.clone() for name, factor in adapters.items()}
+    worker.get_model().policy_adapter.put(copies)
 
 
 def use_cpu_adapters(worker: Any) -> None:
@@ -159,8 +163,17 @@ def _linear(manager: Any) -> dict[str, Any]:
     return {name: layer for name, layer in layers if isinstance(layer, BaseLinearLayerWithLoRA)}
 
 
+def _no_change(manager: Any) -> dict[str, Tensor]:
+    """Factors of nothing, for an adapter without any would be none to vLLM."""
+    linear = _linear(manager).items()
+    name, layer = next(pair for pair in linear if pair[0] not in manager.packed_modules)
+    sizes = layer.base_layer.input_size, layer.base_layer.output_size
+    a, b = (torch.zeros(shape) for shape in ((1, sizes[0]), (sizes[1], 1)))
+    return {f"{name}.lora_A": a, f"{name}.lora_B": b}
+
+
 def set_adapter(worker: Any, number: int, adapters: Mapping[str, Tensor]) -> None:
-    """Put an adapter in the place of the one with this number.
+    """Put an adapter in the place of the one with this number; without factors it adds nothing.
 
     Raises:
         WeightSyncError: naming a layer that vLLM cannot adapt; then the old one stays.
@@ -169,6 +182,7 @@ def set_adapter(worker: Any, number: int, adapters: Mapping[str, Tensor]) -> Non
     from vllm.lora.peft_helper import PEFTHelper
 
     manager = worker.model_runner.lora_manager._adapter_manager
+    adapters = adapters or _no_change(manager)
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     rank = manager.lora_config.max_lora_rank
     require_room_for(adapters, rank)

@@ -31,7 +31,7 @@ from lightning_rl.engines.vllm_adapter import require_all_loaded
 from lightning_rl.engines.vllm_cpu import skip_rank_compilation, use_cpu_kernels
 from lightning_rl.engines.vllm_lora import PolicyAdapter, keep_apart, policy_adapter
 from lightning_rl.engines.vllm_process import last_line
-from lightning_rl.errors import ConfigError, WeightSyncError
+from lightning_rl.errors import WeightSyncError
 from lightning_rl.sync.adapters import Merger
 from lightning_rl.sync.stream import WeightReceiver, receiver_of
 
@@ -43,7 +43,7 @@ class WorkerExtension:
         """Keep the LoRA of the only policy beside the weights."""
         try:
             keep_apart(self)
-        except ConfigError as error:
+        except WeightSyncError as error:
             raise _raisable(error) from error
 
 
