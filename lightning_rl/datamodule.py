@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.streamed import Stream
+from lightning_rl.models.lora_layers import largest_rank, merged_only
 from lightning_rl.models.tokenizer import with_chat_variables
 from lightning_rl.module import PolicyModule, policies_of
 from lightning_rl.rewards.base import Rewards
@@ -339,18 +341,15 @@ class RLDataModule(CollectingDataModule):
         if stage == "fit":
             for policy in policies_of(module).values():
                 self._check_learning(policy)
-        assert self.trainer is not None
-        computes_in = compute_dtype(self.trainer)
-        self.engine.follow_dtype(computes_in)
-        for name, policy in policies_of(module).items():
-            fp32 = policy.cast_lm_head_to_fp32 or computes_in == "float32"
-            self.engine.of_policy(name).follow_head(fp32)
-            if self.expert_prompts is not None:
+        if self.expert_prompts is not None:
+            for policy in policies_of(module).values():
                 check_experts(policy.advantage, policy.objective)
         self._tokenizer = tokenizer = self.load_tokenizer(module)
         with dist.every_rank():
             if dist.rank() == 0:  # it reads the weights once
                 module.require_sound_models()
+        assert self.trainer is not None
+        follow_trainer(self.engine, module, compute_dtype(self.trainer))
         for agent in self.all_agents:
             agent.configure(tokenizer)
         for prompts in (self.train_prompts, self.expert_prompts, self.eval_prompts):
@@ -627,6 +626,24 @@ class RLDataModule(CollectingDataModule):
                 f"{type(module).__name__}; for supervised training use SFTDataModule"
             )
         return module
+
+
+def follow_trainer(engine: Engine, module: RolloutModule, computes_in: str) -> None:
+    """Tell an engine, before it starts, what it serves and how the trainer computes it.
+
+    Raises:
+        ConfigError: if the engine cannot do as it is set.
+    """
+    engine.serve(module.roles)
+    engine.follow_dtype(computes_in)
+    for name, policy in policies_of(module).items():
+        of_policy, lora = engine.of_policy(name), policy.lora
+        of_policy.follow_head(policy.cast_lm_head_to_fp32 or computes_in == "float32")
+        if lora is None:
+            of_policy.follow_lora(None, lambda: None)
+        else:
+            obstacle = partial(merged_only, lora, policy.model, policy.loading)
+            of_policy.follow_lora(largest_rank(lora), obstacle)
 
 
 def _states(**parts: Any) -> dict[str, Any]:

@@ -3,92 +3,24 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_rl.engines.base import Engine, policy_of
 from lightning_rl.engines.holdings import Holdings
+from lightning_rl.engines.lora import LoRAEngine, is_adapter
 from lightning_rl.engines.sampling import Completion, Sampling
-from lightning_rl.errors import ConfigError, IncompleteWeightsError, WeightSyncError
-
-_ENDS = (".lora_A", ".lora_B")
+from lightning_rl.errors import ConfigError, WeightSyncError
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a tensor is a factor of an adapter (:meth:`Policy.named_adapter_weights`)."""
-    return name.endswith(_ENDS)
-
-
-def divide(
-    weights: Iterable[tuple[str, Tensor]],
-) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]] | None]:
-    """Adapters, which come first, and the weights after them; None: adapters are all there is."""
-    stream, adapters = iter(weights), dict[str, Tensor]()
-    for name, tensor in stream:
-        if not is_adapter(name):
-            return adapters, chain([(name, tensor)], stream)
-        adapters[name] = tensor
-    return adapters, None if adapters else iter(())
-
-
-def layers_of(adapters: Iterable[str]) -> list[str]:
-    """The layers that factors of these names adapt."""
-    return sorted({name.rpartition(".")[0] for name in adapters})
-
-
-def require_adapters(
-    adapters: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], engine: str
-) -> None:
-    """Check the factors of a push before an engine changes anything.
-
-    Args:
-        adapters: factors by name.
-        shapes: of the base's weights.
-        engine: its name.
-
-    Raises:
-        IncompleteWeightsError: naming a factor that is of no weight of the base, does not fit it,
-            or came without its other half.
-        WeightSyncError: if there are none.
-    """
-    if not adapters:
-        raise WeightSyncError(
-            f"the push brings no adapters, and {engine} holds one base for several policies; "
-            "train a LoRA (set lora), and push it with MemoryTransport"
-        )
-    for layer in layers_of(adapters):
-        shape = shapes.get(f"{layer}.weight")
-        if shape is None:
-            raise IncompleteWeightsError(
-                f"the push brings an adapter of {layer!r}, of which {engine} has no weight; is its "
-                "model the trainer's?"
-            )
-        a, b = (adapters.get(f"{layer}{end}") for end in _ENDS)
-        if a is None or b is None:
-            raise IncompleteWeightsError(
-                f"the push left out {layer + _ENDS[a is not None]!r}, the other half of an adapter"
-            )
-        if (b.shape[0], a.shape[-1]) != tuple(shape) or b.shape[1] != len(a):
-            raise IncompleteWeightsError(
-                f"the push brings an adapter of {layer!r} of shapes {tuple(b.shape)} and "
-                f"{tuple(a.shape)}, {engine}'s weight is {tuple(shape)}; is its model the "
-                "trainer's?"
-            )
-
-
-class AdapterEngine(Engine):
+class AdapterEngine(LoRAEngine):
     """One base, and the LoRA of each policy that is served; with a single policy, its weights.
 
     A token costs the base's computation and a little for the adapters, whichever policy writes it.
     ``version`` is the run's, that of a token its policy's, as of :class:`PolicyEngines`.
     """
-
-    has_base = False
-    """True once a push has brought the weights that all policies share."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)  # of the class beside this one
@@ -107,6 +39,7 @@ class AdapterEngine(Engine):
         names = sorted(set(roles.values()))
         self.policies = {name: _View(self, name) for name in names} if len(names) > 1 else {}
         self._roles = dict(roles)
+        self.lora_rank = None  # what one policy trained
 
     def of_role(self, role: str) -> Engine:
         if not self.policies:
@@ -185,18 +118,18 @@ class AdapterEngine(Engine):
         """Adapters of a push, and the base that it brings, if none is there.
 
         Raises:
-            WeightSyncError: if it brings a second one, or none comes.
+            WeightSyncError: if it brings a second one, none comes, or it brings no adapters.
         """
-        adapters, base = divide(weights)
-        if adapters and self.has_base and base is not None:
+        adapters, base = super().divided(weights)
+        if self.policies and not adapters:
+            raise WeightSyncError(
+                f"the push brings no adapters, and {type(self).__name__} holds one base for "
+                "several policies; train a LoRA (set lora), and push it with MemoryTransport"
+            )
+        if self.policies and self.has_base and base is not None:
             raise WeightSyncError(
                 f"{type(self).__name__} holds a base already, which all policies share, and the "
                 "push brings another; push adapters alone, or close() it first"
-            )
-        if adapters and not self.has_base and base is None:
-            raise WeightSyncError(
-                f"{type(self).__name__} has no base yet, and the push brings adapters alone; send "
-                "their base after them (lacks_base says when)"
             )
         return adapters, base
 
@@ -215,12 +148,14 @@ class _View(Engine):
         name: the policy's.
     """
 
-    takes_adapters = True
-
     def __init__(self, whole: AdapterEngine, name: str) -> None:
         self.whole, self.name = whole, name
         self.dtype = whole.dtype
         self._in_flight = 0
+
+    @property
+    def takes_adapters(self) -> bool:
+        return True
 
     @property
     def lacks_base(self) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -139,8 +139,6 @@ class Engine(ABC):
     """True if one engine, on rank 0, works for all processes that train."""
     trust_remote_code: bool = False
     """True if it may run code that comes with the model; set before ``start``."""
-    takes_adapters: ClassVar[bool] = False
-    """True if a push brings a LoRA's factors as they are, their base once (``lacks_base``)."""
 
     def choose_dtype(self, dtype: str | None) -> None:
         """Keep what a constructor was given; raises a ConfigError for what no engine has."""
@@ -154,6 +152,17 @@ class Engine(ABC):
 
     def follow_head(self, fp32: bool) -> None:
         """Compute logits in float32 as the trainer does, unless told otherwise, if it can."""
+
+    def follow_lora(self, rank: int | None, obstacle: Callable[[], str | None]) -> None:
+        """Be told, after ``follow_dtype``, of the LoRA that is trained, to keep it apart if it can.
+
+        Args:
+            rank: the largest of its layers'; None: all weights are trained.
+            obstacle: says why it can only be merged; None: nothing speaks against it.
+
+        Raises:
+            ConfigError: if the engine was to keep it apart, and cannot.
+        """
 
     def serve(self, roles: Mapping[str, str]) -> None:
         """Be told, before ``start``, which policy plays which role; without any, all are one.
@@ -195,6 +204,11 @@ class Engine(ABC):
 
         Of several, not each has another version then: they may learn in different iterations.
         """
+
+    @property
+    def takes_adapters(self) -> bool:
+        """True if a push brings a LoRA's factors as they are, their base once (``lacks_base``)."""
+        return False
 
     @property
     def lacks_base(self) -> bool:

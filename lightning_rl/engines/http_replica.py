@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from lightning_rl.engines.holdings import Holdings
+from lightning_rl.engines.lora import lora_hint
 from lightning_rl.engines.replica import HEALTH_TIMEOUT_S, Replica, ReplicaLost, worker_error
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.server_process import ServerProcess
@@ -33,6 +34,7 @@ class HTTPReplica(Replica):
         url: ``http://host:port``; of a server that we start, where it will listen.
         key: bearer token; empty: none.
         launch: starts the server at this port; None: it runs already.
+        apart: whether it is to keep a LoRA beside its base.
         start_timeout_s: until it answers; a big model takes its time.
         request_timeout_s: for one completion.
         call_timeout_s: for any other call.
@@ -43,6 +45,7 @@ class HTTPReplica(Replica):
         url: str,
         key: str,
         launch: Callable[[], tuple[str, ServerProcess]] | None,
+        apart: bool,
         start_timeout_s: float,
         request_timeout_s: float,
         call_timeout_s: float,
@@ -52,6 +55,7 @@ class HTTPReplica(Replica):
         self.max_length = 0
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._launch = launch
+        self._apart = apart
         self._start_timeout_s = start_timeout_s
         self._request_timeout_s = request_timeout_s
         self._call_timeout_s = call_timeout_s
@@ -141,6 +145,8 @@ class HTTPReplica(Replica):
                 "VLLM_SERVER_DEV_MODE=1, --worker-extension-cls, --weight-transfer-config"
             ) from error
         self.workers = int(world["world_size"])
+        if self._apart:
+            await self._call("POST", "/collective_rpc", {"method": "keep_adapters_apart"})
 
     async def answers(self) -> bool:
         if self._process is not None and not self._process.running:
@@ -247,7 +253,7 @@ class ServerRefusal(EngineError):
 def _with_hint(tail: str) -> str:
     """The end of what a server printed, and what may be behind it."""
     if "unrecognized arguments" not in tail:
-        return tail
+        return lora_hint(tail)
     return (
         f"{tail}; if that is not from the engine's options, this vLLM is not the version that "
         "`lightning-rl doctor` names"

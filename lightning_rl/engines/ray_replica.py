@@ -11,6 +11,7 @@ from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.replica import HEALTH_TIMEOUT_S, Replica, ReplicaLost, worker_error
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_local import VLLMLocal
+from lightning_rl.engines.vllm_lora import keep_apart
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import EngineError, ReplicaError, SyncTimeoutError, first_line
 from lightning_rl.run.loop import runtime
@@ -28,6 +29,11 @@ class _HostedVLLM(VLLMLocal):
         # Several workers are processes of their own, and this one then touches no GPU.
         alone = self._settings.options.get("tensor_parallel_size", 1) == 1
         return super()._own_device() if alone else None
+
+    def start(self, model_dir: Path) -> None:
+        super().start(model_dir)
+        if self._settings.options.get("enable_lora"):
+            self._llm.collective_rpc(keep_apart)
 
     def transfer(self, step: str, arguments: Mapping[str, Any]) -> None:
         """One step of a push, between two steps of generation."""

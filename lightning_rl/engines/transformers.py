@@ -14,10 +14,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.engines.adapted_decoding import AdaptedDecoder, Adapters
 from lightning_rl.engines.base import Engine, checked, fail
 from lightning_rl.engines.decoding import Decoder
 from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.kept_texts import KeptTexts
+from lightning_rl.engines.lora import LoRAEngine, require_adapters
 from lightning_rl.engines.requests import DecodeRequest
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
@@ -27,7 +29,7 @@ from lightning_rl.run.digest import digests
 
 
 @configurable
-class TransformersEngine(Engine):
+class TransformersEngine(LoRAEngine):
     """Samples with a Hugging Face model: all requests side by side, others join at any token.
 
     It needs nothing but transformers. A tiny model it can have faster than vLLM, which spends most
@@ -46,6 +48,8 @@ class TransformersEngine(Engine):
             what is new: where turns are many, each is else read anew with all before it. Its
             logprobs are then another rounding, and depend on whether its beginning was kept: 0,
             which keeps nothing, lets a run that was interrupted go on to the bit.
+        adapters: ``apart``: a LoRA is computed beside its base, and a push brings it alone;
+            ``merged``: with merged weights; None: apart where ``dtype`` has 16 bits.
     """
 
     def __init__(
@@ -56,8 +60,10 @@ class TransformersEngine(Engine):
         min_batch_size: int = 1,
         max_wait_s: float = 0.05,
         kept_tokens: int = 0,
+        adapters: str | None = None,
     ) -> None:
         self.choose_dtype(dtype)
+        self.choose_adapters(adapters)
         require_at_least(1, max_batch_size=max_batch_size, min_batch_size=min_batch_size)
         require_at_least(0, max_wait_s=max_wait_s, kept_tokens=kept_tokens)
         if min_batch_size > max_batch_size:
@@ -74,6 +80,7 @@ class TransformersEngine(Engine):
         except RuntimeError as error:
             raise ConfigError(f"engine device={device!r}: {str(error).splitlines()[0]}") from error
         self._lm: PreTrainedModel | None = None
+        self._adapters = Adapters()
         # Who waits for which request: to be begun, and of those that are being written.
         self._waiting: dict[DecodeRequest, asyncio.Future[Completion]] = {}
         self._writing: dict[DecodeRequest, asyncio.Future[Completion]] = {}
@@ -125,8 +132,8 @@ class TransformersEngine(Engine):
     def close(self) -> None:
         if self._lm is not None:
             gc.unfreeze()
-        self._lm = None
-        self.version = -1
+        self._lm, self._adapters = None, Adapters()
+        self.version, self.has_base = -1, False
         self._forget_texts()
 
     def sleep(self) -> None:
@@ -192,7 +199,7 @@ class TransformersEngine(Engine):
             return decoder, self._step(decoder)
 
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
-        return Decoder(lm, self._ends, self._kept)
+        return AdaptedDecoder(lm, self._ends, self._kept, self._adapters)
 
     def _step(self, decoder: Decoder) -> list[DecodeRequest]:
         """One token for each request, those that join now included; returns those that are over."""
@@ -227,8 +234,23 @@ class TransformersEngine(Engine):
         with self._exclusive:
             self.version = -1
             self._forget_texts()
-            self._take(self._lm, weights)
+            if self.takes_adapters:
+                self._take_adapters(self._lm, self, weights)
+            else:
+                self._take(self._lm, weights)
             self.version = version
+
+    def _take_adapters(
+        self, lm: PreTrainedModel, writer: Engine, weights: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """A writer's adapters, and their base if that comes along; without any, whole weights."""
+        adapters, base = self.divided(weights)
+        shapes = {name: weight.shape for name, weight in lm.state_dict().items()}
+        require_adapters(adapters, shapes, type(self).__name__)
+        if base is not None:
+            self._take(lm, base)
+            self.has_base = bool(adapters)
+        self._adapters.put(lm, writer, adapters)
 
     def _take(self, lm: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
         held = lm.state_dict()
@@ -239,6 +261,6 @@ class TransformersEngine(Engine):
     def holdings(self, names: Sequence[str]) -> list[Holdings]:
         if self._lm is None:
             return []
-        held, dtype = self._lm.state_dict(), getattr(torch, self.dtype)
+        held, dtype = self._lm.state_dict() | self._adapters.held(self), getattr(torch, self.dtype)
         found = digests((name, held[name].to(dtype)) for name in names if name in held)
         return [Holdings(type(self).__name__, found)]

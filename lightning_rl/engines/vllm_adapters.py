@@ -1,23 +1,28 @@
 """vLLM with one base in memory and a LoRA for each of several policies."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.adapters import AdapterEngine, layers_of, require_adapters
+from lightning_rl.engines.adapters import AdapterEngine
 from lightning_rl.engines.base import Engine
+from lightning_rl.engines.lora import require_adapters
 from lightning_rl.engines.sampling import Completion, Sampling
-from lightning_rl.engines.vllm_adapters_cpu import FusedAdapters
 from lightning_rl.engines.vllm_held import held_adapter
 from lightning_rl.engines.vllm_local import VLLMLocal
+from lightning_rl.engines.vllm_lora import (
+    lora_options,
+    require_room_for,
+    set_adapter,
+    use_cpu_adapters,
+)
 from lightning_rl.engines.vllm_settings import EngineSettings
-from lightning_rl.errors import ConfigError, EngineError, WeightSyncError, require_at_least
+from lightning_rl.errors import ConfigError, EngineError, require_at_least
 
 
 @configurable
@@ -51,13 +56,7 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
         settings = super().settings
         if not self.policies:
             return settings
-        count = len(self.policies)
-        lora = {
-            "enable_lora": True,
-            "max_loras": count,
-            "max_cpu_loras": count,
-            "max_lora_rank": _rank_of_vllm(self.max_lora_rank),
-        }
+        lora = lora_options(len(self.policies), self.max_lora_rank)
         return replace(settings, options=settings.options | lora)
 
     def start(self, model_dir: Path) -> None:
@@ -65,9 +64,8 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
             return
         self.require_one_base(model_dir)
         super().start(model_dir)
-        eager = self._llm.vllm_config.model_config.enforce_eager
-        if self.policies and eager and not torch.cuda.is_available():
-            self._llm.collective_rpc(_use_cpu_adapters)
+        if self.policies:
+            self._llm.collective_rpc(use_cpu_adapters)
 
     def close(self) -> None:
         super().close()
@@ -97,12 +95,12 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
             self._begin_update(view)
             adapters, base = self.divided(weights)
             require_adapters(adapters, self._shapes, "VLLMAdapters")
-            self._require_room_for(adapters)
+            require_room_for(adapters, self.max_lora_rank)
             if base is not None:
                 self._reload(base)
                 self.has_base = True
             number = 1 + list(self.policies).index(policy)
-            self._llm.collective_rpc(_set_adapter, args=(number, adapters))
+            self._llm.collective_rpc(set_adapter, args=(number, adapters))
             # Cached prefixes are known by the adapter's name: under another, old ones are not met.
             self._pushes += 1
             name = f"{policy}, push {self._pushes}"
@@ -117,91 +115,6 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
             self._wake("weights")
             [found] = self._llm.collective_rpc(held_adapter, args=(number, names))
         return dict(found)
-
-    def _require_room_for(self, adapters: Mapping[str, Tensor]) -> None:
-        for layer in layers_of(adapters):
-            rank = len(adapters[f"{layer}.lora_A"])
-            if rank > self.max_lora_rank:
-                raise WeightSyncError(
-                    f"the adapter of {layer!r} has rank {rank}, VLLMAdapters has room for "
-                    f"max_lora_rank={self.max_lora_rank}; raise that"
-                )
-
-
-def _rank_of_vllm(rank: int) -> int:
-    """The smallest that vLLM can be told which has room for this one.
-
-    Raises:
-        ConfigError: if there is none.
-    """
-    from vllm.config.lora import MaxLoRARanks
-
-    ranks: tuple[int, ...] = get_args(MaxLoRARanks)
-    if rank > max(ranks):
-        raise ConfigError(
-            f"engine max_lora_rank={rank} must be <= {max(ranks)}, the most that vLLM has room "
-            "for; use PolicyEngines, which merges adapters of any rank"
-        )
-    return min(r for r in ranks if r >= rank)
-
-
-def _use_cpu_adapters(worker: Any) -> None:
-    """Runs in vLLM's worker: let what costs much on a CPU cost little, or nothing."""
-    from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
-    from vllm.lora.utils import replace_submodule
-
-    manager = worker.model_runner.lora_manager._adapter_manager
-    # Nobody adapts these two, and to do so by nothing takes longer than all other layers.
-    ends = (LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA)
-    for name, layer in list(manager.model.named_modules()):
-        if isinstance(layer, ends):
-            replace_submodule(manager.model, name, layer.base_layer)
-    manager.modules = {
-        n: layer for n, layer in manager.modules.items() if not isinstance(layer, ends)
-    }
-    linear = _linear(manager).values()
-    for wrapper in manager.punica_wrapper_mapping.values():
-        FusedAdapters(wrapper, [layer for layer in linear if layer.punica_wrapper is wrapper])
-
-
-def _linear(manager: Any) -> dict[str, Any]:
-    """Layers of vLLM's LoRA manager that add an adapter to a product with their weight."""
-    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-
-    layers = manager.modules.items()
-    return {name: layer for name, layer in layers if isinstance(layer, BaseLinearLayerWithLoRA)}
-
-
-def _set_adapter(worker: Any, number: int, adapters: Mapping[str, Tensor]) -> None:
-    """Runs in vLLM's worker: put an adapter in the place of the one with this number.
-
-    Raises:
-        WeightSyncError: naming a layer that vLLM cannot adapt; then the old one stays.
-    """
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
-
-    manager = worker.model_runner.lora_manager._adapter_manager
-    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    rank = manager.lora_config.max_lora_rank
-    model = LoRAModel.from_lora_tensors(
-        number,
-        {f"{name}.weight": factor for name, factor in adapters.items()},
-        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # the scale is in B
-        device=str(worker.device),
-        dtype=manager.lora_config.lora_dtype,
-        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
-    )
-    parts = {part for parts in manager.packed_modules.values() for part in parts}
-    if unknown := sorted(model.loras.keys() - parts - _linear(manager).keys()):
-        raise WeightSyncError(
-            f"vLLM cannot adapt {unknown[0]!r} ({len(unknown)} of {len(layers_of(adapters))} "
-            "adapted layers); leave it out of lora.target_modules, or use PolicyEngines, which "
-            "merges adapters"
-        )
-    manager.remove_adapter(number)
-    manager.add_adapter(model)
-    manager.activate_adapter(number)
 
 
 def _begin_again(llm: Any, adapter: Any) -> None:

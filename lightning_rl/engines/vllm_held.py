@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_rl.engines.lora import is_adapter
+from lightning_rl.engines.vllm_lora import POLICY, policy_adapter
 from lightning_rl.run.digest import Digester, digests
 
 _NOTE = "digests_before_conversion"
@@ -43,8 +45,12 @@ def held_weights(worker: Any, names: Sequence[str]) -> dict[str, Any]:
 
     Of weights in the model's dtype, to which they were cast on their way.
     """
-    places, digester = _Places(worker.get_model()), Digester()
     noted, unread = dict[str, str](), dict[str, str]()
+    if policy_adapter(worker.get_model()) is not None:
+        factors = [name for name in names if is_adapter(name)]
+        noted |= held_adapter(worker, POLICY, factors)
+        names = [name for name in names if name not in noted]
+    places, digester = _Places(worker.get_model()), Digester()
     for name in names:
         try:
             tensor, note = places.of(name)

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, checked, fail
 from lightning_rl.engines.holdings import Holdings
+from lightning_rl.engines.lora import require_adapters
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_adapter import (
     InFlightRequest,
@@ -24,6 +25,7 @@ from lightning_rl.engines.vllm_adapter import (
     weight_shapes,
 )
 from lightning_rl.engines.vllm_held import held_weights, watch_worker
+from lightning_rl.engines.vllm_lora import keep_apart, put_policy
 from lightning_rl.engines.vllm_process import (
     collect_garbage,
     divert_crash_dump,
@@ -33,7 +35,11 @@ from lightning_rl.engines.vllm_process import (
     started,
     use_batch_invariance,
 )
-from lightning_rl.engines.vllm_settings import VLLMEngine, require_one_device
+from lightning_rl.engines.vllm_settings import (
+    VLLMEngine,
+    require_gpu_to_sleep,
+    require_one_device,
+)
 from lightning_rl.errors import ConfigError, EngineError, StaleWeightsError
 from lightning_rl.run.cores import compute
 
@@ -104,19 +110,6 @@ class VLLMLocal(VLLMEngine):
 
     # ---------------------------------------------------------------- life
 
-    def memory_here(self, elements: int, card: int) -> tuple[int, int]:
-        """The share of the GPU that vLLM takes, or with a given cache it and the weights.
-
-        Nothing while it sleeps; the whole share has to be free when it starts.
-        """
-        share = int(card * self._settings.gpu_memory_utilization)
-        if self.sleep_level is not None:
-            return 0, share
-        if self.kv_cache_gb is None:
-            return share, share
-        weights = elements * (4 if self.chosen_dtype == "float32" else 2)  # as on a GPU
-        return weights + int(self.kv_cache_gb * 2**30), share
-
     @property
     def running(self) -> bool:
         return self._llm is not None
@@ -129,11 +122,7 @@ class VLLMLocal(VLLMEngine):
         if self._llm is not None:
             return
         self._device = self._own_device()
-        if self._device is None and self.sleep_level is not None:
-            raise ConfigError(
-                f"engine sleep_level={self.sleep_level} is not for CPUs, where vLLM cannot give "
-                "memory back; leave it out"
-            )
+        require_gpu_to_sleep(self.sleep_level, self._device)
         settings = self.settings
         if self._device is not None and settings.batch_invariant and self._shares_process:
             require_gradients(self._device)
@@ -143,13 +132,15 @@ class VLLMLocal(VLLMEngine):
         if self._shares_process:  # else the worker does so when it is connected
             self._llm.collective_rpc(watch_worker)
         self._shapes = weight_shapes(model_dir, bool(arguments.get("trust_remote_code")))
+        if self.takes_adapters:
+            self._llm.collective_rpc(keep_apart)
 
     def close(self) -> None:
         if self._llm is None:
             return
         between_steps = self._exclusive.acquire(timeout=_LONGEST_STEP_S)
         requests, self._requests = self._requests, {}
-        self.version = -1
+        self.version, self.has_base = -1, False
         if between_steps:  # else it hangs in one, and must not lose its memory in the middle of it
             with self._on_device():
                 shut_down(self._llm)
@@ -279,7 +270,7 @@ class VLLMLocal(VLLMEngine):
         with self._exclusive, self._on_device():
             self._wake("weights")  # the cache may stay asleep: what a push needs fits in its place
             self._begin_update(self)
-            self._reload(weights)
+            self._load(weights)
             self._end_update(version)
 
     def _begin_update(self, writer: Engine) -> None:
@@ -288,6 +279,17 @@ class VLLMLocal(VLLMEngine):
             if request.writer is writer:
                 request.stamp(tokens_so_far(self._llm, request_id))
         writer.version = -1
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        if not self.takes_adapters:
+            self._reload(weights)
+            return
+        adapters, base = self.divided(weights)
+        require_adapters(adapters, self._shapes)
+        if base is not None:
+            self._reload(base)
+            self.has_base = bool(adapters)  # else a LoRA is merged into what came
+        self._llm.collective_rpc(put_policy, args=(adapters,))
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         dtype = getattr(torch, self.dtype)

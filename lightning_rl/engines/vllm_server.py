@@ -89,6 +89,13 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
     def _dtype_beside(self, trainer: str) -> str:
         return trainer if self.urls is not None else super()._dtype_beside(trainer)
 
+    def must_merge(self, rank: int) -> str | None:
+        if self.transfer_backend != OUR_TRANSFER:
+            return f"vLLM's own transfer, backend {self.transfer_backend}, brings whole weights"
+        if self.urls is not None and self.adapters is None:
+            return "servers at urls may lack --enable-lora; if they have it, set adapters: apart"
+        return super().must_merge(rank)
+
     @property
     def max_length(self) -> int:
         return min(r.max_length for r in self.replicas if isinstance(r, HTTPReplica))
@@ -96,7 +103,8 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
     def _make_replicas(self, model_dir: Path) -> list[Replica]:
         if self.urls is not None:
             key = self._key()
-            return [HTTPReplica(url.rstrip("/"), key, None, *self._timeouts) for url in self.urls]
+            own = key, None, self.takes_adapters, *self._timeouts
+            return [HTTPReplica(url.rstrip("/"), *own) for url in self.urls]
         shared = {"tensor_parallel_size": self.tensor_parallel_size}
         arguments = shared | self.settings.arguments(model_dir, self.trust_remote_code)
         command = server_command(arguments)
@@ -117,7 +125,8 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
             listen = ["--host", "127.0.0.1", "--port", str(port)]
             return f"http://127.0.0.1:{port}", ServerProcess([*command, *listen], environment)
 
-        return HTTPReplica("http://127.0.0.1", key, launch, *self._timeouts)
+        apart = self.takes_adapters
+        return HTTPReplica("http://127.0.0.1", key, launch, apart, *self._timeouts)
 
     def _key(self) -> str:
         if self.api_key_env is None:

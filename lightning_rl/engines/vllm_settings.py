@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import Engine, require_dtype
+from lightning_rl.engines.base import require_dtype
+from lightning_rl.engines.lora import LoRAEngine
+from lightning_rl.engines.vllm_lora import RANKS, lora_options
 from lightning_rl.errors import ConfigError
 from lightning_rl.run import dist
 
@@ -129,7 +131,7 @@ class EngineSettings:
 
 
 @configurable
-class VLLMEngine(Engine):
+class VLLMEngine(LoRAEngine):
     """The settings that all engines of vLLM have, and how these follow the trainer's.
 
     Args:
@@ -146,6 +148,8 @@ class VLLMEngine(Engine):
             ``fp8``; None: none. The engine is faster then, and its gap to the trainer larger.
         batch_invariant: a request's tokens on a GPU do not depend on what is computed beside it;
             slower. ``VLLMLocal`` must know it before vLLM or the GPU is used in this process.
+        adapters: ``apart``: a LoRA is computed beside its base, and a push brings it alone;
+            ``merged``: with merged weights; None: apart where ``dtype`` has 16 bits and vLLM can.
         options: further arguments of ``vllm.EngineArgs``, as they are; not for servers that run
             already.
 
@@ -164,9 +168,11 @@ class VLLMEngine(Engine):
         cast_lm_head_to_fp32: bool | None = None,
         quantization: str | None = None,
         batch_invariant: bool = False,
+        adapters: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
         self.choose_dtype(dtype)
+        self.choose_adapters(adapters)
         self._settings = EngineSettings(
             dtype=self.dtype,
             max_model_len=max_model_len,
@@ -201,7 +207,40 @@ class VLLMEngine(Engine):
     @property
     def settings(self) -> EngineSettings:
         """The settings, with what follows from the trainer."""
-        return replace(self._settings, dtype=self.dtype)
+        lora = {} if self.lora_rank is None else lora_options(1, self.lora_rank)
+        options = self._settings.options | lora
+        return replace(self._settings, dtype=self.dtype, options=options)
+
+    def memory_here(self, elements: int, card: int) -> tuple[int, int]:
+        """The share of the GPU that vLLM takes, or with a given cache it and the weights.
+
+        Nothing while it sleeps; the whole share has to be free when it starts.
+        """
+        if self.serves_all_ranks:
+            return super().memory_here(elements, card)
+        share = int(card * self._settings.gpu_memory_utilization)
+        if self.sleep_level is not None:
+            return 0, share
+        if self._settings.kv_cache_gb is None:
+            return share, share
+        weights = elements * (4 if self.chosen_dtype == "float32" else 2)  # as on a GPU
+        return weights + int(self._settings.kv_cache_gb * 2**30), share
+
+    def must_merge(self, rank: int) -> str | None:
+        settings = self._settings
+        if rank > RANKS[-1]:
+            return f"vLLM has room for rank {RANKS[-1]} at most, lora has {rank}"
+        if self.sleep_level == 2:
+            return "with sleep_level=2 that is not tested"
+        if settings.quantization is not None:
+            return f"with quantization={settings.quantization!r} that is not tested"
+        if settings.batch_invariant:
+            return "with batch_invariant=true that is not tested"
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            parts = max(getattr(self, name, 1), settings.options.get(name, 1))
+            if parts > 1:
+                return f"with {name}={parts} that is not tested"
+        return None
 
 
 @cache
@@ -229,3 +268,16 @@ def require_one_device(options: Mapping[str, Any]) -> None:
                 f"engine options {name}={options[name]}: VLLMLocal works on the one device of its "
                 "training process; use VLLMServer or RayEngine with tensor_parallel_size"
             )
+
+
+def require_gpu_to_sleep(sleep_level: int | None, device: int | None) -> None:
+    """Refuse a ``sleep_level`` without a GPU.
+
+    Raises:
+        ConfigError: saying why.
+    """
+    if device is None and sleep_level is not None:
+        raise ConfigError(
+            f"engine sleep_level={sleep_level} is not for CPUs, where vLLM cannot give memory "
+            "back; leave it out"
+        )

@@ -140,7 +140,7 @@ class LoRA:
             lm.add_adapter(config, ADAPTER)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ConfigError(f"lora.target_modules={self.target_modules}: {error}") from error
-        adapted = {id(module) for module in _adapted(lm).values()}
+        adapted = {id(module) for module in adapted_layers(lm).values()}
         tied = lm.config.get_text_config().tie_word_embeddings
         ends = [lm.get_output_embeddings(), *([lm.get_input_embeddings()] if tied else [])]
         if any(id(end) in adapted for end in ends):
@@ -175,7 +175,7 @@ def adapter_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     their weight transposed (embeddings, GPT-2's) get factors that fit it.
     """
     state = lm.state_dict()  # not the modules: it brings sharded weights into their sharded state
-    for name, module in _adapted(lm).items():
+    for name, module in adapted_layers(lm).items():
         embeds = ADAPTER in module.lora_embedding_A
         kind, leaf = ("lora_embedding_", "") if embeds else ("lora_", ".weight")
         a, b = (full_tensor(state[f"{name}.{kind}{x}.{ADAPTER}{leaf}"].detach()) for x in "AB")
@@ -195,7 +195,7 @@ def base_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 @torch.no_grad()
 def merged_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Weights under the names of the model without LoRA, one merged layer at a time."""
-    adapted = _adapted(lm)
+    adapted = adapted_layers(lm)
     for name, weight in base_weights(lm):
         owner, _, leaf = name.rpartition(".")
         if owner in adapted and leaf == "weight":
@@ -217,7 +217,7 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
     return merged
 
 
-def _adapted(lm: PreTrainedModel) -> dict[str, Any]:
+def adapted_layers(lm: PreTrainedModel) -> dict[str, Any]:
     """Layers with an adapter, by their original names."""
     modules = lm.named_modules()
     return {name: module for name, module in modules if hasattr(module, "get_delta_weight")}

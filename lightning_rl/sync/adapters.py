@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_rl.engines.adapters import is_adapter
+from lightning_rl.engines.lora import is_adapter
 from lightning_rl.errors import IncompleteWeightsError
 from lightning_rl.run.digest import digest, digests
 from lightning_rl.run.dist import any_rank

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rl.engines.adapters import divide
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.holdings import Holdings
+from lightning_rl.engines.lora import divide
 from lightning_rl.errors import ConfigError, WeightSyncError, WrongWeightsError
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.adapters import merged, seen_apart, weights_apart

@@ -63,9 +63,16 @@ class ReplicaPush(WeightTransport):
         engine.refill = self.refill
 
     def weights_of(self, policy: "Policy") -> Weights:
-        if not self.transport.adapters_only:
+        if not self._adapters_alone:
             return super().weights_of(policy)
-        return weights_apart(policy, drives_engine(self.engine) and not self._has_base)
+        # Without a copy of the base it goes along each time: a replica may have been restarted.
+        owes_base = not (self._has_base and self.transport.keep_copy)
+        return weights_apart(policy, drives_engine(self.engine) and owes_base)
+
+    @property
+    def _adapters_alone(self) -> bool:
+        """Whether a push brings a LoRA's adapters, and their base once."""
+        return self.transport.adapters_only or self.engine.takes_adapters
 
     def compare_with(self, sent: SentWeights) -> None:
         self._sent = sent
@@ -73,7 +80,7 @@ class ReplicaPush(WeightTransport):
     def push(self, weights: Weights, version: int) -> None:
         transport = self.transport
         with self._exclusive, self.engine.taking_weights(version) as replicas:
-            complete = not (transport.changed_only or transport.adapters_only) or any(
+            complete = not (transport.changed_only or self._adapters_alone) or any(
                 replica.version != self._kept for replica in replicas
             )
             self._kept = None

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from lightning_rl.engines.adapters import is_adapter
+from lightning_rl.engines.lora import is_adapter
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.holdings import Holdings
 from lightning_rl.errors import WrongWeightsError

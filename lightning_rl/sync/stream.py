@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.config.hints import import_object
-from lightning_rl.engines.adapters import divide
 from lightning_rl.engines.base import checked
+from lightning_rl.engines.lora import divide, require_adapters
 from lightning_rl.errors import ConfigError, WeightSyncError
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -67,6 +67,8 @@ def streams_of(
     ``shapes``: of all but adapters; None: as they come, for which all of them have to be there.
     """
     adapters, others = divide(weights)
+    if adapters and shapes is not None:
+        require_adapters(adapters, shapes)
     if adapters:
         yield WeightStream(adapters.items(), _shapes(adapters), torch.float32, version, "adapters")
     if others is not None:

@@ -2,13 +2,15 @@
 
 vLLM imports it for ``--worker-extension-cls`` and ``--middleware``. Importing it registers the
 weight-transfer backend ``lightning_rl``, which loads buckets of weights from a ``WeightReceiver``
-through the model's own loader: fused and tied weights are its business. Adapters are merged before.
+through the model's own loader: fused and tied weights are its business. Adapters are merged before,
+or kept beside them.
 """
 
 import hmac
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from lightning_rl.engines.vllm_adapter import require_all_loaded
 from lightning_rl.engines.vllm_cpu import skip_rank_compilation, use_cpu_kernels
 from lightning_rl.engines.vllm_held import held_weights, watch_conversions
+from lightning_rl.engines.vllm_lora import PolicyAdapter, keep_apart, policy_adapter
 from lightning_rl.engines.vllm_process import last_line
 from lightning_rl.errors import WeightSyncError
 from lightning_rl.run.openmp import stop_spinning_when_crowded
@@ -36,7 +39,14 @@ from lightning_rl.sync.stream import WeightReceiver, receiver_of
 
 
 class WorkerExtension:
-    """A base of vLLM's worker, for whose sake it imports this module."""
+    """What a worker can be asked for beside vLLM's own; vLLM imports this module for its sake."""
+
+    def keep_adapters_apart(self) -> None:
+        """Keep the LoRA of the only policy beside the weights."""
+        try:
+            keep_apart(self)
+        except WeightSyncError as error:
+            raise _raisable(error) from error
 
     def held_weights(self: Any, names: Sequence[str]) -> dict[str, Any]:
         """What this worker holds under these names of a push."""
@@ -71,8 +81,9 @@ class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
     init_info_cls = TransportInfo
     update_info_cls = UpdateInfo
     _receiver: WeightReceiver | None = None
-    _merger: Merger
-    _loaded: set[str] | None = None  # None: no push is under way
+    _lora: Merger | PolicyAdapter
+    _loaded: set[str]
+    _reloading = False  # since a push has brought the first weight that is to be loaded
     _owned: dict[int, object]  # by id; held, so that no id is used twice
 
     def init_transfer_engine(self, init_info: TransportInfo) -> None:
@@ -84,7 +95,7 @@ class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
             )
         except WeightSyncError as error:
             raise _raisable(error) from error
-        self._merger = Merger(self.device)
+        self._lora = policy_adapter(self.model) or Merger(self.device)
         watch_conversions(self.model, self.model_config.dtype)
         if self.device.type == "cpu":
             stop_spinning_when_crowded()
@@ -92,27 +103,31 @@ class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
                 use_cpu_kernels(self.model)
 
     def start_weight_update(self) -> None:
-        if self._loaded is not None:  # the push before broke off
-            finalize_layerwise_reload(self.model, self.model_config)
+        self.finish_weight_update()  # if the push before broke off
         self._loaded, self._owned = set(), {}
-        self._merger.begin()
-        initialize_layerwise_reload(self.model)
+        self._lora.begin()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        assert self._receiver is not None and self._loaded is not None
+        assert self._receiver is not None
         try:
             if update_info.bucket is not None:
                 arrived = self._receiver.fetch(update_info.bucket)
-                weights = self._merger.take(arrived, with_base=update_info.complete)
-                self._loaded |= self.model.load_weights(weights)
-                self._own_what_waits()
+                self._load(self._lora.take(arrived, with_base=update_info.complete))
                 return
-            self._merger.finish()
+            self._lora.finish()
             if update_info.complete:
                 require_all_loaded(self.model, self._loaded)
         except Exception as error:  # each kind of layer has its own way to fail
             self._receiver.fail()
             raise _raisable(error) from error
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        for first in weights:  # of adapters nothing may be left to load
+            if not self._reloading:
+                initialize_layerwise_reload(self.model)
+                self._reloading = True
+            self._loaded |= self.model.load_weights(chain([first], weights))
+            self._own_what_waits()
 
     def _own_what_waits(self) -> None:
         """Copy what vLLM keeps for later: the buffer is about to be written again.
@@ -129,12 +144,13 @@ class TransferEngine(WeightTransferEngine[TransportInfo, UpdateInfo]):
                             call.arguments[name] = value.clone()
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._loaded = None
+        if self._reloading:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._reloading = False
 
     def seen_apart(self, held: Mapping[str, str]) -> dict[str, str]:
         """Digests of what the model holds, as those of a base and adapters if these come apart."""
-        return self._merger.seen_apart(held, self.model_config.dtype)
+        return self._lora.seen_apart(held, self.model_config.dtype)
 
     def shutdown(self) -> None:
         if self._receiver is not None:

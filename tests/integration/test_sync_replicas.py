@@ -464,12 +464,14 @@ def test_a_restarted_replica_gets_base_and_adapters(connect, engine, lora_policy
 def test_an_adapter_that_is_left_out_is_named(connect, engine, lora_policy):
     transport = connect(adapters_only=True)
     transport.push(transport.weights_of(lora_policy), 0)
-    lost = "model.layers.1.self_attn.q_proj.lora_B"
-    weights = [item for item in transport.weights_of(lora_policy) if item[0] != lost]
-    with pytest.raises(
-        IncompleteWeightsError, match=f"left 1 adapters as they were, first '{lost}"
+    lost = "model.layers.1.self_attn.q_proj.lora_"
+    for left_out, message in (
+        (f"{lost}A", f"left out '{lost}A', the other half of an adapter"),
+        (lost, f"left 2 adapters as they were, first '{lost}A"),
     ):
-        transport.push(weights, 1)
+        weights = [w for w in transport.weights_of(lora_policy) if not w[0].startswith(left_out)]
+        with pytest.raises(IncompleteWeightsError, match=message):
+            transport.push(weights, 1)
     assert engine.version == -1
     merged = train_adapters(lora_policy, 5)
     transport.push(transport.weights_of(lora_policy), 2)  # with the base, for who knows

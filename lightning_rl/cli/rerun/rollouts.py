@@ -12,8 +12,9 @@ from typing import Any
 from lightning_rl.agents.branching import forked
 from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
+from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.packing import pack_rollouts, packed_rows
-from lightning_rl.datamodule import RLDataModule
+from lightning_rl.datamodule import RLDataModule, follow_trainer
 from lightning_rl.errors import DataError
 from lightning_rl.models.policy import save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
@@ -212,6 +213,7 @@ def pushed_engine(made: Remade, data: RLDataModule) -> Iterator[None]:
         save_skeleton(module.model, directory, module.loading)
         data.engine.trust_remote_code = module.trust_remote_code
         try:
+            follow_trainer(data.engine, made.module, compute_dtype(made.trainer))
             data.engine.start(Path(directory))
             made.transport.connect(data.engine)
             made.transport.push(made.transport.weights_of(module.loaded_policy), module.iteration)

@@ -12,7 +12,9 @@ from transformers import (
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.lora import LoRA
+from lightning_rl.models.lora_layers import largest_rank, merged_only
 from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.pretrained import PLAIN
 from lightning_rl.module import PolicyModule
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.memory import MemoryTransport
@@ -242,3 +244,17 @@ def test_an_engine_in_this_process_takes_adapters(tiny_model, tmp_path, kind):
     files = {file.name.partition("-")[0] for file in tmp_path.iterdir()}
     assert files == ({"adapters"} if kind is CheckpointTransport else set())
     transport.close()
+
+
+def test_what_only_a_merge_can_do(tiny_model, untied_model):
+    def why(model=tiny_model, **options):
+        return merged_only(LoRA(rank=4, **options), str(model), PLAIN)
+
+    assert why() is None
+    assert why(target_modules=r".*layers\.1\..*(q|up)_proj") is None
+    assert why(options={"use_rslora": True, "rank_pattern": {"q_proj": 9}}) is None
+    assert "DoRA" in why(options={"use_dora": True})
+    assert "modules_to_save" in why(options={"modules_to_save": ["norm"]})
+    assert "bias" in why(options={"bias": "all"})
+    assert "'model.embed_tokens', a Embedding" in why(untied_model, target_modules=["embed_tokens"])
+    assert largest_rank(LoRA(rank=4, options={"rank_pattern": {"q_proj": 9}})) == 9
