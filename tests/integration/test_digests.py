@@ -119,7 +119,7 @@ def test_quantized_numbers_that_change_are_found(link):
     [found] = link.engine._llm.apply_model(spoil)
     if not found:
         pytest.skip("a packed weight has no bytes to change")
-    with pytest.raises(WrongWeightsError, match="and changed since it was converted|and, packed"):
+    with pytest.raises(WrongWeightsError, match=r"and changed since it was converted|and, packed"):
         compare(link.transport, link.engine, link.sent)
 
 

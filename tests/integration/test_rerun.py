@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from lightning_rl.cli import main
 from lightning_rl.cli.rerun.compare import rerun_iteration

@@ -23,7 +23,6 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.cli import main
 from lightning_rl.data.packing import token_rows
-from lightning_rl.run.digest import digests
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines.sampling import Sampling
@@ -31,6 +30,7 @@ from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import GuardError
 from lightning_rl.module import PolicyModule
 from lightning_rl.run import dist
+from lightning_rl.run.digest import digests
 from tests.support.small_run import trainer_of
 
 

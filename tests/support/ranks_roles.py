@@ -27,9 +27,9 @@ from lightning_rl.callbacks import (
     StalenessGuard,
     ZeroAdvantageGuard,
 )
-from lightning_rl.run.digest import digests
 from lightning_rl.extend import Agent, Episode, Periodic
 from lightning_rl.games import RolesModule, SharedModelGroup
+from lightning_rl.run.digest import digests
 from tests.support.lots import LotAdapters
 from tests.support.small_run import data_module, numbers, trainer_of
 
