@@ -119,6 +119,9 @@ from lightning_rl.engines.base import (
     RunState as RunState,
     require_same_weights as require_same_weights,
 )
+from lightning_rl.engines.holdings import (
+    Holdings as Holdings,
+)
 from lightning_rl.engines.policy_engines import (
     PolicyEngines as PolicyEngines,
 )
@@ -185,6 +188,9 @@ from lightning_rl.rollout import (
 )
 from lightning_rl.run.checkpoint_io import (
     VerifiedCheckpointIO as VerifiedCheckpointIO,
+)
+from lightning_rl.run.digest import (
+    digests as digests,
 )
 from lightning_rl.run.dist import (
     global_mean_std as global_mean_std,

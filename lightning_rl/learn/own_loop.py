@@ -22,6 +22,7 @@ from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.dist import every_rank
 from lightning_rl.sync.base import WeightTransport, push
 from lightning_rl.sync.memory import MemoryTransport
+from lightning_rl.sync.sent import SentWeights
 from lightning_rl.sync.verify import probe_again, probe_gap, require_agreement
 
 
@@ -96,6 +97,7 @@ class OwnLoop(RecordingModule, LearningModule):
         probe: Sequence[Prompt] = (),
         temperature: float = 1.0,
         max_gap: float | None = None,
+        digests: bool = True,
     ) -> float:
         """Push the present weights to an engine, as version ``iteration``, and compare.
 
@@ -105,6 +107,7 @@ class OwnLoop(RecordingModule, LearningModule):
             probe: prompts for which the engine then writes two tokens, to compare logprobs.
             temperature: that the engine samples with.
             max_gap: in nats; None: what the dtypes of both allow, as in ``WeightSync``.
+            digests: compare what the engine holds with what was sent, tensor by tensor.
 
         Returns:
             The largest gap in nats; 0 without ``probe``.
@@ -112,6 +115,7 @@ class OwnLoop(RecordingModule, LearningModule):
         Raises:
             ConfigError: if the module belongs to a Trainer, where ``WeightSync`` pushes.
             StaleWeightsError: if it is above ``max_gap``.
+            WrongWeightsError: naming the tensor, if a digest differs.
             WeightSyncError: if the engine does not take the weights.
         """
         if self._trainer is not None:
@@ -123,12 +127,12 @@ class OwnLoop(RecordingModule, LearningModule):
             )
         self._prepare_once()
         if transport is not None:
-            self._push(engine, transport)
+            self._push(engine, transport, digests)
         else:
             transport = MemoryTransport()
             transport.connect(engine)
             try:
-                self._push(engine, transport)
+                self._push(engine, transport, digests)
             finally:
                 transport.close()
         if not probe:
@@ -152,9 +156,10 @@ class OwnLoop(RecordingModule, LearningModule):
         if self._fabric is None:
             self.prepare()
 
-    def _push(self, engine: Engine, transport: WeightTransport) -> None:
+    def _push(self, engine: Engine, transport: WeightTransport, digests: bool) -> None:
+        sent = SentWeights() if digests else None
         with every_rank():
-            push(transport, engine, self.loaded_policy, self.iteration)
+            push(transport, engine, self.loaded_policy, self.iteration, sent)
 
     def step_precision(self) -> AbstractContextManager[object]:
         """The Trainer's precision of a training step."""

@@ -14,6 +14,7 @@ import torch
 
 from lightning_rl.engines import http_replica, server_process
 from lightning_rl.engines.base import ReplicaStatus, RunState
+from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.http_replica import completion_of, refusal
 from lightning_rl.engines.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicated import ReplicatedEngine
@@ -32,11 +33,14 @@ from lightning_rl.errors import (
 )
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
+from lightning_rl.run.digest import digest, digests
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.adapters import Merger
+from lightning_rl.sync.base import push
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import BroadcastGroup, CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
+from lightning_rl.sync.sent import SentWeights
 from lightning_rl.sync.stream import receiver_of
 from tests.support.engine_checks import train_adapters, wait_for
 
@@ -111,6 +115,9 @@ class ThreadReplica(Replica):
 
     async def set_version(self, version, timeout_s):
         self.said = str(version)
+
+    async def holdings(self, names):
+        return [Holdings(self.name, digests((n, w) for n, w in self.held.items() if n in names))]
 
     async def close(self):
         self.gone.set()
@@ -433,6 +440,24 @@ def test_adapters_alone_make_the_merged_weights(connect, engine, lora_policy):
                 assert loaded == {  # what an engine fuses with an adapted layer comes with it
                     n for n in merged if ".self_attn." in n or ".mlp." in n
                 }
+
+
+def test_a_restarted_replica_serves_once_it_holds_what_was_sent(connect, engine, tiny_model):
+    transport, sent = connect(), SentWeights()
+    policy = Policy(str(tiny_model))
+    assert push(transport, engine, policy, 0, sent) == 2 * len(dict(policy.named_weights()))
+    doomed = engine.replicas[0]
+    name, right = next(iter(sent.digests.items()))
+    sent.digests[name] = digest(torch.zeros(3))  # so what it is filled with is not that
+    run_async(lose(engine, doomed))
+    wait_for(lambda: doomed.life == 3)  # filled, refused and started anew
+    before = doomed.generated
+    for seed in range(4):
+        run_async(engine.generate([3], ONE, seed))
+    assert doomed.generated == before
+    sent.digests[name] = right
+    wait_for(lambda: doomed.version == 0)
+    assert holds(doomed, dict(policy.named_weights()))
 
 
 def test_a_restarted_replica_gets_base_and_adapters(connect, engine, lora_policy):
