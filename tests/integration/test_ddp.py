@@ -234,7 +234,7 @@ def test_filters_that_reject_more_on_one_rank_lose_no_prompt(results):
     ("scenario", "error", "message"),
     [
         ("reward_error", "RewardError", "6 of 6 rollouts could not be graded"),
-        ("stale_error", "StaleWeightsError", "after the sync of version 1, engine and trainer"),
+        ("stale_error", "WrongWeightsError", "after the push of version 1, StaleOnRankOne holds"),
         ("push_error", "LightningRLError", "RuntimeError: out of memory"),
     ],
 )

@@ -9,7 +9,7 @@ from lightning_rl.callbacks import RLCallback, WeightSync
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling, TransformersEngine
-from lightning_rl.errors import ConfigError, RewardError, StaleWeightsError
+from lightning_rl.errors import ConfigError, RewardError, StaleWeightsError, WrongWeightsError
 from lightning_rl.models.policy import save_skeleton
 from lightning_rl.rewards.base import Rewards
 from tests.support.small_run import data_module, grpo, ppo, share_of_sevens, trainer_of
@@ -88,8 +88,11 @@ def test_a_stale_engine_is_found_and_wrong_calls_are_refused(engine, tiny_model,
     engine.load_weights = lambda weights, version: None  # an engine that takes nothing over
     with torch.no_grad():
         next(module.policy.parameters()).mul_(3.0)
+    with pytest.raises(WrongWeightsError, match="after the push of version 0, Transformers"):
+        module.sync_weights(engine)
+    engine.version = 0
     with pytest.raises(StaleWeightsError, match="version 0, engine and trainer disagree by"):
-        module.sync_weights(engine, probe=prompts.first())
+        module.sync_weights(engine, probe=prompts.first(), digests=False)
     engine.load_weights = kept
     assert module.sync_weights(engine, probe=prompts.first()) < 1e-4
     with pytest.raises(RewardError, match="none of 0 rollouts"):
