@@ -311,6 +311,6 @@ COSTS = [
     _cost(curriculum_drawn, 64, 65536),
     _cost(report_iterations, 64, 65536),
     _cost(groups_per_batch, 1, 1024),
-    _cost(transformers_turns, 4, 128, by=2),
+    _cost(transformers_turns, 2, 64, by=2),
     _cost(chat_rows, 64, 16384),
 ]
