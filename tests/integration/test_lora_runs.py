@@ -1,4 +1,4 @@
-"""Whole runs of a LoRA in bf16, whose engine keeps adapters apart: resumed, done again, exported."""
+"""Runs of a LoRA in bf16 whose engine keeps adapters apart: resumed, done again, exported."""
 
 import pytest
 import torch
