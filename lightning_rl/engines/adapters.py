@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.engines.base import Engine, policy_of
 from lightning_rl.engines.holdings import Holdings
-from lightning_rl.engines.lora import LoRAEngine, is_adapter
+from lightning_rl.engines.lora import MERGED, LoRAEngine, is_adapter
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, WeightSyncError
 
@@ -37,6 +37,11 @@ class AdapterEngine(LoRAEngine):
                 f"{', '.join(self.policies) or 'one policy'}; close() it first"
             )
         names = sorted(set(roles.values()))
+        if len(names) > 1 and self.adapters == MERGED:
+            raise ConfigError(
+                f"engine adapters='merged': {type(self).__name__} serves {', '.join(names)} on one "
+                "base, which cannot be merged with all; leave it out, or use PolicyEngines"
+            )
         self.policies = {name: _View(self, name) for name in names} if len(names) > 1 else {}
         self._roles = dict(roles)
         self.lora_rank = None  # what one policy trained

@@ -93,8 +93,8 @@ class LoRAEngine(Engine):
     """An engine that can compute with a LoRA beside its base."""
 
     adapters: str | None = None
-    """The constructor's argument: ``apart``, ``merged``; None: apart where it computes in 16 bits,
-    if it can."""
+    """The constructor's argument: ``apart``, ``merged``; None: apart where it computes in 16 bits
+    or less, if it can."""
     lora_rank: int | None = None
     """The largest rank of adapters that are kept apart; None: weights come whole."""
     has_base = False
@@ -110,8 +110,8 @@ class LoRAEngine(Engine):
         if self.running:
             return
         self.lora_rank = None
-        in_16_bits = self.dtype != "float32"
-        if rank is None or not (self.adapters == APART or (self.adapters is None and in_16_bits)):
+        rounds = self.precision != "float32"
+        if rank is None or not (self.adapters == APART or (self.adapters is None and rounds)):
             return
         why = self.must_merge(rank) or obstacle()
         if why is None:
@@ -123,7 +123,7 @@ class LoRAEngine(Engine):
                 "%s merges the LoRA and rounds the sum to %s, so what it samples from lacks small "
                 "updates: %s. To say that this is meant, set engine adapters: merged",
                 type(self).__name__,
-                self.dtype,
+                self.precision,
                 why,
             )
 

@@ -100,7 +100,8 @@ def held_adapter(worker: Any, number: int, names: Sequence[str]) -> dict[str, st
         module = manager.modules[whole]
         stacked = module.lora_a_stacked if end == "lora_A" else module.lora_b_stacked
         factor = stacked[place][slot, 0]  # what is beyond its rank is zero, or it counts, too
-        used, rest = factor.split([rank, factor.shape[end == "lora_B"] - rank], end == "lora_B")
+        padded = 1 if end == "lora_B" else 0
+        used, rest = factor.split([rank, factor.shape[padded] - rank], padded)
         digester.add(name, (factor if rest.any() else used).to(worker.model_config.dtype))
     return digester.digests()
 

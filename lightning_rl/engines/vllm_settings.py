@@ -232,7 +232,7 @@ class VLLMEngine(LoRAEngine):
             return f"vLLM has room for rank {RANKS[-1]} at most, lora has {rank}"
         if self.sleep_level == 2:
             return "with sleep_level=2 that is not tested"
-        if settings.quantization is not None:
+        if settings.quantization not in (None, _QUANTIZED_ON_CPUS):
             return f"with quantization={settings.quantization!r} that is not tested"
         if settings.batch_invariant:
             return "with batch_invariant=true that is not tested"

@@ -185,6 +185,29 @@ def test_it_has_no_base_once_it_was_closed(skeleton, tiny_model, policy):
         engine.close()
 
 
+def test_beside_a_quantized_base_adapters_are_not_quantized(tmp_path):
+    """Here they are most of a weight; merged, all of it is rounded to 8 bits: 4 times as far."""
+    model, skeleton, gaps = tmp_path / "model", tmp_path / "skeleton", {}
+    save_random_model(model, make_tokenizer(), vocab_size=16, max_position_embeddings=128)
+    save_skeleton(str(model), skeleton)
+    policy = Policy(str(model), lora=LoRA(rank=9))
+    plain = plain_model(model, train_adapters(policy, seed=1))
+    for way in ("apart", "merged"):
+        settings = SMALL | {"adapters": way, "quantization": "fp8_per_channel"}
+        engine = told(VLLMLocal("bfloat16", **settings), RANK_STABLE)
+        engine.start(skeleton)
+        with connected(MemoryTransport(), engine) as transport:
+            push(transport, engine, policy, 1)
+        found = []
+        for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, FIXED), strict=True):
+            expected = true_logprobs(plain, prompt, completion.token_ids, FIXED)
+            pairs = zip(completion.logprobs, expected, strict=True)
+            found += [abs(ours - theirs) for ours, theirs in pairs]
+        gaps[way] = sum(found) / len(found)
+        engine.close()
+    assert gaps["apart"] < gaps["merged"] / 2
+
+
 def test_the_ranks_are_those_of_vllm():
     from vllm.config.lora import MaxLoRARanks
 

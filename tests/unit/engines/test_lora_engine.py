@@ -69,6 +69,8 @@ def test_apart_is_the_default_in_16_bits(adapters, dtype, apart):
     ):
         assert told(engine, 8).takes_adapters == engine.lacks_base == apart
         assert not told(engine, None).takes_adapters  # all weights are trained
+    rounded = VLLMLocal(dtype, quantization="fp8_per_channel", adapters=adapters)
+    assert told(rounded, 8).takes_adapters == (adapters != "merged")
     assert told(VLLMLocal(dtype, adapters=adapters), 9).settings.options == (
         {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 16}
         if apart

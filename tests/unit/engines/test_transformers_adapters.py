@@ -213,6 +213,13 @@ def test_a_policy_with_a_model_of_its_own_is_refused(tmp_path):
         engine.start(tmp_path)
 
 
+def test_several_policies_cannot_be_merged_into_one_base():
+    engine = TransformersAdapters(device="cpu", adapters="merged")
+    with pytest.raises(ConfigError, match=r"serves prover, verifier on one base.*PolicyEngines"):
+        engine.serve(ROLES)
+    engine.serve({"first": "solver"})
+
+
 def test_views_follow_the_engine(skeleton):
     engine = TransformersAdapters(device="cpu")
     engine.serve(ROLES)
