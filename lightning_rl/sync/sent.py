@@ -85,8 +85,9 @@ class SentWeights:
         return WrongWeightsError(
             f"after the push of version {self.version}, {holdings.holder} holds another {name!r}"
             f"{others} than was sent: digest {held} instead of {self.digests[name]}, {instead}. No "
-            "token was drawn from it. Resume the run to push again; if that fails too, another "
-            "transport or engine shows which of them is at fault"
+            "token was drawn from it. Resume the run to push again; if that fails too, try "
+            "another transport or engine. If every push fails, the engine may store this model's "
+            "weights in another order: WeightSync(digests=False) leaves them to the probe"
         )
 
     def _say_what_is_unread(self, everyone: list[Holdings]) -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.growth import Cost, bytes_of, exponent, measured, summary
+from benchmarks.exponents import Cost, bytes_of, exponent, measured, summary
 
 SIZES = [4**n for n in range(6)]
 
