@@ -13,8 +13,8 @@ draws tokens, except for ``transformers_turns``, on contexts that are short besi
 import sys
 from typing import Any
 
-from benchmarks.exponents import measured, summary
 from benchmarks.growth_costs import COSTS
+from benchmarks.growth_fits import measured, summary
 from benchmarks.results import parser_of, report
 
 

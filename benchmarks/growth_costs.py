@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.exponents import WORK, Cost
+from benchmarks.growth_fits import WORK, Cost
 from lightning_rl import (
     GRPO,
     MultiTurn,

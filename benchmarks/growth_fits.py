@@ -1,4 +1,4 @@
-"""How a cost grows: its exponent, from what it takes at several sizes."""
+"""Costs that grow with a size, measured, and the exponents by which they do."""
 
 import gc
 import math
