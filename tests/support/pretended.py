@@ -93,7 +93,7 @@ class Pretended(Tensor):
         mixed = any(type(x) is not Pretended and (x.ndim or not numbers_may) for x in flat)
         if mixed and name not in (*_COPIES, *_INDEXED):
             raise RuntimeError(f"{name}: expected all tensors on {DEVICE}, but some are on the CPU")
-        in_place = name.endswith("_") or "out" in kwargs
+        in_place = func._schema.is_mutable
         leaves = torch.device(kwargs.get("device") or DEVICE).type != NAME
         leaves = leaves or (name == "copy_" and type(args[0]) is not Pretended)
         waits.update(_wait(name, args, kwargs, leaves, mixed))

@@ -64,6 +64,7 @@ NO_CONFIGURATION = {
     "Finding",
     "Game",
     "GroupSource",
+    "Holdings",
     "Interaction",
     "JobReport",
     "JobRequest",
