@@ -28,7 +28,6 @@ from recipes.reasoning_gym.prepare import TASKS, prepare
 OUT = Path("runs/reasoning_gym")
 RECIPE = "recipes/reasoning_gym"
 PAGE = Path(__file__).parents[1] / RECIPE / "README.md"
-WARM_STARTS = ("sft", "sft_more")  # one goes on from the other
 FIGURE = Path(__file__).parents[1] / "docs" / "images" / "reasoning-gym-curves.png"
 PICTURE = (
     "![Held-out accuracy over iterations, and of each task before and after]"
@@ -39,10 +38,9 @@ PICTURE = (
 def warm_start() -> None:
     """Make the recipe's data and warm-started model, if they are not there yet."""
     prepare(OUT)
-    for name in WARM_STARTS:
-        if not (OUT / name / "hf" / "config.json").exists():
-            command = ["-m", "lightning_rl", "fit", "--config", f"{RECIPE}/{name}.yaml"]
-            subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+    if not (OUT / "sft" / "hf" / "config.json").exists():
+        command = ["-m", "lightning_rl", "fit", "--config", f"{RECIPE}/sft.yaml"]
+        subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
 
 
 def measure(seed: int) -> dict[str, Any]:

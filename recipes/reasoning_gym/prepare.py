@@ -2,8 +2,10 @@
 
     python -m recipes.reasoning_gym.prepare --out runs/reasoning_gym
 
-Eight data sets of reasoning-gym in easy configurations. Held-out questions are drawn first, and no
-training question repeats one of them. Every file is the same on every run.
+Eight data sets of reasoning-gym in easy configurations. Held-out questions are drawn first, then
+those of the warm start, then those of RL, and none is repeated: RL has nothing to learn from
+questions whose answers the warm start has taught. Two tasks have too few for that. Every file is
+the same on every run.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from recipes.sort_digits.prepare import (
     write_model,
 )
 
+Entry = dict[str, Any]
 TASKS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
     "leg_counting": {"min_animals": 1, "max_animals": 2, "max_instances": 5},
@@ -45,18 +48,23 @@ TASKS: dict[str, dict[str, Any]] = {
 TAGS = OPEN, CLOSE = "<answer>", "</answer>"
 VOCABULARY_SIZE = 768  # 256 bytes, the rest is learnt
 DRAWN, NUM_HELDOUT = 4_000, 64  # questions of a task, with repetitions; without
+DRAWN_FOR_RL = 3 * DRAWN  # after these, with repetitions
+FEWEST_FOR_RL = 500
 SEED = 0
 
 
-def draw_questions(task: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Entries for (train, heldout) with distinct questions, none in both.
+def draw_questions(task: str) -> tuple[list[Entry], list[Entry], list[Entry]]:
+    """Entries for (heldout, warm start, RL) with distinct questions, none in two of them.
 
-    reasoning-gym makes question i of seed s from s + i, so a seed further away is not enough: short
-    tasks repeat questions.
+    Of a task that has too few others, RL asks those of the warm start. reasoning-gym makes question
+    i of seed s from s + i, so a seed further away is not enough: short tasks repeat questions.
     """
-    entries = create_dataset(task, size=DRAWN, seed=SEED, **TASKS[task])
-    distinct = list({entry["question"]: entry for entry in entries}.values())
-    return distinct[NUM_HELDOUT:], distinct[:NUM_HELDOUT]
+    entries = list(create_dataset(task, size=DRAWN + DRAWN_FOR_RL, seed=SEED, **TASKS[task]))
+    first = {entry["question"]: entry for entry in entries[:DRAWN]}
+    others = {e["question"]: e for e in entries[DRAWN:] if e["question"] not in first}
+    shown = list(first.values())
+    heldout, warm = shown[:NUM_HELDOUT], shown[NUM_HELDOUT:]
+    return heldout, warm, list(others.values()) if len(others) >= FEWEST_FOR_RL else warm
 
 
 def ask(entry: dict[str, Any]) -> str:
@@ -109,9 +117,9 @@ def make_reasoner() -> Qwen2ForCausalLM:
 def prepare(out: Path) -> None:
     """Write to `out` what is not there yet: model/, sft.jsonl, train/ and heldout/ of each task."""
     drawn = {task: draw_questions(task) for task in TASKS}
-    rows = sft_rows({task: train for task, (train, _) in drawn.items()})
+    rows = sft_rows({task: warm for task, (_, warm, _) in drawn.items()})
     files = {"sft.jsonl": rows}
-    for task, (train, heldout) in drawn.items():
+    for task, (heldout, _, train) in drawn.items():
         files |= {
             f"train/{task}.jsonl": rl_rows(task, train),
             f"heldout/{task}.jsonl": rl_rows(task, heldout),

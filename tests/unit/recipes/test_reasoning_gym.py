@@ -21,21 +21,31 @@ CALCULATED = {
 @pytest.fixture(autouse=True)
 def _few(monkeypatch):
     monkeypatch.setattr(prepare, "DRAWN", 150)
+    monkeypatch.setattr(prepare, "DRAWN_FOR_RL", 450)
     monkeypatch.setattr(prepare, "NUM_HELDOUT", 20)
 
 
 @pytest.mark.parametrize("task", prepare.TASKS)
-def test_no_held_out_question_is_trained_on(task):
-    train, heldout = ([e["question"] for e in half] for half in prepare.draw_questions(task))
+def test_no_question_is_in_two_sets_where_there_are_enough(task, monkeypatch):
+    monkeypatch.setattr(prepare, "FEWEST_FOR_RL", 40)
+    heldout, warm, train = ([e["question"] for e in part] for part in prepare.draw_questions(task))
     assert len(heldout) == 20
-    assert train
+    assert warm
     # Short tasks repeat questions, so a seed far away would not have kept them apart.
-    assert len({*train, *heldout}) == len(train) + len(heldout)
+    assert len({*heldout, *warm}) == len(heldout) + len(warm)
+    assert not {*heldout} & {*train}
+    assert len(train) >= 40
+    assert not {*warm} & {*train}
+
+
+def test_a_task_with_too_few_questions_asks_those_of_the_warm_start():
+    _, warm, train = prepare.draw_questions("count_bits")
+    assert train == warm
 
 
 @pytest.mark.parametrize("task", prepare.TASKS)
 def test_the_verifier_agrees_with_every_rationale(task):
-    entries = prepare.draw_questions(task)[0]
+    entries = prepare.draw_questions(task)[1]
     completions = [prepare.work_out(task, entry) for entry in entries]
     scores = reasoning_gym_score(completions, entry=entries, task=[task] * len(entries))
     assert scores == [1.0] * len(entries)
@@ -45,7 +55,7 @@ def test_the_verifier_agrees_with_every_rationale(task):
     "task", ["chain_sum", "leg_counting", "fraction_simplification", "simple_equations"]
 )
 def test_every_step_of_a_calculation_is_right(task):
-    rationales = [RATIONALES[task](entry) for entry in prepare.draw_questions(task)[0]]
+    rationales = [RATIONALES[task](entry) for entry in prepare.draw_questions(task)[1]]
     steps = [step for rationale in rationales for step in STEP.findall(rationale)]
     assert len(steps) > 50
     for first, sign, second, result in steps:
