@@ -222,7 +222,8 @@ class WeightSync(RLCallback):
         link.pushed = version
         row = {"sync/seconds": time.perf_counter() - begin, "sync/version": version}
         if link.sent is not None:
-            row["sync/tensors_compared"] = count
+            # A rank that drives no engine compares nothing, and all ranks monitor the same.
+            row["sync/tensors_compared"] = all_reduce_max(count)
         self._record(policy, row)
 
     def _record(self, module: OwnLoop, metrics: dict[str, float]) -> None:

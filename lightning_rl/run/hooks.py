@@ -84,7 +84,7 @@ def skip_profiling(trainer: Trainer) -> None:
         trainer.profiler = _Unprofiled()  # type: ignore[attr-defined]
 
 
-STAGES = ("generate", "reward", "logprob", "train", "sync", "eval")
+STAGES = ("generate", "reward", "logprob", "train", "sync", "digests", "eval")
 """The library's own. Everything in an iteration that is in no stage is ``other``."""
 
 RESERVED = ("other", "iteration")
