@@ -149,7 +149,7 @@ def environment_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def outcome(trainer: Trainer, module: RolloutModule, metrics: dict[str, float]) -> Outcome:
-    """The checksums of the weights as they are now; of several policies with their names."""
+    """The digests of the weights as they are now; of several policies with their names."""
     weights = digests(
         (f"{name}.{key}" if name else key, weight)
         for name, policy in module.policies.items()

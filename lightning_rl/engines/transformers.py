@@ -4,7 +4,7 @@ import asyncio
 import gc
 import random
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -261,6 +261,9 @@ class TransformersEngine(LoRAEngine):
     def holdings(self, names: Sequence[str]) -> list[Holdings]:
         if self._lm is None:
             return []
-        held, dtype = self._lm.state_dict() | self._adapters.held(self), getattr(torch, self.dtype)
-        found = digests((name, held[name].to(dtype)) for name in names if name in held)
-        return [Holdings(type(self).__name__, found)]
+        held = self._lm.state_dict() | self._adapters.held(self)
+        return [Holdings(type(self).__name__, self._digests_of(held, names))]
+
+    def _digests_of(self, held: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, str]:
+        dtype = getattr(torch, self.dtype)
+        return digests((name, held[name].to(dtype)) for name in names if name in held)

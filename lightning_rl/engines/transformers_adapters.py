@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
@@ -11,7 +10,6 @@ from lightning_rl.engines.adapters import AdapterEngine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import EngineError
-from lightning_rl.run.digest import digests
 
 
 @configurable
@@ -49,5 +47,4 @@ class TransformersAdapters(AdapterEngine, TransformersEngine):
             view.version = version
 
     def adapter_digests(self, policy: str, names: Sequence[str]) -> dict[str, str]:
-        dtype, held = getattr(torch, self.dtype), self._adapters.held(self.policies[policy])
-        return digests((name, held[name].to(dtype)) for name in names if name in held)
+        return self._digests_of(self._adapters.held(self.policies[policy]), names)

@@ -111,10 +111,7 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
     def adapter_digests(self, policy: str, names: Sequence[str]) -> dict[str, str]:
         adapter = self._served.get(self.policies[policy])
         number = 0 if adapter is None else adapter.lora_int_id
-        with self._exclusive, self._on_device():
-            self._wake("weights")
-            [found] = self._llm.collective_rpc(held_adapter, args=(number, names))
-        return dict(found)
+        return dict(self._ask_worker(held_adapter, number, names))
 
 
 def _begin_again(llm: Any, adapter: Any) -> None:

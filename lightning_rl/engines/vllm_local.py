@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -306,7 +306,11 @@ class VLLMLocal(VLLMEngine):
     def holdings(self, names: Sequence[str]) -> list[Holdings]:
         if self._llm is None:
             return []
+        return [Holdings(type(self).__name__, **self._ask_worker(held_weights, names))]
+
+    def _ask_worker(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function of vLLM's worker says of the weights, which are awake for it."""
         with self._exclusive, self._on_device():
             self._wake("weights")
-            [answer] = self._llm.collective_rpc(held_weights, args=(names,))
-        return [Holdings(type(self).__name__, **answer)]
+            [answer] = self._llm.collective_rpc(question, args=arguments)
+        return answer

@@ -27,6 +27,7 @@ from tests.support.engine_checks import (
     connected,
     generate,
     plain_model,
+    require_switch,
     same_draws,
     train_adapters,
     true_logprobs,
@@ -133,14 +134,7 @@ def test_in_flight_tokens_keep_their_version(local, trained):
 
     completions, new = run_async(run())
     for prompt, completion in zip(prompts, completions, strict=True):
-        switch = completion.versions.index(4)
-        assert completion.versions == [3] * switch + [4] * (40 - switch)
-        before, after = (
-            true_logprobs(plain, prompt, completion.token_ids, sampling) for plain in (old, new)
-        )
-        assert 0 < switch < 40
-        expected = before[:switch] + after[switch:]
-        assert completion.logprobs == pytest.approx(expected, abs=ROUNDING)
+        require_switch(completion, prompt, {3: old, 4: new}, sampling)
 
 
 def test_whole_weights_take_the_place_of_base_and_adapters(tiny_model, local, trained, policy):

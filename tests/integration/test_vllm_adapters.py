@@ -20,6 +20,7 @@ from tests.support.engine_checks import (
     PROMPTS,
     ROUNDING,
     plain_model,
+    require_switch,
     same_draws,
     train_adapters,
     true_logprobs,
@@ -164,16 +165,8 @@ def test_in_flight_tokens_keep_their_version_and_the_other_policy_goes_on(engine
 
     completions = run_async(run())
     for prompt, completion in zip(prompts, completions[:4], strict=True):
-        switch = completion.versions.index(5)
-        assert 0 < switch < 40
-        assert completion.versions == [3] * switch + [5] * (40 - switch)
-        before, after = (
-            true_logprobs(plain, prompt, completion.token_ids, sampling)
-            for plain in (old, trainers.plain["prover"])
-        )
-        expected = before[:switch] + after[switch:]
-        assert completion.logprobs == pytest.approx(expected, abs=ROUNDING)
-        for single in (before, after):
+        plain = {3: old, 5: trainers.plain["prover"]}
+        for single in require_switch(completion, prompt, plain, sampling):
             assert completion.logprobs != pytest.approx(single, abs=1e-2)
     assert same_draws(completions[4:], alone)
     assert all(completion.versions == [7] * 40 for completion in completions[4:])

@@ -8,6 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -93,6 +94,27 @@ def true_logprobs(
         assert token in kept.tolist()
         result.append(float(z[token] - z[kept].logsumexp(0)))
     return result
+
+
+def require_switch(
+    completion: Completion, prompt: list[int], plain: Mapping[int, Any], sampling: Sampling
+) -> list[list[float]]:
+    """A completion begins with the first of two versions, and goes on with the second.
+
+    ``plain`` holds the model of each, in this order. Returns the logprobs by either alone.
+    """
+    (first, old), (second, new) = plain.items()
+    switch = completion.versions.index(second)
+    rest = len(completion.versions) - switch
+    assert switch > 0
+    assert len(completion.versions) == sampling.max_tokens
+    assert completion.versions == [first] * switch + [second] * rest
+    before, after = (
+        true_logprobs(model, prompt, completion.token_ids, sampling) for model in (old, new)
+    )
+    expected = before[:switch] + after[switch:]
+    assert completion.logprobs == pytest.approx(expected, abs=ROUNDING)
+    return [before, after]
 
 
 def own_logprobs(plain: Any, prompt: list[int], token_ids: list[int]) -> Tensor:

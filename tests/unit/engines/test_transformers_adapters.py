@@ -20,6 +20,7 @@ from tests.support.engine_checks import (
     ROUNDING,
     generate,
     plain_model,
+    require_switch,
     train_adapters,
     true_logprobs,
 )
@@ -130,14 +131,7 @@ def test_tokens_in_flight_keep_the_version_that_wrote_them(engine, pushed):
     first, judge = completions[: len(PROMPTS)], completions[len(PROMPTS) :]
     check(verifier, judge, 7)
     for prompt, completion in zip(PROMPTS, first, strict=True):
-        switch = completion.versions.index(4)
-        assert completion.versions == [3] * switch + [4] * (12 - switch)
-        before, after = (
-            true_logprobs(plain, prompt, completion.token_ids, SAMPLING) for plain in (old, new)
-        )
-        assert 0 < switch < 12
-        expected = before[:switch] + after[switch:]
-        assert completion.logprobs == pytest.approx(expected, abs=ROUNDING)
+        require_switch(completion, prompt, {3: old, 4: new}, SAMPLING)
 
 
 def test_a_layer_that_is_adapted_no_more(engine, pushed, policies, tiny_model):
