@@ -23,6 +23,20 @@ class RolloutStatus(StrEnum):
     SKIPPED = "skipped"
 
 
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as Prompt
+class Picture:
+    """A picture as it came: the bytes of a PNG, JPEG, WebP or GIF file, and what they show.
+
+    ``digest`` is the SHA-256 of ``data`` in hex; equal digests are the same picture. ``width`` and
+    ``height`` are in pixels. :mod:`lightning_rl.vision` reads, checks and decodes them.
+    """
+
+    digest: str
+    width: int = field(compare=False)
+    height: int = field(compare=False)
+    data: bytes = field(repr=False, compare=False)
+
+
 @dataclass(slots=True)  # not frozen: Lightning refuses such in what predict_step returns
 class Prompt:
     """One dataset row, tokenised once.
