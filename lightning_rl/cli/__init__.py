@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_rl.config import packages
 from lightning_rl.errors import ConfigError, DataError, LightningRLError, RunInterrupted
+from lightning_rl.run.garbage import uncollected
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -143,16 +144,17 @@ def _run(arguments: list[str]) -> int:
     if not command.imports:
         return int(import_module(command.module).main(options))
     _search_working_directory(arguments)
-    from lightning_rl.cli.process import quiet
-
+    with uncollected():
+        from lightning_rl.cli.process import quiet
     with quiet(), ExitStack() as stack:
         if name == "fit" and command.module == _APP:
             from lightning_rl.run.interrupts import stopped_while_starting
 
             stack.enter_context(stopped_while_starting())
+        with uncollected():
+            module = import_module(command.module)
         # Lightning's parser wants the command itself.
-        given = arguments if command.module == _APP else options
-        return int(import_module(command.module).main(given))
+        return int(module.main(arguments if command.module == _APP else options))
 
 
 def find_command(name: str) -> Command:

@@ -25,6 +25,7 @@ from lightning_rl.engines.vllm_cpu import (
     use_cpu_kernels,
 )
 from lightning_rl.errors import ConfigError, EngineError
+from lightning_rl.run.garbage import uncollected
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def started(arguments: Mapping[str, Any], variables: Mapping[str, str], device: 
     grouped = torch.distributed.is_initialized()
     for name, value in variables.items():
         os.environ.setdefault(name, value)
-    with contained(device):
+    with contained(device), uncollected():
         from vllm import EngineArgs, envs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
