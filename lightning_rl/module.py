@@ -53,8 +53,9 @@ from lightning_rl.models.memory import smaller_budget
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.reference import FrozenReference, Reference
+from lightning_rl.models.sequence import SequenceRanks, turns
 from lightning_rl.models.sharding import full_tensor, read_by_rank_zero, shard
-from lightning_rl.run.dist import all_reduce_max, all_sum, world_size
+from lightning_rl.run.dist import all_sum, world_size
 from lightning_rl.run.hooks import answers
 from lightning_rl.run.metrics import TokenMetrics
 from lightning_rl.run.seeding import derived_generator, run_seed
@@ -253,9 +254,13 @@ class PolicyModule(OwnLoop, RolloutModule):
                 self.reference.configure(self.policy)
         if mesh is not None:
             precision = str(self.trainer.precision)
-            offload = getattr(self.trainer.strategy, "cpu_offload", False)
+            strategy: Any = self.trainer.strategy
+            offload = getattr(strategy, "cpu_offload", False)
+            sequence = getattr(strategy, "sequence", 1)
             for policy in [part for part in self.modules() if isinstance(part, Policy)]:
                 shard(policy, mesh, precision, offload)
+                if sequence > 1:
+                    policy.sequence = SequenceRanks(sequence, policy.lm.config)
 
     def own_lm(self) -> PreTrainedModel | None:
         """The causal LM where it is loaded already; None: ``model`` is still to be read."""
@@ -473,7 +478,8 @@ class PolicyModule(OwnLoop, RolloutModule):
         Raises:
             PackMemoryError: if that does not help, or other ranks cannot take part.
         """
-        budget = self.max_tokens_per_pack
+        ranks = self.loaded_policy.sequence
+        budget = self.max_tokens_per_pack * (1 if ranks is None else ranks.size)
         while True:
             if done is None or self.stream is None:
                 self.loaded_policy.zero_grad()  # also of what a pass left that ran out of memory
@@ -483,14 +489,13 @@ class PolicyModule(OwnLoop, RolloutModule):
                 packs = [] if done.all() else split_packs(rest, budget)
             # Sharded weights are gathered by all ranks together, for as many packs as any has; and
             # the last backward pass averages over ranks.
-            count = int(all_reduce_max(max(len(packs), world_size() > 1)))
-            for place in range(count):
-                own = place < len(packs)
-                pack = select(rest, packs[place]) if own else empty_like(rest)
+            due = list(turns(packs, ranks, together=True, least=int(world_size() > 1)))
+            for place, rows in enumerate(due, 1):
+                pack = empty_like(rest) if rows is None else select(rest, rows)
                 try:
-                    measured.append(self.backward_pack(pack, objective, last=place == count - 1))
+                    measured.append(self.backward_pack(pack, objective, last=place == len(due)))
                 except RuntimeError as error:
-                    budget, done = smaller_budget(pack, error), None
+                    budget, done = smaller_budget(pack, error, ranks), None
                     break  # out of here first: the error holds on to what was computed so far
             else:
                 return measured

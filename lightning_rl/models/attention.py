@@ -8,8 +8,10 @@ rollout on its own (Prefix Grouper, arXiv 2506.05433), and nothing is padded out
 transformers calls :func:`packed_attention` for every layer with the pack's :class:`PackLayout`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,16 @@ from lightning_rl.models.varlen import Varlen, attend, build_varlen, fused_kerne
 ATTENTION = "lightning_rl_packed"
 
 
+class TokenExchange(Protocol):
+    """How a rank that has some of a pack's tokens gets all of them, for some of the heads."""
+
+    def gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values (s, H, D) of own tokens to (S, H / n, D) of own heads."""
+
+    def gather_heads(self, output: Tensor) -> Tensor:
+        """Outputs (S, H / n, D) of own heads to (s, H, D) of own tokens."""
+
+
 @dataclass
 class PackLayout:
     """Where each token of a pack sits in the forward pass.
@@ -36,6 +48,8 @@ class PackLayout:
     ``segments`` say which tokens see which, and ``longest`` how many tokens a rollout has at most,
     less its last. How that is computed, ``batches`` or ``varlen``, is worked out once it is asked
     for: a pack needs one of them.
+    With ``exchange``, the tokens, ``live``, ``rows`` and ``predictors`` are those of one rank of
+    several (:mod:`lightning_rl.models.sequence`), and only ``segments`` those of the whole pack.
     """
 
     input_ids: Tensor
@@ -45,6 +59,7 @@ class PackLayout:
     predictors: Tensor
     segments: Segments
     longest: int
+    exchange: TokenExchange | None = None
 
     @cached_property
     def batches(self) -> AttentionBatches:
@@ -132,12 +147,22 @@ def packed_attention(
     _refuse(module, layout, sliding_window, unsupported)
     # Token-major rows make every gather below a copy of whole rows.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    dtype = None if dropout else varlen_dtype(query)
+    if layout.exchange is None:
+        return _attention(q, k, v, layout, scaling, dropout)[None], None
+    q, k, v = layout.exchange.gather_tokens(q, k, v)
+    output = _attention(q, k, v, layout, scaling, dropout)
+    return layout.exchange.gather_heads(output)[None], None
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, scaling: float | None, dropout: float
+) -> Tensor:
+    """Attention of q (S, H, D) on k and v (S, Hkv, D), of shape (S, H, D)."""
+    dtype = None if dropout else varlen_dtype(q)
     if dtype is not None:
         q, k, v = (x.to(dtype) for x in (q, k, v))
-        out = attend(q, k, v, layout.varlen, scaling, fused_kernel())
-        return out[None], None
-    repeats = query.shape[1] // key.shape[1]
+        return attend(q, k, v, layout.varlen, scaling, fused_kernel())
+    repeats = q.shape[1] // k.shape[1]
     outputs = []
     for batch in layout.batches.parts:
         if not dropout and is_short(batch, q, repeats):
@@ -153,7 +178,7 @@ def packed_attention(
             scale=scaling,
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[layout.batches.restore][None], None
+    return torch.cat(outputs)[layout.batches.restore]
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

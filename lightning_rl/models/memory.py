@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_rl.data.packing import empty_like, select, split_packs, with_host
 from lightning_rl.errors import PackMemoryError
-from lightning_rl.run.dist import all_reduce_max, world_size
+from lightning_rl.models.sequence import SequenceRanks, turns
+from lightning_rl.run.dist import world_size
 
 _log = logging.getLogger(__name__)
 
@@ -23,31 +24,36 @@ def each_pack(
     rows: Tensor,
     max_tokens: int,
     together: bool = False,
+    ranks: SequenceRanks | None = None,
 ) -> Iterator[tuple[Tensor, T]]:
     """``call`` on packs of the rollouts ``rows`` (r,) of a batch: the rows of each, and what came.
 
     A pack that does not fit into memory, and all after it, are cut into smaller ones. ``together``:
-    all ranks call as often as any has to, since they gather sharded weights.
+    all ranks call as often as any has to, since they gather sharded weights. With ``ranks``, which
+    compute each other's packs, a pack may have ``max_tokens`` for each of them.
 
     Raises:
         PackMemoryError: if that does not help, or other ranks cannot take part.
     """
     batch, rows = with_host(batch), rows.cpu()
-    packs = [rows[p] for p in split_packs(select(batch, rows), max_tokens)]
-    for _ in range(int(all_reduce_max(len(packs))) - len(packs) if together else 0):
-        call(empty_like(batch))
-    for place, members in enumerate(packs):
+    budget = max_tokens * (1 if ranks is None else ranks.size)
+    packs = [rows[p] for p in split_packs(select(batch, rows), budget)]
+    left = rows
+    for members in turns(packs, ranks, together):
+        if members is None:
+            call(empty_like(batch))
+            continue
         pack = select(batch, members)
         try:
             result = call(pack)
         except RuntimeError as error:
-            max_tokens = smaller_budget(pack, error)
-            left = torch.cat(packs[place:]).sort().values
+            max_tokens = smaller_budget(pack, error, ranks)
             break  # leave the block first: the error keeps the computed tensors alive
+        left = left[~torch.isin(left, members)]
         yield members, result
     else:
         return
-    yield from each_pack(call, batch, left, max_tokens, together)
+    yield from each_pack(call, batch, left, max_tokens, together, ranks)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -56,7 +62,9 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in texts)
 
 
-def smaller_budget(pack: TensorDict, error: RuntimeError) -> int:
+def smaller_budget(
+    pack: TensorDict, error: RuntimeError, ranks: SequenceRanks | None = None
+) -> int:
     """Half the forward tokens of a pack that failed: for ``split_packs``, to try again.
 
     Raises:
@@ -66,7 +74,7 @@ def smaller_budget(pack: TensorDict, error: RuntimeError) -> int:
     """
     if not is_out_of_memory(error):
         raise error
-    tokens = forward_tokens(pack)
+    tokens, size = forward_tokens(pack), 1 if ranks is None else ranks.size
     count, what = len(pack["rollouts"]), str(error).splitlines()[0]
     if count == 1:
         raise PackMemoryError(
@@ -76,7 +84,7 @@ def smaller_budget(pack: TensorDict, error: RuntimeError) -> int:
     if world_size() > 1:
         raise PackMemoryError(
             f"{count} rollouts of {tokens} tokens together do not fit into memory; set "
-            f"model.max_tokens_per_pack to {tokens // 2} or less ({what})"
+            f"model.max_tokens_per_pack to {tokens // 2 // size} or less ({what})"
         ) from error
     _log.warning(
         "out of memory with %d tokens in a pack; it is done again in packs of at most %d. "

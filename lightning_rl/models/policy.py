@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import host_of, tokens_of_rows, with_host
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention import ATTENTION, build_layout, packed_attention
+from lightning_rl.models.attention import ATTENTION, PackLayout, build_layout, packed_attention
 from lightning_rl.models.export import ModelExport
 from lightning_rl.models.heads import ValueHead, token_logprobs
 from lightning_rl.models.lora import (
@@ -36,6 +36,7 @@ from lightning_rl.models.pretrained import (
     require_local,
 )
 from lightning_rl.models.sampling import end_tokens, penalties_of, settings_in_use
+from lightning_rl.models.sequence import Scores as Scores, SequenceRanks
 from lightning_rl.models.sharding import full_tensor
 from lightning_rl.models.soundness import (
     compare,
@@ -47,15 +48,6 @@ from lightning_rl.models.soundness import (
 )
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.run.dist import rank
-
-
-class Scores(NamedTuple):  # FSDP finds the tensors that a backward pass begins with in it
-    """Scores of a pack's M loss tokens; ``live`` are their indices in the pack."""
-
-    live: Tensor
-    logprobs: Tensor
-    entropy: Tensor
-    values: Tensor | None
 
 
 @configurable(model=model_of, lora=as_lora)
@@ -94,6 +86,8 @@ class Policy(nn.Module):
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         self.lm = load_lm(model, random_init, loading) if lm is None else lm
         self.lora = lora
+        self.sequence: SequenceRanks | None = None
+        """Ranks that compute packs together with this one; None: it computes its own."""
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])
         self.ends = end_tokens(self.tokenizer, self.lm.config)
@@ -113,9 +107,16 @@ class Policy(nn.Module):
             _compile(self.lm)
 
     def forward(self, pack: TensorDict) -> Scores:
-        """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`)."""
+        """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`).
+
+        Where weights are sharded, or packs computed by several ranks, these call it together.
+        """
         pack = with_host(pack)
-        layout = build_layout(pack)
+        if self.sequence is not None:
+            return self.sequence.scores(pack, self._scores)
+        return self._scores(pack, build_layout(pack))
+
+    def _scores(self, pack: TensorDict, layout: PackLayout) -> Scores:
         hidden = self.lm.base_model(
             input_ids=layout.input_ids[None],
             position_ids=layout.position_ids[None],
@@ -157,7 +158,9 @@ class Policy(nn.Module):
         rows = torch.arange(len(batch["rollouts"]), device="cpu") if rows is None else rows
         names = (name,) if self.value_head is None else (name, "values")
         outputs = {column: torch.zeros_like(tokens["rollout_logprobs"]) for column in names}
-        for members, scores in each_pack(self, hosted, rows, max_tokens, self.sharded):
+        for members, scores in each_pack(
+            self, hosted, rows, max_tokens, self.sharded, self.sequence
+        ):
             # Rows of a pack ascend, so its tokens keep the batch's order.
             within = tokens_of_rows(length, members)
             live = within.to(scores.live.device, non_blocking=True)[scores.live]

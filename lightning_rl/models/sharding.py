@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.run.dist import every_rank, rank, take_from_rank_zero
 
 
@@ -167,14 +167,21 @@ class ShardedStrategy(ModelParallelStrategy):
     Args:
         cpu_offload: keep shards of weights, gradients and the optimizer's state in host memory, and
             step there; a GPU then holds what is gathered and activations. Slow.
+        sequence: processes that compute each pack together, each its share of the tokens, for
+            rollouts whose activations do not fit on one device; a divisor of the number of
+            processes and of the model's attention heads.
         save_distributed_checkpoint: each process writes its share into a folder; False: rank 0
             writes one file.
         timeout: of collectives.
+
+    Raises:
+        ConfigError: for a ``sequence`` below 1.
     """
 
     def __init__(
         self,
         cpu_offload: bool = False,
+        sequence: int = 1,
         save_distributed_checkpoint: bool = False,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -183,7 +190,9 @@ class ShardedStrategy(ModelParallelStrategy):
             save_distributed_checkpoint=save_distributed_checkpoint,
             timeout=timeout,
         )
+        require_at_least(1, sequence=sequence)
         self.cpu_offload = cpu_offload
+        self.sequence = sequence
 
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes

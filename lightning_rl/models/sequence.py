@@ -1,0 +1,275 @@
+"""One pack's tokens over several ranks: sequence parallelism as DeepSpeed-Ulysses has it.
+
+Each of n ranks embeds and computes 1/n of a pack's tokens. Attention needs all of them: there an
+all-to-all gives each rank 1/n of the heads for every token, and another takes them back (Jacobs et
+al. 2023, arXiv 2309.14509). A pack stays its owner's. The others lend it their devices, for which
+they call the policy at the same time, and hear nothing of it: so losses, advantages, minibatches
+and metrics are what they are without.
+
+Activations of a rollout take 1/n of the memory, so it may be n times as long.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from lightning_rl.data.packing import PackedBatch
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.attention import PackLayout, build_layout
+from lightning_rl.run.dist import all_reduce_max
+
+T = TypeVar("T")
+
+
+class Scores(NamedTuple):  # FSDP finds the tensors that a backward pass begins with in it
+    """Scores of a pack's M loss tokens; ``live`` are their indices in the pack."""
+
+    live: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None
+
+
+Scorer = Callable[[TensorDict, PackLayout], Scores]
+"""Scores those loss tokens of a pack that a layout names."""
+
+
+class SequenceRanks:
+    """Neighbouring ranks that compute each other's packs together.
+
+    All ranks of the run make theirs at the same time.
+
+    Args:
+        size: how many they are.
+        config: of the model.
+
+    Raises:
+        ConfigError: if it does not divide the number of ranks, or of the model's heads.
+    """
+
+    def __init__(self, size: int, config: PretrainedConfig) -> None:
+        world = dist.get_world_size()
+        if world % size:
+            raise ConfigError(
+                f"sequence={size} does not divide the run's {world} processes; change it, or "
+                "trainer.devices and num_nodes"
+            )
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        require_heads(size, heads, getattr(text, "num_key_value_heads", None) or heads)
+        self.size = size
+        self.group: Any
+        self.group, _ = dist.new_subgroups(size)
+        self.index = dist.get_rank(self.group)
+
+    def scores(self, pack: TensorDict, score: Scorer) -> Scores:
+        """Score this rank's pack; all of these ranks call it together, each with its own.
+
+        Packs with loss tokens are computed one after another, each by all. A pack without any is
+        not, but a backward pass from its empty scores takes part in those of the others.
+        """
+        tokens = pack["tokens"]
+        live = tokens["loss_mask"].nonzero().squeeze(1)
+        packs = self._packs(pack, bool(len(live)))
+        parts = [
+            self._together(_on(tokens["loss_mask"].device, theirs), owner, score)
+            for owner, theirs in packs
+        ]
+        logprobs, entropy, values = (
+            None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
+        )
+        assert logprobs is not None and entropy is not None
+        return Scores(live, logprobs, entropy, values)
+
+    def _packs(self, pack: TensorDict, has_loss: bool) -> list[tuple[int, TensorDict]]:
+        """Those with loss tokens, on the CPU, and their owners; if all have none, the first."""
+        ours = _columns(pack) if has_loss else None
+        packs: list[TensorDict | None] = [None] * self.size
+        dist.all_gather_object(packs, ours, group=self.group)
+        found = [(owner, theirs) for owner, theirs in enumerate(packs) if theirs is not None]
+        if found:
+            return found
+        shared: list[TensorDict] = [_columns(pack)]
+        dist.broadcast_object_list(shared, group=self.group, group_src=0)
+        return [(0, shared[0])]
+
+    def _together(
+        self, pack: TensorDict, owner: int, score: Scorer
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logprobs, entropies and values (M,) of one pack, for its owner; for others (0,)."""
+        layout = build_layout(pack)
+        share = -(-len(layout.input_ids) // self.size)
+        begin, missing = self.index * share, share * self.size - len(layout.input_ids)
+        holder = layout.predictors // share
+        own = (holder == self.index).nonzero().squeeze(1)
+        part = slice(begin, begin + share)
+        found = score(
+            pack,
+            replace(
+                layout,
+                input_ids=F.pad(layout.input_ids, (0, missing))[part],
+                position_ids=F.pad(layout.position_ids, (0, missing))[part],
+                live=layout.live[own],
+                rows=layout.rows[own],
+                predictors=layout.predictors[own] - begin,
+                exchange=HeadExchange(self.group, self.size, len(layout.input_ids)),
+            ),
+        )
+        columns = [found.logprobs, found.entropy]
+        columns += [] if found.values is None else [found.values]
+        wide = torch.promote_types(found.logprobs.dtype, columns[-1].dtype)
+        logprobs, entropy, *values = _ToOwner.apply(
+            self, owner, holder, own, *(column.to(wide) for column in columns)
+        )
+        return logprobs, entropy, values[0] if values else None
+
+
+def _columns(pack: TensorDict) -> TensorDict:
+    """What scoring reads of a pack, on the CPU."""
+    tokens = pack["tokens"]
+    names = [n for n in ("input_ids", "loss_mask", "no_end", "turn_start") if n in tokens]
+    return PackedBatch(
+        {"tokens": tokens.select(*names).cpu(), "rollouts": pack["rollouts"].cpu()}, batch_size=[]
+    )
+
+
+def _on(device: torch.device, pack: TensorDict) -> TensorDict:
+    """A pack on a device; what decides its layout stays on the CPU, too."""
+    if device.type == "cpu":
+        return pack
+    parts = {name: pack[name].to(device) for name in ("tokens", "rollouts")}
+    return PackedBatch({**parts, "host": pack}, batch_size=[])
+
+
+def require_heads(size: int, query: int, key: int) -> None:
+    """Check that ranks can share a model's heads; keys' are copied where there are fewer.
+
+    Raises:
+        ConfigError: if not.
+    """
+    if query % size or (key % size and size % key):
+        raise ConfigError(
+            f"sequence={size} does not divide the model's {query} attention heads, or neither "
+            f"divides nor is divided by its {key} key-value heads; set sequence to a divisor of "
+            "both"
+        )
+
+
+class HeadExchange:
+    """The way of a layer's heads between ranks that have S tokens together, each a share of s.
+
+    Shares are equally long; of the last ones tokens may lack, which are filled up.
+    """
+
+    def __init__(self, group: Any, size: int, tokens: int) -> None:
+        self.group, self.size, self.tokens = group, size, tokens
+
+    def gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values (s, H, D) of own tokens to (S, H / n, D) of own heads."""
+        size = self.size
+        require_heads(size, q.shape[1], k.shape[1])
+        copied = (x.repeat_interleave(max(1, size // x.shape[1]), 1) for x in (q, k, v))
+        split = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in copied]
+        counts = [x.shape[2] for x in split]
+        # In one message: (n, s, all of a rank's heads, D), of which the k-th part is rank k's.
+        received = _AllToAll.apply(torch.cat(split, 2), self.group)
+        return received.flatten(0, 1)[: self.tokens].split(counts, 1)
+
+    def gather_heads(self, output: Tensor) -> Tensor:
+        """Outputs (S, H / n, D) of own heads to (s, H, D) of own tokens."""
+        share = -(-self.tokens // self.size)
+        filled = F.pad(output, (0, 0, 0, 0, 0, share * self.size - self.tokens))
+        received = _AllToAll.apply(filled.unflatten(0, (self.size, share)), self.group)
+        return received.transpose(0, 1).flatten(1, 2)
+
+
+class _AllToAll(torch.autograd.Function):
+    """The k-th part (n, ...) goes to rank k, whose own comes in its place; gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grad, ctx.group), None
+
+
+def _exchanged(parts: Tensor, group: Any) -> Tensor:
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+class _ToOwner(torch.autograd.Function):
+    """Columns of a pack's M loss tokens, to its owner: each rank gives those that it computed.
+
+    ``holder`` (M,) says which rank computes which. Gradients go from the owner to all ranks; a
+    column without one has none anywhere.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, ranks: SequenceRanks, owner: int, holder: Tensor, own: Tensor, *columns: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.owner, ctx.count = ranks, owner, len(holder)
+        ctx.like = columns[0]
+        ctx.save_for_backward(own)
+        ctx.set_materialize_grads(False)
+        given = torch.stack(columns)
+        counts = torch.bincount(holder, minlength=ranks.size).tolist()
+        padded = F.pad(given, (0, max(counts) - given.shape[1]))
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=ranks.group)
+        if ranks.index != owner:
+            return tuple(given[:, :0].unbind())
+        ordered = torch.cat([p[:, :n] for p, n in zip(parts, counts, strict=True)], 1)
+        whole = torch.empty_like(ordered)
+        whole[:, holder.argsort(stable=True)] = ordered
+        return tuple(whole.unbind())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        [own] = ctx.saved_tensors
+        # A last number says whether there is a gradient.
+        told = ctx.like.new_zeros(len(grads), ctx.count + 1)
+        if ctx.ranks.index == ctx.owner:
+            for row, grad in zip(told, grads, strict=True):
+                if grad is not None:
+                    row[:-1], row[-1] = grad, 1.0
+        dist.broadcast(told, group=ctx.ranks.group, group_src=ctx.owner)
+        has_any = told[:, -1].tolist()
+        found = [row[own] if has else None for row, has in zip(told, has_any, strict=True)]
+        return None, None, None, None, *found
+
+
+def turns(
+    packs: Sequence[T], ranks: SequenceRanks | None, together: bool, least: int = 0
+) -> Iterator[T | None]:
+    """Own packs as they are due; None where this rank lends its device, or only keeps step.
+
+    Of ranks that compute packs together one has its turn at a time, so that no device holds the
+    activations of more than one.
+
+    Args:
+        packs: of this rank.
+        ranks: with which it computes them; None: alone.
+        together: all ranks of the run go through as many.
+        least: rounds.
+    """
+    rounds = max(len(packs), least)
+    if together:
+        rounds = int(all_reduce_max(rounds))
+    for place in range(rounds):
+        for turn in range(1 if ranks is None else ranks.size):
+            own = ranks is None or turn == ranks.index
+            yield packs[place] if own and place < len(packs) else None

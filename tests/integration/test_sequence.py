@@ -1,0 +1,44 @@
+"""Packs that several processes compute together: the same numbers and gradients as one by one."""
+
+from pathlib import Path
+
+import pytest
+from transformers import Qwen2Config, Qwen3Config
+
+from recipes.sort_digits.prepare import make_tokenizer
+from tests.support.ranks_sequence import KINDS
+from tests.support.tiny_models import save_random_model
+from tests.support.two_ranks import Results, run_two
+
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2}
+
+
+@pytest.fixture(scope="module")
+def two(folder, tmp_path_factory) -> Results:
+    """Two ranks; four heads on two of keys."""
+    return _started(folder / "two", Qwen2Config, 2, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def four(folder) -> Results:
+    """Four ranks; one head each, and fewer of keys than ranks."""
+    return _started(folder / "four", Qwen3Config, 4, num_key_value_heads=2, head_dim=16)
+
+
+def _started(folder: Path, kind: type, ranks: int, **sizes: int) -> Results:
+    folder.mkdir()
+    save_random_model(
+        folder / "model", make_tokenizer(), kind, num_attention_heads=4, **SMALL, **sizes
+    )
+    return run_two("tests.support.ranks_sequence", folder / "model", folder, ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", ["two", "four"])
+@pytest.mark.parametrize("scenario", [*KINDS, "one_silent", "all_silent"])
+def test_shared_packs_give_the_same_scores_and_gradients(request, ranks, scenario):
+    for result in request.getfixturevalue(ranks)(scenario):
+        assert result["scores"] < 1e-12
+        assert result["gradients"] < 1e-11 * max(1.0, result["gradient"])
+        if scenario in KINDS:
+            assert result["numbers"] > 20
+            assert result["gradient"] > 0.1

@@ -1,0 +1,136 @@
+"""What several processes do in tests/integration/test_sequence.py: packs that they share."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
+from lightning_rl.models.lora import LoRA
+from lightning_rl.models.policy import Policy
+from lightning_rl.models.sequence import SequenceRanks
+from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row, SamplingDistribution
+from tests.support.ranks_run import run_all
+
+KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "plain": lambda model: {},
+    "shared": lambda model: {"value_head": SharedValueHead()},
+    "separate": lambda model: {"value_head": SeparateValueHead(model)},
+    "lora": lambda model: {"lora": LoRA(rank=4)},
+    "recomputed": lambda model: {"gradient_checkpointing": True},
+}
+
+
+def rollouts(rank: int) -> list[Rollout]:
+    """Of a rank: two groups that share prompts, of uneven lengths; penalties and given tokens."""
+    rng = random.Random(rank)
+    made = []
+    for group in range(2):
+        prompt = [rng.randrange(2, 13) for _ in range(rng.randint(1, 9))]
+        for sample in range(3):
+            ids = [rng.randrange(2, 13) for _ in range(rng.randint(1, 14))]
+            mask = [rng.random() < 0.8 for _ in ids]
+            zeros = [0.0] * len(ids)
+            rollout = Rollout(
+                Prompt(f"{group}", "", prompt),
+                f"{rank}.{group}",
+                sample,
+                seed=0,
+                sampling=SamplingDistribution(temperature=0.7, repetition_penalty=1.3),
+                rows=[Row(prompt, ids, mask, zeros, [0] * len(ids))],
+                status=RolloutStatus.COMPLETED,
+                reward=0.0,
+            )
+            made.append(rollout)
+    return made
+
+
+def pack_of(rank: int, silent: bool) -> TensorDict:
+    batch = pack_rollouts(rollouts(rank))
+    if silent:
+        batch["tokens", "loss_mask"] = torch.zeros_like(batch["tokens", "loss_mask"])
+    return batch
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def loss_of(policy: Policy, pack: TensorDict, rank: int) -> tuple[Tensor, list[list[float]]]:
+    """A loss in which each number has a weight of its own, and the numbers."""
+    scores = policy(pack)
+    columns = [x for x in (scores.logprobs, scores.entropy, scores.values) if x is not None]
+    weights = torch.linspace(0.5 + rank, 1.5, len(scores.live))
+    loss = sum((weights * column).sum() * (i + 1) for i, column in enumerate(columns))
+    assert isinstance(loss, Tensor)
+    return loss, [column.tolist() for column in columns]
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in policy.named_parameters()
+        if p.requires_grad
+    }
+
+
+def compare(model: str, kind: str, silent: tuple[int, ...] = ()) -> dict[str, float]:
+    """Largest differences between packs computed by one rank each, and by all together."""
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    with in_float64():
+        policy = Policy(model, **KINDS[kind](model)).double()
+        # A LoRA begins at zero, which would hide half of its gradients; so does a value head.
+        for parameter in policy.parameters():
+            if parameter.requires_grad and not parameter.abs().sum():
+                torch.nn.init.normal_(parameter, std=0.1)
+        packs = [pack_of(rank, rank in silent) for rank in range(size)]
+        alone = [loss_of(policy, pack, rank) for rank, pack in enumerate(packs)]
+        sum(loss for loss, _ in alone).backward()  # type: ignore[union-attr]
+        expected = gradients(policy)
+        policy.zero_grad()
+        policy.sequence = SequenceRanks(size, policy.lm.config)
+        rank = dist.get_rank()
+        loss, columns = loss_of(policy, packs[rank], rank)
+        loss.backward()
+        found = gradients(policy)
+        for grad in found.values():
+            dist.all_reduce(grad)
+    off = [
+        abs(a - b)
+        for ours, theirs in zip(columns, alone[rank][1], strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    return {
+        "numbers": len(off),
+        "scores": max(off, default=0.0),
+        "gradients": max(float((found[n] - g).abs().max()) for n, g in expected.items()),
+        "gradient": max(float(g.abs().max()) for g in expected.values()),
+    }
+
+
+def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    of_kind = {kind: lambda kind=kind: compare(model, kind) for kind in KINDS}
+    everyone = tuple(range(dist.get_world_size()))
+    return of_kind | {
+        "one_silent": lambda: compare(model, "shared", silent=everyone[:1]),
+        "all_silent": lambda: compare(model, "plain", silent=everyone),
+    }
+
+
+if __name__ == "__main__":
+    run_all(scenarios)
