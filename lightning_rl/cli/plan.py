@@ -131,7 +131,8 @@ class Placement:
     """The way a Trainer computes, and the place where it keeps what it trains.
 
     Weights are shared by ``shards`` processes (FSDP2), 1: each has them whole; with ``cpu_offload``
-    what each has of them is in host memory. ``device`` is what computes, in Lightning's
+    what each has of them is in host memory. ``sequence`` processes compute a pack together.
+    ``device`` is what computes, in Lightning's
     ``precision``; with ``masters`` weights of 16 bits are trained in copies of 32.
     """
 
@@ -140,6 +141,7 @@ class Placement:
     masters: bool = True
     shards: int = 1
     cpu_offload: bool = False
+    sequence: int = 1
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,8 @@ def training_memory(
       their gradients, of one layer, until they are summed.
     - activations: what autograd keeps for the backward pass, in the dtypes that compute. Measured
       on one group of the pack and scaled by its tokens, for attention and everything else keep
-      memory in proportion to them. With gradient checkpointing one layer's come on top.
+      memory in proportion to them. With gradient checkpointing one layer's come on top. Processes
+      that compute a pack together share them.
     - bfloat16 weights: autocast's copies of whole weights, which autograd keeps as well.
     - logits: two chunks of fp32 logits (:mod:`lightning_rl.models.heads` never holds more).
     - backward: the gradient of the largest parameter, before it is added to the others.
@@ -222,7 +225,9 @@ def training_memory(
         state["master weights"] = 4 * _elements(trained)
     state = {name: ceil(size / placement.shards) for name, size in state.items()}
     parts = {
-        f"activations of {tokens:,} tokens": int(kept * share),
+        f"activations of {tokens // placement.sequence:,} tokens": ceil(
+            kept * share / placement.sequence
+        ),
         "logits": 2 * 4 * min(chunk_elements(placement.device), loss_tokens * head.shape[0]),
         "backward": width * max(p.numel() for p in trained),
     }
@@ -378,8 +383,8 @@ class CardPlan:
         sizes = {
             "train with lora, or share the weights: strategy ShardedStrategy with more devices, or "
             "its cpu_offload: true": state,
-            "lower max_tokens_per_pack, or set gradient_checkpointing: true": self.training.total
-            - state,
+            "lower max_tokens_per_pack, or set gradient_checkpointing: true; for long rollouts "
+            "ShardedStrategy(sequence=2)": self.training.total - state,
             f"lower the engine's gpu_memory_utilization or kv_cache_gb{sleeping}": engine,
         }
         return max(sizes, key=lambda advice: sizes[advice])

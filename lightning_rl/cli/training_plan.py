@@ -105,12 +105,14 @@ class _Learning:
         group_size = max(task.group_size for task in data.train_tasks)
         written = group_size * rows
         batch = pack_rollouts(largest_rollouts(self.prompts, groups, written, tokens))
-        parts = cut(batch, policy.minibatches, policy.max_tokens_per_pack)
+        placement = self._placement()
+        budget = policy.max_tokens_per_pack * placement.sequence
+        parts = cut(batch, policy.minibatches, budget)
         if ranks > 1:
             # Each minibatch is dealt of all ranks' groups, and may take most from this one.
             share = largest_share(data.groups_per_iteration, ranks, policy.minibatches)
             most = pack_rollouts(largest_rollouts(self.prompts, share, written, tokens))
-            parts = cut(most, 1, policy.max_tokens_per_pack)
+            parts = cut(most, 1, budget)
         largest = max((pack for packs in parts for pack in packs), key=forward_tokens)
         epochs = trainer.max_epochs
         plan = BatchPlan(
@@ -130,9 +132,7 @@ class _Learning:
         # With one parameter of its own: a step of it tells what the state of all will take.
         optimizer = policy.optimizer([Parameter(torch.zeros(1024))])
         others = [] if policy.reference is None else [policy.reference]
-        memory = training_memory(
-            policy.loaded_policy, others, optimizer, largest, self._placement(), seen
-        )
+        memory = training_memory(policy.loaded_policy, others, optimizer, largest, placement, seen)
         return [*plan.lines(), *_schedule(policy, optimizer, plan)], memory
 
     def _placement(self) -> Placement:
@@ -144,6 +144,7 @@ class _Learning:
             getattr(trainer.precision_plugin, "master_weights", True),
             trainer.world_size if isinstance(strategy, ModelParallelStrategy) else 1,
             getattr(strategy, "cpu_offload", False),
+            getattr(strategy, "sequence", 1),
         )
 
 

@@ -42,3 +42,10 @@ def test_shared_packs_give_the_same_scores_and_gradients(request, ranks, scenari
         if scenario in KINDS:
             assert result["numbers"] > 20
             assert result["gradient"] > 0.1
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("two", 2), ("four", 4)])
+def test_each_keeps_a_share_of_a_rollouts_activations(request, name, ranks):
+    """And besides, of a layer, attention's outputs as they came and as they are sent on."""
+    for result in request.getfixturevalue(name)("kept"):
+        assert result["together"] < 1.25 * result["alone"] / ranks

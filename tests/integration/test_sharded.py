@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.ranks_run import ITERATIONS, HFExport, LoRA, fit
+from tests.support.ranks_run import ITERATIONS, HFExport, LoRA, fit, in_minibatches
 from tests.support.ranks_sharded import one_update, separate
 from tests.support.two_ranks import TOLERANCE, Results, comparable, run_two
 
@@ -24,7 +24,12 @@ def results(tiny_model, folder) -> Results:
 def alone(tiny_model, folder) -> Callable[[str], dict[str, Any]]:
     """The same on one process, which keeps all activations."""
     model = str(tiny_model)
-    options = {"plain": {}, "lora": {"lora": LoRA(rank=4)}, "separate": separate(model)}
+    options = {
+        "plain": {},
+        "lora": {"lora": LoRA(rank=4)},
+        "separate": separate(model),
+        "minibatches": in_minibatches(),
+    }
     return cache(lambda name: fit(model, folder / "alone" / name, **options[name]))
 
 
@@ -43,6 +48,9 @@ def test_a_rank_never_holds_the_whole_model(results):
         ("recomputed", "plain"),
         ("recomputed_lora", "lora"),
         ("separate", "separate"),
+        ("sequence", "minibatches"),
+        ("sequence_lora", "lora"),
+        ("sequence_separate", "separate"),
     ],
 )
 def test_sharded_processes_train_as_one(results, alone, scenario, name):

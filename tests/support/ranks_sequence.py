@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.cli.plan import kept_for_backward
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.lora import LoRA
@@ -121,6 +122,26 @@ def compare(model: str, kind: str, silent: tuple[int, ...] = ()) -> dict[str, fl
     }
 
 
+def kept(model: str) -> dict[str, int]:
+    """Bytes that autograd keeps of rank 0's pack, computed by it alone and by all together."""
+    policy = Policy(model)
+    ids = [3] * 100
+    rollout = Rollout(
+        Prompt("0", "", [2]),
+        "0",
+        0,
+        seed=0,
+        rows=[Row([2], ids, [True] * 100, [0.0] * 100, [0] * 100)],
+    )
+    pack = pack_rollouts([rollout])
+    alone, _ = kept_for_backward(policy, pack)
+    policy.sequence = SequenceRanks(dist.get_world_size(), policy.lm.config)
+    if dist.get_rank():
+        pack["tokens", "loss_mask"] = torch.zeros_like(pack["tokens", "loss_mask"])
+    together, _ = kept_for_backward(policy, pack)
+    return {"alone": alone, "together": together}
+
+
 def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -129,6 +150,7 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
     return of_kind | {
         "one_silent": lambda: compare(model, "shared", silent=everyone[:1]),
         "all_silent": lambda: compare(model, "plain", silent=everyone),
+        "kept": lambda: kept(model),
     }
 
 

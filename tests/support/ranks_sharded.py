@@ -17,7 +17,7 @@ from lightning_rl.models.reference import FrozenReference
 from lightning_rl.models.sharding import ShardedStrategy
 from lightning_rl.module import PolicyModule
 from tests.support.lots import LotEngine
-from tests.support.ranks_run import fit, run_all
+from tests.support.ranks_run import fit, in_minibatches, run_all
 from tests.support.small_run import trainer_of
 
 
@@ -90,8 +90,11 @@ def loaded(model: str, where: Path) -> dict[str, int]:
 
 
 def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
-    def sharded(name: str, *extra: Any, offload: bool = False, **options: Any) -> Any:
-        return run(model, where / name, ShardedStrategy(offload), *extra, **options)
+    def sharded(
+        name: str, *extra: Any, offload: bool = False, sequence: int = 1, **options: Any
+    ) -> Any:
+        strategy = ShardedStrategy(offload, sequence)
+        return run(model, where / name, strategy, *extra, **options)
 
     return {
         "loaded": lambda: loaded(model, where / "loaded"),
@@ -101,6 +104,11 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
             "recomputed_lora", gradient_checkpointing=True, lora=LoRA(rank=4)
         ),
         "separate": lambda: sharded("separate", **separate(model)),
+        "sequence": lambda: sharded("sequence", sequence=2, **in_minibatches()),
+        "sequence_lora": lambda: sharded(
+            "sequence_lora", sequence=2, gradient_checkpointing=True, lora=LoRA(rank=4)
+        ),
+        "sequence_separate": lambda: sharded("sequence_separate", sequence=2, **separate(model)),
         "bf16": lambda: sharded("bf16", HFExport(), precision="bf16-mixed", **one_update()),
         "bf16_true": lambda: sharded("bf16_true", precision="bf16-true"),
     }
