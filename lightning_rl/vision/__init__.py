@@ -1,1 +1,1 @@
-"""Pictures: read and checked, turned into a model's tokens, and into what its tokens see."""
+"""Pictures: how they get in, are checked, decoded, and laid into chats and tokens."""
