@@ -9,12 +9,14 @@ from urllib.parse import urljoin, urlsplit, urlunsplit
 
 from lightning_rl.config.schema import one_line
 from lightning_rl.errors import PictureError
+from lightning_rl.run.retry import ServerError, retry
 from lightning_rl.vision.limits import PictureAccess, PictureLimits
 
 _MOST_REDIRECTS = 5
 _REDIRECTS = {301, 302, 303, 307, 308}
 _NAT64 = ip_network("64:ff9b::/96")
 _WANTS_KEY = {401, 403, 407}
+_MAY_PASS = {408, 425, 429}
 
 
 def fetched(url: str, limits: PictureLimits, access: PictureAccess) -> bytes:
@@ -31,7 +33,10 @@ def fetched(url: str, limits: PictureLimits, access: PictureAccess) -> bytes:
 async def _within_time(url: str, limits: PictureLimits, access: PictureAccess) -> bytes:
     try:
         async with asyncio.timeout(limits.timeout_s):
-            return await _followed(url, limits, access)
+            call = partial(_followed, url, limits, access)
+            return await retry(call, limits.retries, on=(ServerError,))
+    except ServerError as error:
+        raise PictureError(str(error)) from error
     except TimeoutError as error:
         raise PictureError(
             f"{shown_url(url)} was not sent within timeout_s={limits.timeout_s:g}; raise it, or "
@@ -53,24 +58,31 @@ async def _followed(url: str, limits: PictureLimits, access: PictureAccess) -> b
 
 
 async def _asked(url: str, limits: PictureLimits, access: PictureAccess) -> bytes | str:
-    """What one address sends, or the one that it leads on to."""
+    """What one address sends, or the one that it leads on to.
+
+    Raises:
+        PictureError: if another attempt would not help.
+        ServerError: if it may.
+    """
     import aiohttp
 
     name, host = shown_url(url), _host(url)
     free = access.reaches_all(host)
-    forever = aiohttp.ClientTimeout(total=None)  # who asks has a time limit
+    no_limit = aiohttp.ClientTimeout(total=None)  # who asks has one
     try:
         connector = aiohttp.TCPConnector(socket_factory=None if free else partial(_public, host))
         async with (
             aiohttp.ClientSession(
-                connector=connector, trust_env=access.private_hosts, timeout=forever
+                connector=connector, trust_env=access.private_hosts, timeout=no_limit
             ) as session,
             session.get(url, allow_redirects=False) as answer,
         ):
             if answer.status in _REDIRECTS and (to := answer.headers.get("Location")):
                 return to
             if answer.status != 200:
-                raise PictureError(_refused(name, answer.status, answer.reason))
+                passes = answer.status >= 500 or answer.status in _MAY_PASS
+                kind = ServerError if passes else PictureError
+                raise kind(_refused(name, answer.status, answer.reason))
             if (answer.content_length or 0) > limits.max_bytes:
                 raise too_many_bytes(name, f"{answer.content_length:,}", limits)
             body = bytearray()
@@ -83,7 +95,9 @@ async def _asked(url: str, limits: PictureLimits, access: PictureAccess) -> byte
         if isinstance(error, PictureError):
             raise
         why = one_line(error) or type(error).__name__
-        raise PictureError(
+        forever = isinstance(error, aiohttp.ClientSSLError | aiohttp.InvalidURL)
+        kind = PictureError if forever else ServerError
+        raise kind(
             f"{name} cannot be had: {why}; correct the address, or download the picture and name "
             "its file"
         ) from error

@@ -17,7 +17,8 @@ class PictureLimits:
             pixel.
         max_bytes: of the file.
         max_per_prompt: pictures in one prompt or chat.
-        timeout_s: seconds for all of a download.
+        timeout_s: seconds for all of a download, however often it is tried.
+        retries: attempts after the first, where a download failed in a way that may pass.
 
     Raises:
         ConfigError: for values out of range.
@@ -27,6 +28,7 @@ class PictureLimits:
     max_bytes: int = 20 * 2**20
     max_per_prompt: int = 16
     timeout_s: float = 30.0
+    retries: int = 2
 
     def __post_init__(self) -> None:
         require_at_least(
@@ -35,6 +37,7 @@ class PictureLimits:
             max_bytes=self.max_bytes,
             max_per_prompt=self.max_per_prompt,
         )
+        require_at_least(0, retries=self.retries)
         require_at_least(0.001, timeout_s=self.timeout_s)
 
 

@@ -26,6 +26,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.asked.append(self.path)
         path = self.path.partition("?")[0]
+        if path.startswith("/twice/"):  # as the rest says, and then a picture
+            path = "/a.png" if self.server.asked.count(path) > 2 else path.removeprefix("/twice")
         if path == "/a.png":
             return self.send(200, png())
         if path == "/endless":
@@ -86,8 +88,9 @@ def server():
 
 
 def refused(url, words, access=None, **limits):
+    limits = PictureLimits(**{"retries": 0, **limits})
     with pytest.raises(PictureError, match=words) as caught:
-        load_picture(url, PictureLimits(**limits), access=access or PictureAccess())
+        load_picture(url, limits, access=access or PictureAccess())
     return str(caught.value)
 
 
@@ -118,6 +121,16 @@ def test_faults_of_a_server(server, path, words):
 
 def test_a_server_that_hangs_costs_a_time_limit(server):
     refused(server.url + "/hang", "was not sent within timeout_s=0.2", timeout_s=0.2)
+
+
+def test_what_may_pass_is_tried_again(server):
+    assert load_picture(server.url + "/twice/503", PictureLimits()).data == png()
+    assert server.asked == ["/twice/503"] * 3
+    assert load_picture(server.url + "/twice/drop", PictureLimits()).data == png()
+    server.asked.clear()
+    refused(server.url + "/404", "answered 404", retries=2)
+    refused(server.url + "/503", "answered 503", retries=1)
+    assert server.asked == ["/404", "/503", "/503"]
 
 
 def test_no_server_and_no_address():
