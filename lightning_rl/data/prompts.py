@@ -5,6 +5,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,9 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.shaping import Row, ShapedRows, Shaping
 from lightning_rl.data.tables import ListTable, Table
-from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.rollout import Message, Prompt, Rollout
+from lightning_rl.errors import ConfigError, DataError, PictureError
+from lightning_rl.rollout import Message, Picture, Prompt, Rollout
 from lightning_rl.run.seeding import permutation, run_seed
+from lightning_rl.vision.limits import PictureLimits
+from lightning_rl.vision.messages import has_pictures, pictures_of
+from lightning_rl.vision.reader import encode, reader_of
 
 _BATCH = 1000
 """Prompts that are measured at a time."""
@@ -47,6 +51,11 @@ class PromptDataset(ABC):
     Raises:
         ConfigError: for a template that cannot be read.
     """
+
+    picture_limits = PictureLimits()
+    """Bounds of the pictures in prompts."""
+    picture_folder: Path | None = None
+    """Where relative paths of pictures begin; None: in the working directory."""
 
     def __init__(
         self,
@@ -126,6 +135,9 @@ class PromptDataset(ABC):
 
     def _measured(self) -> np.ndarray | None:
         """Tokens of all prompts, where it is kept from one load to the next."""
+        assert self._tokenizer is not None
+        if reader_of(self._tokenizer) is not None:
+            return None  # all pictures would have to be read first
         key = _key_of(self._tokenizer, self._chat_options)
         return None if key is None else self._loaded().kept(key, self._measure)
 
@@ -158,8 +170,9 @@ class PromptDataset(ABC):
         """Row ``index`` as a prompt, tokenised now."""
         columns = self._loaded()[index]
         prompt_id = str(columns[self.id_column] if self.id_column else self._number(index))
-        text = columns.pop(self.prompt_column)
-        return Prompt(prompt_id, text, self._tokenize(index, text), columns)
+        text, pictures = self._read_pictures(index, columns.pop(self.prompt_column))
+        token_ids, places = self._tokenize(index, text, pictures)
+        return Prompt(prompt_id, text, token_ids, columns, pictures=pictures, places=places)
 
     def _prompt_id(self, index: int) -> str:
         return str(self._loaded()[index][self.id_column] if self.id_column else self._number(index))
@@ -293,13 +306,30 @@ class PromptDataset(ABC):
         count = len(self._loaded())
         return permutation(count, self.seed, epoch).numpy() if self.shuffle else range(count)
 
-    def _tokenize(self, index: int, prompt: str | list[Message]) -> list[int]:
+    def _read_pictures(
+        self, index: int, prompt: str | list[Message]
+    ) -> tuple[str | list[Message], list[Picture]]:
+        """The prompt as it is rendered, and its pictures, read now."""
+        if isinstance(prompt, str) or not has_pictures(prompt):
+            return prompt, []
+        try:
+            return pictures_of(prompt, self.picture_limits, self.picture_folder)
+        except PictureError as error:
+            raise PictureError(f"{self._where(index)}: {error}") from error
+
+    def _tokenize(
+        self, index: int, prompt: str | list[Message], pictures: Sequence[Picture]
+    ) -> tuple[list[int], list[int]]:
+        """The prompt's tokens, and where its pictures begin in them."""
         assert self._tokenizer is not None
         text, is_chat = self._text(index, prompt)
-        token_ids = self._tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
+        try:
+            token_ids, places = encode(self._tokenizer, text, pictures, special=not is_chat)
+        except PictureError as error:
+            raise PictureError(f"{self._where(index)}: {error}") from error
         if not token_ids:
             raise DataError(f"{self._where(index)}: the prompt {prompt!r:.80} has no tokens")
-        return list(token_ids)
+        return token_ids, places
 
     def _text(self, index: int, prompt: str | list[Message]) -> tuple[str, bool]:
         """What is tokenised, and whether it is a chat's, which has all special tokens in it."""

@@ -63,6 +63,7 @@ class JSONLPrompts(TablePrompts):
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(**options)
         self.path = path
+        self.picture_folder = Path(path).parent
 
     def __repr__(self) -> str:
         return f"JSONLPrompts({self.path!r})"
@@ -79,6 +80,7 @@ class ParquetPrompts(TablePrompts):
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(**options)
         self.path = path
+        self.picture_folder = Path(path).parent
 
     def __repr__(self) -> str:
         return f"ParquetPrompts({self.path!r})"
