@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
+from lightning_rl.rollout import Placed
 from lightning_rl.run import dist
 
 
@@ -257,6 +258,22 @@ class Engine(ABC):
             EngineError: if the engine is closed, holds no weights, or fails.
         """
 
+    async def look(
+        self, pictures: Sequence[Placed], token_ids: Sequence[int], sampling: Sampling, seed: int
+    ) -> Completion:
+        """:meth:`generate` for a text with pictures, each in the place of its placeholders.
+
+        Raises:
+            ConfigError: if the engine, or its model, reads no pictures.
+            PictureError: if the placeholders are not those of the pictures.
+        """
+        if not pictures:
+            return await self.generate(token_ids, sampling, seed)
+        raise ConfigError(
+            f"engine={type(self).__name__} reads no pictures, and there are {len(pictures)} in "
+            "this prompt; use TransformersEngine"
+        )
+
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over weights under their Hugging Face names and forget all that old ones cached.
@@ -326,6 +343,19 @@ class Engine(ABC):
                 f"engine's {self.max_length} tokens; lower max_tokens or max_prompt_tokens, or "
                 "raise the engine's max_model_len if the model allows more"
             )
+
+
+async def completion_of(
+    engine: Engine,
+    token_ids: Sequence[int],
+    pictures: Sequence[Placed],
+    sampling: Sampling,
+    seed: int,
+) -> Completion:
+    """Let an engine continue a text, which may have pictures."""
+    if pictures:
+        return await engine.look(pictures, token_ids, sampling, seed)
+    return await engine.generate(token_ids, sampling, seed)
 
 
 def policy_of(role: str, roles: Mapping[str, str]) -> str:

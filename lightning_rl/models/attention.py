@@ -30,7 +30,8 @@ ATTENTION = "lightning_rl_packed"
 class PackLayout:
     """Where each token of a pack sits in the forward pass.
 
-    ``input_ids`` and ``position_ids`` (S,) feed the model; ``live`` (M,) are the loss tokens as
+    ``tokens`` (S,) are the pack's tokens in the order of the forward row, ``input_ids`` and
+    ``position_ids`` (S,) feed the model; ``live`` (M,) are the loss tokens as
     indices into the pack's T tokens, ``rows`` (M,) the rollouts that they belong to, ``predictors``
     (M,) the positions in S that predict them.
     ``segments`` say which tokens see which, and ``longest`` how many tokens a rollout has at most,
@@ -38,6 +39,7 @@ class PackLayout:
     for: a pack needs one of them.
     """
 
+    tokens: Tensor
     input_ids: Tensor
     position_ids: Tensor
     live: Tensor
@@ -100,6 +102,7 @@ def build_layout(pack: TensorDict) -> PackLayout:
         x.to(device, non_blocking=True) for x in (tokens, positions, live, row, predictors)
     )
     return PackLayout(
+        tokens=tokens,
         input_ids=pack["tokens", "input_ids"][tokens],
         position_ids=positions,
         live=live,

@@ -28,12 +28,15 @@ class Qwen25VL(Family):
         rows, columns = height // side, width // side
         # A still picture is one moment: its rows and columns count from its first position on.
         axes = torch.meshgrid(
-            torch.zeros(frames), torch.arange(rows), torch.arange(columns), indexing="ij"
+            torch.zeros(frames, dtype=torch.long),
+            torch.arange(rows),
+            torch.arange(columns),
+            indexing="ij",
         )
         return Prepared(
             pixels=tensor_of(made, "pixel_values"),
             grid=(frames, height, width),
-            positions=torch.stack([axis.long().flatten() for axis in axes]),
+            positions=torch.stack([axis.flatten() for axis in axes]),
             advance=max(rows, columns),
         )
 
