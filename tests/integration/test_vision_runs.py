@@ -1,18 +1,15 @@
 """Runs on pictures: a tiny image-text model is trained end to end."""
 
-import asyncio
 import json
-import pickle
 
 import pytest
 import torch
 
-from lightning_rl import LoRA, PolicyModule, Vision
+from lightning_rl import PolicyModule, Vision
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.data.sources import JSONLPrompts
-from lightning_rl.rollout import Rollout
 from lightning_rl.vision.loading import decode
-from tests.support.small_run import SaveAfter, adamw, data_module, trainer_of
+from tests.support.small_run import adamw, data_module, trainer_of
 from tests.support.tiny_vision import FAMILIES, picture, save_vision_model
 
 
