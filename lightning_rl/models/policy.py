@@ -157,7 +157,7 @@ class Policy(nn.Module):
         return states
 
     def with_sight(self, batch: TensorDict) -> TensorDict:
-        """A batch that knows what its tokens see; one without pictures as it is.
+        """Let a batch know what its tokens see, and return it; one without pictures stays.
 
         Raises:
             ConfigError: for pictures, if the model reads none.

@@ -43,9 +43,9 @@ def picture_columns(rows: Sequence[Row]) -> tuple[list[int], PictureTable] | Non
 
 
 def with_sight(batch: TensorDict, reader: PictureReader) -> TensorDict:
-    """A batch whose tokens know what they see and their positions; one without pictures as it is.
+    """Let a batch's tokens know what they see and their positions; one without pictures stays.
 
-    Its new columns, (T,) each, are ``picture``, the number of the picture in the table, -1 without,
+    Their new columns, (T,) each, are ``picture``, the number of the picture in the table, -1 without,
     and ``part``, the number of the picture's placeholder; and ``positions`` (T, axes).
 
     Raises:
@@ -68,8 +68,9 @@ def with_sight(batch: TensorDict, reader: PictureReader) -> TensorDict:
         part.append(which)
         positions.append(seen.positions(torch.arange(length)).T)
     columns = {"picture": picture, "part": part, "positions": positions}
-    added = {name: torch.cat(parts).to(tokens.device) for name, parts in columns.items()}
-    return batch.copy().update({"tokens": tokens.copy().update(added)})
+    device = tokens["input_ids"].device
+    tokens.update({name: torch.cat(parts).to(device) for name, parts in columns.items()})
+    return batch
 
 
 def pictures_in(table: PictureTable) -> list[Picture]:
