@@ -24,6 +24,8 @@ from lightning_rl.vision.reader import encode
 
 _BATCH = 1000
 """Prompts that are measured at a time."""
+_TOLD = 10
+"""Rows that lack a picture of which each is told."""
 
 
 @configurable
@@ -239,9 +241,13 @@ class PromptDataset(ABC):
     def _leave_out(self, index: int, error: PictureError) -> None:
         """Say it once: a row comes again in every epoch."""
         number = self._number(index)
-        if number not in self._without:
-            self._without.add(number)
+        if number in self._without:
+            return
+        self._without.add(number)
+        if len(self._without) <= _TOLD:
             rank_zero_warn(f"{self._where(index)} is left out: {error}")
+        if len(self._without) == _TOLD:
+            rank_zero_warn(f"{self!r}: further rows without their pictures are only counted")
 
     def first(self, count: int | None = None) -> list[Prompt]:
         """The first ``count`` rows (all for None) that are short enough, in file order."""

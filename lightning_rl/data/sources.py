@@ -340,12 +340,14 @@ def supervised_rollout(
             f"{given!r:.80}; name the column that holds the completion"
         )
     count = len(token_ids)
+    row = Row.of(prompt)
+    row.append_written(token_ids, [0.0] * count, [-1] * count)
     return Rollout(
         prompt=prompt,
         group_id=prompt.id,
         sample_index=0,
         seed=0,
-        rows=[Row(prompt.token_ids, token_ids, [True] * count, [0.0] * count, [-1] * count)],
+        rows=[row],
         completion=given if isinstance(given, str) else tokenizer.decode(given),
         status=RolloutStatus.COMPLETED,
         finish_reason="stop",
