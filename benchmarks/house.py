@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS = {
     "words and tools": ("errors", "rollout", "config", "run"),
-    "data and models": ("data", "models", "algos"),
+    "data and models": ("vision", "data", "models", "algos"),
     "who writes, who grades": ("engines", "agents", "rewards", "serving"),
     "sync, collect, learn": ("sync", "collect", "learn"),
     "Lightning's faces": ("module", "datamodule"),

@@ -226,3 +226,9 @@ from lightning_rl.sync.memory import (
 from lightning_rl.sync.schedule import (
     FixedSchedule as FixedSchedule,
 )
+from lightning_rl.vision.limits import (
+    PictureLimits as PictureLimits,
+)
+from lightning_rl.vision.training import (
+    Vision as Vision,
+)

@@ -27,6 +27,10 @@ class DataError(LightningRLError, ValueError):
     """A prompt or rollout file is malformed; names file and line."""
 
 
+class PictureError(DataError):
+    """A picture cannot be had or decoded, or is beyond a bound; it costs a prompt, not the run."""
+
+
 class RewardError(LightningRLError):
     """Too large a share of rollouts failed; ``rollouts`` holds them."""
 

@@ -59,6 +59,7 @@ from lightning_rl.run.dist import all_sum, world_size
 from lightning_rl.run.hooks import answers
 from lightning_rl.run.metrics import TokenMetrics
 from lightning_rl.run.seeding import derived_generator, run_seed
+from lightning_rl.vision.training import Vision
 
 LEAST_VALUE_LR = 1e-5
 """A critic's learning rate unless it is given one; verl's default."""
@@ -89,6 +90,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         reference: what ``kl`` and ``kl_reward`` compare with; None: a frozen copy of the start.
         entropy: bonus; None for none.
         lora: train adapters only; None: all weights. In Python also a ``peft.LoraConfig``.
+        vision: what is trained of the part of an image-text model that sees; None: nothing.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
         value_lr: learning rate of the critic's own parameters; None: the optimizer's, but at
@@ -129,6 +131,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         reference: Reference | None = None,
         entropy: EntropyBonus | None = None,
         lora: LoRA | None = None,
+        vision: Vision | None = None,
         optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(
             p, lr=1e-6, weight_decay=0.0, fused=True
         ),
@@ -201,6 +204,7 @@ class PolicyModule(OwnLoop, RolloutModule):
         self.kl_reward = kl_reward
         self.trust_engine_logprobs = trust_engine_logprobs
         self.mask_truncated = mask_truncated
+        self.vision = vision
         self.value_lr = value_lr
         self.ppo_epochs = ppo_epochs
         self.minibatches = minibatches
@@ -248,6 +252,7 @@ class PolicyModule(OwnLoop, RolloutModule):
                 self.cast_lm_head_to_fp32,
                 self.loading,
                 self.own_lm(),
+                self.vision,
             )
             if self.kl is not None or self.kl_reward is not None:
                 self.reference = self._reference[0] or FrozenReference()
@@ -351,6 +356,7 @@ class PolicyModule(OwnLoop, RolloutModule):
 
     def compute_all(self, batch: TensorDict) -> TensorDict:
         """Add all that an update needs: advantages, and the logprobs and values that count."""
+        batch = self.loaded_policy.with_sight(batch)
         if self.stream is not None:
             self.stream.attach(batch)
         if self.skips_zero_advantage:  # advantages need rewards alone, and tell what to score

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain, groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 Message = dict[str, Any]
@@ -37,13 +37,22 @@ class Picture:
     data: bytes = field(repr=False, compare=False)
 
 
+class Placed(NamedTuple):
+    """A picture, and the index of the first of its placeholders among a text's tokens."""
+
+    start: int
+    picture: Picture
+
+
 @dataclass(slots=True)  # not frozen: Lightning refuses such in what predict_step returns
 class Prompt:
     """One dataset row, tokenised once.
 
     ``prompt`` is what the user wrote (text, or chat messages), ``token_ids`` what the model reads,
     ``columns`` the row's other fields, which rewards receive by name. ``set`` is the name of the
-    prompt set it was drawn from, where a run has several; ids are unique within it.
+    prompt set it was drawn from, where a run has several; ids are unique within it. ``pictures``
+    are the prompt's, in order: each is as many placeholders in ``token_ids`` as the model reads of
+    it, from the index on that ``places`` has.
     """
 
     id: str
@@ -51,6 +60,16 @@ class Prompt:
     token_ids: list[int]
     columns: dict[str, Any] = field(default_factory=dict)
     set: str = ""
+    pictures: list[Picture] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pictures = _pictures(self.pictures)
+
+    @property
+    def placed(self) -> list[Placed]:
+        """Its pictures with their places."""
+        return _placed(self.places, self.pictures)
 
     @property
     def key(self) -> str:
@@ -131,7 +150,8 @@ class Row:
     model wrote it (False where it was given, as by an environment), ``logprobs`` are the engine's
     (0.0 where the token was given), and ``versions`` the version of the weights that wrote it (-1
     where it was given). ``role`` is the policy that wrote the row. ``sampling`` is None where the
-    row was sampled as its rollout says.
+    row was sampled as its rollout says. ``pictures`` are all of the row in order, those of its
+    prompt first; ``places`` say where each begins, counted from the start of the prompt.
     """
 
     prompt_ids: list[int]
@@ -141,11 +161,26 @@ class Row:
     versions: list[int] = field(default_factory=list)
     role: str = ""
     sampling: SamplingDistribution | None = None
+    pictures: list[Picture] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pictures = _pictures(self.pictures)
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> "Row":
+        """A row that continues a prompt; it has no tokens yet."""
+        return cls(prompt.token_ids, pictures=list(prompt.pictures), places=list(prompt.places))
 
     @property
     def length(self) -> int:
         """Tokens with those of the prompt."""
         return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def placed(self) -> list[Placed]:
+        """Its pictures with their places."""
+        return _placed(self.places, self.pictures)
 
     def append_written(
         self, token_ids: list[int], logprobs: list[float], versions: list[int], loss: bool = True
@@ -156,8 +191,14 @@ class Row:
         self.logprobs += logprobs
         self.versions += versions
 
-    def append_given(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the model reads and did not write."""
+    def append_given(self, token_ids: Sequence[int], placed: Sequence[Placed] = ()) -> None:
+        """Append tokens that the model reads and did not write, maybe with pictures among them.
+
+        ``placed`` counts from the first of these tokens.
+        """
+        for start, picture in placed:
+            self.places.append(self.length + start)
+            self.pictures.append(picture)
         self.token_ids += token_ids
         self.loss_mask += [False] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
@@ -209,7 +250,7 @@ class Rollout:
 
     def __post_init__(self) -> None:
         if not self.rows:
-            self.rows = [Row(self.prompt.token_ids)]
+            self.rows = [Row.of(self.prompt)]
 
     @property
     def token_ids(self) -> list[int]:
@@ -262,6 +303,11 @@ class Rollout:
         """The tokens that a call was asked to continue."""
         row = self.rows[call.row]
         return row.prompt_ids + row.token_ids[: call.start]
+
+    def pictures_of(self, call: Call) -> list[Placed]:
+        """The pictures among the tokens that a call was asked to continue."""
+        read = self.read_by(call)
+        return [one for one in self.rows[call.row].placed if one.start < read]
 
     def read_by(self, call: Call) -> int:
         """How many tokens a call was asked to continue."""
@@ -318,12 +364,14 @@ class Rollout:
             length = min(map(len, columns))
             for column in columns:
                 del column[length:]
+            whole = [one for one in row.placed if one.start < row.length]
+            row.places, row.pictures = [start for start, _ in whole], [one for _, one in whole]
         self.calls = [c for c in self.calls if c.stop <= len(self.rows[c.row].token_ids)]
 
     def clear(self) -> None:
         """Make it INIT again, as if nothing had been written; what had been counts as dropped."""
         self.dropped += sum(self.loss_mask)
-        self.rows, self.calls, self.role_rewards = [Row(self.prompt.token_ids)], [], {}
+        self.rows, self.calls, self.role_rewards = [Row.of(self.prompt)], [], {}
         self.completion, self.environment_reward = "", None
         self.status, self.finish_reason = RolloutStatus.INIT, None
 
@@ -350,6 +398,15 @@ class Rollout:
         values["calls"] = [Call(**_known(Call, call)) for call in record.get("calls", ())]
         values["fork"] = _made(Fork, record.get("fork"))
         return cls(**values)
+
+
+def _pictures(given: Sequence[Picture | dict[str, Any]]) -> list[Picture]:
+    """Pictures, of which some may be records of them."""
+    return [one if isinstance(one, Picture) else Picture(**one) for one in given]
+
+
+def _placed(places: Sequence[int], pictures: Sequence[Picture]) -> list[Placed]:
+    return [Placed(*pair) for pair in zip(places, pictures, strict=True)]
 
 
 def _made(kind: Callable[..., T], record: dict[str, Any] | None) -> T | None:

@@ -14,7 +14,7 @@ from lightning_rl.agents.rows import drop_unasked
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling, request_seed, seed_of
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Message, Prompt, Rollout, RolloutStatus
+from lightning_rl.rollout import Message, Placed, Prompt, Rollout, RolloutStatus
 
 
 class Agent(ABC):
@@ -57,10 +57,26 @@ class SingleTurn(Agent):
     """One prompt, one completion."""
 
     async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
-        completion = await engine.generate(rollout.prompt.token_ids, sampling, rollout.own_seed)
+        prompt = rollout.prompt
+        completion = await completion_of(
+            engine, prompt.token_ids, prompt.placed, sampling, rollout.own_seed
+        )
         append_written(rollout, completion)
         end(rollout, completion.finish_reason)
         return rollout
+
+
+async def completion_of(
+    engine: Engine,
+    token_ids: Sequence[int],
+    pictures: Sequence[Placed],
+    sampling: Sampling,
+    seed: int,
+) -> Completion:
+    """Let an engine continue a text, which may have pictures."""
+    if pictures:
+        return await engine.look(pictures, token_ids, sampling, seed)
+    return await engine.generate(token_ids, sampling, seed)
 
 
 def continuation_seed(seed: int, position: int) -> int:
@@ -89,8 +105,10 @@ async def generate_turn(
     ``begun`` is the number of tokens that this turn has already, which count for ``min_tokens``.
     """
     least = min(max_tokens, max(0, sampling.min_tokens - begun))
-    completion = await engine.generate(
+    completion = await completion_of(
+        engine,
         rollout.prompt.token_ids + rollout.token_ids,
+        rollout.rows[0].placed,
         replace(sampling, max_tokens=max_tokens, min_tokens=least),
         continuation_seed(rollout.own_seed, len(rollout.token_ids)),
     )
@@ -103,9 +121,12 @@ def append_written(rollout: Rollout, completion: Completion) -> None:
     rollout.rows[0].append_written(completion.token_ids, completion.logprobs, completion.versions)
 
 
-def append_given(rollout: Rollout, token_ids: Sequence[int]) -> None:
-    """Append tokens that the model reads and did not write: no loss, no logprob, no version."""
-    rollout.rows[0].append_given(token_ids)
+def append_given(rollout: Rollout, token_ids: Sequence[int], placed: Sequence[Placed] = ()) -> None:
+    """Append tokens that the model reads and did not write: no loss, no logprob, no version.
+
+    ``placed`` are pictures among them, counted from the first of these tokens.
+    """
+    rollout.rows[0].append_given(token_ids, placed)
 
 
 def end(rollout: Rollout, reason: str) -> None:

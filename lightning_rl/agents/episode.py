@@ -10,13 +10,13 @@ from heapq import heappop, heappush
 from itertools import count, pairwise
 from math import inf
 
-from lightning_rl.agents.base import end
+from lightning_rl.agents.base import completion_of, end
 from lightning_rl.agents.prefixes import Prefixes
 from lightning_rl.agents.rows import Captured, captured, keep, own_sampling, write
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling, seed_of
 from lightning_rl.errors import ContextLengthError, EpisodeError
-from lightning_rl.rollout import Call, Rollout, RolloutStatus, SamplingDistribution
+from lightning_rl.rollout import Call, Placed, Rollout, RolloutStatus, SamplingDistribution
 
 
 class Episode:
@@ -62,9 +62,16 @@ class Episode:
                 self._held[call.seed] = call
 
     async def call(
-        self, engine: Engine, prompt_ids: Sequence[int], sampling: Sampling, role: str = ""
+        self,
+        engine: Engine,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        role: str = "",
+        pictures: Sequence[Placed] = (),
     ) -> tuple[Call, Completion]:
         """Let a role's model continue ``prompt_ids``, and record what it wrote.
+
+        ``pictures`` are those of the prompt, in the places of their placeholders.
 
         Several may be under way at once. One that is cancelled has not been asked: who asks again
         gets the same. ``max_tokens`` is lowered to what the engine has room for.
@@ -79,10 +86,11 @@ class Episode:
         fitting = _fitting(engine, len(prompt), sampling)
         own = own_sampling(self.rollout, sampling)
         scorable = sampling.structured_outputs is None
-        digest = self._digest(_asked(role, sampling), prompt, role, own)
+        digest = self._digest(_asked(role, sampling, pictures), prompt, role, own)
         question = digest.question()
-        plain = not (role or own) and scorable
-        seed = self._take_seed(question, plain and prompt == self.rollout.prompt.token_ids)
+        first = self.rollout.prompt
+        plain = not (role or own) and scorable and list(pictures) == first.placed
+        seed = self._take_seed(question, plain and prompt == first.token_ids)
         place = next(self._asking)
         if (known := self._held.pop(seed, None)) is not None:
             known.asked, self._places[seed] = True, place
@@ -93,7 +101,7 @@ class Episode:
                 raise
             return known, captured(self.rollout, known).completion
         try:
-            completion = await engine.generate(prompt, fitting, seed)
+            completion = await completion_of(engine, prompt, pictures, fitting, seed)
         except BaseException:
             self._forget(seed)
             raise
@@ -102,7 +110,8 @@ class Episode:
             self._require_open()
         call = Call(0, 0, 0, seed, completion.finish_reason, scorable=scorable)
         self._places[seed] = place
-        write(self.rollout, Captured(call, role, own, prompt, completion), self._prefixes)
+        made = Captured(call, role, own, prompt, completion, list(pictures))
+        write(self.rollout, made, self._prefixes)
         self._digests[call.row] = digest.then(completion.token_ids)
         return call, completion
 
@@ -212,10 +221,11 @@ class _Digest:
         return self.running.digest()
 
 
-def _asked(role: str, sampling: Sampling) -> bytes:
-    """A request without its prompt: role, and sampling settings."""
+def _asked(role: str, sampling: Sampling, pictures: Sequence[Placed]) -> bytes:
+    """A request without its prompt's tokens: role, sampling settings, and pictures."""
     settings = [float(value) for value in astuple(sampling.distribution)]
-    return f"{role}/{settings}/{sampling.structured_outputs is not None}/".encode()
+    shown = "".join(f"{start}:{picture.digest}/" for start, picture in pictures)
+    return f"{role}/{settings}/{sampling.structured_outputs is not None}/{shown}".encode()
 
 
 def _derived(seed: int, number: int, question: bytes) -> int:

@@ -1,11 +1,11 @@
 """From a rollout's model calls to rows of tokens: which calls are merged, which begin a row."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning_rl.agents.prefixes import Prefixes
 from lightning_rl.engines.sampling import Completion, Sampling
-from lightning_rl.rollout import Call, Rollout, Row, SamplingDistribution
+from lightning_rl.rollout import Call, Placed, Rollout, Row, SamplingDistribution
 
 
 @dataclass(slots=True)
@@ -20,6 +20,7 @@ class Captured:
     sampling: SamplingDistribution | None
     prompt_ids: list[int]
     completion: Completion
+    pictures: list[Placed] = field(default_factory=list)
 
 
 def own_sampling(rollout: Rollout, sampling: Sampling) -> SamplingDistribution | None:
@@ -33,19 +34,29 @@ def captured(rollout: Rollout, call: Call) -> Captured:
     completion = Completion(
         row.token_ids[part], row.logprobs[part], call.finish_reason, row.versions[part]
     )
-    return Captured(call, row.role, row.sampling, rollout.prompt_of(call), completion)
+    return Captured(
+        call,
+        row.role,
+        row.sampling,
+        rollout.prompt_of(call),
+        completion,
+        rollout.pictures_of(call),
+    )
 
 
 def write(rollout: Rollout, one: Captured, prefixes: Prefixes) -> None:
     """Record a call as the last: at the end of a row that its prompt continues, or of a new one.
 
-    A row's prompt and tokens must be the very beginning of the call's prompt, written by the same
-    role and sampled alike; the longest such row is taken. What the prompt adds is given, so without
-    loss. So is a completion that cannot be scored. ``prefixes`` are of the rollout's rows.
+    A row's prompt and tokens must be the very beginning of the call's prompt, with its pictures,
+    written by the same role and sampled alike; the longest such row is taken. What the prompt adds
+    is given, so without loss. So is a completion that cannot be scored. ``prefixes`` are of the
+    rollout's rows.
     """
     place = _row_for(rollout, one, prefixes)
     row, call, completion = rollout.rows[place], one.call, one.completion
-    row.append_given(one.prompt_ids[row.length :])
+    length = row.length
+    new = [Placed(start - length, shown) for start, shown in one.pictures if start >= length]
+    row.append_given(one.prompt_ids[length:], new)
     call.row, call.start = place, len(row.token_ids)
     row.append_written(
         completion.token_ids, completion.logprobs, completion.versions, call.scorable
@@ -58,7 +69,7 @@ def write(rollout: Rollout, one: Captured, prefixes: Prefixes) -> None:
 
 def cut_anew(rollout: Rollout, calls: Iterable[Captured]) -> Prefixes:
     """Make the rollout hold exactly these calls, in this order."""
-    rollout.rows, rollout.calls = [Row(rollout.prompt.token_ids)], []
+    rollout.rows, rollout.calls = [Row.of(rollout.prompt)], []
     prefixes = Prefixes(rollout.rows)
     for one in calls:
         write(rollout, one, prefixes)
@@ -89,7 +100,8 @@ def mask_roles(rollout: Rollout, roles: Collection[str]) -> None:
 def _row_for(rollout: Rollout, one: Captured, prefixes: Prefixes) -> int:
     """The index of the longest row that the prompt continues, or of a new one."""
     rows = rollout.rows
-    if not rows[0].token_ids and rows[0].prompt_ids == one.prompt_ids:
+    first = rows[0]
+    if not first.token_ids and (first.prompt_ids, first.placed) == (one.prompt_ids, one.pictures):
         # The first row exists before any call; without tokens it belongs to no role yet.
         rows[0].role, rows[0].sampling = one.role, one.sampling
         return 0
@@ -97,11 +109,15 @@ def _row_for(rollout: Rollout, one: Captured, prefixes: Prefixes) -> int:
     counts = sampling.penalizes or bool(sampling.min_tokens)
 
     def may(row: Row) -> bool:
-        """With nothing given in between, calls that count their tokens would be scored as one."""
+        """With its pictures, and something given in between where calls count their tokens."""
+        if row.placed != [shown for shown in one.pictures if shown.start < row.length]:
+            return False
         return not (counts and row.token_ids and row.length == len(one.prompt_ids))
 
     place = prefixes.longest(one.prompt_ids, one.role, one.sampling, may)
     if place is not None:
         return place
-    rows.append(Row(one.prompt_ids, role=one.role, sampling=one.sampling))
+    row = Row(one.prompt_ids, role=one.role, sampling=one.sampling)
+    row.places, row.pictures = [at for at, _ in one.pictures], [shown for _, shown in one.pictures]
+    rows.append(row)
     return len(rows) - 1

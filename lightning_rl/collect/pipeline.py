@@ -18,7 +18,7 @@ from lightning_rl.collect.tasks import Task
 from lightning_rl.data.prompts import Prompts
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.sampling import Sampling
-from lightning_rl.errors import ConfigError, EngineError, RunInterrupted
+from lightning_rl.errors import ConfigError, EngineError, PictureError, RunInterrupted
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.by_set import RewardsBySet
 from lightning_rl.rollout import Group, Prompt, Rollout, RolloutStatus
@@ -336,11 +336,13 @@ def _is_cancelled_from_outside() -> bool:
 
 
 def _comes_from(engine: Engine, error: BaseException) -> bool:
-    """Tell if the engine's ``generate`` raised it, of whatever class it is."""
-    if isinstance(error, asyncio.CancelledError):  # which goes through it, from the agent's timeout
+    """Tell if the engine's ``generate`` or ``look`` raised it, of whatever class it is."""
+    # The first goes through it, from the agent's timeout; the second is of what the agent gave it.
+    if isinstance(error, asyncio.CancelledError | PictureError):
         return False
-    code = getattr(engine.generate, "__code__", None)
-    return any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
+    asked = (getattr(engine, name, None) for name in ("generate", "look"))
+    codes = [getattr(ask, "__code__", None) for ask in asked]
+    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -177,7 +177,7 @@ class PassRateCurriculum(PromptDataset):
             self._waiting.clear()
             self._free = WeightedRows(self.weights())
             if not self._free.total:
-                raise self._all_too_long()
+                raise self._none_fits()
         # Stateless, so that a resumed run draws the same.
         random = np.random.default_rng([self.seed, self._draws])
         self._draws += 1

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.data.hub_faults import explained, patiently
+from lightning_rl.data.pictured import as_stored
 from lightning_rl.errors import DataError
 
 _READERS = {
@@ -59,7 +60,10 @@ def open_stream(path: str, name: str | None, split: str, revision: str | None) -
     """
     builder = _builder_of(path, name, revision)
     try:
-        return RowStream(builder.as_streaming_dataset(split), path, builder.hash)
+        rows = builder.as_streaming_dataset(split)
+        if as_stored(rows.features) is not None:
+            rows = rows.decode(False)
+        return RowStream(rows, path, builder.hash)
     except Exception as error:
         raise explained(error, path, name, split, revision) from error
 

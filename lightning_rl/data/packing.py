@@ -12,7 +12,8 @@ A *batch* is a TensorDict with two parts:
   of a group in the same state have the same number, -1 without. Outside of calls they are -1, 0
   and -1.
 - ``batch["rollouts"]``, batch size [R], one for each row of a rollout: ``length`` and
-  ``prompt_length`` in tokens, ``prefix`` (rows with the same number have the same prompt tokens),
+  ``prompt_length`` in tokens, ``prefix`` (rows with the same number have the same prompt tokens,
+  and pictures among them),
   ``group``, ``rollout`` (rows with the same number are one rollout's), ``episode`` (and those are
   written by one role, too: they share its reward, and count once), ``role``, ``reward``,
   ``truncated``, ``expert`` (given, not sampled) and how it was sampled: ``temperature``, ``top_k``,
@@ -20,6 +21,8 @@ A *batch* is a TensorDict with two parts:
   ``frequency_penalty``. Where any branched off from another, ``sample`` (of a group, those with the
   same number began as one) and ``fork`` (how many calls they share, 0 for the one they branched off
   from; those have no loss).
+- ``batch["pictures"]``, where any row has pictures: the table of those
+  (:class:`~lightning_rl.vision.batch.PictureTable`), and in ``rollouts`` each row's place in it.
 - ``batch["host"]``, in an update on a GPU: the columns that decide how packs are laid out, once
   more on the CPU (:func:`with_host`).
 """
@@ -35,8 +38,9 @@ from torch import Tensor
 
 from lightning_rl.data.calls import call_columns
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Rollout, Row
+from lightning_rl.rollout import Placed, Rollout, Row
 from lightning_rl.run.dist import gather, rank, world_size
+from lightning_rl.vision.batch import NAME as PICTURES, as_column, picture_columns
 
 _column = partial(torch.tensor, device="cpu")  # also where another device is the default
 
@@ -108,7 +112,7 @@ def pack_rollouts(
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    prefixes: dict[tuple[int, ...], int] = {}
+    prefixes: dict[tuple[tuple[int, ...], tuple[Placed, ...]], int] = {}
     groups: dict[str, int] = {}
     for rollout in among:
         groups.setdefault(rollout.group_id, len(groups))
@@ -118,6 +122,7 @@ def pack_rollouts(
     numbers: list[tuple[int, ...]] = []
     for rollout, row in sources:
         prompt = row.prompt_ids
+        shown = tuple(one for one in row.placed if one.start < len(prompt))
         # The first prompt token is predicted by nothing, so a loss mask never covers prompts.
         input_ids += prompt + row.token_ids
         loss_mask += [False] * len(prompt) + row.loss_mask
@@ -127,7 +132,7 @@ def pack_rollouts(
             (
                 len(prompt) + len(row.token_ids),
                 len(prompt),
-                prefixes.setdefault(tuple(prompt), len(prefixes)),
+                prefixes.setdefault((tuple(prompt), shown), len(prefixes)),
                 groups.setdefault(rollout.group_id, len(groups)),
                 numbered.setdefault(id(rollout), len(numbered)),
                 episodes.setdefault((id(rollout), row.role), len(episodes)),
@@ -141,6 +146,9 @@ def pack_rollouts(
         forks = [(r.sample_index, r.fork.calls if r.fork else 0) for r, _ in sources]
         for name, column in zip(("sample", "fork"), zip(*forks, strict=True), strict=True):
             counted[name] = _column(column, dtype=torch.long)
+    tables: dict[str, Any] = {}
+    if (found := picture_columns([row for _, row in sources])) is not None:
+        counted[PICTURES], tables[PICTURES] = _column(found[0]), as_column(found[1])
     sampled, sampled_by = call_columns(rollouts), {}
     sampling = [row.sampling or rollout.sampling for rollout, row in sources]
     if any(s.min_tokens for s in sampling):
@@ -184,6 +192,7 @@ def pack_rollouts(
                 },
                 batch_size=[len(sources)],
             ),
+            **tables,
         },
         batch_size=[],
     )
@@ -301,9 +310,13 @@ def with_host(batch: TensorDict) -> TensorDict:
     host = host_of(batch)
     if host is batch or "host" in batch:
         return batch
-    return PackedBatch(
-        {"tokens": batch["tokens"], "rollouts": batch["rollouts"], "host": host}, batch_size=[]
-    )
+    return PackedBatch({**_parts(batch), "host": host}, batch_size=[])
+
+
+def _parts(batch: TensorDict) -> dict[str, Any]:
+    """Its tokens, its rollouts, and what they share."""
+    shared = {PICTURES: as_column(batch[PICTURES])} if PICTURES in batch else {}
+    return {"tokens": batch["tokens"], "rollouts": batch["rollouts"], **shared}
 
 
 def select(batch: TensorDict, rows: Tensor) -> TensorDict:
@@ -314,6 +327,7 @@ def select(batch: TensorDict, rows: Tensor) -> TensorDict:
     tokens = tokens_of_rows(length, rows)
     device = batch["tokens", "loss_mask"].device
     chosen = {
+        **_parts(batch),
         "tokens": batch["tokens"][tokens.to(device, non_blocking=True)],
         "rollouts": batch["rollouts"][rows.to(device, non_blocking=True)],
     }
@@ -359,7 +373,7 @@ def empty_like(batch: TensorDict) -> TensorDict:
 
 
 _SILENT = {"length": 2, "prompt_length": 1, "temperature": 1, "top_p": 1, "repetition_penalty": 1}
-_OUTSIDE = {"call": -1, "state": -1}
+_OUTSIDE = {"call": -1, "state": -1, "picture": -1}
 
 
 def _made_up(batch: TensorDict) -> TensorDict:
@@ -372,7 +386,8 @@ def _made_up(batch: TensorDict) -> TensorDict:
         name: x.new_full((1, *x.shape[1:]), _SILENT.get(name, 0))
         for name, x in batch["rollouts"].items()
     }
-    made: dict[str, TensorDict] = {
+    made: dict[str, Any] = {
+        **_parts(batch),
         "tokens": TensorDict(tokens, batch_size=[2]),
         "rollouts": TensorDict(rollouts, batch_size=[1]),
     }

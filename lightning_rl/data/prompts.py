@@ -5,21 +5,27 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.pictured import PictureSource
 from lightning_rl.data.shaping import Row, ShapedRows, Shaping
 from lightning_rl.data.tables import ListTable, Table
-from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.rollout import Message, Prompt, Rollout
+from lightning_rl.errors import ConfigError, DataError, PictureError
+from lightning_rl.rollout import Message, Picture, Prompt, Rollout
 from lightning_rl.run.seeding import permutation, run_seed
+from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
+from lightning_rl.vision.reader import encode
 
 _BATCH = 1000
 """Prompts that are measured at a time."""
+_TOLD = 10
+"""Rows that lack a picture of which each is told."""
 
 
 @configurable
@@ -43,6 +49,11 @@ class PromptDataset(ABC):
         chat: make a prompt that is text the user's message of a chat.
         filter: a function of a row that tells if it is kept; in YAML its import path.
         map: a function from a row to the one to take in its place; in YAML its import path.
+        images_column: pictures of the row, a list or one: paths (relative to the file), URLs, or
+            what 🤗 datasets' Image column holds. They take the places ``{"type": "image"}`` of a
+            chat, or else precede its text; content parts may name pictures themselves. They are
+            read when the row is drawn. A row of which one cannot be had is left out and counted.
+        picture_limits: bounds of the pictures.
 
     Raises:
         ConfigError: for a template that cannot be read.
@@ -61,6 +72,8 @@ class PromptDataset(ABC):
         chat: bool = False,
         filter: Callable[[Row], bool] | None = None,
         map: Callable[[Row], Row] | None = None,
+        images_column: str | None = "images",
+        picture_limits: PictureLimits = PictureLimits(),
     ) -> None:
         self.prompt_column = prompt_column
         self.id_column = id_column
@@ -76,6 +89,9 @@ class PromptDataset(ABC):
         self.chat = chat
         self.filter = filter
         self.map = map
+        self.images_column = images_column
+        self.picture_limits = picture_limits
+        self._without: set[int] = set()  # rows of which a picture could not be had
         self._shaping = Shaping(prompt_column, id_column, columns, template, system, chat, map)
         self._shaped: ShapedRows | None = None
         self._lengths: np.ndarray | None = None  # of all prompts in tokens, where that is kept
@@ -158,8 +174,17 @@ class PromptDataset(ABC):
         """Row ``index`` as a prompt, tokenised now."""
         columns = self._loaded()[index]
         prompt_id = str(columns[self.id_column] if self.id_column else self._number(index))
-        text = columns.pop(self.prompt_column)
-        return Prompt(prompt_id, text, self._tokenize(index, text), columns)
+        text, pictures = self._pictures.of(columns.pop(self.prompt_column), columns)
+        token_ids, places = self._tokenize(index, text, pictures)
+        return Prompt(prompt_id, text, token_ids, columns, pictures=pictures, places=places)
+
+    @property
+    def _pictures(self) -> PictureSource:
+        return PictureSource(self.images_column, self.picture_limits, *self.pictures_from())
+
+    def pictures_from(self) -> tuple[Path | None, PictureAccess]:
+        """The folder of pictures' relative paths, and what rows may name; None: the working one."""
+        return None, OWN
 
     def _prompt_id(self, index: int) -> str:
         return str(self._loaded()[index][self.id_column] if self.id_column else self._number(index))
@@ -172,7 +197,7 @@ class PromptDataset(ABC):
         """The next ``count`` prompts that are short enough; goes on into the next epoch.
 
         Raises:
-            DataError: if a whole epoch holds no prompt that is short enough.
+            DataError: if a whole epoch holds no prompt that is short enough, with its pictures.
         """
         self._loaded()
         prompts: list[Prompt] = []
@@ -188,7 +213,7 @@ class PromptDataset(ABC):
             self._dropped_rows.add(self._number(index))
             self.dropped = len(self._dropped_rows)
             if misses >= len(self):
-                raise self._all_too_long()
+                raise self._none_fits()
         return prompts
 
     def _next_index(self) -> int:
@@ -200,11 +225,29 @@ class PromptDataset(ABC):
         return int(self._order[self._cursor - 1])
 
     def _fitting(self, index: int) -> Prompt | None:
-        """Row ``index`` as a prompt; None if it is too long, without a look where that is known."""
+        """Row ``index`` as a prompt; None if it is too long, or lacks a picture.
+
+        One that is known to be too long, even without its pictures, is not looked at.
+        """
         if self._lengths is not None and not self._within(int(self._lengths[index])):
             return None
-        prompt = self[index]
+        try:
+            prompt = self[index]
+        except PictureError as error:
+            self._leave_out(index, error)
+            return None
         return prompt if self.fits(prompt) else None
+
+    def _leave_out(self, index: int, error: PictureError) -> None:
+        """Say it once: a row comes again in every epoch."""
+        number = self._number(index)
+        if number in self._without:
+            return
+        self._without.add(number)
+        if len(self._without) <= _TOLD:
+            rank_zero_warn(f"{self._where(index)} is left out: {error}")
+        if len(self._without) == _TOLD:
+            rank_zero_warn(f"{self!r}: further rows without their pictures are only counted")
 
     def first(self, count: int | None = None) -> list[Prompt]:
         """The first ``count`` rows (all for None) that are short enough, in file order."""
@@ -277,8 +320,13 @@ class PromptDataset(ABC):
             raise ConfigError(f"{self!r} is not loaded yet; call load(tokenizer) first")
         return self._shaped
 
-    def _all_too_long(self) -> DataError:
+    def _none_fits(self) -> DataError:
         """Names the bound that the prompts break: the user's own, or what the engine leaves."""
+        if self._without:
+            return DataError(
+                f"{self!r}: of {len(self)} prompts {len(self._without)} have pictures that cannot "
+                "be had, and the others are too long; the warnings before this say why"
+            )
         limit, room = self.max_prompt_tokens, self._room
         if room is not None and (limit is None or room < limit):
             what = (
@@ -293,13 +341,16 @@ class PromptDataset(ABC):
         count = len(self._loaded())
         return permutation(count, self.seed, epoch).numpy() if self.shuffle else range(count)
 
-    def _tokenize(self, index: int, prompt: str | list[Message]) -> list[int]:
+    def _tokenize(
+        self, index: int, prompt: str | list[Message], pictures: Sequence[Picture]
+    ) -> tuple[list[int], list[int]]:
+        """Token ids, and where pictures begin among them."""
         assert self._tokenizer is not None
         text, is_chat = self._text(index, prompt)
-        token_ids = self._tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
+        token_ids, places = encode(self._tokenizer, text, pictures, special=not is_chat)
         if not token_ids:
             raise DataError(f"{self._where(index)}: the prompt {prompt!r:.80} has no tokens")
-        return list(token_ids)
+        return token_ids, places
 
     def _text(self, index: int, prompt: str | list[Message]) -> tuple[str, bool]:
         """What is tokenised, and whether it is a chat's, which has all special tokens in it."""

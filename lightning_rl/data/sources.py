@@ -17,6 +17,7 @@ from lightning_rl.data.tables import DatasetTable, JSONLTable, Table
 from lightning_rl.errors import ConfigError, DataError, kind_of_path
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row, last_text
 from lightning_rl.run import dist
+from lightning_rl.vision.limits import OWN, PictureAccess
 
 
 def _existing(path: str | Path, what: str) -> Path:
@@ -41,8 +42,21 @@ def _existing_file(path: str | Path, what: str) -> Path:
     return found
 
 
+def pictures_beside(path: str) -> tuple[Path | None, PictureAccess]:
+    """Where the pictures of a file or folder are; rows of the hub are somebody else's."""
+    place = Path(path).absolute()
+    if not place.exists():
+        return None, PictureAccess(private_hosts=False)
+    return place if place.is_dir() else place.parent, OWN
+
+
 class TablePrompts(PromptDataset):
     """Rows that stay on the disk: what to implement is ``table``."""
+
+    path: str
+
+    def pictures_from(self) -> tuple[Path | None, PictureAccess]:
+        return pictures_beside(self.path)
 
     @abstractmethod
     def table(self) -> Table:
@@ -326,12 +340,14 @@ def supervised_rollout(
             f"{given!r:.80}; name the column that holds the completion"
         )
     count = len(token_ids)
+    row = Row.of(prompt)
+    row.append_written(token_ids, [0.0] * count, [-1] * count)
     return Rollout(
         prompt=prompt,
         group_id=prompt.id,
         sample_index=0,
         seed=0,
-        rows=[Row(prompt.token_ids, token_ids, [True] * count, [0.0] * count, [-1] * count)],
+        rows=[row],
         completion=given if isinstance(given, str) else tokenizer.decode(given),
         status=RolloutStatus.COMPLETED,
         finish_reason="stop",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -10,10 +11,12 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.hub import RowStream, open_stream
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.shaping import ShapedRows
+from lightning_rl.data.sources import pictures_beside
 from lightning_rl.data.tables import ListTable
 from lightning_rl.errors import DataError, require_at_least
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.seeding import permutation
+from lightning_rl.vision.limits import PictureAccess
 
 
 @configurable
@@ -59,6 +62,9 @@ class HFStreamingPrompts(PromptDataset):
 
     def __repr__(self) -> str:
         return f"HFStreamingPrompts({self.path!r}, split={self.split!r})"
+
+    def pictures_from(self) -> tuple[Path | None, PictureAccess]:
+        return pictures_beside(self.path)
 
     def read(self) -> Iterable[tuple[str, Any]]:
         rows = enumerate(open_stream(self.path, self.name, self.split, self.revision).rows())

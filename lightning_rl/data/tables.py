@@ -13,10 +13,13 @@ import numpy as np
 from filelock import FileLock
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_rl.data.pictured import as_stored
 from lightning_rl.errors import DataError
 
 _PART = 2**24
 """Bytes of a file that are looked through at a time."""
+_ROWS = 100
+"""Rows with pictures that are read at a time."""
 
 
 class Table(Protocol):
@@ -125,20 +128,29 @@ class JSONLTable:
 
 
 class DatasetTable:
-    """A 🤗 ``Dataset``, whose Arrow files are mapped into memory."""
+    """A 🤗 ``Dataset``, whose Arrow files are mapped into memory; pictures are not decoded."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         self._dataset = dataset
         self._name = name
+        self._stored = as_stored(dataset.features)
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return self._dataset[index]
+        if self._stored is None:
+            return self._dataset[index]
+        return self._read(self._dataset.with_format("arrow")[index])[0]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._dataset)
+        if self._stored is None:
+            return iter(self._dataset)
+        parts = self._dataset.with_format("arrow").iter(_ROWS)
+        return (row for part in parts for row in self._read(part))
+
+    def _read(self, part: Any) -> list[Any]:
+        return [self._stored.decode_example(row) for row in part.to_pylist()]
 
     def where(self, index: int) -> str:
         return f"{self._name}: row {index}"

@@ -14,6 +14,7 @@ from lightning_rl.engines.kept_texts import KeptTexts
 from lightning_rl.engines.lora import layers_of
 from lightning_rl.engines.requests import DecodeRequest
 from lightning_rl.errors import WeightSyncError
+from lightning_rl.vision.families import Family
 
 Owners = tuple[tuple[int, int], ...]
 """Whose the columns of a layer are, in order: numbers of writers, and how many each has."""
@@ -120,9 +121,14 @@ class AdaptedDecoder(Decoder):
     """Tells the adapters whose lines a batch has."""
 
     def __init__(
-        self, lm: PreTrainedModel, ends: Sequence[int], kept: KeptTexts | None, adapters: Adapters
+        self,
+        lm: PreTrainedModel,
+        ends: Sequence[int],
+        kept: KeptTexts | None,
+        adapters: Adapters,
+        family: Family | None = None,
     ) -> None:
-        super().__init__(lm, ends, kept)
+        super().__init__(lm, ends, kept, family)
         self._adapters = adapters
 
     def compute(self, rows: Sequence[DecodeRequest], **inputs: Any) -> Any:

@@ -13,6 +13,7 @@ from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.lora import MERGED, LoRAEngine, is_adapter
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, WeightSyncError
+from lightning_rl.rollout import Placed
 
 
 class AdapterEngine(LoRAEngine):
@@ -95,6 +96,17 @@ class AdapterEngine(LoRAEngine):
         self, policy: str, token_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
         """:meth:`generate`, by the policy of this name."""
+
+    async def look_as(
+        self,
+        policy: str,
+        pictures: Sequence[Placed],
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+    ) -> Completion:
+        """:meth:`look`, by the policy of this name; here, none reads pictures."""
+        return await Engine.look(self, pictures, token_ids, sampling, seed)
 
     @abstractmethod
     def load_adapters(
@@ -196,6 +208,15 @@ class _View(Engine):
         self._in_flight += 1
         try:
             return await self.whole.generate_as(self.name, token_ids, sampling, seed)
+        finally:
+            self._in_flight -= 1
+
+    async def look(
+        self, pictures: Sequence[Placed], token_ids: Sequence[int], sampling: Sampling, seed: int
+    ) -> Completion:
+        self._in_flight += 1
+        try:
+            return await self.whole.look_as(self.name, pictures, token_ids, sampling, seed)
         finally:
             self._in_flight -= 1
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, IncompleteWeightsError
+from lightning_rl.rollout import Placed
 from lightning_rl.run import dist
 
 
@@ -256,6 +257,22 @@ class Engine(ABC):
         Raises:
             EngineError: if the engine is closed, holds no weights, or fails.
         """
+
+    async def look(
+        self, pictures: Sequence[Placed], token_ids: Sequence[int], sampling: Sampling, seed: int
+    ) -> Completion:
+        """:meth:`generate` for a text with pictures, each in the place of its placeholders.
+
+        Raises:
+            ConfigError: if the engine, or its model, reads no pictures.
+            PictureError: if the placeholders are not those of the pictures.
+        """
+        if not pictures:
+            return await self.generate(token_ids, sampling, seed)
+        raise ConfigError(
+            f"engine={type(self).__name__} reads no pictures, and there are {len(pictures)} in "
+            "this prompt; use TransformersEngine"
+        )
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -10,11 +10,13 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightning_rl.engines.base import Engine
 from lightning_rl.engines.columns import Columns, begun_cache
 from lightning_rl.engines.drawing import draw
 from lightning_rl.engines.kept_texts import KeptText, KeptTexts
 from lightning_rl.engines.requests import DecodeRequest
+from lightning_rl.vision.decoding import seeing_output
+from lightning_rl.vision.families import Family
+from lightning_rl.vision.reader import attention
 
 ATTENTION = "lightning_rl_decode"
 PREFILL_TOKENS = 16384
@@ -65,15 +67,21 @@ class Decoder:
         lm: the model; its weights may change between two calls.
         ends: tokens that end a row.
         kept: of rows that are over, for those that continue them; None: nothing.
+        family: how the model reads pictures; None: it reads none.
     """
 
     def __init__(
-        self, lm: PreTrainedModel, ends: Sequence[int], kept: KeptTexts | None = None
+        self,
+        lm: PreTrainedModel,
+        ends: Sequence[int],
+        kept: KeptTexts | None = None,
+        family: Family | None = None,
     ) -> None:
         self.lm = lm
         self.kept = kept
+        self.family = family
         if lm.config._attn_implementation == "sdpa":  # else it computes what SDPA cannot
-            lm.set_attn_implementation(ATTENTION)
+            lm.set_attn_implementation(attention(lm.config, ATTENTION))
         self.ends = list(ends)
         self.rows: list[DecodeRequest] = []
         self._cache = DynamicCache()
@@ -89,10 +97,10 @@ class Decoder:
     def join(self, rows: Sequence[DecodeRequest]) -> None:
         """Read the rows' tokens; from the next step on they are written too."""
         self._drop_dead(at_most=0.0)
-        alike: dict[tuple[Engine, *tuple[int, ...]], list[DecodeRequest]] = defaultdict(list)
+        alike: dict[tuple[Any, ...], list[DecodeRequest]] = defaultdict(list)
         for row in rows:
             row.cached = row.writer.version
-            alike[row.writer, *row.text].append(row)
+            alike[row.writer, row.pictures, *row.text].append(row)
         begun = [self._begun(rows[0]) for rows in alike.values()]
         for known in (False, True):  # what has no kept beginning, and what has
             chosen = [
@@ -109,7 +117,7 @@ class Decoder:
                 del ordered[:count]
 
     def _begun(self, row: DecodeRequest) -> KeptText | None:
-        return None if self.kept is None else self.kept.longest(row.writer, row.text)
+        return None if self.kept is None else self.kept.longest(row.writer, row.text, row.pictures)
 
     def reread(self) -> None:
         """Compute the cache anew of live rows whose writer's weights have changed."""
@@ -152,7 +160,14 @@ class Decoder:
     # ---------------------------------------------------------------- the model
 
     def compute(self, rows: Sequence[DecodeRequest], **inputs: Any) -> Any:
-        """The model's output for a batch in which each of ``rows`` has a line."""
+        """The model's output for a batch in which each of ``rows`` has a line.
+
+        ``position_ids`` (N, T) among the inputs are the tokens' indices in the rows' texts.
+        """
+        if any(row.pictures for row in rows):
+            assert self.family is not None
+            seen = [row.seen for row in rows]
+            return seeing_output(self.family, self.lm, seen, **inputs)
         return self.lm(**inputs, use_cache=True, logits_to_keep=1)
 
     def _read(self, chosen: Sequence[tuple[list[DecodeRequest], KeptText | None]]) -> None:
@@ -204,7 +219,7 @@ class Decoder:
                     (layer.keys[place, :, part].clone(), layer.values[place, :, part].clone())
                     for layer in layers
                 ]
-                kept.keep(row.writer, row.text[:-1], parts)
+                kept.keep(row.writer, row.text[:-1], parts, row.pictures)
 
     def _write(self) -> None:
         """Give the model each row's last token; of a row that is over, it does not matter which."""

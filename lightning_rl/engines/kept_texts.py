@@ -8,9 +8,10 @@ from torch import Tensor
 
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.text_hash import TextHash
+from lightning_rl.rollout import Placed
 
-_Key = tuple[Engine, int, int, int]
-"""Who wrote a text, by which version of its weights; its length, and its hash."""
+_Key = tuple[Engine, int, int, int, tuple[Placed, ...]]
+"""Who wrote a text, by which version of its weights; its length, its hash, and its pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,15 @@ class KeptTexts:
         self.tokens = 0
 
     def keep(
-        self, writer: Engine, token_ids: list[int], layers: list[tuple[Tensor, Tensor]]
+        self,
+        writer: Engine,
+        token_ids: list[int],
+        layers: list[tuple[Tensor, Tensor]],
+        pictures: tuple[Placed, ...] = (),
     ) -> None:
         """Keep a text, and drop the oldest where there are too many."""
         text = TextHash().then(token_ids)
-        key = writer, writer.version, text.length, text.hash
+        key = writer, writer.version, text.length, text.hash, pictures
         if key in self._kept or text.length > self.most:
             return
         self._kept[key] = KeptText(token_ids, layers)
@@ -47,8 +52,10 @@ class KeptTexts:
         while self.tokens > self.most:
             self._drop(next(iter(self._kept)))
 
-    def longest(self, writer: Engine, token_ids: Sequence[int]) -> KeptText | None:
-        """The longest that a text continues by a token at least.
+    def longest(
+        self, writer: Engine, token_ids: Sequence[int], pictures: tuple[Placed, ...] = ()
+    ) -> KeptText | None:
+        """The longest that a text, with the same pictures, continues by a token at least.
 
         It is the first to be dropped from now on: its continuation will take its place.
         """
@@ -57,7 +64,8 @@ class KeptTexts:
         hashes = TextHash().hashes(token_ids)
         for length in sorted(self._lengths, reverse=True):
             if length < len(token_ids):
-                key = writer, writer.version, length, hashes[length - 1]
+                shown = tuple(one for one in pictures if one.start < length)
+                key = writer, writer.version, length, hashes[length - 1], shown
                 kept = self._kept.get(key)
                 if kept is not None and kept.token_ids == token_ids[:length]:
                     self._kept.move_to_end(key, last=False)

@@ -11,6 +11,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, ReplicaStatus, policy_of
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, WeightSyncError
+from lightning_rl.rollout import Placed
 
 
 @configurable
@@ -85,6 +86,11 @@ class PolicyEngines(Engine):
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         """What the policy does that plays the role without a name."""
         return await self.of_role("").generate(token_ids, sampling, seed)
+
+    async def look(
+        self, pictures: Sequence[Placed], token_ids: Sequence[int], sampling: Sampling, seed: int
+    ) -> Completion:
+        return await self.of_role("").look(pictures, token_ids, sampling, seed)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise WeightSyncError("PolicyEngines takes the weights of one policy: of_policy(name)")

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
+from lightning_rl.rollout import Placed
+from lightning_rl.vision.seen import SeenText
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +27,10 @@ class DecodeRequest:
     """Why it is over; None: it is not."""
     cached: int = -1
     """The version whose keys and values of it are in the cache."""
+    pictures: tuple[Placed, ...] = ()
+    """Those of its prompt."""
+    seen: SeenText | None = None
+    """What its tokens see, and their positions; None: it has no pictures."""
 
     @property
     def text(self) -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.adapted_decoding import AdaptedDecoder, Adapters
@@ -23,9 +23,12 @@ from lightning_rl.engines.lora import LoRAEngine, require_adapters
 from lightning_rl.engines.requests import DecodeRequest
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
+from lightning_rl.models.pretrained import lm_class
 from lightning_rl.models.sampling import end_tokens
+from lightning_rl.rollout import Placed
 from lightning_rl.run.cores import compute
 from lightning_rl.run.digest import digests
+from lightning_rl.vision.reader import PictureReader, load_reader, supported
 
 
 @configurable
@@ -81,6 +84,7 @@ class TransformersEngine(LoRAEngine):
             raise ConfigError(f"engine device={device!r}: {str(error).splitlines()[0]}") from error
         self._lm: PreTrainedModel | None = None
         self._adapters = Adapters()
+        self._reader: PictureReader | None = None
         # Who waits for which request: to be begun, and of those that are being written.
         self._waiting: dict[DecodeRequest, asyncio.Future[Completion]] = {}
         self._writing: dict[DecodeRequest, asyncio.Future[Completion]] = {}
@@ -109,12 +113,13 @@ class TransformersEngine(LoRAEngine):
         trust = self.trust_remote_code
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust)
         with torch.random.fork_rng([]):  # building must not advance the run's random state
-            lm = AutoModelForCausalLM.from_config(
+            lm = lm_class(config).from_config(
                 config, dtype=getattr(torch, self.dtype), trust_remote_code=trust
             )
         self._lm = lm.to(self.device).eval().requires_grad_(False)
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust)
         self._ends = end_tokens(tokenizer, config)
+        self._reader = load_reader(str(model_dir), config, {"trust_remote_code": trust})
         # As vLLM does: the collector goes through all libraries' objects each time it is due, which
         # takes longer than an iteration of a small model.
         gc.freeze()
@@ -148,10 +153,20 @@ class TransformersEngine(LoRAEngine):
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         return await self._write(self, token_ids, sampling, seed)
 
-    async def _write(
-        self, writer: Engine, token_ids: Sequence[int], sampling: Sampling, seed: int
+    async def look(
+        self, pictures: Sequence[Placed], token_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
-        """:meth:`generate`, by the weights of ``writer``."""
+        return await self._write(self, token_ids, sampling, seed, pictures)
+
+    async def _write(
+        self,
+        writer: Engine,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        pictures: Sequence[Placed] = (),
+    ) -> Completion:
+        """:meth:`look`, by the weights of ``writer``."""
         with self._exclusive:  # during a push it holds no version
             writer.require_ready()
         for name in ("stop", "structured_outputs"):
@@ -162,12 +177,23 @@ class TransformersEngine(LoRAEngine):
         self.require_room(len(token_ids), sampling)
         loop = asyncio.get_running_loop()
         request = DecodeRequest(writer, list(token_ids), sampling, random.Random(seed))
+        if pictures:
+            request.pictures = tuple(pictures)
+            request.seen = self._required_reader().seen(request.prompt, pictures)
         future = self._waiting[request] = loop.create_future()
         if self._loop_task is None or self._loop_task.done():
             self._arrived = asyncio.Event()  # of this loop
             self._loop_task = loop.create_task(self._serve())
         self._arrived.set()
         return await future
+
+    def _required_reader(self) -> PictureReader:
+        if self._reader is None:
+            raise ConfigError(
+                f"the model of {type(self).__name__} reads no pictures, and there are some in a "
+                f"prompt; use one of {supported()}"
+            )
+        return self._reader
 
     async def _serve(self) -> None:
         """Until nobody waits any more: step by step, so that others join and answers leave."""
@@ -199,7 +225,8 @@ class TransformersEngine(LoRAEngine):
             return decoder, self._step(decoder)
 
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
-        return AdaptedDecoder(lm, self._ends, self._kept, self._adapters)
+        family = None if self._reader is None else self._reader.family
+        return AdaptedDecoder(lm, self._ends, self._kept, self._adapters, family)
 
     def _step(self, decoder: Decoder) -> list[DecodeRequest]:
         """One token for each request, those that join now included; returns those that are over."""

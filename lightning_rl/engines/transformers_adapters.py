@@ -10,6 +10,7 @@ from lightning_rl.engines.adapters import AdapterEngine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.errors import EngineError
+from lightning_rl.rollout import Placed
 
 
 @configurable
@@ -33,6 +34,24 @@ class TransformersAdapters(AdapterEngine, TransformersEngine):
         self, policy: str, token_ids: Sequence[int], sampling: Sampling, seed: int
     ) -> Completion:
         return await self._write(self.policies[policy], token_ids, sampling, seed)
+
+    async def look_as(
+        self,
+        policy: str,
+        pictures: Sequence[Placed],
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+    ) -> Completion:
+        return await self._write(self.policies[policy], token_ids, sampling, seed, pictures)
+
+    async def look(
+        self, pictures: Sequence[Placed], token_ids: Sequence[int], sampling: Sampling, seed: int
+    ) -> Completion:
+        """What the policy does that plays the role without a name."""
+        if self.policies:
+            return await self.of_role("").look(pictures, token_ids, sampling, seed)
+        return await super().look(pictures, token_ids, sampling, seed)
 
     def load_adapters(
         self, policy: str, weights: Iterable[tuple[str, Tensor]], version: int

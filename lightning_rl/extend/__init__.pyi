@@ -174,10 +174,6 @@ from lightning_rl.rewards.log import (
 from lightning_rl.rewards.openai_api import (
     APIRefusal as APIRefusal,
 )
-from lightning_rl.rewards.remote import (
-    ServerError as ServerError,
-    retry as retry,
-)
 from lightning_rl.rollout import (
     Call as Call,
     Group as Group,
@@ -194,6 +190,10 @@ from lightning_rl.run.digest import (
 )
 from lightning_rl.run.dist import (
     global_mean_std as global_mean_std,
+)
+from lightning_rl.run.retry import (
+    ServerError as ServerError,
+    retry as retry,
 )
 from lightning_rl.serving.ask import (
     Answer as Answer,

@@ -42,7 +42,8 @@ class TokenExchange(Protocol):
 class PackLayout:
     """Where each token of a pack sits in the forward pass.
 
-    ``input_ids`` and ``position_ids`` (S,) feed the model; ``live`` (M,) are the loss tokens as
+    ``tokens`` (S,) are the pack's tokens in the order of the forward row, ``input_ids`` and
+    ``position_ids`` (S,) feed the model; ``live`` (M,) are the loss tokens as
     indices into the pack's T tokens, ``rows`` (M,) the rollouts that they belong to, ``predictors``
     (M,) the positions in S that predict them.
     ``segments`` say which tokens see which, and ``longest`` how many tokens a rollout has at most,
@@ -52,6 +53,7 @@ class PackLayout:
     several (:mod:`lightning_rl.models.sequence`), and only ``segments`` those of the whole pack.
     """
 
+    tokens: Tensor
     input_ids: Tensor
     position_ids: Tensor
     live: Tensor
@@ -115,6 +117,7 @@ def build_layout(pack: TensorDict) -> PackLayout:
         x.to(device, non_blocking=True) for x in (tokens, positions, live, row, predictors)
     )
     return PackLayout(
+        tokens=tokens,
         input_ids=pack["tokens", "input_ids"][tokens],
         position_ids=positions,
         live=live,

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightning_rl.models.lora import ADAPTER, LoRA
 from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.sharding import full_tensor
+from lightning_rl.models.tokenizer import save_tokenizer
 from lightning_rl.run.checkpoint_io import in_host_memory
 from lightning_rl.run.dist import rank
 
@@ -68,7 +69,7 @@ class ModelExport:
             self._write_merged(place)
         else:
             policy.lm.save_pretrained(place, state_dict=self._weights)
-        policy.tokenizer.save_pretrained(place)
+        save_tokenizer(policy.tokenizer, place)
         policy.loading.copy_code(policy.model, place)
 
     def _gathered(self) -> dict[str, Tensor]:

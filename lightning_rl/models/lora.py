@@ -116,8 +116,10 @@ class LoRA:
         names = ("modules_to_save", "bias", "use_dora")
         return ", ".join(f"{n}={self.options[n]!r}" for n in names if n in self.options)
 
-    def attach(self, lm: PreTrainedModel) -> None:
+    def attach(self, lm: PreTrainedModel, linear: list[str] | None = None) -> None:
         """Add the adapters to ``lm``, in place; B starts at zero, so nothing changes yet.
+
+        ``linear`` are the full names of the layers that ``all-linear`` means; None: all there are.
 
         Raises:
             ConfigError: if peft is missing, or no layer has one of the names.
@@ -127,7 +129,7 @@ class LoRA:
         except ImportError as error:
             raise ConfigError("lora needs peft: `pip install 'peft>=0.17'`") from error
         everything = self.target_modules == ["all-linear"]
-        names = "all-linear" if everything else self.target_modules
+        names = (linear or "all-linear") if everything else self.target_modules
         options = {name: v for name, v in self.options.items() if name != "modules_to_save"}
         try:
             config = LoraConfig(

@@ -46,8 +46,12 @@ from lightning_rl.models.soundness import (
     require_exact_packing,
     require_sound,
 )
-from lightning_rl.models.tokenizer import load_tokenizer
+from lightning_rl.models.tokenizer import load_tokenizer, save_tokenizer
 from lightning_rl.run.dist import rank
+from lightning_rl.vision.batch import NAME as PICTURES, with_sight
+from lightning_rl.vision.embedding import scored_states
+from lightning_rl.vision.reader import reader_of, supported
+from lightning_rl.vision.training import Vision, seeing_parameters
 
 
 @configurable(model=model_of, lora=as_lora)
@@ -61,6 +65,7 @@ class Policy(nn.Module):
         gradient_checkpointing: recompute activations in backward: less memory, about a third
             more compute.
         lora: train adapters only; None: all weights.
+        vision: what is trained of the part of an image-text model that sees; None: nothing.
         compile_layers: let ``torch.compile`` make the layers faster; needs a C++ compiler, on CUDA
             Triton.
         cast_lm_head_to_fp32: compute logits in float32 whatever ``Trainer(precision=...)`` is.
@@ -79,6 +84,7 @@ class Policy(nn.Module):
         cast_lm_head_to_fp32: bool = False,
         loading: Loading = PLAIN,
         lm: PreTrainedModel | None = None,
+        vision: Vision | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -91,6 +97,8 @@ class Policy(nn.Module):
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])
         self.ends = end_tokens(self.tokenizer, self.lm.config)
+        self.reader = reader_of(self.tokenizer)
+        self.vision = self._seeing(vision)
         _disable_dropout(self.lm)
         # transformers recomputes activations in training mode only, and without dropout the mode
         # decides nothing else.
@@ -101,8 +109,8 @@ class Policy(nn.Module):
         if value_head is not None:
             value_head.configure(self.lm.base_model)
         if lora is not None:
-            lora.attach(self.lm)
-        require_exact_packing(self.lm, lambda pack: self(pack).logprobs)
+            lora.attach(self.lm, self._adapted())
+        require_exact_packing(self.lm, lambda pack: self(pack).logprobs, self.reader)
         if compile_layers:
             _compile(self.lm)
 
@@ -111,18 +119,13 @@ class Policy(nn.Module):
 
         Where weights are sharded, or packs computed by several ranks, these call it together.
         """
-        pack = with_host(pack)
+        pack = with_host(self.with_sight(pack))
         if self.sequence is not None:
             return self.sequence.scores(pack, self._scores)
         return self._scores(pack, build_layout(pack))
 
     def _scores(self, pack: TensorDict, layout: PackLayout) -> Scores:
-        hidden = self.lm.base_model(
-            input_ids=layout.input_ids[None],
-            position_ids=layout.position_ids[None],
-            use_cache=False,
-            layout=layout,
-        ).last_hidden_state[0]
+        hidden = self._states(pack, layout)
         cuts, min_p = settings_in_use(host_of(pack)["rollouts"])
         rollouts = pack["rollouts"][layout.rows]
         logprobs, entropy = token_logprobs(
@@ -141,6 +144,53 @@ class Policy(nn.Module):
         values = None if self.value_head is None else self.value_head(hidden, layout)
         return Scores(layout.live, logprobs, entropy, values)
 
+    def _states(self, pack: TensorDict, layout: PackLayout) -> Tensor:
+        """The body's last states (S, D) of a pack's layout."""
+        if "picture" in pack["tokens"]:
+            assert self.reader is not None
+            return scored_states(self.reader, self.lm, pack, layout)
+        states: Tensor = self.lm.base_model(
+            input_ids=layout.input_ids[None],
+            position_ids=layout.position_ids[None],
+            use_cache=False,
+            layout=layout,
+        ).last_hidden_state[0]
+        return states
+
+    def with_sight(self, batch: TensorDict) -> TensorDict:
+        """Let a batch know what its tokens see, and return it; one without pictures stays.
+
+        Raises:
+            ConfigError: for pictures, if the model reads none.
+            PictureError: if a row's pictures and placeholders do not agree.
+        """
+        if PICTURES not in batch:
+            return batch
+        if self.reader is None:
+            raise ConfigError(
+                f"model={self.model!r} ({type(self.lm).__name__}) reads no pictures, and there are "
+                f"some in what it is trained on; use one of {supported()}"
+            )
+        return with_sight(batch, self.reader)
+
+    def _seeing(self, vision: Vision | None) -> Vision | None:
+        """What is trained of the part that sees, of which the rest is frozen."""
+        if self.reader is not None:
+            vision = vision or Vision()
+            vision.freeze(type(self.reader.family), self.lm)
+        elif vision is not None:
+            raise ConfigError(
+                f"model={self.model!r} ({type(self.lm).__name__}) has no part that sees: leave out "
+                f"vision, or use one of {supported()}"
+            )
+        return vision
+
+    def _adapted(self) -> list[str] | None:
+        """The layers that a LoRA on all linear layers adapts; None: all that there are."""
+        if self.vision is None or self.reader is None:
+            return None
+        return self.vision.adapted(type(self.reader.family), self.lm)
+
     @torch.no_grad()
     def score(
         self, batch: TensorDict, name: str, max_tokens: int, rows: Tensor | None = None
@@ -153,7 +203,7 @@ class Policy(nn.Module):
         Raises:
             PackMemoryError: if that does not help, or other ranks cannot take part.
         """
-        hosted = with_host(batch)
+        hosted = with_host(self.with_sight(batch))
         tokens, length = batch["tokens"], host_of(hosted)["rollouts", "length"]
         rows = torch.arange(len(batch["rollouts"]), device="cpu") if rows is None else rows
         names = (name,) if self.value_head is None else (name, "values")
@@ -178,11 +228,16 @@ class Policy(nn.Module):
     def parameter_groups(self, value_lr: float | None) -> list[dict[str, Any]]:
         """Parameters to optimize: the LM, and the critic in its own group at ``value_lr``.
 
-        None: at the same learning rate.
+        None: at the same learning rate. What sees has its own group where it has a rate.
         """
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in self.lm.parameters() if p.requires_grad]}
-        ]
+        trained = [p for p in self.lm.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [{"params": trained}]
+        if self.vision is not None and self.vision.tower_lr is not None:
+            assert self.reader is not None
+            seeing = seeing_parameters(type(self.reader.family), self.lm)
+            groups[0]["params"] = [p for p in trained if id(p) not in seeing]
+            rest = [p for p in trained if id(p) in seeing]
+            groups.append({"params": rest, "lr": self.vision.tower_lr})
         if self.value_head is not None:
             own = {} if value_lr is None else {"lr": value_lr}
             groups.append({"params": list(self.value_head.parameters())} | own)
@@ -233,7 +288,7 @@ class Policy(nn.Module):
 
 def save_skeleton(model: str, directory: str | Path, loading: Loading = PLAIN) -> None:
     """Write a model's configuration and tokenizer, but no weights: an engine gets those pushed."""
-    load_tokenizer(model, loading).save_pretrained(directory)
+    save_tokenizer(load_tokenizer(model, loading), directory)
     load_config(model, loading).save_pretrained(directory)
     loading.copy_code(model, directory)
 

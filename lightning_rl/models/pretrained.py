@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -25,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION
 from lightning_rl.models.soundness import OTHER_MODEL, require_complete, require_finite
+from lightning_rl.vision.reader import attention, family_of, supported
 
 REFUSED = {
     "attn_implementation": "packed rollouts are computed by an attention of the library's own, "
@@ -106,6 +108,23 @@ def load_config(model: str, loading: Loading = PLAIN) -> PretrainedConfig:
     return config
 
 
+def lm_class(config: PretrainedConfig) -> Any:
+    """The auto class of a configuration's model: a causal LM, maybe one that reads pictures too.
+
+    Raises:
+        ConfigError: for one that reads pictures, but not in a way that is known here.
+    """
+    if family_of(config) is not None:
+        return AutoModelForImageTextToText
+    kind = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    if kind is not None and type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(
+            f"{kind.__name__} reads pictures in a way that is not known here; use one of "
+            f"{supported()}"
+        )
+    return AutoModelForCausalLM
+
+
 def load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
     """The causal LM of a model directory or hub name; on the meta device its shapes only.
 
@@ -159,12 +178,13 @@ def of_same_weights(lm: PreTrainedModel) -> PreTrainedModel:
 
 def _read_lm(model: str, loading: Loading) -> PreTrainedModel:
     # transformers needs accelerate to load to another device than the CPU.
+    config = load_config(model, loading)
     with torch.device("cpu"):
         # Master weights in float32; Trainer(precision=...) decides what computes.
-        lm, info = AutoModelForCausalLM.from_pretrained(
+        lm, info = lm_class(config).from_pretrained(
             model,
             dtype=torch.float32,
-            attn_implementation=ATTENTION,
+            attn_implementation=attention(config, ATTENTION),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, in our words
             **loading.of_model,
@@ -247,10 +267,11 @@ def _require_plain(lm: nn.Module) -> None:
             f"model: this {kind} carries an adapter; give the model without, and lora=LoRA() to "
             "train one"
         )
-    usual = AutoModelForCausalLM._model_mapping.get(type(lm.config), None)
+    auto = lm_class(lm.config)
+    usual = auto._model_mapping.get(type(lm.config), None)
     if type(lm) is not usual:
         raise ConfigError(
-            f"model: {kind} is not what AutoModelForCausalLM makes of a {type(lm.config).__name__}"
+            f"model: {kind} is not what {auto.__name__} makes of a {type(lm.config).__name__}"
             + (f" ({usual.__name__})" if usual else "")
             + "; register it there, or give another model"
         )
@@ -277,11 +298,13 @@ def without_weights() -> bool:
 def skeleton(
     config: PretrainedConfig,
     loading: Loading,
-    attention: str,
-    kind: type[AutoModel] | type[AutoModelForCausalLM] = AutoModelForCausalLM,
+    attention_name: str,
+    kind: type[AutoModel] | None = None,
 ) -> PreTrainedModel:
     """The model that ``from_pretrained`` would give, in float32, without reading its weights."""
-    made: PreTrainedModel = kind.from_config(
-        config, attn_implementation=attention, trust_remote_code=loading.trust_remote_code
+    made: PreTrainedModel = (kind or lm_class(config)).from_config(
+        config,
+        attn_implementation=attention(config, attention_name),
+        trust_remote_code=loading.trust_remote_code,
     )
     return made.float()

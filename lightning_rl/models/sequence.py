@@ -51,11 +51,17 @@ class SequenceRanks:
         config: of the model.
 
     Raises:
-        ConfigError: if it does not divide the number of ranks, or of the model's heads.
+        ConfigError: if it does not divide the number of ranks, or of the model's heads; if the
+            model sees pictures.
     """
 
     def __init__(self, size: int, config: PretrainedConfig) -> None:
         world = dist.get_world_size()
+        if hasattr(config, "vision_config"):
+            raise ConfigError(
+                f"sequence={size}: the tokens of a model that sees pictures ({config.model_type}) "
+                "cannot be shared between processes yet; set sequence: 1"
+            )
         if world % size:
             raise ConfigError(
                 f"sequence={size} does not divide the run's {world} processes; change it, or "

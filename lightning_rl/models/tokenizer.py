@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
@@ -12,15 +13,18 @@ from lightning_rl.models.pretrained import (
     PLAIN,
     Loading,
     has_code_of_its_own,
+    load_config,
     not_found,
     require_local,
 )
+from lightning_rl.vision.reader import PictureReader, load_reader, reader_of
 
 
 def load_tokenizer(model: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or hub name.
 
-    It may be a processor's, and so may its chat template.
+    It may be a processor's, and so may its chat template. Of a model that reads pictures it brings
+    what prepares them (:func:`~lightning_rl.vision.reader.reader_of`).
 
     Raises:
         ConfigError: if there is none, it needs code that is not trusted, or it has no
@@ -36,7 +40,16 @@ def load_tokenizer(model: str, loading: Loading = PLAIN) -> PreTrainedTokenizerB
             f"the tokenizer of model={model!r} has no eos_token, so no completion could end; "
             "set one and save it again"
         )
+    tokenizer.picture_reader = _read_reader(model, loading)
     return tokenizer
+
+
+def _read_reader(model: str, loading: Loading) -> PictureReader | None:
+    try:
+        config = load_config(model, loading)
+    except ConfigError:
+        return None  # a tokenizer may lie by itself
+    return load_reader(model, config, loading.of_files)
 
 
 def _read_tokenizer(model: str, loading: Loading) -> PreTrainedTokenizerBase:
@@ -68,6 +81,13 @@ def _read_processor(model: str, loading: Loading) -> Any:
                 f"be loaded: {str(error).strip().splitlines()[0]}; save both with the tokenizer"
             ) from error
     return None
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:
+    """Write a tokenizer, and the image processor beside it where its model reads pictures."""
+    tokenizer.save_pretrained(directory)
+    if (reader := reader_of(tokenizer)) is not None:
+        reader.family.processor.save_pretrained(directory)
 
 
 _OURS = ("conversation", "tokenize", "add_generation_prompt", "tools", "return_dict")

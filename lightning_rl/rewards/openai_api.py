@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from lightning_rl.config.schema import SchemaError, one_line, parsed, require_pydantic
 from lightning_rl.errors import ConfigError, LightningRLError, require_at_least
-from lightning_rl.rewards.remote import LONGEST_ASKED_S, ServerError, retry
+from lightning_rl.run.retry import LONGEST_ASKED_S, ServerError, retry
 
 T = TypeVar("T")
 

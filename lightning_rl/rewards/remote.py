@@ -1,16 +1,12 @@
 """Rewards that wait for something else: how many at once, how long, and how often to try."""
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
-
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.schema import one_line
-from lightning_rl.errors import ConfigError, LightningRLError, require_at_least
+from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rewards.calling import (
     PerSample,
     RewardFailure,
@@ -20,77 +16,7 @@ from lightning_rl.rewards.calling import (
     only_score,
 )
 from lightning_rl.rewards.log import RewardLog
-
-T = TypeVar("T")
-
-LONGEST_ASKED_S = 600.0
-"""How long a server may have us wait, at most; one that asks for more is not asked again."""
-_WORTH_A_WORD_S = 30.0
-"""A longer wait is said: a run that does nothing looks as if it hung."""
-
-
-class ServerError(LightningRLError):
-    """A server did not answer as it should; another attempt may help, after ``wait_s`` seconds."""
-
-    def __init__(self, message: str, wait_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.wait_s = wait_s
-
-
-# Of its own: waiting must not move the random numbers that the run is reproduced from.
-_jitter = random.Random()
-
-
-async def retry(
-    call: Callable[[], Awaitable[T]],
-    retries: int = 3,
-    timeout_s: float | None = None,
-    first_wait_s: float = 0.5,
-    longest_wait_s: float = 30.0,
-    on: tuple[type[Exception], ...] = (Exception,),
-) -> T:
-    """Await ``call()``, and again after an error, waiting twice as long each time.
-
-    The i-th wait (from 0) is between half and all of ``min(first_wait_s * 2**i, longest_wait_s)``,
-    so that many clients that failed together do not come back together. A :class:`ServerError`
-    that asks for a longer wait gets it, up to ``LONGEST_ASKED_S``; one that asks for more is
-    raised at once.
-
-    Args:
-        call: makes a new attempt.
-        retries: attempts after the first.
-        timeout_s: seconds per attempt; None: no limit.
-        first_wait_s: seconds before the first retry, at most.
-        longest_wait_s: seconds before any retry, at most.
-        on: errors after which to try again; others are raised at once. A timeout always counts.
-
-    Raises:
-        TimeoutError: if the last attempt took longer than ``timeout_s``.
-        Exception: whatever else the last attempt raised.
-    """
-    expected: tuple[type[Exception], ...] = (TimeoutError, *on)
-    for attempt in range(retries):
-        try:
-            return await _within(timeout_s, call)
-        except expected as error:
-            asked = error.wait_s if isinstance(error, ServerError) else 0.0
-            if asked > LONGEST_ASKED_S:
-                raise
-            if asked > _WORTH_A_WORD_S:
-                rank_zero_warn(f"waiting for {asked:g} s, as it is asked for: {error}")
-            wait = min(first_wait_s * 2**attempt, longest_wait_s) * _jitter.uniform(0.5, 1.0)
-            await asyncio.sleep(max(wait, asked))
-    return await _within(timeout_s, call)
-
-
-async def _within(timeout_s: float | None, call: Callable[[], Awaitable[T]]) -> T:
-    try:
-        async with asyncio.timeout(timeout_s) as limit:
-            return await call()
-    except TimeoutError as error:
-        if limit.expired():  # else it is the call's own, which says more
-            raise TimeoutError(f"no answer within timeout_s={timeout_s}") from error
-        raise
+from lightning_rl.run.retry import retry
 
 
 @configurable

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lightning_rl.agents.base import completion_of
 from lightning_rl.agents.rows import Captured, captured
 from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.rollouts import common, data_with_engine, pushed_engine
@@ -94,7 +95,7 @@ def _answers(made: Remade, recorded: Rollout, calls: list[Captured]) -> list[Com
         free = replace(data.sampling, max_tokens=count, stop=[], structured_outputs=None)
         sampling = free.of(sampled)
         engine = data.engine.of_role(one.role)
-        return await engine.generate(one.prompt_ids, sampling, one.call.seed)
+        return await completion_of(engine, one.prompt_ids, one.pictures, sampling, one.call.seed)
 
     async def ask_all() -> list[Completion]:
         return list(await asyncio.gather(*map(ask, calls)))

@@ -8,7 +8,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.config.schema import one_line
 from lightning_rl.games.staged.jobs import FineTuneJobs, JobReport, JobRequest, JobStatus
 from lightning_rl.rewards.openai_api import OPENAI_URL, APIRefusal, PatientAPI
-from lightning_rl.rewards.remote import ServerError
+from lightning_rl.run.retry import ServerError
 
 _TAG = "lightning_rl"
 """The field of a job's metadata that holds its key."""

@@ -13,7 +13,7 @@ from lightning_rl.games.staged.jobs import JobReport, JobRequest, JobStatus
 from lightning_rl.games.staged.openai_jobs import OpenAIFineTuning
 from lightning_rl.games.staged.training_sets import Demonstrations, Example, Pair, Preferences
 from lightning_rl.rewards.openai_api import APIRefusal
-from lightning_rl.rewards.remote import ServerError
+from lightning_rl.run.retry import ServerError
 from tests.support.openai_server import OpenAIServer, raw, said
 from tests.support.serving import serving
 

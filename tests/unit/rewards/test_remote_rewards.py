@@ -6,7 +6,8 @@ import pytest
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.calling import RewardFailure
-from lightning_rl.rewards.remote import Remote, retry
+from lightning_rl.rewards.remote import Remote
+from lightning_rl.run.retry import retry
 
 
 class Flaky:

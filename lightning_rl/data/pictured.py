@@ -1,0 +1,82 @@
+"""Pictures of prompts: which columns of a table hold some, and where a row has its own."""
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from lightning_rl.rollout import Message, Picture
+from lightning_rl.vision.limits import PictureAccess, PictureLimits
+from lightning_rl.vision.loading import load_picture
+from lightning_rl.vision.messages import has_pictures, pictures_of, require_few, with_sources
+
+
+def as_stored(features: Any) -> Any:
+    """Features of 🤗 datasets that leave pictures as they are stored; None if there are none.
+
+    Decoded, a picture is a hundred times as large, and a broken one is an error of the whole row.
+    """
+    import datasets
+
+    found = False
+
+    def changed(feature: Any) -> Any:
+        nonlocal found
+        if isinstance(feature, Mapping):
+            return {name: changed(inner) for name, inner in feature.items()}
+        if isinstance(feature, datasets.LargeList):
+            return datasets.LargeList(changed(feature.feature))
+        if isinstance(feature, datasets.List):
+            return datasets.List(changed(feature.feature), length=feature.length)
+        if isinstance(feature, datasets.Image):
+            found = True
+            return datasets.Image(mode=feature.mode, decode=False)
+        return feature
+
+    stored = datasets.Features(changed(features)) if features else None
+    return stored if found else None
+
+
+class PictureSource:
+    """Reads the pictures of rows, when they are drawn.
+
+    Args:
+        column: of pictures beside the prompt.
+        limits: bounds.
+        base: the folder of relative paths; None: the working directory.
+        access: what a row may name.
+    """
+
+    def __init__(
+        self,
+        column: str | None,
+        limits: PictureLimits,
+        base: str | PathLike[str] | None,
+        access: PictureAccess,
+    ) -> None:
+        self.column = column
+        self._given = (limits, base, access)
+        self._limits = limits
+
+    def of(
+        self, prompt: str | list[Message], columns: dict[str, Any]
+    ) -> tuple[str | list[Message], list[Picture]]:
+        """A prompt as templates take it, and its pictures; their column is taken from the others.
+
+        Raises:
+            PictureError: if one cannot be had, or is beyond a bound.
+        """
+        sources = _listed(None if self.column is None else columns.pop(self.column, None))
+        if isinstance(prompt, str):
+            require_few(len(sources), self._limits)
+            return prompt, [load_picture(source, *self._given) for source in sources]
+        if sources:
+            require_few(len(sources), self._limits)
+            prompt = with_sources(prompt, sources)
+        return pictures_of(prompt, *self._given) if has_pictures(prompt) else (prompt, [])
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    """What a column holds: several pictures, one, or none."""
+    if given is None:
+        return []
+    return given if isinstance(given, list | tuple) else [given]

@@ -1,0 +1,64 @@
+"""What an engine computes where rows that it writes see pictures."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_rl.vision.embedding import as_position_ids, picture_inputs
+from lightning_rl.vision.families import Family, Prepared
+from lightning_rl.vision.seen import SeenText
+
+
+def seeing_output(
+    family: Family,
+    lm: PreTrainedModel,
+    seen: Sequence[SeenText | None],
+    input_ids: Tensor,
+    position_ids: Tensor,
+    past_key_values: Any,
+    attention_mask: Tensor | None = None,
+) -> Any:
+    """``logits`` (N, 1, V) of the last of N x T tokens, and ``past_key_values``.
+
+    ``position_ids`` (N, T) are the tokens' indices in their rows' texts, and ``seen`` (N) says what
+    those see; None of a text without pictures. What lies before a row's first token, as padding,
+    has its index 0, and sees what that one does: nothing looks at it.
+    """
+    index = position_ids.cpu()
+    positions = torch.stack([_positions(family, s, i) for s, i in zip(seen, index, strict=True)], 1)
+    picture, part, shown = _shown(seen, index)
+    inputs = picture_inputs(family, lm, input_ids, picture, part, shown.__getitem__)
+    output = family.language_model(lm)(
+        **inputs,
+        attention_mask=attention_mask,
+        position_ids=as_position_ids(positions.to(input_ids.device)),
+        past_key_values=past_key_values,
+        use_cache=True,
+    )
+    logits = lm.get_output_embeddings()(output.last_hidden_state[:, -1:])
+    return SimpleNamespace(logits=logits, past_key_values=output.past_key_values)
+
+
+def _positions(family: Family, seen: SeenText | None, index: Tensor) -> Tensor:
+    """Positions (axes, T) of the tokens of a row at these indices (T,)."""
+    return index.expand(family.axes, -1) if seen is None else seen.positions(index)
+
+
+def _shown(seen: Sequence[SeenText | None], index: Tensor) -> tuple[Tensor, Tensor, list[Prepared]]:
+    """Which picture, and which part of it, each token sees (N, T); all pictures, each once."""
+    picture, part = torch.full_like(index, -1), torch.zeros_like(index)
+    numbers: dict[Prepared, int] = {}
+    for line, (text, at) in enumerate(zip(seen, index, strict=True)):
+        if text is None or int(at.min()) >= text.end:
+            continue
+        own, parts = text.sees(text.end)
+        inside = at < text.end
+        picture[line, inside], part[line, inside] = own[at[inside]], parts[at[inside]]
+        known = [numbers.setdefault(one, len(numbers)) for one in text.pictures]
+        sees = picture[line] >= 0
+        picture[line, sees] = torch.tensor(known)[picture[line, sees]]
+    return picture, part, list(numbers)

@@ -1,0 +1,76 @@
+"""What a language model gets in place of token ids where some of the tokens see pictures."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_rl.vision.batch import NAME, pictures_in
+from lightning_rl.vision.families import Family, Prepared
+from lightning_rl.vision.reader import PictureReader
+
+
+def picture_inputs(
+    family: Family,
+    lm: PreTrainedModel,
+    input_ids: Tensor,
+    picture: Tensor,
+    part: Tensor,
+    prepared: Callable[[int], Prepared],
+) -> dict[str, Any]:
+    """Arguments of the language model for N lines of T tokens, some of which see pictures.
+
+    The tower runs once, on each picture that any token sees: where many rows share one, it is
+    computed once, and its gradient is the sum of theirs.
+
+    Args:
+        family: of the model.
+        lm: the model.
+        input_ids: (N, T).
+        picture: (N, T) on the CPU, the number of the picture that a token sees; -1: it is text.
+        part: (N, T) on the CPU, which placeholder of the picture the token is.
+        prepared: the picture of a number.
+    """
+    embedded = lm.get_input_embeddings()(input_ids)
+    at = (picture >= 0).nonzero(as_tuple=True)
+    numbers, place = picture[at].unique(return_inverse=True)
+    shown = [prepared(number) for number in numbers.tolist()]
+    if not shown:
+        return {"inputs_embeds": embedded}
+    counts = torch.tensor([one.count for one in shown], device="cpu")
+    index = (counts.cumsum(0) - counts)[place] + part[at]
+    rows, columns, index = (one.to(embedded.device, non_blocking=True) for one in (*at, index))
+    return family.inputs(embedded, (rows, columns), index, family.features(lm, shown))
+
+
+def scored_states(reader: PictureReader, lm: PreTrainedModel, pack: TensorDict, layout: Any) -> Any:
+    """The body's last states (S, D) of a pack that knows what its tokens see.
+
+    ``layout`` has the S ``tokens`` of the pack that are computed, and goes to the attention.
+    """
+    tokens, family = pack["tokens"], reader.family
+    picture, part = (tokens[name][layout.tokens][None].cpu() for name in ("picture", "part"))
+    all_pictures = pictures_in(pack[NAME])
+    inputs = picture_inputs(
+        family,
+        lm,
+        layout.input_ids[None],
+        picture,
+        part,
+        lambda number: reader.prepare(all_pictures[number]),
+    )
+    output = family.language_model(lm)(
+        **inputs,
+        position_ids=as_position_ids(tokens["positions"][layout.tokens].T[:, None]),
+        use_cache=False,
+        layout=layout,
+    )
+    return output.last_hidden_state[0]
+
+
+def as_position_ids(positions: Tensor) -> Tensor:
+    """Positions (axes, N, T) as models take them: of one axis alone (N, T)."""
+    return positions[0] if len(positions) == 1 else positions

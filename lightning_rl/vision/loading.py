@@ -1,0 +1,219 @@
+"""Pictures from wherever they are, checked before they are decoded."""
+
+import base64
+import binascii
+import hashlib
+import os
+import warnings
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.request import url2pathname
+
+from PIL import Image, ImageOps
+
+from lightning_rl.config.schema import one_line
+from lightning_rl.errors import PictureError, kind_of_path
+from lightning_rl.rollout import Picture
+from lightning_rl.vision.fetching import fetched, shown_url, too_many_bytes
+from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Kinds of files that are read. Every further decoder is one more that strangers' bytes reach."""
+_FAULTS = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+"""What Pillow raises for files that are none, or are broken."""
+
+
+def load_picture(
+    source: Any,
+    limits: PictureLimits,
+    base: str | os.PathLike[str] | None = None,
+    access: PictureAccess = OWN,
+) -> Picture:
+    """The picture that a source names or holds. It has been decoded once, so it can be again.
+
+    Args:
+        source: a path, a ``file://``, ``http(s)://`` or ``data:`` URL, a file's bytes, what an
+            Image column of 🤗 datasets holds (``{"bytes": ..., "path": ...}``), or a PIL image,
+            which becomes a PNG file.
+        limits: bounds.
+        base: the folder of relative paths; None: the working directory.
+        access: what the source may name.
+
+    Raises:
+        PictureError: naming the source, what is wrong with it, and the fix.
+    """
+    if isinstance(source, Picture):
+        return source
+    if isinstance(source, Mapping) and {"bytes", "path"} & set(source):
+        inner = source.get("bytes")
+        if inner is None and source.get("path"):
+            return load_picture(source["path"], limits, base, access)
+        if isinstance(inner, bytes):
+            name = source.get("path")
+            return _checked(inner, one_line(name, 120) if name else _size_of(inner), limits)
+    if isinstance(source, Image.Image):
+        name = f"an image of {source.width}×{source.height} pixels"
+        _require_pixels(name, source.size, limits)
+        return _checked(_as_png(source), name, limits)
+    if isinstance(source, bytes | bytearray | memoryview):
+        return _checked(bytes(source), _size_of(source), limits)
+    if isinstance(source, str | os.PathLike):
+        return _named(os.fspath(source), limits, base, access)
+    raise PictureError(
+        f"{one_line(repr(source), 80)} is no picture; expected a path, a URL, a file's bytes, or "
+        '{"bytes": ..., "path": ...}'
+    )
+
+
+def decode(picture: Picture) -> Image.Image:
+    """The picture in RGB as it is to be seen, ``(width, height)`` of the record.
+
+    It is turned as EXIF says, transparency is white, and of an animation it is the first frame.
+
+    Raises:
+        PictureError: if the file is broken.
+    """
+    return _decoded(picture.data, f"picture {picture.digest[:12]}")
+
+
+def _named(
+    source: str, limits: PictureLimits, base: str | os.PathLike[str] | None, access: PictureAccess
+) -> Picture:
+    scheme = source.partition(":")[0].lower()
+    if scheme == "data":
+        name = f"{one_line(source.partition(',')[0], 60)},… ({len(source):,} characters)"
+        return _checked(_of_data_url(source, name, limits), name, limits)
+    if scheme in ("http", "https"):
+        return _checked(fetched(source, limits, access), shown_url(source), limits)
+    if not access.files:
+        raise PictureError(
+            f"{one_line(source, 120)!r} is neither an http(s) URL nor a data: URI, and files "
+            "cannot be named here; send the picture itself as a data: URI"
+        )
+    if scheme == "file":
+        source = url2pathname(urlsplit(source).path)
+    elif "://" in source:
+        raise PictureError(
+            f"{one_line(source, 120)!r}: {scheme}:// is not read; download the picture and name "
+            "its file, or an http(s) URL"
+        )
+    path = Path(base or "", source)
+    return _checked(_read(path, limits), one_line(path, 200), limits)
+
+
+def _of_data_url(source: str, name: str, limits: PictureLimits) -> bytes:
+    head, comma, body = source.partition(",")
+    if not comma:
+        raise PictureError(f"{name} has no comma; expected data:image/png;base64,...")
+    if not head.lower().rstrip().endswith(";base64"):
+        return unquote_to_bytes(body)
+    return from_base64(body, name, limits)
+
+
+def from_base64(text: str, name: str, limits: PictureLimits) -> bytes:
+    """The bytes that a base64 text stands for; it may have line breaks, and lack its padding.
+
+    Raises:
+        PictureError: if it is none, or too long.
+    """
+    if len(text) > 2 * limits.max_bytes:  # 4/3 and line breaks; more is not worth copying
+        raise too_many_bytes(name, f"some {len(text) * 3 // 4:,}", limits)
+    compact = "".join(unquote_to_bytes(text).decode("latin-1").split()).rstrip("=")
+    try:
+        return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise PictureError(f"{name} is not base64 ({error}); encode the file anew") from error
+
+
+def _read(path: Path, limits: PictureLimits) -> bytes:
+    try:
+        if kind := kind_of_path(path):
+            raise PictureError(f"{one_line(path, 200)} is {kind}, no picture; name a file")
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limits.max_bytes:
+                raise too_many_bytes(one_line(path, 200), f"{size:,}", limits)
+            return file.read(limits.max_bytes + 1)
+    except FileNotFoundError as error:
+        raise PictureError(
+            f"{one_line(path, 200)} does not exist; correct the path, which is relative to the "
+            "file that names it"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise PictureError(f"{one_line(path, 200)} cannot be read: {one_line(error)}") from error
+
+
+def _checked(data: bytes, name: str, limits: PictureLimits) -> Picture:
+    """The record of a file's bytes, after a look at its header and then at all of it."""
+    if len(data) > limits.max_bytes:
+        raise too_many_bytes(name, f"{len(data):,}", limits)
+    _require_pixels(name, _opened(data, name).size, limits)
+    width, height = _decoded(data, name).size
+    return Picture(hashlib.sha256(data).hexdigest(), width, height, data)
+
+
+def _require_pixels(name: str, size: tuple[int, int], limits: PictureLimits) -> None:
+    width, height = size
+    if width * height > limits.max_pixels:
+        raise PictureError(
+            f"{name} has {width}×{height} = {width * height:,} pixels, more than "
+            f"max_pixels={limits.max_pixels:,}; shrink the picture, or raise it"
+        )
+    if width * height == 0:
+        raise PictureError(f"{name} has {width}×{height} pixels; replace the picture")
+
+
+def _opened(data: bytes, name: str) -> Image.Image:
+    """Only its header has been read."""
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns of what is within a bound that the user raised, and is no user's error.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            return Image.open(BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise PictureError(f"{name} is too large for Pillow: {one_line(error)}") from error
+    except _FAULTS as error:
+        begin = "is empty" if not data else f"begins with {data[:8]!r}"
+        raise PictureError(
+            f"{name} is not a PNG, JPEG, WebP or GIF file: it {begin}; convert or replace it"
+        ) from error
+
+
+def _decoded(data: bytes, name: str) -> Image.Image:
+    image = _opened(data, name)
+    try:
+        return _as_seen(image)
+    except _FAULTS as error:
+        raise PictureError(
+            f"{name} cannot be decoded: {one_line(error) or type(error).__name__}; it may be cut "
+            "short: replace the file"
+        ) from error
+
+
+def _as_seen(image: Image.Image) -> Image.Image:
+    """In RGB, turned as EXIF says, and on white."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16 bits of grey, of which Pillow would clip all above 255
+        image = image.point(lambda grey: grey / 256).convert("L")
+    if image.has_transparency_data:
+        seen = image.convert("RGBA")
+        white = Image.new("RGBA", seen.size, "white")
+        white.alpha_composite(seen)
+        image = white
+    return image.convert("RGB")
+
+
+def _as_png(image: Image.Image) -> bytes:
+    file = BytesIO()
+    try:
+        _as_seen(image).save(file, "PNG")
+    except _FAULTS as error:  # one that was opened, and not read yet
+        raise PictureError(f"an image of PIL cannot be decoded: {one_line(error)}") from error
+    return file.getvalue()
+
+
+def _size_of(data: Any) -> str:
+    return f"a picture of {len(data):,} bytes"

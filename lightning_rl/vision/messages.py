@@ -1,0 +1,159 @@
+"""Chats with pictures, in every form that clients and data sets write them."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_rl.config.schema import one_line
+from lightning_rl.errors import PictureError
+from lightning_rl.rollout import Message, Picture
+from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
+from lightning_rl.vision.loading import from_base64, load_picture
+
+IMAGE_KINDS = ("image", "image_url", "input_image")
+"""Types of content parts that hold a picture."""
+TEXT_KINDS = ("text", "input_text", "output_text")
+"""Types of content parts that hold text."""
+_HELD_AS = ("image", "url", "path")
+"""Names by which 🤗 chats give a picture's source."""
+
+
+def pictures_of(
+    messages: Sequence[Message],
+    limits: PictureLimits,
+    base: str | os.PathLike[str] | None = None,
+    access: PictureAccess = OWN,
+) -> tuple[list[Message], list[Picture]]:
+    """The chat as chat templates want it, and its pictures in their order.
+
+    Pictures become ``{"type": "image"}``, texts ``{"type": "text", "text": ...}``; other parts,
+    messages whose content is a text, and ``messages`` itself stay as they are.
+
+    Args:
+        messages: with content parts of OpenAI's API (``image_url``, ``input_image``), Anthropic's
+            (``image`` with a ``source``), or 🤗 chats (``image`` with ``image``, ``url``, ``path``
+            or ``base64``).
+        limits: bounds of each picture, and of their number.
+        base: as of :func:`load_picture`.
+        access: as of :func:`load_picture`.
+
+    Raises:
+        PictureError: for a picture that cannot be had or is beyond a bound, or too many.
+    """
+    require_few(sum(_count(message) for message in messages), limits)
+    pictures: list[Picture] = []
+
+    def read(part: Any) -> Any:
+        if is_picture(part):
+            pictures.append(load_picture(_source_of(part, limits), limits, base, access))
+            return {"type": "image"}
+        if isinstance(part, Mapping) and part.get("type") in TEXT_KINDS:
+            return {"type": "text", "text": part.get("text")}
+        return part
+
+    changed = [
+        {**message, "content": [read(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+    return changed, pictures
+
+
+def with_sources(messages: Sequence[Message], sources: Sequence[Any]) -> list[Message]:
+    """The chat with pictures that stand beside it, as in a column ``images``, in their places.
+
+    Places are content parts ``{"type": "image"}`` without a source, filled in their order; in a
+    chat without any, the pictures precede the text of the user's first message.
+
+    Raises:
+        PictureError: if there are more places than pictures, or the reverse.
+    """
+    places = sum(_is_place(part) for message in messages for part in _parts(message))
+    if not places and sources:
+        first = next((n for n, m in enumerate(messages) if m.get("role") == "user"), 0)
+        opened = [{"type": "image"}] * len(sources)
+        changed = [dict(message) for message in messages]
+        text = changed[first].get("content")
+        rest = text if isinstance(text, list) else [{"type": "text", "text": text}]
+        changed[first]["content"] = [*opened, *rest]
+        return with_sources(changed, sources)
+    if places != len(sources):
+        raise PictureError(
+            f"{len(sources)} pictures are given, and the chat has {places} places "
+            '{"type": "image"}; give one picture for each place'
+        )
+    left = iter(sources)
+    return [
+        {
+            **message,
+            "content": [
+                {"type": "image", "image": next(left)} if _is_place(part) else part
+                for part in message["content"]
+            ],
+        }
+        if _parts(message)
+        else message
+        for message in messages
+    ]
+
+
+def has_pictures(messages: Sequence[Message]) -> bool:
+    """Whether any content part is a picture."""
+    return any(map(_count, messages))
+
+
+def is_picture(part: Any) -> bool:
+    """Whether a content part is a picture, with its source or without."""
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS
+
+
+def require_few(count: int, limits: PictureLimits) -> None:
+    """Check the number of a prompt's pictures.
+
+    Raises:
+        PictureError: if there are too many.
+    """
+    if count > limits.max_per_prompt:
+        raise PictureError(
+            f"there are {count} pictures, more than max_per_prompt={limits.max_per_prompt}; leave "
+            "some out, or raise it"
+        )
+
+
+def _parts(message: Message) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _count(message: Message) -> int:
+    return sum(map(is_picture, _parts(message)))
+
+
+def _is_place(part: Any) -> bool:
+    """Whether a part is a picture without a source; tables fill missing fields with None."""
+    return is_picture(part) and all(part[key] is None for key in part if key != "type")
+
+
+def _source_of(part: Mapping[str, Any], limits: PictureLimits) -> Any:
+    """What :func:`load_picture` takes."""
+    held = part.get("image_url")  # OpenAI's: an object for chats, a text for responses
+    held = held.get("url") if isinstance(held, Mapping) else held
+    if isinstance(held, str):
+        return held
+    source = part.get("source")  # Anthropic's
+    if isinstance(source, Mapping):
+        if source.get("type") == "url" and isinstance(source.get("url"), str):
+            return source["url"]
+        if source.get("type") == "base64" and isinstance(source.get("data"), str):
+            return from_base64(source["data"], "source.data", limits)
+    if isinstance(part.get("base64"), str):
+        return from_base64(part["base64"], "base64", limits)
+    for name in _HELD_AS:
+        if part.get(name) is not None:
+            return part[name]
+    shown = {key: one_line(value, 30) for key, value in part.items()}
+    raise PictureError(
+        f"a content part {one_line(shown, 120)} names no picture; expected image_url, a source of "
+        f"type url or base64, or one of {', '.join(_HELD_AS)}, base64"
+    )

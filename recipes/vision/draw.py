@@ -1,0 +1,105 @@
+"""Questions about pictures: count shapes, read a number, find the odd one out.
+
+Each task draws a picture of 56 to 112 pixels a side, and knows the answer. Sides are multiples of
+28, the side of what becomes one token of the model.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw, ImageFont
+
+COLORS = {
+    "red": (214, 40, 40),
+    "green": (42, 157, 70),
+    "blue": (40, 84, 214),
+    "black": (30, 30, 30),
+}
+SHAPES = ("circle", "square", "triangle")
+PAPERS = [(255, 255, 255), (246, 240, 222), (226, 236, 246)]
+MOST_COUNTED = 5
+
+
+@dataclass(frozen=True)
+class Question:
+    """A picture, what is asked about it, and the only right answer."""
+
+    task: str
+    picture: Image.Image
+    text: str
+    answer: str
+
+
+def count(rng: random.Random) -> Question:
+    """How many shapes of one colour there are among others; none overlap."""
+    asked, *others = rng.sample(list(COLORS), len(COLORS))
+    wanted = rng.randint(1, MOST_COUNTED)
+    colors = [asked] * wanted + rng.choices(others, k=rng.randint(0, 3))
+    picture, pen = _paper(rng, 84, 84)
+    cells = rng.sample([(x, y) for x in range(3) for y in range(3)], len(colors))
+    for color, (x, y) in zip(colors, cells, strict=True):
+        jitter = rng.uniform(-4, 4), rng.uniform(-4, 4)
+        centre = 28 * x + 14 + jitter[0], 28 * y + 14 + jitter[1]
+        _shape(pen, rng.choice(SHAPES), centre, rng.uniform(7, 9), COLORS[color])
+    return Question("count", picture, f"How many {asked} shapes?", str(wanted))
+
+
+def read(rng: random.Random) -> Question:
+    """Which two-digit number is written."""
+    number = str(rng.randint(10, 99))
+    width, height = rng.choice([(84, 56), (112, 56)])
+    picture, pen = _paper(rng, width, height)
+    font = ImageFont.load_default(rng.randint(30, 38))
+    left, top, right, bottom = pen.textbbox((0, 0), number, font=font)
+    x = rng.uniform(2, width - (right - left) - 2) - left
+    y = rng.uniform(2, height - (bottom - top) - 2) - top
+    pen.text((x, y), number, font=font, fill=COLORS[rng.choice(list(COLORS))])
+    return Question("read", picture, "Which number?", number)
+
+
+def odd(rng: random.Random) -> Question:
+    """Where in a grid of equal shapes the one is that differs, in colour or in shape."""
+    shape, other_shape = rng.sample(SHAPES, 2)
+    color, other_color = rng.sample(list(COLORS), 2)
+    by_color = rng.random() < 0.5
+    columns, rows = rng.choice([(2, 3), (3, 3), (3, 2)])
+    place = rng.randrange(columns), rng.randrange(rows)
+    picture, pen = _paper(rng, 28 * columns, 28 * rows)
+    for x in range(columns):
+        for y in range(rows):
+            differs = (x, y) == place
+            centre = 28 * x + 14 + rng.uniform(-2, 2), 28 * y + 14 + rng.uniform(-2, 2)
+            kind = other_shape if differs and not by_color else shape
+            fill = other_color if differs and by_color else color
+            _shape(pen, kind, centre, 9, COLORS[fill])
+    text = "Which row and column differs?"
+    return Question("odd", picture, text, f"{place[1] + 1},{place[0] + 1}")
+
+
+TASKS: dict[str, Callable[[random.Random], Question]] = {"count": count, "read": read, "odd": odd}
+
+
+def _paper(rng: random.Random, width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    picture = Image.new("RGB", (width, height), rng.choice(PAPERS))
+    return picture, ImageDraw.Draw(picture)
+
+
+def _shape(
+    pen: ImageDraw.ImageDraw,
+    shape: str,
+    centre: tuple[float, float],
+    radius: float,
+    fill: tuple[int, int, int],
+) -> None:
+    x, y = centre
+    if shape == "circle":
+        pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
+    elif shape == "square":
+        side = radius * math.sqrt(math.pi) / 2  # of the circle's area
+        pen.rectangle((x - side, y - side, x + side, y + side), fill=fill)
+    else:
+        pen.regular_polygon((x, y, radius * 1.2), 3, fill=fill)

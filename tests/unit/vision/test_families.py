@@ -1,0 +1,296 @@
+"""Families of image-text models: what they make of pictures equals transformers' own forward."""
+
+import asyncio
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from lightning_rl.data.packing import pack_rollouts, select
+from lightning_rl.engines.sampling import Sampling
+from lightning_rl.engines.transformers import TransformersEngine
+from lightning_rl.errors import ConfigError, PictureError
+from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.rollout import Placed, Prompt, Rollout, Row
+from lightning_rl.vision.reader import encode
+from lightning_rl.vision.training import Vision
+from tests.support.tiny_vision import FAMILIES, picture, save_vision_model
+
+SMALL, WIDE, TALL = picture(1), picture(2, 64, 32), picture(3, 32, 48)
+SAMPLING = Sampling(max_tokens=6)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, tmp_path_factory):
+    return save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def asked(policy, pictures, text="What?", number="p"):
+    """A prompt of a chat that begins with the pictures."""
+    parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+    messages = [{"role": "user", "content": parts}]
+    rendered = policy.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    ids, places = encode(policy.tokenizer, rendered, pictures, special=False)
+    return Prompt(number, messages, ids, pictures=list(pictures), places=places)
+
+
+def answered(prompt, token_ids, group="g", more=(), index=0):
+    """A rollout; ``more`` are pictures that an environment shows after what was written."""
+    row = Row.of(prompt)
+    row.append_written(list(token_ids), [0.0] * len(token_ids), [0] * len(token_ids))
+    for given, placed in more:
+        row.append_given(given, placed)
+        row.append_written([70, 71], [0.0] * 2, [0] * 2)
+    return Rollout(prompt, group, index, 0, rows=[row], reward=1.0)
+
+
+def shown(policy, *pictures):
+    """Given tokens with pictures among them, and their places."""
+    mark = policy.reader.family.placeholder
+    marks = [token for _ in pictures for token in (mark, 41)]
+    ids, places = policy.reader.expand([40, *marks], pictures)
+    return ids, [Placed(*pair) for pair in zip(places, pictures, strict=True)]
+
+
+def by_transformers(policy, rollout):
+    """Logprobs of the model's own tokens, from transformers' forward on the pixels."""
+    row = rollout.rows[0]
+    ids = torch.tensor([row.prompt_ids + row.token_ids])
+    family = policy.reader.family
+    lm = AutoModelForImageTextToText.from_pretrained(policy.model, dtype=policy.lm.dtype)
+    lm.load_state_dict(policy.lm.state_dict())
+    prepared = [policy.reader.prepare(p) for p in row.pictures]
+    own = family.own_inputs(prepared, ids) if prepared else {}
+    logits = lm.eval()(input_ids=ids, **own).logits[0, :-1]
+    logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+    mask = torch.tensor([False] * len(row.prompt_ids) + row.loss_mask)[1:]
+    return logprobs[mask]
+
+
+def several(policy):
+    """Shared pictures, pictures beside each other, and some that come in later turns."""
+    one, two = asked(policy, [SMALL], number="a"), asked(policy, [WIDE, SMALL], "Both?", "b")
+    plain = asked(policy, [], "Text.", "c")
+    return [
+        answered(one, [60, 61, 62], "a"),
+        answered(one, [63, 60], "a", [shown(policy, TALL)], 1),
+        answered(two, [60, 61], "b", [shown(policy, SMALL, WIDE), shown(policy, TALL)]),
+        answered(plain, [64, 65, 66], "c"),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_packed_scores_are_those_of_transformers(model, dtype):
+    policy = Policy(str(model))
+    policy.lm.to(dtype)
+    rollouts = several(policy)
+    with torch.no_grad():
+        packed = policy(pack_rollouts(rollouts)).logprobs
+        alone = torch.cat([by_transformers(policy, r) for r in rollouts])
+    # Norms of transformers round to float32, whatever the weights are.
+    assert (packed - alone).abs().max() < (2e-6 if dtype.itemsize == 8 else 2e-5)
+
+
+def test_pictures_matter(model):
+    policy = Policy(str(model))
+    with torch.no_grad():
+        one, other = (
+            policy(pack_rollouts([answered(asked(policy, [p]), [60, 61])])).logprobs
+            for p in (picture(1), picture(9))
+        )
+    assert (one - other).abs().max() > 1e-3
+
+
+def test_prompts_of_equal_tokens_and_other_pictures_are_not_shared(model):
+    policy = Policy(str(model))
+    rollouts = [
+        answered(asked(policy, [picture(seed)], number=str(seed)), [60, 61], str(seed))
+        for seed in (1, 9)
+    ]
+    assert rollouts[0].prompt.token_ids == rollouts[1].prompt.token_ids
+    batch = pack_rollouts(rollouts)
+    assert batch["rollouts", "prefix"].tolist() == [0, 1]
+    with torch.no_grad():
+        alone = torch.cat([policy(pack_rollouts([r])).logprobs for r in rollouts])
+        assert torch.allclose(policy(batch).logprobs, alone, atol=2e-5)
+
+
+def test_order_of_a_pack_does_not_matter(model):
+    policy = Policy(str(model))
+    rollouts = several(policy)
+    batch = policy.with_sight(pack_rollouts(rollouts))
+    with torch.no_grad():
+        whole = policy.score(batch, "logprobs", 10_000)["tokens", "logprobs"].clone()
+        order = torch.tensor([2, 0, 3, 1])
+        turned = policy.score(select(batch, order), "logprobs", 10_000)["tokens"]
+        cut = policy.score(batch, "logprobs", 1)["tokens", "logprobs"]  # a pack for each
+    lengths = batch["rollouts", "length"].tolist()
+    parts = whole.split(lengths)
+    assert torch.allclose(torch.cat([parts[i] for i in order]), turned["logprobs"], atol=2e-5)
+    assert torch.allclose(whole, cut, atol=2e-5)
+
+
+def count_features(policy):
+    """The pictures of each run of the tower."""
+    runs, family = [], policy.reader.family
+    original = family.features
+
+    def features(lm, pictures):
+        runs.append(len(pictures))
+        return original(lm, pictures)
+
+    family.features = features
+    return runs
+
+
+def test_a_picture_is_seen_once_per_pack_and_its_gradient_is_the_sum(model):
+    policy = Policy(str(model), vision=Vision(train_tower=True, train_projector=True))
+    policy.lm.double()
+    one, other = asked(policy, [SMALL, TALL], number="a"), asked(policy, [SMALL], "Now?", "b")
+    rollouts = [answered(one, [60 + i, 61], "a", index=i) for i in range(4)]
+    rollouts += [answered(other, [70, 61 + i], "b", index=i) for i in range(3)]
+    runs = count_features(policy)
+    policy(pack_rollouts(rollouts)).logprobs.sum().backward()
+    assert runs == [2]  # two pictures, whoever shares them
+    together = {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    for rollout in rollouts:
+        policy(pack_rollouts([rollout])).logprobs.sum().backward()
+    assert runs[1:] == [2] * 4 + [1] * 3
+    apart = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
+    assert together.keys() == apart.keys()
+    seeing = [n for n in together if "visual" in n or "vision" in n]
+    assert seeing
+    assert any(together[n].abs().max() > 1e-6 for n in seeing)
+    for name, gradient in together.items():
+        # Norms and softmax of transformers round to float32 in between.
+        assert (gradient - apart[name]).norm() < 1e-5 * gradient.norm() + 1e-6, name
+
+
+def test_positions_are_those_of_transformers(model):
+    policy = Policy(str(model))
+    if policy.reader.family.axes == 1:
+        return  # they count tokens
+    row = several(policy)[2].rows[0]
+    assert len(row.pictures) == 5
+    ids = torch.tensor([row.prompt_ids + row.token_ids])
+    own = policy.reader.family.own_inputs([policy.reader.prepare(p) for p in row.pictures], ids)
+    expected, delta = policy.lm.base_model.get_rope_index(
+        ids, own["mm_token_type_ids"], own["image_grid_thw"]
+    )
+    seen = policy.reader.seen(ids[0].tolist(), row.placed)
+    assert torch.equal(seen.positions(torch.arange(row.length)), expected[:, 0])
+    assert seen.delta == int(delta)
+
+
+def test_placeholders_that_do_not_fit_are_refused(model):
+    policy = Policy(str(model))
+    prompt = asked(policy, [SMALL])
+    for wrong in (
+        replace(prompt, places=[prompt.places[0] + 1]),
+        replace(prompt, token_ids=prompt.token_ids[:-3], places=[len(prompt.token_ids) - 4]),
+    ):
+        with pytest.raises(PictureError, match="placeholders"):
+            policy(pack_rollouts([answered(wrong, [60])]))
+    with pytest.raises(PictureError, match="2 pictures are given, and the text has 1"):
+        policy.reader.expand([policy.reader.family.placeholder], [SMALL, TALL])
+
+
+def engine_of(policy, tmp_path, **settings):
+    engine = TransformersEngine(device="cpu", **settings)
+    save_skeleton(policy.model, tmp_path / "engine")
+    engine.start(tmp_path / "engine")
+    engine.load_weights(policy.named_weights(), 0)
+    return engine
+
+
+def test_engine_and_trainer_agree(model, tmp_path):
+    policy = Policy(str(model))
+    engine = engine_of(policy, tmp_path)
+    prompts = [
+        asked(policy, [SMALL]), asked(policy, [WIDE, TALL], "Both?"), asked(policy, [], "Text."),
+    ]  # fmt: skip
+
+    async def run():
+        asks = [(p, seed) for p in prompts for seed in range(3)]
+        return asks, await asyncio.gather(
+            *(engine.look(p.placed, p.token_ids, SAMPLING, seed) for p, seed in asks)
+        )
+
+    asks, completions = asyncio.run(run())
+    rollouts = [
+        answered(p, c.token_ids, str(prompts.index(p)), index=seed)
+        for (p, seed), c in zip(asks, completions, strict=True)
+    ]
+    with torch.no_grad():
+        scored = policy(pack_rollouts(rollouts)).logprobs
+    sampled = torch.tensor([x for c in completions for x in c.logprobs])
+    assert (scored - sampled).abs().max() < 1e-5
+    # What the model writes is no picture, placeholder or not.
+    mark = policy.reader.family.placeholder
+    lucky = answered(prompts[0], [60, mark, mark, 61])
+    with torch.no_grad():
+        assert torch.isfinite(policy(pack_rollouts([lucky])).logprobs).all()
+
+
+def test_groups_share_a_run_of_the_tower(model, tmp_path):
+    policy = Policy(str(model))
+    engine = engine_of(policy, tmp_path)
+    runs, family = [], engine._reader.family
+    original = family.features
+    family.features = lambda lm, pictures: runs.append(len(pictures)) or original(lm, pictures)
+    prompt, longer = asked(policy, [SMALL]), asked(policy, [SMALL], "What is this?")
+
+    async def run():
+        await asyncio.gather(
+            *(
+                engine.look(p.placed, p.token_ids, SAMPLING, s)
+                for s in range(4)
+                for p in (prompt, longer)
+            )
+        )
+
+    asyncio.run(run())
+    assert runs == [1]
+
+
+def test_kept_texts_know_their_pictures(model, tmp_path):
+    policy = Policy(str(model))
+    engine = engine_of(policy, tmp_path, kept_tokens=1000)
+    fresh = engine_of(policy, tmp_path)
+    prompt, other = asked(policy, [SMALL]), asked(policy, [picture(9)])
+    assert prompt.token_ids == other.token_ids
+    first = asyncio.run(engine.look(prompt.placed, prompt.token_ids, SAMPLING, 0))
+    more, placed = shown(policy, TALL)
+    text = [*prompt.token_ids, *first.token_ids]
+    later = [Placed(len(text) + start, one) for start, one in placed]
+    for pictures in ([*prompt.placed, *later], [*other.placed, *later]):
+        kept = engine._kept.longest(engine, [*text, *more], tuple(pictures))
+        assert (kept is not None) == (pictures[0] == prompt.placed[0])
+        one, another = (
+            asyncio.run(e.look(pictures, [*text, *more], SAMPLING, 5)) for e in (engine, fresh)
+        )
+        equal = [a == b for a, b in zip(one.token_ids, another.token_ids, strict=True)]
+        same = equal.index(False) if False in equal else len(equal)
+        gap = torch.tensor(one.logprobs[:same]) - torch.tensor(another.logprobs[:same])
+        assert same
+        assert gap.abs().max() < 1e-4
+        engine._kept.clear()
+        asyncio.run(engine.look(prompt.placed, prompt.token_ids, SAMPLING, 0))
+
+
+def test_what_reads_no_pictures_says_so(model, tiny_model, tmp_path):
+    prompt = asked(Policy(str(model)), [SMALL])
+    text = Policy(str(tiny_model))
+    with pytest.raises(ConfigError, match="one of Qwen2_5_VL"):
+        text(pack_rollouts([answered(replace(prompt, token_ids=[3] * 40), [4])]))
+    with pytest.raises(ConfigError, match="no part that sees"):
+        Policy(str(tiny_model), vision=Vision())
+    engine = engine_of(text, tmp_path)
+    with pytest.raises(ConfigError, match="reads no pictures"):
+        asyncio.run(engine.look(prompt.placed, prompt.token_ids, SAMPLING, 0))
+    assert copy.deepcopy(text).reader is None
