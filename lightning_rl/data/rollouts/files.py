@@ -154,11 +154,9 @@ def as_record(rollout: Rollout) -> Record:
 
 
 def _shallow(record: Any) -> Record:
-    """A dataclass's fields, its lists shared; where there are no pictures, nothing of them."""
+    """A dataclass's fields, its lists shared; pictures are named."""
     made = {name: getattr(record, name) for name in record.__slots__}
-    if "pictures" in made and not made["pictures"]:
-        del made["pictures"], made["places"]
-    elif "pictures" in made:
+    if made.get("pictures"):
         made["pictures"] = told(made["pictures"])
     return made
 
