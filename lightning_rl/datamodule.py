@@ -642,7 +642,7 @@ def follow_trainer(engine: Engine, module: RolloutModule, computes_in: str) -> N
         if lora is None:
             of_policy.follow_lora(None, lambda: None)
         else:
-            obstacle = partial(merged_only, lora, policy.model, policy.loading)
+            obstacle = partial(merged_only, lora, policy.model, policy.loading, policy.vision)
             of_policy.follow_lora(largest_rank(lora), obstacle)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.rows import drop_unasked
-from lightning_rl.engines.base import Engine, completion_of
+from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling, request_seed, seed_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Placed, Prompt, Rollout, RolloutStatus
@@ -64,6 +64,19 @@ class SingleTurn(Agent):
         append_written(rollout, completion)
         end(rollout, completion.finish_reason)
         return rollout
+
+
+async def completion_of(
+    engine: Engine,
+    token_ids: Sequence[int],
+    pictures: Sequence[Placed],
+    sampling: Sampling,
+    seed: int,
+) -> Completion:
+    """Let an engine continue a text, which may have pictures."""
+    if pictures:
+        return await engine.look(pictures, token_ids, sampling, seed)
+    return await engine.generate(token_ids, sampling, seed)
 
 
 def continuation_seed(seed: int, position: int) -> int:

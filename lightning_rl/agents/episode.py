@@ -10,10 +10,10 @@ from heapq import heappop, heappush
 from itertools import count, pairwise
 from math import inf
 
-from lightning_rl.agents.base import end
+from lightning_rl.agents.base import completion_of, end
 from lightning_rl.agents.prefixes import Prefixes
 from lightning_rl.agents.rows import Captured, captured, keep, own_sampling, write
-from lightning_rl.engines.base import Engine, completion_of
+from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling, seed_of
 from lightning_rl.errors import ContextLengthError, EpisodeError
 from lightning_rl.rollout import Call, Placed, Rollout, RolloutStatus, SamplingDistribution

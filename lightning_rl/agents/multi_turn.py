@@ -27,7 +27,9 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.rollout import Message, Rollout, RolloutStatus, as_text
+from lightning_rl.rollout import Message, Picture, Placed, Rollout, RolloutStatus, as_text
+from lightning_rl.vision.limits import PictureLimits
+from lightning_rl.vision.messages import pictures_of
 
 
 @configurable
@@ -52,6 +54,7 @@ class MultiTurn(Agent):
         max_seconds: maximum wall time of one rollout; the turn in generation is then lost.
         min_tokens: finished rollouts with fewer tokens after the prompt are SKIPPED.
         allow_rewrites: train on chats although the chat template rewrites earlier turns.
+        picture_limits: bounds of pictures that the environment shows, as parts of its messages.
 
     Raises:
         ConfigError: for values out of range.
@@ -65,6 +68,7 @@ class MultiTurn(Agent):
         max_seconds: float | None = None,
         min_tokens: int = 0,
         allow_rewrites: bool = False,
+        picture_limits: PictureLimits = PictureLimits(),
     ) -> None:
         require_at_least(1, max_turns=max_turns, max_turn_tokens=max_turn_tokens)
         require_at_least(0, min_tokens=min_tokens)
@@ -75,6 +79,7 @@ class MultiTurn(Agent):
         self.max_seconds = max_seconds
         self.min_tokens = min_tokens
         self.allow_rewrites = allow_rewrites
+        self.picture_limits = picture_limits
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -134,6 +139,8 @@ class _Episode:
         self.tokenizer = tokenizer
         self.chat = chat
         self.messages: list[Message] = []
+        first = len(rollout.rows[0].prompt_ids)
+        self.recorded_pictures = [p for p in rollout.rows[0].placed if p.start >= first]
         self.rewards: list[float] = []
         self.states: list[str | None] = [as_text(rollout.prompt.prompt)]
         self.turn_ended_by = "stop"
@@ -154,17 +161,20 @@ class _Episode:
             if cut is not None:
                 return cut
             reply = await self._ask(turn)
+            with _blaming(f"{type(self.environment).__name__}.step"):
+                messages, pictures = pictures_of(_as_messages(reply), self.limits.picture_limits)
+            self.messages += messages
             if reply.done:
                 return "stop"
             if number == self.limits.max_turns - 1:
                 break  # the answer would have no reader
-            given = self._encoded(turn, reply)
+            given, placed = self._encoded(turn, reply, messages, pictures)
             if answer:
-                self._require_same(given, answer, number)
+                self._require_same(given, pictures, answer, number)
             elif len(given) >= room(self.rollout, engine, sampling):
                 return "length"
             else:
-                append_given(self.rollout, given)
+                append_given(self.rollout, given, placed)
         return "max_turns"
 
     async def _write(
@@ -208,21 +218,26 @@ class _Episode:
         self.rollout.environment_reward += reply.reward
         self.rewards.append(float(reply.reward))
         self.states.append(reply.state)
-        self.messages += _as_messages(reply)
         return reply
 
-    def _encoded(self, turn: list[int], reply: Reply) -> list[int]:
-        """The tokens that the model reads after its turn."""
+    def _encoded(
+        self, turn: list[int], reply: Reply, messages: list[Message], pictures: list[Picture]
+    ) -> tuple[list[int], list[Placed]]:
+        """The tokens that the model reads after its turn, and the pictures among them."""
         with _blaming(f"{type(self.environment).__name__}.step"):
             if self.chat is not None:
-                return self.chat.suffix(turn, _as_messages(reply))
+                return self.chat.seen_suffix(turn, messages, pictures)
             encoded = self.tokenizer(reply.observation, add_special_tokens=False)["input_ids"]
             if not encoded:
                 raise ValueError(f"returned {reply.observation!r:.80}, which has no tokens")
-            return list(encoded)
+            return list(encoded), []
 
-    def _require_same(self, given: list[int], answer: list[int], number: int) -> None:
-        if given != answer:
+    def _require_same(
+        self, given: list[int], pictures: list[Picture], answer: list[int], number: int
+    ) -> None:
+        known = self.recorded_pictures[: len(pictures)]
+        del self.recorded_pictures[: len(pictures)]
+        if given != answer or pictures != [picture for _, picture in known]:
             raise _EnvironmentFailure(
                 f"{type(self.environment).__name__}.step answered {self._text(given)!r:.80} to "
                 f"turn {number + 1} of a resumed rollout, which it had answered by "

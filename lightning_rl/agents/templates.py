@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Message
+from lightning_rl.rollout import Message, Picture, Placed
 from lightning_rl.run.strict_json import loads
+from lightning_rl.vision.reader import encode
 
 MARK = "\ue000"  # private use: no template writes it, none trims it, JSON keeps it as it is
 QUESTION: Message = {"role": "user", "content": "Question?"}
@@ -86,10 +87,30 @@ class TurnTemplate:
         Raises:
             ConfigError: if the template cannot render such replies.
         """
+        return self.seen_suffix(wrote, reply, [], calls)[0]
+
+    def seen_suffix(
+        self,
+        wrote: Sequence[int],
+        reply: Sequence[Message],
+        pictures: Sequence[Picture],
+        calls: Sequence[Message] = (),
+    ) -> tuple[list[int], list[Placed]]:
+        """:meth:`suffix` of replies with pictures, and where these are in it.
+
+        ``reply`` has a part ``{"type": "image"}`` for each
+        (:func:`~lightning_rl.vision.messages.pictures_of`).
+
+        Raises:
+            ConfigError: if the template cannot render such replies.
+            PictureError: if the model reads no pictures, or the template has no places for them.
+        """
         text = self._after_turn(reply, calls)
-        token_ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        ended = bool(wrote) and wrote[-1] == self.tokenizer.eos_token_id
-        return token_ids[1:] if ended else token_ids
+        token_ids, places = encode(self.tokenizer, text, pictures, special=False)
+        # The text begins with the end token, which the model may have written itself.
+        known = int(bool(wrote) and wrote[-1] == self.tokenizer.eos_token_id)
+        placed = zip(places, pictures, strict=True)
+        return token_ids[known:], [Placed(start - known, picture) for start, picture in placed]
 
     def call_text(self, call: Message) -> str:
         """Write a turn that is one tool call as the template does, without the end token."""
@@ -206,7 +227,7 @@ class TurnTemplate:
         return [] if days[0] == days[1] else ["the prompt holds today's date"]
 
 
-def tool_reply(call: Message, content: str) -> Message:
+def tool_reply(call: Message, content: str | list[Any]) -> Message:
     """The message that answers a tool call."""
     return {
         "role": "tool",

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
@@ -37,6 +36,9 @@ from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Message, Rollout
 from lightning_rl.run.threads import CallingThreads
+from lightning_rl.vision.limits import PictureLimits
+from lightning_rl.vision.messages import pictures_of
+from lightning_rl.vision.results import as_content
 
 _threads = CallingThreads("lightning_rl tools")
 
@@ -144,11 +146,14 @@ class ToolAgent(Agent):
                 return "stop"
             if sum(message["role"] == "assistant" for message in messages) == self.max_turns:
                 return "max_turns"
-            results = await self.toolbox.answer(calls)
-            suffix = self._template.suffix(_last_turn(rollout), results, calls)
+            shown = await self.toolbox.answer(calls)
+            results, pictures = pictures_of(shown, self.toolbox.picture_limits)
+            suffix, placed = self._template.seen_suffix(
+                _last_turn(rollout), results, pictures, calls
+            )
             if len(suffix) >= room(rollout, engine, sampling):
                 return "length"
-            append_given(rollout, suffix)
+            append_given(rollout, suffix, placed)
             messages += results
 
     def _read(self, wrote: list[int], messages: list[Message], parse: bool) -> Message:
@@ -247,6 +252,9 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 class Toolbox:
     """Runs the tool calls of any number of rollouts at once; each is answered by a message.
 
+    What a tool returns is written as JSON unless it is a text. A PIL image is a picture that the
+    model sees, and so is each in a list of texts, images and content parts.
+
     An error is reported to the model: the message's content then starts with ``Error:``, and its
     ``error`` holds the kind: ``unreadable`` (not the parser's format), ``unknown_tool``,
     ``arguments``, ``exception`` or ``timeout``.
@@ -256,12 +264,18 @@ class Toolbox:
             in a thread each. A thread cannot be stopped: after a timeout it continues unheard, so
             what may hang should be ``async``, or bound itself.
         call_timeout: seconds that one call may take.
+        picture_limits: bounds of pictures that tools show.
 
     Raises:
         ConfigError: if a function is no tool, or two share a name.
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], call_timeout: float) -> None:
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        call_timeout: float,
+        picture_limits: PictureLimits = PictureLimits(),
+    ) -> None:
         try:
             from pydantic import PydanticUserError, validate_call
         except ImportError as error:
@@ -274,6 +288,7 @@ class Toolbox:
             raise ConfigError("tools=[] leaves nothing to call; name at least one function")
         self.schemas = [tool_schema(function) for function in functions]
         self.call_timeout = call_timeout
+        self.picture_limits = picture_limits
         self._functions: dict[str, Callable[..., Any]] = {}
         for schema, function in zip(self.schemas, functions, strict=True):
             name = schema["function"]["name"]
@@ -304,7 +319,7 @@ class Toolbox:
         try:
             async with asyncio.timeout(self.call_timeout) as limit:
                 result = await _run(self._functions[name], arguments)
-            return tool_reply(call, _as_text(result))
+            return tool_reply(call, as_content(result, self.picture_limits))
         except ValidationError as error:
             wrong = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             return _error(call, "arguments", "; ".join(wrong))
@@ -316,10 +331,6 @@ class Toolbox:
 
 def _error(call: Message, kind: str, text: str) -> Message:
     return tool_reply(call, f"Error: {text}") | {"error": kind}
-
-
-def _as_text(result: Any) -> str:
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
 
 async def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:

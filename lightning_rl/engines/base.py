@@ -345,19 +345,6 @@ class Engine(ABC):
             )
 
 
-async def completion_of(
-    engine: Engine,
-    token_ids: Sequence[int],
-    pictures: Sequence[Placed],
-    sampling: Sampling,
-    seed: int,
-) -> Completion:
-    """Let an engine continue a text, which may have pictures."""
-    if pictures:
-        return await engine.look(pictures, token_ids, sampling, seed)
-    return await engine.generate(token_ids, sampling, seed)
-
-
 def policy_of(role: str, roles: Mapping[str, str]) -> str:
     """The name of the policy that plays a role; ``roles``: names of policies by role.
 

@@ -5,6 +5,8 @@ from torch import nn
 
 from lightning_rl.models.lora import LoRA, adapted_layers
 from lightning_rl.models.pretrained import Loading, load_lm
+from lightning_rl.vision.reader import family_of
+from lightning_rl.vision.training import Vision, in_tower
 
 
 def largest_rank(lora: LoRA) -> int:
@@ -12,13 +14,16 @@ def largest_rank(lora: LoRA) -> int:
     return max(lora.rank, *lora.options.get("rank_pattern", {}).values(), 1)
 
 
-def merged_only(lora: LoRA, model: str, loading: Loading) -> str | None:
+def merged_only(
+    lora: LoRA, model: str, loading: Loading, vision: Vision | None = None
+) -> str | None:
     """Why an engine can only merge a LoRA of a model; None: it may keep it apart.
 
     Args:
         lora: as it is trained.
         model: directory or hub name of its base.
         loading: how that is read; here, without its weights.
+        vision: what is trained of its tower, if it has one.
     """
     if lora.options.get("use_dora"):
         return "use_dora scales the merged weights, so DoRA is no sum of base and adapter"
@@ -26,8 +31,14 @@ def merged_only(lora: LoRA, model: str, loading: Loading) -> str | None:
         return "lora.options train weights of the model too (modules_to_save or bias)"
     with torch.device("meta"):
         lm = load_lm(model, True, loading)
-        lora.attach(lm)
+        family = family_of(lm.config)
+        seeing = set() if family is None else in_tower(family, lm)
+        lora.attach(lm, None if family is None else (vision or Vision()).adapted(family, lm))
     for name, layer in adapted_layers(lm).items():
+        if name in seeing:
+            return (
+                f"lora adapts {name!r} of the tower, which sees for all requests at once"
+            )
         base = layer.get_base_layer()
         if not isinstance(base, nn.Linear):
             return f"lora adapts {name!r}, a {type(base).__name__}, and engines linear layers only"

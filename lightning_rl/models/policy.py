@@ -176,7 +176,7 @@ class Policy(nn.Module):
         """What is trained of the part that sees, of which the rest is frozen."""
         if self.reader is not None:
             vision = vision or Vision()
-            vision.freeze(self.reader.family, self.lm)
+            vision.freeze(type(self.reader.family), self.lm)
         elif vision is not None:
             raise ConfigError(
                 f"model={self.model!r} ({type(self.lm).__name__}) has no part that sees: leave out "
@@ -188,7 +188,7 @@ class Policy(nn.Module):
         """The layers that a LoRA on all linear layers adapts; None: all that there are."""
         if self.vision is None or self.reader is None:
             return None
-        return self.vision.adapted(self.reader.family, self.lm)
+        return self.vision.adapted(type(self.reader.family), self.lm)
 
     @torch.no_grad()
     def score(
@@ -231,7 +231,7 @@ class Policy(nn.Module):
         groups: list[dict[str, Any]] = [{"params": trained}]
         if self.vision is not None and self.vision.tower_lr is not None:
             assert self.reader is not None
-            seeing = seeing_parameters(self.reader.family, self.lm)
+            seeing = seeing_parameters(type(self.reader.family), self.lm)
             groups[0]["params"] = [p for p in trained if id(p) not in seeing]
             rest = [p for p in trained if id(p) in seeing]
             groups.append({"params": rest, "lr": self.vision.tower_lr})

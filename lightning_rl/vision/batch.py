@@ -45,8 +45,8 @@ def picture_columns(rows: Sequence[Row]) -> tuple[list[int], PictureTable] | Non
 def with_sight(batch: TensorDict, reader: PictureReader) -> TensorDict:
     """Let a batch's tokens know what they see and their positions; one without pictures stays.
 
-    Their new columns, (T,) each, are ``picture``, the number of the picture in the table, -1 without,
-    and ``part``, the number of the picture's placeholder; and ``positions`` (T, axes).
+    Their new columns, (T,) each, are ``picture``, the number of the picture in the table, -1
+    without, and ``part``, the number of the picture's placeholder; and ``positions`` (T, axes).
 
     Raises:
         PictureError: if a row's pictures and placeholders do not agree.

@@ -82,19 +82,22 @@ class Family(ABC):
     def features(self, lm: PreTrainedModel, pictures: Sequence[Prepared]) -> Features:
         """Run the tower, once, on several pictures; their placeholders one after another."""
 
+    @classmethod
     @abstractmethod
-    def tower(self, lm: PreTrainedModel) -> nn.Module:
+    def tower(cls, lm: PreTrainedModel) -> nn.Module:
         """The part that sees, with the projector if that is in it."""
 
+    @classmethod
     @abstractmethod
-    def projector(self, lm: PreTrainedModel) -> list[nn.Module]:
+    def projector(cls, lm: PreTrainedModel) -> list[nn.Module]:
         """What maps the tower's states to the language model's."""
 
     @abstractmethod
     def own_inputs(self, pictures: Sequence[Prepared], token_ids: Tensor) -> dict[str, Tensor]:
         """Arguments of the model's own forward beside ``input_ids``, which are ``token_ids``."""
 
-    def language_model(self, lm: PreTrainedModel) -> Any:
+    @classmethod
+    def language_model(cls, lm: PreTrainedModel) -> Any:
         """The part that reads text: of the body, without the output head."""
         return lm.base_model.language_model
 

@@ -38,11 +38,13 @@ class Llava(Family):
         )
         return Features(torch.cat(list(found.pooler_output)))
 
-    def tower(self, lm: PreTrainedModel) -> nn.Module:
+    @classmethod
+    def tower(cls, lm: PreTrainedModel) -> nn.Module:
         tower: nn.Module = lm.base_model.vision_tower
         return tower
 
-    def projector(self, lm: PreTrainedModel) -> list[nn.Module]:
+    @classmethod
+    def projector(cls, lm: PreTrainedModel) -> list[nn.Module]:
         return [lm.base_model.multi_modal_projector]
 
     def own_inputs(self, pictures: Sequence[Prepared], token_ids: Tensor) -> dict[str, Tensor]:

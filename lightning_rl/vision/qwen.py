@@ -52,11 +52,13 @@ class Qwen25VL(Family):
             return_dict=True,
         )
 
-    def tower(self, lm: PreTrainedModel) -> nn.Module:
+    @classmethod
+    def tower(cls, lm: PreTrainedModel) -> nn.Module:
         tower: nn.Module = lm.base_model.visual
         return tower
 
-    def projector(self, lm: PreTrainedModel) -> list[nn.Module]:
+    @classmethod
+    def projector(cls, lm: PreTrainedModel) -> list[nn.Module]:
         return [lm.base_model.visual.merger]
 
     def own_inputs(self, pictures: Sequence[Prepared], token_ids: Tensor) -> dict[str, Tensor]:
@@ -81,7 +83,8 @@ class Qwen3VL(Qwen25VL):
         deeper = tuple(torch.cat(list(layer)) for layer in found.deepstack_features)
         return Features(torch.cat(list(found.pooler_output)), deeper)
 
-    def projector(self, lm: PreTrainedModel) -> list[nn.Module]:
+    @classmethod
+    def projector(cls, lm: PreTrainedModel) -> list[nn.Module]:
         return [lm.base_model.visual.merger, lm.base_model.visual.deepstack_merger_list]
 
     def inputs(

@@ -40,14 +40,14 @@ class Vision:
                 "vision.train_projector"
             )
 
-    def freeze(self, family: Family, lm: PreTrainedModel) -> None:
+    def freeze(self, family: type[Family], lm: PreTrainedModel) -> None:
         """Freeze what is not trained, in place."""
         projectors = family.projector(lm)
         family.tower(lm).requires_grad_(self.train_tower)
         for projector in projectors:
             projector.requires_grad_(self.train_projector)
 
-    def adapted(self, family: Family, lm: PreTrainedModel) -> list[str]:
+    def adapted(self, family: type[Family], lm: PreTrainedModel) -> list[str]:
         """Full names of the linear layers that a LoRA on all of them adapts: those trained."""
         names = {id(module): name for name, module in lm.named_modules()}
         parts: list[nn.Module] = [family.language_model(lm)]
@@ -61,10 +61,17 @@ class Vision:
         return list(found)
 
 
-def seeing_parameters(family: Family, lm: PreTrainedModel) -> set[int]:
+def seeing_parameters(family: type[Family], lm: PreTrainedModel) -> set[int]:
     """The ``id`` of each parameter of tower and projector."""
     parts = [family.tower(lm), *family.projector(lm)]
     return {id(parameter) for part in parts for parameter in part.parameters()}
+
+
+def in_tower(family: type[Family], lm: PreTrainedModel) -> set[str]:
+    """Full names of the modules of tower and projector."""
+    parts = [family.tower(lm), *family.projector(lm)]
+    own = {id(module) for part in parts for module in part.modules()}
+    return {name for name, module in lm.named_modules() if id(module) in own}
 
 
 def _linear(part: nn.Module) -> Iterator[nn.Module]:

@@ -1,15 +1,29 @@
 """Runs on pictures: a tiny image-text model is trained end to end."""
 
-import asyncio
 import json
 import pickle
 
 import pytest
 import torch
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from lightning_rl import LoRA, PolicyModule, Vision
+from lightning_rl import (
+    GAE,
+    K3Penalty,
+    LoRA,
+    MultiTurn,
+    PolicyModule,
+    Sampling,
+    SharedValueHead,
+    TransformersEngine,
+    Vision,
+)
+from lightning_rl.agents.base import Environment, Reply
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.data.sources import JSONLPrompts
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.lora import adapted_layers
+from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Rollout
 from lightning_rl.vision.loading import decode
 from tests.support.small_run import SaveAfter, adamw, data_module, trainer_of
@@ -94,3 +108,132 @@ def test_a_tower_is_trained_at_its_own_rate(qwen, rows, tmp_path):
 def test_a_projector_alone(qwen, rows, tmp_path):
     module, _ = run(qwen, rows, tmp_path, vision=Vision(train_projector=True))
     assert changed(module, qwen) == {"language_model", "lm_head.weight", "visual.merger"}
+
+
+def test_the_way_through_minibatches_epochs_and_a_critic(qwen, rows, tmp_path):
+    """Of a batch cut into minibatches and small packs, scored twice by a critic too."""
+    module, trainer = run(
+        qwen, rows, tmp_path, advantage=GAE(), value_head=SharedValueHead(), ppo_epochs=2,
+        minibatches=2, max_tokens_per_pack=64, kl=K3Penalty(), gradient_checkpointing=True,
+        vision=Vision(train_tower=True),
+    )  # fmt: skip
+    assert gap(trainer) < 1e-5
+    assert "visual" in changed(module, qwen)
+
+
+def test_lora_adapts_what_is_trained(qwen, rows, tmp_path):
+    _, trainer = run(qwen, rows, tmp_path, lora=LoRA(rank=2))
+    lm = trainer.lightning_module.policy.lm
+    adapted = set(adapted_layers(lm))
+    assert adapted
+    assert all("language_model" in name for name in adapted)
+    seeing = Vision(train_tower=True, train_projector=True)
+    module, trainer = run(qwen, rows, tmp_path, lora=LoRA(rank=2), vision=seeing)
+    adapted = set(adapted_layers(module.policy.lm))
+    assert {"model.visual.blocks.0.attn.qkv", "model.visual.merger.mlp.0"} <= adapted
+    assert gap(trainer) < 1e-5
+    one = LoRA(rank=2, target_modules=r".*visual\.blocks\.\d\.attn\.qkv")
+    module, trainer = run(qwen, rows, tmp_path, lora=one)
+    assert {name.rpartition(".")[2] for name in adapted_layers(module.policy.lm)} == {"qkv"}
+    assert gap(trainer) < 1e-5
+
+
+def test_adapters_apart_are_of_the_language_model_only(qwen, rows, tmp_path):
+    apart = {"engine": TransformersEngine(device="cpu", adapters="apart")}
+    _, trainer = run(qwen, rows, tmp_path, lora=LoRA(rank=2), data=apart)
+    assert gap(trainer) < 1e-5
+    seeing = Vision(train_tower=True)
+    with pytest.raises(ConfigError, match=r"apart.*tower"):
+        run(qwen, rows, tmp_path, lora=LoRA(rank=2), vision=seeing, data=apart)
+    _, trainer = run(qwen, rows, tmp_path, lora=LoRA(rank=2), vision=seeing)  # merged
+    assert gap(trainer) < 1e-5
+
+
+def test_the_probe_has_a_picture_in_it(qwen, rows, tmp_path, monkeypatch):
+    seen = []
+    look = TransformersEngine.look
+
+    async def noted(engine, pictures, *arguments):
+        seen.append(len(pictures))
+        return await look(engine, pictures, *arguments)
+
+    monkeypatch.setattr(TransformersEngine, "look", noted)
+    only = {"train_prompts": JSONLPrompts(str(rows), seed=1, shuffle=False)}
+    _, trainer = run(qwen, rows, tmp_path, data=only)
+    assert seen
+    assert trainer.callback_metrics["sync/probe_gap"] < 1e-5
+
+
+class Shower(Environment):
+    """Shows another picture after each turn, twice."""
+
+    def __init__(self, prompt):
+        self.shown = 0
+        self.seed = int(prompt.columns["answer"])
+
+    def step(self, turn):
+        self.shown += 1
+        one = decode(picture(10 * self.seed + self.shown, 48, 32))
+        parts = [{"type": "text", "text": "And this?"}, {"type": "image", "image": one}]
+        reply = [{"role": "user", "content": parts}]
+        return Reply(reply, reward=0.5, done=self.shown == 3)
+
+
+def test_an_environment_shows_pictures(qwen, rows, tmp_path):
+    data = {
+        "agent": MultiTurn(Shower, max_turn_tokens=3, allow_rewrites=True),
+        "sampling": Sampling(max_tokens=160),
+        "rewards": [share_of_digits],
+    }
+    kept = {"engine": TransformersEngine(device="cpu", kept_tokens=10_000)}
+    for options in (data, data | kept):
+        _, trainer = run(qwen, rows, tmp_path, data=options)
+        assert gap(trainer) < 1e-5
+        rollouts = trainer.datamodule._loader.current
+        assert all(len(r.rows) == 1 and r.completed for r in rollouts)
+        assert {len(r.rows[0].pictures) - len(r.prompt.pictures) for r in rollouts} == {2}
+
+
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(qwen, rows, tmp_path):
+    vision = Vision(train_tower=True, tower_lr=1e-3)
+    saved = SaveAfter(1, tmp_path / "one.ckpt")
+    whole, _ = run(qwen, rows, tmp_path / "whole", [saved], vision=vision)
+    again, _ = run(qwen, rows, tmp_path / "again", vision=vision, ckpt_path=tmp_path / "one.ckpt")
+    pairs = zip(whole.policy.lm.parameters(), again.policy.lm.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_records_hold_a_picture_once(qwen, rows, tmp_path):
+    data = {"groups_per_iteration": 1, "train_prompts": JSONLPrompts(str(rows), shuffle=False)}
+    _, trainer = run(qwen, rows, tmp_path, data=data)
+    rollouts = trainer.datamodule._loader.current
+    shown = rollouts[0].prompt.pictures[0]
+    assert len(rollouts) == 4
+    records = [rollout.to_dict() for rollout in rollouts]
+    text = [r.to_dict() for r in rollouts]
+    for record in text:
+        for held in (record["prompt"], *record["rows"]):
+            held["pictures"] = []
+    grown = len(pickle.dumps(records)) - len(pickle.dumps(text))
+    assert len(shown.data) < grown < len(shown.data) + 4000
+    [*back] = map(Rollout.from_dict, pickle.loads(pickle.dumps(records)))
+    assert back[0].rows[0].placed == rollouts[0].rows[0].placed
+    assert back[0].rows[0].pictures[0].data is back[3].prompt.pictures[0].data
+    old = records[0]
+    for held in (old["prompt"], *old["rows"]):
+        del held["pictures"], held["places"]
+    assert Rollout.from_dict(old).rows[0].pictures == []
+
+
+def test_an_export_is_loaded_by_transformers(model, rows, tmp_path):
+    module, _ = run(model, rows, tmp_path, vision=Vision(train_projector=True), lora=LoRA(rank=2))
+    module.policy.save_pretrained(tmp_path / "export")
+    lm, info = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "export", output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    held = dict(module.policy.named_weights())
+    assert all(torch.equal(weight, held[name]) for name, weight in lm.state_dict().items())
+    AutoImageProcessor.from_pretrained(tmp_path / "export", backend="pil")
+    again = Policy(str(tmp_path / "export"))
+    assert again.reader is not None

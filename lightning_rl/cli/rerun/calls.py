@@ -5,11 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lightning_rl.agents.base import completion_of
 from lightning_rl.agents.rows import Captured, captured
 from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.rollouts import common, data_with_engine, pushed_engine
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
-from lightning_rl.engines.base import completion_of
 from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
