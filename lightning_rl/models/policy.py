@@ -92,7 +92,8 @@ class Policy(nn.Module):
         self.model = model
         self.loading = loading
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
-        self.lm = load_lm(model, random_init, loading) if lm is None else lm
+        quantization = None if lora is None else lora.quantization
+        self.lm = load_lm(model, random_init, loading, quantization) if lm is None else lm
         self.lora = lora
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.lm.get_input_embeddings().weight.shape[0])
