@@ -55,7 +55,7 @@ class QuantizedLinear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Whatever casts modules, such as .to(dtype), comes by here.
-        self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
+        self._dtype = fn(torch.empty(0, dtype=self._dtype, device="cpu")).dtype
         return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,6 +119,15 @@ def quantize(lm: PreTrainedModel, quantization: Quantization) -> None:
 def quantized_layers(module: nn.Module) -> dict[str, QuantizedLinear]:
     """Layers in few bits, by name."""
     return {name: m for name, m in module.named_modules() if isinstance(m, QuantizedLinear)}
+
+
+def weights_in(module: nn.Module) -> dict[nn.Parameter, int]:
+    """How many weights each parameter stands for: all of a packed one by the first of its parts."""
+    found = {parameter: parameter.numel() for parameter in module.parameters()}
+    for layer in quantized_layers(module).values():
+        first, *others = layer.parts.values()
+        found |= {first: layer.in_features * layer.out_features} | dict.fromkeys(others, 0)
+    return found
 
 
 def unpacked_state(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
