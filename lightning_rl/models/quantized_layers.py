@@ -43,7 +43,7 @@ class QuantizedLinear(nn.Linear):
         return self.unpacked(self.parts, self._dtype)
 
     @property
-    def parts(self) -> dict[str, Tensor]:
+    def parts(self) -> dict[str, nn.Parameter]:
         """What the weight is kept as, by name; under FSDP2 sharded but while the layer computes."""
         return {name: getattr(self, name) for name in self._parts}
 
