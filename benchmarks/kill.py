@@ -13,6 +13,8 @@ every rollout of every iteration, token by token with its logprobs.
 With ``--program`` each rollout is a program that asks the model twice, and in the killed runs a
 third of these programs are killed too, between their calls.
 
+With ``--quantization NF4`` a LoRA is trained, whose frozen base is packed in few bits.
+
 With ``--collector AsyncCollector`` runs are not repeatable, so other things are checked: that every
 prompt that was drawn was trained on exactly once or is still waiting in the last checkpoint, and
 that no token was staler than allowed.
@@ -131,7 +133,12 @@ def draw_points(count: int, seed: int) -> list[Point]:
 
 
 def configuration(
-    data: Path, out: Path, collector: str, engine: str, program: bool = False
+    data: Path,
+    out: Path,
+    collector: str,
+    engine: str,
+    program: bool = False,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """The run, as a YAML file would say it."""
     model = {
@@ -147,6 +154,8 @@ def configuration(
                          "init_args": {"warmup_steps": 2, "total_steps": 24}},
         "minibatches": 2, "ppo_epochs": 2,
     }  # fmt: skip
+    if quantization is not None:
+        model["lora"] = {"rank": 4, "quantization": quantization}
     # One request after another, because what comes at the same time is chance with programs, and
     # others in a batch change the last bits of logprobs.
     started = {
@@ -322,6 +331,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--collector", default="SyncCollector", choices=["SyncCollector", "AsyncCollector"]
     )
     parser.add_argument("--program", action="store_true", help="rollouts are programs")
+    parser.add_argument(
+        "--quantization", choices=["NF4", "Int8"], help="train a LoRA whose base is in few bits"
+    )
     parser.add_argument("--keep", type=Path, help="a folder for the runs (default: deleted)")
     options = parser.parse_args(arguments)
     out = options.keep or Path(tempfile.mkdtemp(prefix="kill_"))
@@ -338,7 +350,12 @@ def measure(options: argparse.Namespace, out: Path) -> int:
 
     def config(name: str) -> dict[str, Any]:
         made = configuration(
-            out / "data", out / name, options.collector, options.engine, options.program
+            out / "data",
+            out / name,
+            options.collector,
+            options.engine,
+            options.program,
+            options.quantization,
         )
         killed = options.program and name != "whole"
         return with_killed_programs(made, out / name) if killed else made

@@ -12,7 +12,9 @@ The last line is JSON, in nats and CPU seconds, means over the pushes: ``gap`` i
 difference of a token's logprobs between an engine and its trainer, both in bfloat16. ``drift`` is
 the part of it that is the weights': the logprobs of what the engine holds and of what the trainer
 computes with, both in float32. ``write`` and ``push`` are a round's CPU seconds. ``float32`` are
-the same figures, over a quarter of the steps, where engines and trainer compute in float32.
+the same figures, over a quarter of the steps, where engines and trainer compute in float32;
+``NF4`` and ``Int8``, in bfloat16 where the LoRA's frozen base is in few bits. There ``none`` is a
+model of the merged weights, as they are.
 """
 
 import asyncio
@@ -29,11 +31,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import parser_of, report
-from lightning_rl import LoRA, MemoryTransport, Sampling, TransformersEngine, VLLMLocal
+from lightning_rl import (
+    NF4,
+    Int8,
+    LoRA,
+    MemoryTransport,
+    Sampling,
+    TransformersEngine,
+    VLLMLocal,
+)
 from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.data.packing import pack_rollouts, token_rows
 from lightning_rl.engines.base import Engine
 from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.quantization import Quantization
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.loop import run_async
 from lightning_rl.sync.base import push
@@ -133,12 +144,20 @@ class Way:
 class Study:
     """A LoRA that is trained, and engines that are to sample from it."""
 
-    def __init__(self, kind: str, dtype: str, rank: int, directory: Path) -> None:
+    def __init__(
+        self,
+        kind: str,
+        dtype: str,
+        rank: int,
+        directory: Path,
+        quantization: Quantization | None,
+    ) -> None:
         model, skeleton = directory / "model", directory / "skeleton"
         write_model(model, make_model(), make_tokenizer())
         save_skeleton(str(model), skeleton)
         torch.manual_seed(0)
-        self.policy = Policy(str(model), lora=LoRA(rank=rank, alpha=2.0 * rank))
+        lora = LoRA(rank=rank, alpha=2.0 * rank, quantization=quantization)
+        self.policy = Policy(str(model), lora=lora)
         self.whole, self.exact = Policy(str(model)), Policy(str(model))
         self.ways = {
             name: Way(engine_of(kind, dtype, adapters), rank, skeleton)
@@ -188,11 +207,16 @@ class Study:
 
 
 def measure(
-    kind: str, updates: int = 200, every: int = 20, rank: int = 16, dtype: str = "bfloat16"
+    kind: str,
+    updates: int = 200,
+    every: int = 20,
+    rank: int = 16,
+    dtype: str = "bfloat16",
+    quantization: Quantization | None = None,
 ) -> dict[str, dict[str, float]]:
     """Means over the pushes, but the first, of each way's figures."""
     with tempfile.TemporaryDirectory() as directory:
-        study = Study(kind, dtype, rank, Path(directory))
+        study = Study(kind, dtype, rank, Path(directory), quantization)
         study.measure(0)  # warms up
         batch = pack_rollouts(study.ways["apart"].write(0)[::8])
         generator = torch.Generator().manual_seed(0)
@@ -220,6 +244,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(given.threads)
     found: dict[str, Any] = measure(given.engine, given.updates, rank=given.rank)
     found["float32"] = measure(given.engine, given.updates // 4, rank=given.rank, dtype="float32")
+    for form in (NF4(), Int8()):
+        name = type(form).__name__
+        found[name] = measure(given.engine, given.updates // 4, rank=given.rank, quantization=form)
     for name, figures in found.items():
         print(name, figures)
     report(f"lora-gap-{given.engine}", {"rank": given.rank} | found, given.save)

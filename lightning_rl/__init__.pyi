@@ -160,6 +160,10 @@ from lightning_rl.models.heads import (
 from lightning_rl.models.lora import (
     LoRA as LoRA,
 )
+from lightning_rl.models.quantization import (
+    NF4 as NF4,
+    Int8 as Int8,
+)
 from lightning_rl.models.reference import (
     BaseReference as BaseReference,
     FrozenReference as FrozenReference,

@@ -16,6 +16,7 @@ from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 from lightning_rl.models.heads import chunk_elements
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.quantized_layers import quantized_layers
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 
 
@@ -188,7 +189,7 @@ def training_memory(
     """Estimate what an update keeps in memory, with ``pack`` the largest that it computes.
 
     - weights: the bytes of all parameters, but for those that are ``known`` to be in memory anyway;
-      ``others`` are further models, such as a reference.
+      packed ones of their parts. ``others`` are further models, such as a reference.
     - gradients: as many bytes as the trained parameters.
     - master weights: with ``bf16-true`` float32 copies of what is trained.
     - optimizer: what one step leaves in its state, per trained element (AdamW: two tensors).
@@ -202,6 +203,7 @@ def training_memory(
     - bfloat16 weights: autocast's copies of whole weights, which autograd keeps as well.
     - logits: two chunks of fp32 logits (:mod:`lightning_rl.models.heads` never holds more).
     - backward: the gradient of the largest parameter, before it is added to the others.
+    - an unpacked layer: the largest weight that is kept in few bits, while it is multiplied.
     """
     placement = placement or Placement()
     true, mixed = (placement.precision == name for name in ("bf16-true", "bf16-mixed"))
@@ -216,13 +218,13 @@ def training_memory(
     kept += _recomputed(measured, sample, mixed)
     loss_tokens = int(pack["tokens", "loss_mask"].sum())
     state = {
-        "weights": width * _elements(p for p in policy.parameters() if p not in known),
-        "other models": sum(width * _elements(module.parameters()) for module in others),
-        "gradients": width * _elements(trained),
+        "weights": _size((p for p in policy.parameters() if p not in known), width),
+        "other models": sum(_size(module.parameters(), width) for module in others),
+        "gradients": _size(trained, width),
         f"optimizer ({type(optimizer).__name__})": _state_size(optimizer, trained),
     }
     if true and placement.masters:
-        state["master weights"] = 4 * _elements(trained)
+        state["master weights"] = _size(trained, 4)
     state = {name: ceil(size / placement.shards) for name, size in state.items()}
     parts = {
         f"activations of {tokens // placement.sequence:,} tokens": ceil(
@@ -231,6 +233,8 @@ def training_memory(
         "logits": 2 * 4 * min(chunk_elements(placement.device), loss_tokens * head.shape[0]),
         "backward": width * max(p.numel() for p in trained),
     }
+    if packed := [m.in_features * m.out_features for m in quantized_layers(policy).values()]:
+        parts["an unpacked layer"] = (2 if true or mixed else 4) * max(packed)
     if placement.shards > 1:
         parts["gathered"] = _gathered(policy, 2 if true or mixed else 4)
     elif mixed:
@@ -306,19 +310,23 @@ def _gathered(policy: Policy, width: int) -> int:
     outside = [p for p in policy.parameters() if p not in inside]
 
     def largest(trained_only: bool) -> int:
-        return max(_elements(layer.parameters(), trained_only) for layer in layers)
+        return max(_size(layer.parameters(), width, trained_only) for layer in layers)
 
-    weights = _elements(outside) + 2 * largest(False)
-    gradients = _elements(outside, trained_only=True) + largest(True)
-    return width * (weights + gradients)
+    weights = _size(outside, width) + 2 * largest(False)
+    return weights + _size(outside, width, trained_only=True) + largest(True)
 
 
 def _layers(policy: Policy) -> list[GradientCheckpointingLayer]:
     return [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
-def _elements(parameters: Iterable[nn.Parameter], trained_only: bool = False) -> int:
-    return sum(p.numel() for p in parameters if p.requires_grad or not trained_only)
+def _size(parameters: Iterable[nn.Parameter], width: int, trained_only: bool = False) -> int:
+    """Bytes, where a float takes ``width``."""
+    return sum(
+        p.numel() * (width if p.is_floating_point() else p.element_size())
+        for p in parameters
+        if p.requires_grad or not trained_only
+    )
 
 
 def _state_size(optimizer: torch.optim.Optimizer, trained: Sequence[nn.Parameter]) -> int:

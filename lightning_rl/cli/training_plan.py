@@ -25,6 +25,7 @@ from lightning_rl.engines import Engine, TransformersEngine
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.update_schedules import EveryIteration
 from lightning_rl.models.memory import forward_tokens
+from lightning_rl.models.quantized_layers import weights_in
 from lightning_rl.module import PolicyModule, policies_of
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import find_callbacks
@@ -68,18 +69,18 @@ def training_plan(
 def largest_model(module: RolloutModule) -> int:
     """Weights of the largest model that an engine has to hold."""
     policies = (policy.loaded_policy.lm for policy in module.policies.values())
-    return max(sum(p.numel() for p in lm.parameters()) for lm in policies)
+    return max(sum(weights_in(lm).values()) for lm in policies)
 
 
 def _described(
     name: str, roles: Sequence[str], policy: PolicyModule, seen: AbstractSet[Parameter]
 ) -> str:
     """Who plays what, and what of its weights are trained."""
-    own = list(policy.loaded_policy.parameters())
-    trained = sum(p.numel() for p in own if p.requires_grad)
-    new = sum(p.numel() for p in own if p not in seen)
+    own = weights_in(policy.loaded_policy)
+    trained = sum(count for p, count in own.items() if p.requires_grad)
+    new = sum(count for p, count in own.items() if p not in seen)
     return (
-        f"policy {name} (plays {', '.join(roles)}): {sum(p.numel() for p in own):,} parameters, "
+        f"policy {name} (plays {', '.join(roles)}): {sum(own.values()):,} parameters, "
         f"{trained:,} of them trained, {new:,} that no policy before it has in memory"
     )
 

@@ -117,8 +117,19 @@ def _lora(given: Given, result: Conversion) -> None:
         options["modules_to_save"] = as_list(given["lora_modules_to_save"])
     if options:
         result.put("model.lora.options", options)
+    _quantization(given, result)
     if given["lora_dropout"]:  # on by default
         result.leave(given, "lora_dropout", TRL["lora_dropout"].note)
+
+
+def _quantization(given: Given, result: Conversion) -> None:
+    if given["load_in_8bit"]:
+        result.put_class("model.lora.quantization", "Int8")
+    elif given["load_in_4bit"]:
+        double = bool(given["use_bnb_nested_quant"])
+        result.put_class("model.lora.quantization", "NF4", double=double)
+        if given["bnb_4bit_quant_type"] != "nf4":
+            result.leave(given, "bnb_4bit_quant_type", "NF4 is written, which is nearer")
 
 
 def _data(given: Given, result: Conversion) -> None:

@@ -152,6 +152,9 @@ from lightning_rl.models.policy import (
     Scores as Scores,
     save_skeleton as save_skeleton,
 )
+from lightning_rl.models.quantization import (
+    Quantization as Quantization,
+)
 from lightning_rl.models.reference import (
     Reference as Reference,
 )

@@ -14,6 +14,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION, PackLayout
 from lightning_rl.models.pretrained import PLAIN, model_of, skeleton, without_weights
+from lightning_rl.models.quantized_layers import quantized_layers
 from lightning_rl.models.sampling import (
     Penalties,
     SampledBy,
@@ -242,6 +243,12 @@ class SeparateValueHead(ValueHead):
         self.model = model
 
     def configure(self, body: PreTrainedModel) -> None:
+        if self.model is None and quantized_layers(body):
+            raise ConfigError(
+                "SeparateValueHead would train a copy of a policy whose weights "
+                "lora.quantization freezes in few bits; name a model to start it from, or use "
+                "SharedValueHead"
+            )
         self.body = copy.deepcopy(body) if self.model is None else _load_body(self.model)
         self.linear = _zero_linear(body)
 

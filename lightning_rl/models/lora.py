@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.models.quantization import Quantization
+from lightning_rl.models.quantized_layers import quantized_layers, unpacked_state
 from lightning_rl.models.sharding import full_tensor
 
 ADAPTER = "default"
@@ -29,6 +31,9 @@ class LoRA:
         options: further arguments of ``peft.LoraConfig``: ``use_rslora``, ``use_dora``,
             ``modules_to_save``, ``rank_pattern`` and others. What cannot be merged into the weights
             that engines get is refused.
+        quantization: keep the weights of all linear layers but the output layer in few bits
+            (QLoRA), adapted or not: ``NF4`` or ``Int8``. Engines get what they unpack to, so they
+            sample from the very weights that the trainer computes with. None: as they are.
 
     Raises:
         ConfigError: if ``rank`` is below 1, ``alpha`` not finite, or for an option that is refused.
@@ -38,6 +43,7 @@ class LoRA:
     alpha: float = 32.0
     target_modules: list[str] | str = field(default_factory=lambda: ["all-linear"])
     options: dict[str, Any] = field(default_factory=dict)
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         require_at_least(1, **{"lora.rank": self.rank})
@@ -162,6 +168,12 @@ class LoRA:
                     f"lora.options.modules_to_save has {wanted!r}, but the model has no such module"
                 )
             for module in found:
+                if quantized_layers(module):
+                    raise ConfigError(
+                        f"lora.options.modules_to_save has {wanted!r}, whose weights "
+                        f"lora.quantization={type(self.quantization).__name__} freezes in few "
+                        "bits; leave out one of the two"
+                    )
                 module.requires_grad_(True)
 
 
@@ -189,7 +201,7 @@ def adapter_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def base_weights(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Weights under the names of the model without LoRA, as they were before it."""
-    for name, weight in lm.state_dict().items():
+    for name, weight in unpacked_state(lm):
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), weight.detach()
 
@@ -209,8 +221,9 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
     """A layer's weight with its adapter merged."""
     variant = layer.lora_variant.get(ADAPTER)
     if variant is None:
-        return weight + layer.get_delta_weight(ADAPTER).to(weight.dtype)
-    if isinstance(weight, DTensor):
+        delta = layer.get_delta_weight(ADAPTER).to(weight.dtype)
+        return weight + (delta if isinstance(weight, DTensor) else full_tensor(delta))
+    if isinstance(layer.lora_A[ADAPTER].weight, DTensor):
         raise ConfigError(
             "lora.options.use_dora cannot be merged where weights are sharded; leave it out, or "
             "use DDP"

@@ -90,7 +90,8 @@ class Policy(nn.Module):
         self.model = model
         self.loading = loading
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
-        self.lm = load_lm(model, random_init, loading) if lm is None else lm
+        quantization = None if lora is None else lora.quantization
+        self.lm = load_lm(model, random_init, loading, quantization) if lm is None else lm
         self.lora = lora
         self.sequence: SequenceRanks | None = None
         """Ranks that compute packs together with this one; None: it computes its own."""

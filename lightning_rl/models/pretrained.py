@@ -25,18 +25,21 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION
+from lightning_rl.models.quantization import Quantization
+from lightning_rl.models.quantized_layers import quantize
 from lightning_rl.models.soundness import OTHER_MODEL, require_complete, require_finite
 from lightning_rl.vision.reader import attention, family_of, supported
 
+_QUANTIZED = "to keep the frozen base of a LoRA in few bits, set lora.quantization: NF4 (or Int8)"
 REFUSED = {
     "attn_implementation": "packed rollouts are computed by an attention of the library's own, "
     "which takes a fused kernel where there is one",
     "dtype": "master weights stay in float32; trainer.precision decides what computes",
     "torch_dtype": "master weights stay in float32; trainer.precision decides what computes",
     "device_map": "the Trainer's strategy decides where weights are",
-    "quantization_config": "quantised weights can neither be trained nor pushed to an engine",
-    "load_in_4bit": "quantised weights can neither be trained nor pushed to an engine",
-    "load_in_8bit": "quantised weights can neither be trained nor pushed to an engine",
+    "quantization_config": _QUANTIZED,
+    "load_in_4bit": _QUANTIZED,
+    "load_in_8bit": _QUANTIZED,
     "trust_remote_code": "it is a key of its own, beside model_kwargs",
     "config": "name the settings of the configuration themselves, such as rope_theta",
     "state_dict": "weights come from the model's files",
@@ -125,8 +128,16 @@ def lm_class(config: PretrainedConfig) -> Any:
     return AutoModelForCausalLM
 
 
-def load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
+def load_lm(
+    model: str, random_init: bool, loading: Loading, quantization: Quantization | None = None
+) -> PreTrainedModel:
     """The causal LM of a model directory or hub name; on the meta device its shapes only.
+
+    Args:
+        model: its directory or name.
+        random_init: take random weights instead of its own.
+        loading: how its files are read.
+        quantization: the form of its linear layers; None: as they are.
 
     Raises:
         ConfigError: naming what is missing or damaged, or what packed scoring cannot compute.
@@ -140,9 +151,13 @@ def load_lm(model: str, random_init: bool, loading: Loading) -> PreTrainedModel:
         elif random_init:
             with torch.device("cpu"):  # the same numbers for every device
                 lm = skeleton(load_config(model, loading), loading, ATTENTION)
-            lm = lm.to(torch.get_default_device())
         else:
             lm = _read_lm(model, loading)
+        if quantization is not None:
+            require_finite(model, lm.named_parameters())  # while they are numbers
+            quantize(lm, quantization)
+        lm = lm.to(torch.get_default_device())  # Lightning's, in configure_model
+        require_finite(model, lm.named_parameters())
     except ConfigError:
         raise
     except UnpicklingError as error:
@@ -190,9 +205,7 @@ def _read_lm(model: str, loading: Loading) -> PreTrainedModel:
             **loading.of_model,
         )
     require_complete(model, info)
-    lm = lm.to(torch.get_default_device())  # Lightning's, in configure_model
-    require_finite(model, lm.named_parameters())
-    return lm
+    return cast(PreTrainedModel, lm)
 
 
 def require_local(model: str) -> None:

@@ -27,6 +27,7 @@ from tests.support.ranks_run import (
     critic,
     everything,
     fit,
+    in_few_bits,
     in_minibatches,
     mixed,
     replaying,
@@ -53,6 +54,9 @@ def alone(tiny_model, folder) -> Callable[[str], dict[str, Any]]:
         "critic": lambda where: fit(model, where, **critic()),
         "lora": lambda where: fit(
             model, where, "auto", HFExport(merge_adapters=True), lora=LoRA(rank=4)
+        ),
+        "qlora": lambda where: fit(
+            model, where, "auto", HFExport(merge_adapters=True), **in_few_bits()
         ),
         "minibatches": lambda where: fit(model, where, "auto", *everything(), **in_minibatches()),
         "critic_minibatches": lambda where: fit(model, where, **critic(), **in_minibatches()),
@@ -93,6 +97,8 @@ def test_sharded_weights_are_not_streamed(results):
         ("ddp_critic", "critic"),
         ("fsdp_critic", "critic"),
         ("fsdp_lora", "lora"),
+        ("ddp_qlora", "qlora"),
+        ("fsdp_qlora", "qlora"),
         ("ddp_minibatches", "minibatches"),
         ("ddp_critic_minibatches", "critic_minibatches"),
         ("ddp_turns", "turns"),
@@ -195,6 +201,7 @@ def test_all_ranks_monitor_the_same(results, scenario):
         ("ddp", "plain"),
         ("fsdp", "plain"),
         ("fsdp_lora", "lora"),
+        ("fsdp_qlora", "qlora"),
         ("ddp_minibatches", "minibatches"),
         ("fsdp_minibatches", "minibatches"),
     ],

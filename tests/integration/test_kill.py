@@ -21,6 +21,13 @@ def test_two_killed_runs_equal_the_uninterrupted_one(capsys):
     assert (result["points"], result["equal"]) == (2, 2)
 
 
+@pytest.mark.timeout(900)
+def test_a_killed_run_of_a_lora_on_a_packed_base_equals_the_uninterrupted_one(capsys):
+    options = "--quantization", "NF4", "--points", "1", "--engine", "TransformersEngine"
+    result = killed(capsys, *options, "--seed", "2")
+    assert (result["points"], result["equal"]) == (1, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_killed_asynchronous_runs_lose_no_prompt_and_train_on_none_twice(capsys):

@@ -101,7 +101,7 @@ def test_model_kwargs_change_the_configuration_on_both_sides(tiny_model, tmp_pat
         ("attn_implementation", "an attention of the library's own"),
         ("torch_dtype", "trainer.precision decides"),
         ("device_map", "strategy decides"),
-        ("load_in_4bit", "neither be trained nor pushed"),
+        ("load_in_4bit", "set lora.quantization: NF4"),
         ("trust_remote_code", "a key of its own"),
     ],
 )

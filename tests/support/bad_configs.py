@@ -182,6 +182,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         ],
         "--model.value_lr -1": ["value_lr=-1", "must be >= 0"],
         "--model.lora LoRA --model.lora.rank 0": ["lora.rank=0 must be >= 1"],
+        "--model.lora.quantization NF4 --model.lora.quantization.block_size 48": [
+            "NF4.block_size=48 must be one of 32, 64"
+        ],
         "--model.lora LoRA --model.lora.target_modules [nope]": ["target_modules=['nope']"],
         "--model.lr_scheduler WarmupLinear --model.lr_scheduler.total_steps 3 "
         "--model.lr_scheduler.warmup_steps 5": ["total_steps=3 must exceed warmup_steps=5"],

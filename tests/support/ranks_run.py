@@ -53,6 +53,7 @@ from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.learn.own_loop import FabricDDP
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.lora import LoRA
+from lightning_rl.models.quantization import NF4
 from lightning_rl.models.sharding import full_tensor
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.rules import EnvironmentReward
@@ -199,6 +200,11 @@ def critic() -> dict[str, Any]:
     }
 
 
+def in_few_bits() -> dict[str, Any]:
+    """A LoRA whose frozen base is packed."""
+    return {"lora": LoRA(rank=4, quantization=NF4())}
+
+
 def in_minibatches() -> dict[str, Any]:
     """Optimizer steps on some of a batch's groups, of which a rank may have none."""
     return {"minibatches": 3}
@@ -334,6 +340,10 @@ def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
         "fsdp_critic": lambda: run("fsdp_critic", sharded(), **critic()),
         "fsdp_lora": lambda: run(
             "fsdp_lora", sharded(), HFExport(merge_adapters=True), lora=LoRA(rank=4)
+        ),
+        "ddp_qlora": lambda: run("ddp_qlora", DDPStrategy(), **in_few_bits()),
+        "fsdp_qlora": lambda: run(
+            "fsdp_qlora", sharded(), HFExport(merge_adapters=True), **in_few_bits()
         ),
         "ddp_minibatches": lambda: run(
             "ddp_minibatches", DDPStrategy(), *everything(), **in_minibatches()

@@ -18,6 +18,7 @@ from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 from lightning_rl.models.lora import as_lora
 from lightning_rl.models.pretrained import model_of
+from lightning_rl.models.quantization import Quantization
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.dist import all_max, sum_over_ranks, world_size
 from lightning_rl.run.metrics import named
@@ -76,8 +77,16 @@ class SharedModelGroup(PolicyModule):
 
     def starts_as(self, other: "SharedModelGroup") -> bool:
         """Whether both read the same weights."""
-        own, others = ((group.model, group.random_init, group.loading) for group in (self, other))
+        own, others = (
+            (group.model, group.random_init, group.loading, group.quantization)
+            for group in (self, other)
+        )
         return own == others
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """The form of its base."""
+        return None if self.lora is None else self.lora.quantization
 
     def start_from(self, lm: PreTrainedModel) -> None:
         """Take a causal LM that was read already, before ``configure_model``."""

@@ -104,7 +104,9 @@ class RolesModule(RolloutModule, LanguageModule):
             if group.policy is None and group.shares_base:
                 base = next((lm for other, lm in read if group.starts_as(other)), None)
                 if base is None:
-                    base = load_lm(group.model, group.random_init, group.loading)
+                    base = load_lm(
+                        group.model, group.random_init, group.loading, group.quantization
+                    )
                     read.append((group, base))
                 group.start_from(of_same_weights(base))
             group.configure_model()

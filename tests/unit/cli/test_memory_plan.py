@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from lightning_rl import NF4, Int8, LoRA
 from lightning_rl.cli.parser import card_of
 from lightning_rl.cli.plan import CardPlan, MemoryPlan, Placement, largest_rollouts, training_memory
 from lightning_rl.data.packing import pack_rollouts
@@ -12,6 +13,7 @@ from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.quantized_layers import weights_in
 from lightning_rl.rollout import Prompt
 
 GIB = 2**30
@@ -78,6 +80,34 @@ def test_weights_in_bfloat16_and_their_masters(tiny_model, pack, masters):
     activations = f"activations of {forward_tokens(pack)} tokens"
     assert 0.3 * full[activations] < half[activations] < 0.9 * full[activations]
     assert policy.lm.dtype == torch.float32  # as it was
+
+
+@pytest.mark.parametrize(
+    ("form", "packed"),
+    [
+        # Half a byte per weight, one per block of 64, and per layer two float32 of all its scales.
+        (NF4(), MATRICES // 2 + MATRICES // 64 + 7 * 8),
+        # A byte per weight, and a float32 per output: 64 of q and o, 32 of k and v, 64 of the MLP.
+        (Int8(), MATRICES + 4 * (64 + 32 + 32 + 64 + 3 * 64)),
+    ],
+)
+def test_a_packed_base_takes_its_bytes_and_room_for_a_layer(tiny_model, pack, form, packed):
+    policy = Policy(str(tiny_model), lora=LoRA(rank=4, quantization=form))
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    for precision, width in (("32-true", 4), ("bf16-mixed", 4), ("bf16-true", 2)):
+        parts = plan(policy, pack, precision=precision).parts
+        assert parts["weights"] == 2 * packed + width * (WHOLE - 2 * MATRICES + trained)
+        assert parts["gradients"] == width * trained
+        assert parts["an unpacked layer"] == (4 if precision == "32-true" else 2) * 64 * 64
+    # An engine holds them all.
+    assert sum(weights_in(policy.lm).values()) == WHOLE + trained
+    # Of a plain one autograd keeps autocast's copies, but where no gradient comes through.
+    plain = plan(Policy(str(tiny_model), lora=LoRA(rank=4)), pack, precision="bf16-mixed").parts
+    mixed = plan(policy, pack, precision="bf16-mixed").parts
+    assert 2 * MATRICES < plain["bfloat16 weights"] - mixed["bfloat16 weights"] < 4 * MATRICES
+    shared = plan(policy, pack, shards=2).parts
+    largest = packed + 4 * (LAYER - MATRICES + trained // 2)
+    assert shared["gathered"] == 4 * OUTSIDE + 2 * largest + 4 * trained // 2
 
 
 def test_checkpointing_keeps_layers_inputs_and_one_layer(tiny_model, pack):

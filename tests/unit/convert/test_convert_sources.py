@@ -258,6 +258,25 @@ def test_what_is_no_file_or_has_no_bounds_is_refused_before_it_is_read(tmp_path)
     assert read_sources(["--data.x", "*a: ["]).tree == {"data": {"x": "*a: ["}}  # just a text
 
 
+@pytest.mark.parametrize(
+    ("options", "expected", "left"),
+    [
+        ("--load_in_8bit", {"class_path": "Int8"}, []),
+        ("--load_in_4bit", {"class_path": "NF4", "init_args": {"double": False}}, []),
+        (
+            "--load_in_4bit --use_bnb_nested_quant --bnb_4bit_quant_type fp4",
+            {"class_path": "NF4", "init_args": {"double": True}},
+            ["bnb_4bit_quant_type"],
+        ),
+    ],
+)
+def test_a_quantised_base_of_trl(tmp_path, options, expected, left):
+    (tmp_path / "run.sh").write_text(f"python grpo.py --use_peft --lora_dropout 0 {options}\n")
+    result = convert_trl(read(tmp_path / "run.sh").values)
+    assert result.config["model"]["init_args"]["lora"]["quantization"] == expected
+    assert [item.key for item in result.left if item.key.startswith("bnb")] == left
+
+
 def test_adapters_of_peft_beside_a_config():
     peft = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"],
             "bias": "none", "lora_dropout": 0.0, "init_lora_weights": True,

@@ -1,0 +1,136 @@
+"""Few bits for weights that are never trained: the frozen base of a LoRA (QLoRA).
+
+A trainer and an engine agree to the bit if both compute with the same numbers. So weights are only
+kept in few bits: whoever computes unpacks them first, and an engine is sent what they unpack to.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError
+
+Parts = Mapping[str, Tensor]
+
+
+class Quantization(ABC):
+    """A form in which frozen weights take few bits.
+
+    Parts are integers, float32 numbers their bits in int32: whoever casts a model to another dtype
+    (``precision: bf16-true``) casts what is a float, and a rounded scale would be other weights.
+    """
+
+    @abstractmethod
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        """Parts, none of them a scalar, that stand for a float32 weight (out, in)."""
+
+    @abstractmethod
+    def unpack(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The weight (out, in) that parts stand for: computed in float32, then rounded once."""
+
+
+@configurable
+@dataclass(frozen=True)
+class NF4(Quantization):
+    """4-bit NormalFloat, the format of QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
+
+    Each weight is one of 16 quantiles of a normal distribution times the largest absolute value of
+    its block: 4.13 bits per weight, 4.5 without double quantisation.
+
+    bitsandbytes computes it, with kernels for CPUs and for CUDA. torchao 0.18 has NF4 for CUDA and
+    CPUs too, but in a file that calls itself temporary, and its weights are tensors of a class of
+    their own, which ``weights_only`` checkpoints, digests and FSDP2 each would have to know of.
+
+    Args:
+        block_size: consecutive weights that share a scale: 32, 64, 128, 256, 512 or 1024.
+        double: keep scales in 8 bits too, 256 of them with a scale of their own.
+
+    Raises:
+        ConfigError: for another ``block_size``; in use, without bitsandbytes.
+    """
+
+    block_size: int = 64
+    double: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_size not in _BLOCKS:
+            raise ConfigError(
+                f"NF4.block_size={self.block_size} must be one of {', '.join(map(str, _BLOCKS))}"
+            )
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        bnb = bitsandbytes()
+        codes, state = bnb.quantize_4bit(
+            weight.contiguous(), blocksize=self.block_size, quant_type="nf4"
+        )
+        parts = {"codes": codes.view(-1)}
+        if not self.double:
+            return parts | {"scales": state.absmax.view(torch.int32)}
+        offset = state.absmax.mean(0, keepdim=True)  # scales are all positive, 8 bits have a sign
+        scales, nested = bnb.quantize_blockwise(state.absmax - offset, blocksize=_SCALES)
+        return parts | {
+            "scales": scales,
+            "scales_of_scales": nested.absmax.view(torch.int32),
+            "offset": offset.view(torch.int32),
+        }
+
+    def unpack(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        bnb, scales = bitsandbytes(), parts["scales"]
+        if self.double:
+            nested = parts["scales_of_scales"].view(torch.float32)
+            scales = bnb.dequantize_blockwise(scales, absmax=nested, blocksize=_SCALES)
+            scales = scales + parts["offset"].view(torch.float32)
+        else:
+            scales = scales.view(torch.float32)
+        own = dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
+        state = bnb.QuantState(
+            scales, shape, blocksize=self.block_size, quant_type="nf4", dtype=own
+        )
+        weight: Tensor = bnb.dequantize_4bit(parts["codes"], state)
+        return weight.to(dtype)
+
+
+_BLOCKS = (32, 64, 128, 256, 512, 1024)
+_SCALES = 256
+"""Scales that share one."""
+
+
+@configurable
+@dataclass(frozen=True)
+class Int8(Quantization):
+    """8-bit integers, a scale for each output: the weights of LLM.int8() (Dettmers et al. 2022).
+
+    8 bits per weight, and 32 per row. Unlike there, what a layer computes with is not rounded.
+    """
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        # Of a row of zeros: any scale will do but zero.
+        scales = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        codes = (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        return {"codes": codes, "scales": scales.view(torch.int32)}
+
+    def unpack(self, parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return (parts["codes"] * parts["scales"].view(torch.float32)[:, None]).to(dtype)
+
+
+@cache
+def bitsandbytes() -> Any:
+    """Its functions; they are imported late, since that takes seconds.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        from bitsandbytes import functional
+    except ImportError as error:
+        raise ConfigError(
+            "quantization=NF4 needs bitsandbytes: `pip install 'bitsandbytes>=0.49'`, or choose "
+            "Int8, which needs nothing"
+        ) from error
+    return functional

@@ -1,0 +1,146 @@
+"""Linear layers whose frozen weights are kept in few bits."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.quantization import Quantization
+from lightning_rl.models.sharding import full_tensor
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer with the weight of another one, rounded to what few bits can say, and frozen.
+
+    ``weight`` is unpacked whenever it is asked for, in the dtype to which the layer was cast last,
+    and never kept: a backward pass unpacks it again. To the bit, the layer computes what a plain
+    one with that weight does.
+
+    Args:
+        linear: has the weight, and the bias, which stays as it is.
+        quantization: the form of the weight.
+    """
+
+    def __init__(self, linear: nn.Linear, quantization: Quantization) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.quantization = quantization
+        parts = quantization.pack(linear.weight.detach().float())
+        self._parts = tuple(parts)
+        # Parameters, for DDP sends buffers to all ranks time and again.
+        for name, part in parts.items():
+            self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+        self.register_parameter("bias", linear.bias)
+        self._dtype = torch.float32
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """(out, in); a new tensor each time."""
+        return self.unpacked(self.parts, self._dtype)
+
+    @property
+    def parts(self) -> dict[str, nn.Parameter]:
+        """What the weight is kept as, by name; under FSDP2 sharded but while the layer computes."""
+        return {name: getattr(self, name) for name in self._parts}
+
+    def unpacked(self, parts: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """The weight (out, in) that these parts stand for; in the layer's dtype by default."""
+        shape = torch.Size((self.out_features, self.in_features))
+        with torch.no_grad():
+            return self.quantization.unpack(parts, shape, dtype or self._dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Whatever casts modules, such as .to(dtype), comes by here.
+        self._dtype = fn(torch.empty(0, dtype=self._dtype, device="cpu")).dtype
+        return super()._apply(fn, recurse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = _Product.apply(x, self.bias, self)
+        return product
+
+    def weight_for(self, x: Tensor) -> Tensor:
+        """In the dtype in which an input is multiplied, autocast or not."""
+        device = x.device.type
+        cast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if cast else x.dtype
+        return self.unpacked(self.parts, dtype)
+
+
+class _Product(torch.autograd.Function):
+    """``F.linear`` that keeps no weight for its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantizedLinear) -> Tensor:
+        weight = layer.weight_for(x)
+        ctx.layer, ctx.dtype = layer, weight.dtype
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        of_x = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = grad @ ctx.layer.unpacked(ctx.layer.parts, ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            of_bias = grad.flatten(0, -2).sum(0)
+        return of_x, of_bias, None
+
+
+def quantize(lm: PreTrainedModel, quantization: Quantization) -> None:
+    """Keep all linear layers of the model in few bits, but its output layer, in place.
+
+    One layer after the other, so that no second model is in memory; each is packed on torch's
+    default device, and stays there.
+
+    Raises:
+        ConfigError: if it has none.
+    """
+    head = lm.get_output_embeddings()
+    found = [
+        (name, module)
+        for name, module in lm.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
+    if not found:
+        raise ConfigError(
+            f"lora.quantization: {type(lm).__name__} has no linear layers (nn.Linear) to quantise; "
+            "leave it out"
+        )
+    for name, module in found:
+        if not isinstance(module, QuantizedLinear):
+            owner, _, leaf = name.rpartition(".")
+            layer = QuantizedLinear(module.to(torch.get_default_device()), quantization)
+            setattr(lm.get_submodule(owner), leaf, layer)
+
+
+def quantized_layers(module: nn.Module) -> dict[str, QuantizedLinear]:
+    """Layers in few bits, by name."""
+    return {name: m for name, m in module.named_modules() if isinstance(m, QuantizedLinear)}
+
+
+def weights_in(module: nn.Module) -> dict[nn.Parameter, int]:
+    """How many weights each parameter stands for: all of a packed one by the first of its parts."""
+    found = {parameter: parameter.numel() for parameter in module.parameters()}
+    for layer in quantized_layers(module).values():
+        first, *others = layer.parts.values()
+        found |= {first: layer.in_features * layer.out_features} | dict.fromkeys(others, 0)
+    return found
+
+
+def unpacked_state(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """``lm.state_dict()`` with the weight of a layer in the place of its parts.
+
+    Sharded parts are gathered, so that all ranks have to go through this together.
+    """
+    layers, state = quantized_layers(lm), lm.state_dict()
+    for name, tensor in state.items():
+        owner, _, leaf = name.rpartition(".")
+        layer = layers.get(owner)
+        if layer is None or leaf not in layer._parts:
+            yield name, tensor
+        elif leaf == layer._parts[0]:  # where the weight would be
+            parts = {part: full_tensor(state[f"{owner}.{part}"]) for part in layer._parts}
+            yield f"{owner}.weight", layer.unpacked(parts)
