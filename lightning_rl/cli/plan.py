@@ -199,7 +199,7 @@ def training_memory(
     - activations: what autograd keeps for the backward pass, in the dtypes that compute. Measured
       on one group of the pack and scaled by its tokens, for attention and everything else keep
       memory in proportion to them. With gradient checkpointing one layer's come on top. Processes
-      that compute a pack together share them.
+      that compute a pack together share them (:func:`shared_activations`).
     - bfloat16 weights: autocast's copies of whole weights, which autograd keeps as well.
     - logits: two chunks of fp32 logits (:mod:`lightning_rl.models.heads` never holds more).
     - backward: the gradient of the largest parameter, before it is added to the others.
@@ -227,8 +227,8 @@ def training_memory(
         state["master weights"] = _size(trained, 4)
     state = {name: ceil(size / placement.shards) for name, size in state.items()}
     parts = {
-        f"activations of {tokens // placement.sequence:,} tokens": ceil(
-            kept * share / placement.sequence
+        f"activations of {tokens // placement.sequence:,} tokens": shared_activations(
+            policy, int(kept * share), tokens, placement.sequence, 2 if true or mixed else 4
         ),
         "logits": 2 * 4 * min(chunk_elements(placement.device), loss_tokens * head.shape[0]),
         "backward": width * max(p.numel() for p in trained),
@@ -242,6 +242,28 @@ def training_memory(
     if placement.cpu_offload:
         return MemoryPlan(parts, state)
     return MemoryPlan(state | parts)
+
+
+def shared_activations(policy: Policy, kept: int, tokens: int, ranks: int, width: int) -> int:
+    """Bytes of a pack's activations on each of the ranks that compute it together.
+
+    A share of what one keeps that computes it alone, ``kept``; and once more a layer's attention
+    outputs, as they are before they are sent on (with gradient checkpointing, of one layer).
+
+    Args:
+        policy: what computes.
+        kept: bytes.
+        tokens: of the pack.
+        ranks: how many they are; 1: it is computed alone.
+        width: bytes of a number.
+    """
+    if ranks == 1:
+        return kept
+    text, layers = policy.lm.config.get_text_config(), _layers(policy)
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    outputs = 1 if any(layer.gradient_checkpointing for layer in layers) else len(layers)
+    sent = outputs * text.num_attention_heads * size * width
+    return ceil((kept + tokens * sent) / ranks)
 
 
 def together(plans: Sequence[MemoryPlan]) -> MemoryPlan:

@@ -11,12 +11,13 @@ off by far more; each test that takes its bound from here plants such a fault to
 """
 
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-Model = PretrainedConfig | Path | str
+Model: TypeAlias = "PretrainedConfig | Path | str"
 """A configuration, or the directory it lies in."""
 
 LAMBDA = 5.0

@@ -1,6 +1,13 @@
-"""What several processes do in tests/integration/test_sequence.py: packs that they share."""
+"""What each process of benchmarks/parallel.py does: it shares packs with the others, and compares.
 
+    RANK=0 WORLD_SIZE=2 ... python -m benchmarks.parallel_ranks <model> <folder> [<scenario> ...]
+
+The environment is torchrun's. Each scenario leaves ``<scenario>_<rank>.json``.
+"""
+
+import json
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +18,14 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from lightning_rl.cli.plan import kept_for_backward
+from lightning_rl.cli.plan import kept_for_backward, shared_activations
 from lightning_rl.data.packing import pack_rollouts
+from lightning_rl.models import sequence
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.sequence import SequenceRanks
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, Row, SamplingDistribution
-from tests.support.ranks_run import run_all
 
 KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
     "plain": lambda model: {},
@@ -27,6 +34,7 @@ KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
     "lora": lambda model: {"lora": LoRA(rank=4)},
     "recomputed": lambda model: {"gradient_checkpointing": True},
 }
+FEATURES = (*KINDS, "one_silent", "all_silent")
 
 
 def rollouts(rank: int) -> list[Rollout]:
@@ -87,6 +95,23 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
     }
 
 
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Bytes that this rank sends to others around attention, message by message."""
+    sent: list[int] = []
+    exchange = sequence._exchanged
+
+    def counting(parts: Tensor, group: Any) -> Tensor:
+        sent.append(parts.nbytes * (len(parts) - 1) // len(parts))
+        return exchange(parts, group)
+
+    sequence._exchanged = counting
+    try:
+        yield sent
+    finally:
+        sequence._exchanged = exchange
+
+
 def compare(model: str, kind: str, silent: tuple[int, ...] = ()) -> dict[str, float]:
     """Largest differences between packs computed by one rank each, and by all together."""
     size = dist.get_world_size()
@@ -123,36 +148,58 @@ def compare(model: str, kind: str, silent: tuple[int, ...] = ()) -> dict[str, fl
 
 
 def kept(model: str) -> dict[str, int]:
-    """Bytes that autograd keeps of rank 0's pack, computed by it alone and by all together."""
-    policy = Policy(model)
-    ids = [3] * 100
-    rollout = Rollout(
-        Prompt("0", "", [2]),
-        "0",
-        0,
-        seed=0,
-        rows=[Row([2], ids, [True] * 100, [0.0] * 100, [0] * 100)],
-    )
-    pack = pack_rollouts([rollout])
+    """Of a rollout of rank 0, computed by it alone and by all together: what a rank has of it.
+
+    ``together`` are bytes that autograd keeps on a rank, and ``planned`` what ``check`` says of
+    them; ``sent`` bytes that a rank sends in both passes, and ``formula`` what they should be.
+    """
+    policy, size = Policy(model), dist.get_world_size()
+    count = 128
+    row = Row([2], [3] * count, [True] * count, [0.0] * count, [0] * count)
+    pack = pack_rollouts([Rollout(Prompt("0", "", [2]), "0", 0, seed=0, rows=[row])])
     alone, _ = kept_for_backward(policy, pack)
-    policy.sequence = SequenceRanks(dist.get_world_size(), policy.lm.config)
+    policy.sequence = SequenceRanks(size, policy.lm.config)
     if dist.get_rank():
         pack["tokens", "loss_mask"] = torch.zeros_like(pack["tokens", "loss_mask"])
     together, _ = kept_for_backward(policy, pack)
-    return {"alone": alone, "together": together}
+    with counted_bytes() as sent:
+        policy(pack).logprobs.sum().backward()
+    config = policy.lm.config
+    heads, keys = config.num_attention_heads, max(config.num_key_value_heads, size)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    # Per layer and token: queries, keys and values there, outputs back; and their gradients.
+    numbers = 2 * config.num_hidden_layers * (2 * heads + 2 * keys) * width
+    share = -(-count // size)  # of the tokens, each of which goes to the other ranks by heads
+    return {
+        "planned": shared_activations(policy, alone, count, size, 4),
+        "together": together,
+        "sent": sum(sent),
+        "formula": 4 * numbers * share * (size - 1) // size,
+    }
 
 
-def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    of_kind = {kind: lambda kind=kind: compare(model, kind) for kind in KINDS}
+def scenarios(model: str) -> dict[str, Callable[[], Any]]:
+    """By name."""
+
+    def of_kind(kind: str) -> Callable[[], Any]:
+        return lambda: compare(model, kind)
+
     everyone = tuple(range(dist.get_world_size()))
-    return of_kind | {
+    return {kind: of_kind(kind) for kind in KINDS} | {
         "one_silent": lambda: compare(model, "shared", silent=everyone[:1]),
         "all_silent": lambda: compare(model, "plain", silent=everyone),
         "kept": lambda: kept(model),
     }
 
 
+def main() -> None:
+    model, where, *only = sys.argv[1:]
+    dist.init_process_group("gloo")
+    for name, scenario in scenarios(model).items():
+        if not only or name in only:
+            result = json.dumps(scenario())
+            (Path(where) / f"{name}_{dist.get_rank()}.json").write_text(result)
+
+
 if __name__ == "__main__":
-    run_all(scenarios)
+    main()

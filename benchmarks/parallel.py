@@ -1,0 +1,84 @@
+"""Do processes that compute packs together get what one gets, and what do they send and keep?
+
+    python -m benchmarks.parallel [--ranks 2 4] [--save]
+
+``ShardedStrategy(sequence=n)`` for tiny random models of two kinds, over gloo, in float64. Of each
+feature: the largest difference of scores (logprobs, entropies, values) and, relative to the largest
+gradient, of gradients, between packs that one process computes and those that n compute together.
+Each rank has packs of its own, with shared prompts, tokens that nobody wrote, and penalties; in
+``one_silent`` a rank has nothing to train on. Then, of one rollout in float32: bytes that autograd
+keeps on a rank, against what ``lightning-rl check`` plans, and bytes that a rank sends in both
+passes, against the formula of Ulysses.
+
+The last line is JSON: ``layouts``, how many (feature, processes) were compared; ``equal``, how many
+of them are within 1e-11; ``max_difference``; ``memory_plan_error``, the largest of any layout.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import Qwen2Config, Qwen3Config
+
+from benchmarks.parallel_ranks import FEATURES
+from benchmarks.results import parser_of, report
+from recipes.sort_digits.prepare import make_tokenizer
+from tests.support.tiny_models import save_random_model
+from tests.support.two_ranks import run_two
+
+KINDS = {
+    "qwen2": (Qwen2Config, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "qwen3": (Qwen3Config, {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}),
+}
+CLOSE = 1e-11
+
+
+def measured(name: str, ranks: int, folder: Path) -> dict[str, dict[str, float]]:
+    """Of a model on so many ranks: what each scenario found, the largest of all ranks."""
+    kind, heads = KINDS[name]
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2}
+    save_random_model(folder / "model", make_tokenizer(), kind, **sizes, **heads)
+    results = run_two("benchmarks.parallel_ranks", folder / "model", folder, ranks=ranks)
+    found = {}
+    for scenario in (*FEATURES, "kept"):
+        rows = results(scenario)
+        found[scenario] = {key: max(row[key] for row in rows) for key in rows[0]}
+    return found
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    arguments = parser.parse_args()
+    off: dict[str, float] = {}
+    plan: dict[str, float] = {}
+    print(f"{'model':<8}{'ranks':<7}{'feature':<12}{'scores':>10}{'gradients':>11}")
+    for name in KINDS:
+        for ranks in arguments.ranks:
+            with tempfile.TemporaryDirectory() as folder:
+                found = measured(name, ranks, Path(folder))
+            for feature in FEATURES:
+                row = found[feature]
+                gradients = row["gradients"] / max(1.0, row["gradient"])
+                off[f"{name}/{ranks}/{feature}"] = max(row["scores"], gradients)
+                print(f"{name:<8}{ranks:<7}{feature:<12}{row['scores']:>10.1e}{gradients:>11.1e}")
+            kept = found["kept"]
+            plan[f"{name}/{ranks}"] = abs(kept["planned"] / kept["together"] - 1)
+            print(
+                f"{name:<8}{ranks:<7}a rollout: {kept['together']:,.0f} bytes kept, planned "
+                f"{kept['planned']:,.0f}; {kept['sent']:,.0f} sent, formula "
+                f"{kept['formula']:,.0f}"
+            )
+    result = {
+        "layouts": len(off),
+        "equal": sum(value < CLOSE for value in off.values()),
+        "max_difference": max(off.values()),
+        "memory_plan_error": max(plan.values()),
+        "differences": off,
+        "plan_errors": plan,
+    }
+    report("parallel", result, arguments.save)
+
+
+if __name__ == "__main__":
+    main()
