@@ -36,9 +36,7 @@ def merged_only(
         lora.attach(lm, None if family is None else (vision or Vision()).adapted(family, lm))
     for name, layer in adapted_layers(lm).items():
         if name in seeing:
-            return (
-                f"lora adapts {name!r} of the tower, which sees for all requests at once"
-            )
+            return f"lora adapts {name!r} of the tower, which sees for all requests at once"
         base = layer.get_base_layer()
         if not isinstance(base, nn.Linear):
             return f"lora adapts {name!r}, a {type(base).__name__}, and engines linear layers only"

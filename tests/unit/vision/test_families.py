@@ -165,6 +165,8 @@ def test_a_picture_is_seen_once_per_pack_and_its_gradient_is_the_sum(model):
     assert together.keys() == apart.keys()
     seeing = [n for n in together if "visual" in n or "vision" in n]
     assert seeing
+    # All that is trained takes part: ranks average all gradients.
+    assert together.keys() == {n for n, p in policy.named_parameters() if p.requires_grad}
     assert any(together[n].abs().max() > 1e-6 for n in seeing)
     for name, gradient in together.items():
         # Norms and softmax of transformers round to float32 in between.
