@@ -1,22 +1,52 @@
 """PreviewTable: rollouts that a person can read, none of them overwritten."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
+from PIL import Image
 
 from lightning_rl.callbacks.recorder import RolloutSelection
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import packed_rows
+from lightning_rl.data.rollouts.pictures import pictures_in
+from lightning_rl.data.rollouts.pieces import mark_of
 from lightning_rl.data.rollouts.rows import calls_as_text
 from lightning_rl.data.rollouts.turns import turns_as_text, turns_of
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Rollout, as_text
+from lightning_rl.rollout import Picture, Rollout, as_text
+from lightning_rl.vision.loading import decode
 
 Row = tuple[Any, ...]
-"""Text, numbers, and None for what is not there."""
+"""Text, numbers, :class:`Shown` pictures, and None for what is not there."""
+SIDE = 256
+"""Pixels; larger pictures are shown smaller."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The pictures that a rollout read, as one cell of a table; as text their sizes."""
+
+    pictures: tuple[Picture, ...]
+
+    def __str__(self) -> str:
+        return " ".join(mark_of(one.width, one.height) for one in self.pictures)
+
+    def image(self) -> Image.Image:
+        """All of them, side by side in RGB, none larger than ``SIDE`` pixels."""
+        images = [decode(one) for one in self.pictures]
+        for one in images:
+            one.thumbnail((SIDE, SIDE))
+        row = Image.new("RGB", (sum(i.width for i in images), max(i.height for i in images)))
+        left = 0
+        for one in images:
+            row.paste(one, (left, 0))
+            left += one.width
+        return row
 
 
 @singledispatch
@@ -25,12 +55,19 @@ def log_table(
 ) -> None:
     """Show a table of an iteration; does nothing where a logger has no way to.
 
-    It supports TensorBoard, and loggers with the same ``add_text``. For another
-    class of logger register a function: ``@log_table.register``.
+    It supports TensorBoard, and loggers with the same ``add_text``; pictures, of which a cell of
+    text cannot have any, follow as ``add_image`` under the row's number. For another class of
+    logger register a function: ``@log_table.register``.
     """
     experiment: Any = getattr(logger, "experiment", None)
     if hasattr(experiment, "add_text"):
         experiment.add_text(name, as_markdown(columns, rows), iteration)
+    if not hasattr(experiment, "add_image"):
+        return
+    for number, row in enumerate(rows, 1):
+        for shown in (cell for cell in row if isinstance(cell, Shown)):
+            pixels = np.asarray(shown.image())
+            experiment.add_image(f"{name}/{number}", pixels, iteration, dataformats="HWC")
 
 
 @log_table.register
@@ -40,16 +77,23 @@ def _(
     import wandb
 
     # Rewards may log a number for one rollout, and text for another.
-    data = [list(row) for row in rows]
+    data = [[_for_wandb(cell) for cell in row] for row in rows]
     table = wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
     logger.log_metrics({name: table}, step=iteration)  # type: ignore[dict-item]
+
+
+def _for_wandb(cell: Any) -> Any:
+    import wandb
+
+    return wandb.Image(cell.image(), caption=str(cell)) if isinstance(cell, Shown) else cell
 
 
 @log_table.register
 def _(
     logger: MLFlowLogger, name: str, columns: Sequence[str], rows: Sequence[Row], iteration: int
 ) -> None:
-    cells = {column: [row[i] for row in rows] for i, column in enumerate(columns)}
+    plain = [[str(cell) if isinstance(cell, Shown) else cell for cell in row] for row in rows]
+    cells = {column: [row[i] for row in plain] for i, column in enumerate(columns)}
     # A file for each iteration: MLflow would read all of one, and write it anew, to add to it.
     file = f"{name}/iteration_{iteration:06d}.json"
     logger.experiment.log_table(logger.run_id, cells, file)
@@ -126,12 +170,14 @@ def preview_table(
     """Columns, and a row per rollout; columns that rewards logged come after the parts.
 
     Of an interaction by a protocol each turn is told; of another rollout of several rows each call,
-    with the end of its prompt. Where there are several prompt sets, their names come first.
+    with the end of its prompt. Where there are several prompt sets, their names come first; where
+    there are pictures, those of each rollout follow its prompt.
     """
     several = any(r.prompt.set for r in rollouts)
+    seen = [tuple(pictures_in([rollout])) for rollout in rollouts]
     extra = list(dict.fromkeys(column for r in rollouts for column in r.extra))
     rows: list[Row] = []
-    for r in rollouts:
+    for r, pictures in zip(rollouts, seen, strict=True):
         parts = ", ".join(f"{name} {score}" for name, score in r.reward_parts.items())
         end = r.error or f"{r.status.value}, {r.finish_reason}, {r.length} tokens"
         end += f" in {len(packed_rows([r]))} rows" if len(r.rows) > 1 and not r.error else ""
@@ -139,9 +185,12 @@ def preview_table(
         logged = [_shown(r.extra.get(column)) for column in extra]
         said = _told(r, decode)
         name = [r.prompt.set] if several else []
-        rows.append((*name, as_text(r.prompt.prompt), said, r.reward, parts, *logged, end))
+        shown = [Shown(pictures) if pictures else None] if any(seen) else []
+        text = as_text(r.prompt.prompt)
+        rows.append((*name, text, *shown, said, r.reward, parts, *logged, end))
     first = ["set"] if several else []
-    return [*first, "prompt", "completion", "reward", "parts", *extra, "end"], rows
+    second = ["pictures"] if any(seen) else []
+    return [*first, "prompt", *second, "completion", "reward", "parts", *extra, "end"], rows
 
 
 def _told(rollout: Rollout, decode: Callable[[list[int]], str]) -> str:

@@ -17,7 +17,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import packed_rows, select
 from lightning_rl.data.rollouts.files import Record, as_record, open_rollouts
 from lightning_rl.data.rollouts.jsonl import JSONLRollouts
-from lightning_rl.data.rollouts.pieces import TokenPieces
+from lightning_rl.data.rollouts.pieces import TokenPieces, pieces_of
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.learn.policies import RolloutModule
@@ -74,6 +74,7 @@ class RolloutSelection(RLCallback, ABC):
         if self._resumed:  # in another directory there is nothing to take back
             file.truncate(self._bytes)
         self._resumed = False
+        file.pictures.write(rollouts)
         self._bytes = file.write(records)
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,7 +155,7 @@ class RolloutRecorder(RolloutSelection):
         left = iter(columns)  # of rows with tokens; of none if it was not trained on
         rows = [
             record
-            | {"pieces": self._pieces(row.token_ids), "prompt_pieces": self._pieces(row.prompt_ids)}
+            | pieces_of(self._pieces, record, row.prompt_ids, row.token_ids)
             | (next(left, {}) if row.token_ids else {})
             for record, row in zip(as_record(rollout)["rows"], rollout.rows, strict=True)
         ]

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.data.rollouts.files import as_record
 from lightning_rl.data.rollouts.jsonl import as_lines
+from lightning_rl.data.rollouts.pictures import PictureFolder
 from lightning_rl.errors import DiskError, RewardError, RunInterrupted
 from lightning_rl.run.hooks import STAGES, call_hook
 from lightning_rl.run.machine import installed_version
@@ -203,6 +204,7 @@ class RunReport(RLCallback):
                 self._write(trainer, pl_module, exception)
             if isinstance(exception, RewardError):
                 file = run_dir(trainer) / f"failed_{trainer.global_rank}.jsonl"
+                PictureFolder(file).write(exception.rollouts)
                 write_whole(file, as_lines(map(as_record, exception.rollouts)))
         except (DiskError, OSError) as error:  # what stopped the run comes first, and saving it
             rank_zero_warn(str(error))

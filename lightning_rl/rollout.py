@@ -437,4 +437,12 @@ def as_text(content: str | Sequence[Message]) -> str:
     """Text as it is; chat messages as ``role: content`` lines."""
     if isinstance(content, str):
         return content
-    return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in content)
+    return "\n".join(f"{m.get('role')}: {_said(m.get('content'))}" for m in content)
+
+
+def _said(content: Any) -> Any:
+    """A message's content; of content parts their texts, and ``[image]`` for a picture."""
+    if not isinstance(content, list):
+        return content
+    parts = [part if isinstance(part, dict) else {"text": part} for part in content]
+    return "".join(str(p["text"]) if "text" in p else f"[{p.get('type')}]" for p in parts)

@@ -1,6 +1,6 @@
 """Questions about pictures: count shapes, read a number, find the odd one out.
 
-Each task draws a picture of 56 to 112 pixels a side, and knows the answer. Sides are multiples of
+Each task draws a picture of 56 to 84 pixels a side, and knows the answer. Sides are multiples of
 28, the side of what becomes one token of the model.
 """
 
@@ -21,7 +21,7 @@ COLORS = {
 }
 SHAPES = ("circle", "square", "triangle")
 PAPERS = [(255, 255, 255), (246, 240, 222), (226, 236, 246)]
-MOST_COUNTED = 5
+MOST_COUNTED = 4
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,22 @@ def count(rng: random.Random) -> Question:
     """How many shapes of one colour there are among others; none overlap."""
     asked, *others = rng.sample(list(COLORS), len(COLORS))
     wanted = rng.randint(1, MOST_COUNTED)
-    colors = [asked] * wanted + rng.choices(others, k=rng.randint(0, 3))
-    picture, pen = _paper(rng, 84, 84)
-    cells = rng.sample([(x, y) for x in range(3) for y in range(3)], len(colors))
+    colors = [asked] * wanted + rng.choices(others, k=rng.randint(0, 2))
+    picture, pen = _paper(rng, 84, 56)
+    cells = rng.sample([(x, y) for x in range(3) for y in range(2)], len(colors))
     for color, (x, y) in zip(colors, cells, strict=True):
-        jitter = rng.uniform(-4, 4), rng.uniform(-4, 4)
-        centre = 28 * x + 14 + jitter[0], 28 * y + 14 + jitter[1]
-        _shape(pen, rng.choice(SHAPES), centre, rng.uniform(7, 9), COLORS[color])
+        centre = 28 * x + 14 + rng.uniform(-3, 3), 28 * y + 14 + rng.uniform(-3, 3)
+        _shape(pen, rng.choice(SHAPES), centre, rng.uniform(8, 10), COLORS[color])
     return Question("count", picture, f"How many {asked} shapes?", str(wanted))
 
 
 def read(rng: random.Random) -> Question:
     """Which two-digit number is written."""
     number = str(rng.randint(10, 99))
-    width, height = rng.choice([(84, 56), (112, 56)])
-    picture, pen = _paper(rng, width, height)
-    font = ImageFont.load_default(rng.randint(30, 38))
-    left, top, right, bottom = pen.textbbox((0, 0), number, font=font)
-    x = rng.uniform(2, width - (right - left) - 2) - left
-    y = rng.uniform(2, height - (bottom - top) - 2) - top
-    pen.text((x, y), number, font=font, fill=COLORS[rng.choice(list(COLORS))])
+    picture, pen = _paper(rng, 56, 56)
+    font = ImageFont.load_default(rng.randint(36, 42))
+    centre = 28 + rng.uniform(-3, 3), 28 + rng.uniform(-6, 6)
+    pen.text(centre, number, font=font, fill=COLORS[rng.choice(list(COLORS))], anchor="mm")
     return Question("read", picture, "Which number?", number)
 
 
@@ -66,7 +62,7 @@ def odd(rng: random.Random) -> Question:
     shape, other_shape = rng.sample(SHAPES, 2)
     color, other_color = rng.sample(list(COLORS), 2)
     by_color = rng.random() < 0.5
-    columns, rows = rng.choice([(2, 3), (3, 3), (3, 2)])
+    columns, rows = rng.choice([(2, 2), (2, 3), (3, 2)])
     place = rng.randrange(columns), rng.randrange(rows)
     picture, pen = _paper(rng, 28 * columns, 28 * rows)
     for x in range(columns):

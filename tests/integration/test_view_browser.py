@@ -9,10 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from lightning_rl.cli.view.flags import FLAGS
 from lightning_rl.cli.view.page import build_page
 from lightning_rl.cli.view.runs import Run, read_run
+from lightning_rl.data.rollouts.files import open_rollouts
+from lightning_rl.rollout import Placed, Prompt, Rollout, RolloutStatus, Row
+from lightning_rl.vision.limits import PictureLimits
+from lightning_rl.vision.loading import load_picture
 from tests.support.planted_run import HOSTILE, PLACES, PLANTED, good_rollout, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: run `make browser`")
@@ -476,3 +481,39 @@ def test_the_prompt_that_is_shown_is_the_one_that_was_read(show, tmp_path):
     page.wait_for_selector("#prompt")
     assert page.inner_text("#prompt") == "You have tools. Greet!"
     assert page.inner_text("h3:has-text('Its row of the data') + .prompt") == "Say hello."
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def test_pictures_are_shown_where_the_model_read_them(show, tmp_path):
+    def picture(color, width, height):
+        return load_picture(Image.new("RGB", (width, height), color), PictureLimits())
+
+    red, blue, gone = picture("red", 64, 48), picture("blue", 32, 16), picture("green", 9, 9)
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Say."}]}]
+    prompt = Prompt("p", chat, [2, 9, 9, 9, 3, 9], {}, "", [red, gone], [1, 5])
+    row = Row.of(prompt)
+    row.append_written([5], [-0.5], [0])
+    row.append_given([7, 9, 9, 8], [Placed(1, blue)])
+    done = RolloutStatus.COMPLETED
+    rollout = Rollout(prompt, "1/0/p", 0, seed=1, rows=[row], status=done, reward=1.0)
+    file = open_rollouts(tmp_path / "run" / "rollouts.jsonl")
+    file.append([rollout], 1)
+    [kept] = (tmp_path / "run" / "pictures").glob(f"{gone.digest}.*")
+    kept.unlink()
+
+    page = show(read_run(tmp_path / "run", 10), fragment="#tab=rollouts&rollout=0")
+    page.click("[data-tab=rollouts]")
+    page.click("[data-rollout='0']")
+    page.wait_for_selector("#pictures-shown img")
+    assert page.locator("#pictures-shown img").get_attribute("title") == "image 64×48, 3 tokens"
+    sizes = "[...document.querySelectorAll('img')].map((i) => [i.naturalWidth, i.naturalHeight])"
+    page.wait_for_function(f"{sizes}.every(([width]) => width > 0)")
+    assert page.evaluate(sizes) == [[64, 48], [32, 16]]
+    missing = page.inner_text("#pictures-shown .missing")
+    assert missing == "image 9×9 is not in the run's folder"
+    # In the completion it stands in the place of its two placeholders.
+    seen = page.locator("#completion .token:not([hidden])")
+    assert seen.count() == 4
+    assert seen.nth(2).locator("img").count() == 1

@@ -29,6 +29,13 @@ async function unpack(id) {
   return new Response(stream).arrayBuffer();
 }
 
+// Pictures as data: URLs, by digest.
+let pictures = null;
+function pictureData() {
+  pictures ??= unpack("pictures").then((buffer) => JSON.parse(new TextDecoder().decode(buffer)));
+  return pictures;
+}
+
 // The tokens of rollout number `place`: {prompt, texts, columns, versions, mask}.
 async function tokensOf(place) {
   const number = Math.floor(place / view.block);

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 from lightning_rl.cli.view.flags import FLAGS, find_flags, gaps
+from lightning_rl.cli.view.pictures import places_of
 from lightning_rl.cli.view.runs import Record, Run
 from lightning_rl.data.rollouts.rows import rows_of
 from lightning_rl.data.rollouts.turns import turns_of
@@ -47,7 +48,8 @@ def build_page(runs: Sequence[Run]) -> str:
     per rollout. Each block ``tokens-K`` holds numbers of ``ROLLOUTS_PER_BLOCK`` rollouts, row by
     row, little endian, one column after the other: for each prompt and then for each completion
     token the index of its text (uint32), and for each completion token the ``TOKEN_COLUMNS``
-    (float32, nan where nothing was recorded), version (int32) and mask (uint8).
+    (float32, nan where nothing was recorded), version (int32) and mask (uint8). Block ``pictures``
+    is JSON: a ``data:`` URL by digest.
     """
     rollouts = [(place, record) for place, run in enumerate(runs) for record in run.rollouts]
     texts: dict[str, int] = {}
@@ -64,6 +66,8 @@ def build_page(runs: Sequence[Run]) -> str:
         "flags": FLAGS,
     }
     packed = {"index": json.dumps(index, separators=(",", ":"), allow_nan=False).encode()}
+    pictures = {digest: url for run in runs for digest, url in run.pictures.items()}
+    packed["pictures"] = json.dumps(pictures).encode()
     packed |= {f"tokens-{number}": block for number, block in enumerate(blocks)}
     scripts = "\n".join(_asset(name) for name in SCRIPTS)
     parts = {
@@ -97,6 +101,7 @@ def _rollout_row(place: int, record: Record) -> Record:
                 "role": row.get("role", ""),
                 "prompt_tokens": len(row["prompt_ids"]),
                 "tokens": len(row["token_ids"]),
+                "pictures": places_of(row),
             }
             for row in rows
         ],

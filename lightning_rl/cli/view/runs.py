@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.cli.view.pictures import thumbnails
 from lightning_rl.data.rollouts.files import (
     RUN_FILES,
     Record,
@@ -16,19 +17,24 @@ from lightning_rl.data.rollouts.files import (
 )
 from lightning_rl.data.rollouts.form import shortened
 from lightning_rl.data.rollouts.jsonl import parsed, whole_lines
-from lightning_rl.data.rollouts.pieces import TokenPieces
+from lightning_rl.data.rollouts.pieces import TokenPieces, pieces_of
 from lightning_rl.errors import DataError
 
 
 @dataclass
 class Run:
-    """One run: metrics by iteration, its summary, and its last rollouts, oldest first."""
+    """One run: metrics by iteration, its summary, and its last rollouts, oldest first.
+
+    ``pictures`` are those that its rollouts name and that are at hand, small, as ``data:`` URLs by
+    digest.
+    """
 
     name: str
     metrics: list[Record] = field(default_factory=list)
     summary: Record = field(default_factory=dict)
     rollouts: list[Record] = field(default_factory=list)
     rollouts_total: int = 0
+    pictures: dict[str, str] = field(default_factory=dict)
 
 
 def find_runs(path: Path) -> list[Path]:
@@ -77,6 +83,10 @@ def read_run(path: Path, max_rollouts: int) -> Run:
     if files:
         run.rollouts, run.rollouts_total = _last_rollouts(files[0], max_rollouts)
         _add_pieces(run.rollouts, path, run.summary)
+        folder = files[0].pictures
+        if not is_rollout_file(path):
+            _require_inside(path, folder.path)
+        run.pictures = thumbnails(run.rollouts, folder)
     return run
 
 
@@ -154,8 +164,8 @@ def _add_pieces(rollouts: list[Record], run: Path, summary: Record) -> None:
         ) from error
     pieces = TokenPieces(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
     for row in rows:
-        row.setdefault("prompt_pieces", pieces(row["prompt_ids"]))
-        row.setdefault("pieces", pieces(row["token_ids"]))
+        made = pieces_of(pieces, row, row["prompt_ids"], row["token_ids"])
+        row |= {name: text for name, text in made.items() if name not in row}
 
 
 def _is_run(path: Path) -> bool:

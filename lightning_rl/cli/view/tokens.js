@@ -104,12 +104,32 @@ function callMark(call, number) {
   return el("span", { class: "call", "data-call": number, title: call.state ?? null }, told.filter(Boolean).join(" · "));
 }
 
-function tokenBlock(row, tokens, found) {
+// Pictures of a row before or after the end of its prompt; one that is not at hand is told.
+function picturesOf(part, shown, inPrompt) {
+  const mine = part.pictures.filter((one) => (one.at < part.prompt_tokens) === inPrompt);
+  return mine.map((one) => [one, shown[one.digest]
+    ? el("img", { class: "picture", src: shown[one.digest], alt: one.label, title: `${one.label}, ${one.tokens} tokens` })
+    : el("span", { class: "picture missing", title: one.digest }, `${one.label} is not in the run's folder`)]);
+}
+
+// In a completion, as in a tool's result, a picture stands where its placeholders are.
+function placePictures(row, spans, shown) {
+  for (const part of rowsOf(row)) {
+    for (const [one, image] of picturesOf(part, shown, false)) {
+      const first = part.at + one.at - part.prompt_tokens;
+      spans[first]?.replaceChildren(image);
+      for (const span of spans.slice(first + 1, first + one.tokens)) span.hidden = true;
+    }
+  }
+}
+
+function tokenBlock(row, tokens, found, shown) {
   const flagged = new Map();
   for (const [flag, places] of Object.entries(row.flags)) for (const i of places) flagged.set(i, [...(flagged.get(i) ?? []), flag]);
   const spans = tokens.texts.map((text, i) => el("span", {
     class: `token${flagged.has(i) ? " flagged" : ""}${tokens.mask[i] ? "" : " unmasked"}`, "data-token": i,
   }, ...visible(text)));
+  placePictures(row, spans, shown);
   const several = row.rows.filter((part) => part.tokens).length > 1;
   const block = several || row.calls.length
     ? el("div", { id: "completion" }, ...rowsOf(row).filter((part) => part.tokens).flatMap((part) => rowBlock(row, part, tokens, spans, several)))
@@ -143,7 +163,7 @@ function paint(row, tokens, found) {
 
 async function drawDetail(place) {
   const row = view.rollouts[place];
-  const tokens = await tokensOf(place);
+  const [tokens, shown] = [await tokensOf(place), await pictureData()];
   if (rollouts.open !== place) return; // another one was opened meanwhile
   const found = quantitiesOf(tokens);
   const choices = { mask: "mask", versions: "version", ...Object.fromEntries(Object.entries(QUANTITIES).map(([name, q]) => [name, q.label])) };
@@ -152,12 +172,14 @@ async function drawDetail(place) {
       .map(([name, label]) => el("option", { value: name, selected: name === colourBy }, label)));
   if (!(colourBy in found) && colourBy in QUANTITIES) colourBy = select.value = "logprobs" in found ? "logprobs" : "mask";
   const read = promptRead(row);
+  const seen = picturesOf(read, shown, true).map(([, image]) => image);
   $(".detail").replaceChildren(...details(row, place), ...transcript(row), el("h3", {}, `Prompt, ${read.prompt_tokens} tokens`),
+    ...(seen.length ? [el("div", { class: "pictures", id: "pictures-shown" }, ...seen)] : []),
     el("div", { class: "text-block mono prompt", id: "prompt" }, tokens.prompt.slice(read.promptAt, read.promptAt + read.prompt_tokens).join("")),
     ...(read.number ? [el("h3", {}, "Its row of the data"), el("div", { class: "text-block mono prompt" }, row.prompt)] : []),
     el("h3", {}, `Completion, ${row.tokens} tokens`),
     el("div", { class: "colour" }, el("label", {}, "Colour by ", select), el("span", { id: "legend" })),
-    tokenBlock(row, tokens, found), ...given(row));
+    tokenBlock(row, tokens, found, shown), ...given(row));
   paint(row, tokens, found);
 }
 

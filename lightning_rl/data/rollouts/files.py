@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.data.rollouts.form import checked, upgraded
+from lightning_rl.data.rollouts.pictures import PictureFolder, told, without_data
 from lightning_rl.errors import ConfigError, DataError, kind_of_path
 from lightning_rl.rollout import Call, Group, Rollout, Row
 
@@ -27,7 +28,7 @@ class Recorded:
 
 
 class RolloutFile(ABC):
-    """Rollouts on disk, written once and never changed.
+    """Rollouts on disk, written once and never changed; their pictures are in a folder beside it.
 
     Args:
         path: the file (for Parquet a folder of files); need not exist.
@@ -35,6 +36,7 @@ class RolloutFile(ABC):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.pictures = PictureFolder(self.path)
 
     @abstractmethod
     def append(
@@ -134,7 +136,8 @@ def as_record(rollout: Rollout) -> Record:
     """The one form in which a rollout is recorded: its ``id``, and its fields as primitives.
 
     It is as ``Rollout.to_dict``, but shares the rollout's lists, which are long. ``prompt_ids`` of
-    rows that go on from the rollout's own prompt are None.
+    rows that go on from the rollout's own prompt are None. Pictures are named, and their bytes left
+    to the :class:`PictureFolder`.
     """
     record: Record = {"id": rollout.id} | _shallow(rollout)
     record["prompt"] = _shallow(rollout.prompt)
@@ -151,17 +154,21 @@ def as_record(rollout: Rollout) -> Record:
 
 
 def _shallow(record: Any) -> Record:
-    """A dataclass's fields, its lists shared."""
-    return {name: getattr(record, name) for name in record.__slots__}
+    """A dataclass's fields, its lists shared; pictures are named."""
+    made = {name: getattr(record, name) for name in record.__slots__}
+    if made.get("pictures"):
+        made["pictures"] = told(made["pictures"])
+    return made
 
 
-def as_rollout(where: str, record: Any) -> Rollout:
-    """Inverse of :func:`as_record`.
+def as_rollout(where: str, record: Any, pictures: PictureFolder | None = None) -> Rollout:
+    """Inverse of :func:`as_record`; ``pictures`` are looked up there, without it they are empty.
 
     Raises:
-        DataError: naming the place, if the record is no rollout.
+        DataError: naming the place, if the record is no rollout, or one of its pictures is missing.
     """
-    rollout = Rollout.from_dict(checked(where, record))
+    filled = without_data(record) if pictures is None else pictures.fill(where, record)
+    rollout = Rollout.from_dict(checked(where, filled))
     rows = rollout.rows
     lengths = [{len(getattr(row, name)) for name in ARRAYS} for row in rows]
     calls = [call for call in rollout.calls if not _is_within(call, rows)]
@@ -236,7 +243,7 @@ def as_row(rollout: Rollout, iteration: int) -> Record:
     }
 
 
-def from_row(where: str, row: Record) -> Rollout:
+def from_row(where: str, row: Record, pictures: PictureFolder) -> Rollout:
     """Inverse of :func:`as_row`; other columns are left out.
 
     Raises:
@@ -252,7 +259,7 @@ def from_row(where: str, row: Record) -> Rollout:
             left = {name: column[:begin] for name, column in left.items()}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{where}: damaged row ({error!r}); restore the file") from error
-    return as_rollout(where, record)
+    return as_rollout(where, record, pictures)
 
 
 # Imported when asked for: the viewer reads JSON lines without waiting for numpy.

@@ -18,6 +18,7 @@ from lightning_rl.data.rollouts.files import (
     require_plain_file,
 )
 from lightning_rl.data.rollouts.form import checked
+from lightning_rl.data.rollouts.pictures import without_data
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 
@@ -46,6 +47,7 @@ class JSONLRollouts(RolloutFile):
         if records:
             records[-1]["progress"] = progress
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.pictures.write(rollouts)
         size = self.path.stat().st_size if self.path.exists() else 0
         if self._end not in (None, size):
             raise DataError(
@@ -104,7 +106,7 @@ class JSONLRollouts(RolloutFile):
                     )
                     return
                 record = parsed(where, line)
-                rollout = as_rollout(where, record)
+                rollout = as_rollout(where, record, self.pictures)
                 yield Recorded(where, record.get("iteration", 0), rollout)
 
     def tail(self, count: int) -> tuple[list[Record], int]:
@@ -115,7 +117,7 @@ class JSONLRollouts(RolloutFile):
         records = []
         for number, line in last:
             where = f"{self.path}:{number}"
-            record = checked(where, parsed(where, line))
+            record = checked(where, without_data(parsed(where, line)))
             records.append({"id": str(number)} | record)
         return records, total
 

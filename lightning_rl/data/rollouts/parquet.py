@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.data.rollouts.files import ARRAYS, Recorded, RolloutFile, as_row, from_row
+from lightning_rl.data.rollouts.pictures import PictureFolder
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 
@@ -20,6 +21,11 @@ class ParquetRollouts(RolloutFile):
     A row holds the columns of :func:`~lightning_rl.data.rollouts.files.as_row`. A single Parquet
     file with these columns can be read too.
     """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        # Beside the parts, wherever the folder is moved.
+        self.pictures = PictureFolder(self.path if self.path.is_file() else self.path / "part")
 
     def append(
         self, rollouts: Sequence[Rollout], iteration: int, progress: dict[str, Any] | None = None
@@ -50,7 +56,7 @@ class ParquetRollouts(RolloutFile):
         for part in self._parts():
             for number, row in enumerate(self._rows(part)):
                 where = f"{part}: row {number}"
-                yield Recorded(where, row.get("iteration") or 0, from_row(where, row))
+                yield Recorded(where, row.get("iteration") or 0, from_row(where, row, self.pictures))
 
     def _parts(self) -> list[Path]:
         return [self.path] if self.path.is_file() else sorted(self.path.glob("part-*.parquet"))
@@ -70,6 +76,7 @@ def write_part(
     import pyarrow
     import pyarrow.parquet
 
+    PictureFolder(path).write(rollouts)
     rows = [as_row(rollout, iteration) for rollout in rollouts]
     table = pyarrow.Table.from_pylist(rows, schema=_schema())
     table = table.replace_schema_metadata({_PROGRESS: json.dumps(progress)})

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from lightning_rl.data.rollouts.pieces import mark_of, text_with_marks
 from lightning_rl.rollout import Rollout
 
 Record = dict[str, Any]
@@ -35,5 +36,7 @@ def calls_as_text(rollout: Rollout, decode: Callable[[list[int]], str], tail: in
         told += [] if call.reward is None else [f"reward {call.reward:g}"]
         told += [] if call.scorable else ["not trained on"]
         wrote = decode(row.token_ids[call.start : call.stop])
-        lines.append(f"[{', '.join(filter(None, told))}] {begin}{decode(prompt[-tail:])} → {wrote}")
+        marks = [(at, mark_of(p.width, p.height)) for at, p in row.placed if at < len(prompt)]
+        read = text_with_marks(decode, prompt, marks, tail)
+        lines.append(f"[{', '.join(filter(None, told))}] {begin}{read} → {wrote}")
     return "\n".join(lines)

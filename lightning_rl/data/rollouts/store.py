@@ -101,6 +101,7 @@ class RolloutStore(RolloutFile):
 
         What the run had written under the same ids before becomes ``undone``.
         """
+        self.pictures.write(rollout for group in groups for rollout in group)
         with self._transaction() as database:
             first = self.last() + 1
             rows = [
@@ -214,7 +215,7 @@ class RolloutStore(RolloutFile):
             for row in self.connection.execute(query, values):
                 where = f"{self.path}: row {row['row']}"
                 arrays = {name: _unpack(where, name, row[name]) for name in ARRAYS}
-                rollout = from_row(where, dict(row) | arrays)
+                rollout = from_row(where, dict(row) | arrays, self.pictures)
                 yield row["place"], Recorded(where, row["iteration"], rollout)
         except sqlite3.DatabaseError as error:
             raise DataError(f"{where}: damaged at or after this row ({error})") from error
