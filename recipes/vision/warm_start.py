@@ -30,7 +30,7 @@ from recipes.sort_digits.prepare import write_model
 from recipes.vision.draw import Question
 from recipes.vision.prepare import EOS, PAD, chat_of, prepare, questions
 
-STEPS, BATCH, LR = 2_000, 32, 2e-3
+STEPS, BATCH, LR = 450, 32, 2e-3
 SEED = 1  # of other pictures than the prompts'
 IGNORED = -100  # of transformers: tokens without a loss
 PLACE = "<|image_pad|>"
