@@ -113,6 +113,11 @@ class Policy(nn.Module):
             self.lm.gradient_checkpointing_enable({"use_reentrant": False})
         self.value_head = value_head
         if value_head is not None:
+            if self.reader is not None and not value_head.sees:
+                raise ConfigError(
+                    f"value_head={type(value_head).__name__} would judge pictures without seeing "
+                    "them; use SharedValueHead, which reads the policy's own states"
+                )
             value_head.configure(self.lm.base_model)
         if lora is not None:
             lora.attach(self.lm, self._adapted())
