@@ -15,17 +15,24 @@ from lightning_rl import (
     PolicyModule,
     Sampling,
     SharedValueHead,
+    StreamedCollector,
+    TokenTIS,
     TransformersEngine,
     Vision,
 )
 from lightning_rl.agents.base import Environment, Reply
 from lightning_rl.callbacks import WeightSync
+from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.replay_buffer import ReplayBuffer
+from lightning_rl.collect.samplers import Mixed
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import JSONLPrompts
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.lora import adapted_layers
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Rollout
 from lightning_rl.vision.loading import decode
+from tests.support.lots import LotEngine
 from tests.support.small_run import SaveAfter, adamw, data_module, trainer_of
 from tests.support.tiny_vision import FAMILIES, picture, save_vision_model
 
@@ -55,9 +62,9 @@ def rows(tmp_path_factory):
     return path
 
 
-def share_of_digits(completion_ids, **columns):
-    """In [0, 1]: of what was written, how much are tokens below the middle of the vocabulary."""
-    return [sum(token < 100 for token in ids) / len(ids) for ids in completion_ids]
+def share_of_even(completion_ids, **columns):
+    """In [0, 1]: of what was written, how much are tokens of even numbers."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def run(model, rows, tmp_path, callbacks=(), data=None, ckpt_path=None, **options):
@@ -66,7 +73,7 @@ def run(model, rows, tmp_path, callbacks=(), data=None, ckpt_path=None, **option
     settings = {
         "train_prompts": JSONLPrompts(str(rows), seed=1),
         "eval_prompts": None,
-        "rewards": [share_of_digits],
+        "rewards": [share_of_even],
         "success_reward": 0.5,
         "group_size": 4,
         "groups_per_iteration": 4,
@@ -75,6 +82,10 @@ def run(model, rows, tmp_path, callbacks=(), data=None, ckpt_path=None, **option
     trainer = trainer_of(tmp_path, [WeightSync(), *callbacks])
     trainer.fit(module, data_module(**settings), ckpt_path=ckpt_path)
     return module, trainer
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def gap(trainer):
@@ -183,7 +194,7 @@ def test_an_environment_shows_pictures(qwen, rows, tmp_path):
     data = {
         "agent": MultiTurn(Shower, max_turn_tokens=3, allow_rewrites=True),
         "sampling": Sampling(max_tokens=160),
-        "rewards": [share_of_digits],
+        "rewards": [share_of_even],
     }
     kept = {"engine": TransformersEngine(device="cpu", kept_tokens=10_000)}
     for options in (data, data | kept):
@@ -237,3 +248,31 @@ def test_an_export_is_loaded_by_transformers(model, rows, tmp_path):
     AutoImageProcessor.from_pretrained(tmp_path / "export", backend="pil")
     again = Policy(str(tmp_path / "export"))
     assert again.reader is not None
+
+
+def test_a_streamed_update_is_the_same(qwen, rows, tmp_path):
+    vision = Vision(train_tower=True)
+    weights = []
+    for collector in (SyncCollector(), StreamedCollector(max_groups_in_flight=2)):
+        data = {
+            "collector": collector,
+            "engine": LotEngine(device="cpu"),
+            "train_prompts": JSONLPrompts(str(rows), seed=1),
+        }
+        module, trainer = run(qwen, rows, tmp_path, vision=vision, data=data, optimizer=sgd)
+        weights.append(dict(module.policy.lm.named_parameters()))
+        assert gap(trainer) < 1e-5
+    assert trainer.callback_metrics["policy/streamed_share"] > 0
+    for name, weight in weights[0].items():
+        assert torch.allclose(weight, weights[1][name], atol=1e-6), name
+
+
+def test_old_groups_are_replayed_with_their_pictures(qwen, rows, tmp_path):
+    buffer = ReplayBuffer(str(tmp_path / "groups.db"), sampler=Mixed(replayed=0.5))
+    module, trainer = run(qwen, rows, tmp_path, data={"buffer": buffer}, correction=TokenTIS())
+    assert trainer.callback_metrics["buffer/replayed_share"] > 0
+    current = trainer.datamodule._loader.current
+    assert len(current) > 16  # beside four fresh groups of four
+    assert all(r.rows[0].placed[: len(r.prompt.places)] == r.prompt.placed for r in current)
+    batch = pack_rollouts(current)
+    assert torch.isfinite(module.policy(batch).logprobs).all()
