@@ -192,7 +192,9 @@ def prepare(out: Path) -> None:
     if not all((out / name).exists() for name in ("train.jsonl", *files)):
         rows = write_pictures(out)
         heldout = [heldout_of(rows[:NUM_HELDOUT], task) for task in TASKS]
-        write_missing(out, {"train.jsonl": rows[NUM_HELDOUT:], **dict(zip(files, heldout))})
+        write_missing(
+            out, {"train.jsonl": rows[NUM_HELDOUT:], **dict(zip(files, heldout, strict=True))}
+        )
 
 
 def main() -> None:
