@@ -61,6 +61,7 @@ from lightning_rl.run.resume import check_early, enter_directory, leave_director
 from lightning_rl.run.rundir import output_path
 from lightning_rl.run.seeding import run_seed
 from lightning_rl.sync.schedule import SyncState
+from lightning_rl.vision.reader import reader_of
 
 STOP_SECONDS = 10.0
 """How long a failed run waits for what is in flight to stop."""
@@ -345,6 +346,8 @@ class RLDataModule(CollectingDataModule):
             for policy in policies_of(module).values():
                 check_experts(policy.advantage, policy.objective)
         self._tokenizer = tokenizer = self.load_tokenizer(module)
+        if reader_of(tokenizer) is not None:
+            self.engine.require_sight()
         with dist.every_rank():
             if dist.rank() == 0:  # it reads the weights once
                 module.require_sound_models()

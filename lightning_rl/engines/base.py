@@ -267,11 +267,19 @@ class Engine(ABC):
             ConfigError: if the engine, or its model, reads no pictures.
             PictureError: if the placeholders are not those of the pictures.
         """
-        if not pictures:
-            return await self.generate(token_ids, sampling, seed)
+        if pictures:
+            self.require_sight()
+        return await self.generate(token_ids, sampling, seed)
+
+    def require_sight(self) -> None:
+        """Check that it can read pictures, which the trainer's model does; here, it cannot.
+
+        Raises:
+            ConfigError: naming an engine that can.
+        """
         raise ConfigError(
-            f"engine={type(self).__name__} reads no pictures, and there are {len(pictures)} in "
-            "this prompt; use TransformersEngine"
+            f"engine={type(self).__name__} reads no pictures, and the model does; use "
+            "TransformersEngine"
         )
 
     @abstractmethod

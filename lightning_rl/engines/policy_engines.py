@@ -92,6 +92,10 @@ class PolicyEngines(Engine):
     ) -> Completion:
         return await self.of_role("").look(pictures, token_ids, sampling, seed)
 
+    def require_sight(self) -> None:
+        for engine in self.engines.values():
+            engine.require_sight()
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise WeightSyncError("PolicyEngines takes the weights of one policy: of_policy(name)")
 

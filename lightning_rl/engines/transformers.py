@@ -158,6 +158,9 @@ class TransformersEngine(LoRAEngine):
     ) -> Completion:
         return await self._write(self, token_ids, sampling, seed, pictures)
 
+    def require_sight(self) -> None:
+        """It can."""
+
     async def _write(
         self,
         writer: Engine,

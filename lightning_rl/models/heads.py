@@ -4,7 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -177,6 +177,9 @@ def token_logprobs(
 class ValueHead(nn.Module, ABC):
     """Predicts the return from each position; built once the policy's body is known."""
 
+    sees: ClassVar[bool] = True
+    """False if it reads tokens by itself, and so knows nothing of pictures among them."""
+
     @abstractmethod
     def configure(self, body: PreTrainedModel) -> None:
         """Create the parameters, given the policy's transformer body."""
@@ -231,12 +234,14 @@ class SharedValueHead(ValueHead):
 
 @configurable(model=model_of)
 class SeparateValueHead(ValueHead):
-    """A critic with its own body.
+    """A critic with its own body, which reads texts only.
 
     Args:
         model: directory or hub name to start it from, with the same tokenizer; None: a copy of the
             policy's.
     """
+
+    sees = False
 
     def __init__(self, model: str | None = None) -> None:
         super().__init__()

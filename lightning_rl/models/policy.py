@@ -47,7 +47,7 @@ from lightning_rl.models.soundness import (
     require_sound,
 )
 from lightning_rl.models.tokenizer import load_tokenizer, save_tokenizer
-from lightning_rl.run.dist import rank
+from lightning_rl.run.dist import rank, world_size
 from lightning_rl.vision.batch import NAME as PICTURES, with_sight
 from lightning_rl.vision.embedding import scored_states
 from lightning_rl.vision.reader import reader_of, supported
@@ -108,6 +108,11 @@ class Policy(nn.Module):
             self.lm.gradient_checkpointing_enable({"use_reentrant": False})
         self.value_head = value_head
         if value_head is not None:
+            if self.reader is not None and not value_head.sees:
+                raise ConfigError(
+                    f"value_head={type(value_head).__name__} would judge pictures without seeing "
+                    "them; use SharedValueHead, which reads the policy's own states"
+                )
             value_head.configure(self.lm.base_model)
         if lora is not None:
             lora.attach(self.lm, self._adapted())
@@ -147,8 +152,7 @@ class Policy(nn.Module):
 
     def _states(self, pack: TensorDict, layout: PackLayout) -> Tensor:
         """The body's last states (S, D) of a pack's layout."""
-        if "picture" in pack["tokens"]:
-            assert self.reader is not None
+        if self.reader is not None and ("picture" in pack["tokens"] or world_size() > 1):
             return scored_states(self.reader, self.lm, pack, layout)
         states: Tensor = self.lm.base_model(
             input_ids=layout.input_ids[None],

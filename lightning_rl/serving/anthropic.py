@@ -10,7 +10,7 @@ from lightning_rl.serving.chats import Chat, ChatReader
 from lightning_rl.serving.door import Door, pieces
 from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
-from lightning_rl.serving.messages import read_message, text_of
+from lightning_rl.serving.messages import content_of, joined, read_message, text_of
 from lightning_rl.serving.settings import asked_sampling
 
 _ERRORS = {
@@ -161,19 +161,22 @@ def _content(message: Fields) -> list[Fields]:
 
 
 def _from_user(message: Fields) -> list[Message]:
-    texts, results = [], []
+    parts: list[Any] = []
+    results: list[Message] = []
     for block in _content(message):
         kind = block.need("type", str)
         if kind == "text":
-            texts.append(block.need("text", str))
+            parts.append({"type": "text", "text": block.need("text", str)})
+        elif kind == "image":
+            parts.append(block.body)
         elif kind == "tool_result":
-            given = text_of(block.body.get("content"), block.path + "content")
+            given = content_of(block.body.get("content"), block.path + "content")
             called = block.need("tool_use_id", str)
             results.append({"role": "tool", "tool_call_id": called, "content": given})
         else:
-            raise wrong_value(block.path + "type", kind, "'text', 'tool_result'")
-    if texts or not results:
-        return [*results, {"role": "user", "content": "".join(texts)}]
+            raise wrong_value(block.path + "type", kind, "'text', 'image', 'tool_result'")
+    if parts or not results:
+        return [*results, {"role": "user", "content": joined(parts)}]
     return results
 
 

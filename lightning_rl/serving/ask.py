@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Call, Message, Rollout
+from lightning_rl.rollout import Call, Message, Placed, Rollout
 from lightning_rl.serving.chat_format import ChatFormat, ChatFormats
 from lightning_rl.serving.chats import Chat, ChatReader
 from lightning_rl.serving.errors import RequestError, unknown_model, unsupported
@@ -36,7 +36,10 @@ class Terms:
     models: dict[str, str]
     limits: RequestLimits
     known: dict[str, Sampling] = field(default_factory=dict)
-    chats: ChatReader = field(default_factory=ChatReader)
+    chats: ChatReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chats = ChatReader(self.limits)
 
     def role_of(self, model: str) -> str:
         """The role (policy) that a request names as its model.
@@ -74,8 +77,9 @@ class Terms:
 class Ask:
     """Prompts, and how often and how each is to be continued.
 
-    ``prompts`` are token ids: given, or those of ``chat``, written as ``form`` says. ``must_call``
-    is empty, the name of the tool that has to be called, or ``*`` for any.
+    ``prompts`` are token ids: given, or those of ``chat``, written as ``form`` says, with the
+    pictures ``placed`` in it. ``must_call`` is empty, the name of the tool that has to be called,
+    or ``*`` for any.
     """
 
     model: str
@@ -88,6 +92,7 @@ class Ask:
     may_call: bool = True
     must_call: str = ""
     parallel: bool = True
+    placed: list[Placed] = field(default_factory=list)
 
     @property
     def tools(self) -> list[dict[str, Any]]:

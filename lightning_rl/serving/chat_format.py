@@ -13,14 +13,17 @@ from lightning_rl.agents.templates import ParsedCall, ToolParser, TurnTemplate, 
 from lightning_rl.agents.tools import call_message
 from lightning_rl.engines.sampling import Completion, StructuredOutputs
 from lightning_rl.errors import ConfigError
-from lightning_rl.rollout import Message
+from lightning_rl.rollout import Message, Picture, Placed
 from lightning_rl.run.strict_json import loads
 from lightning_rl.serving.messages import Said
 from lightning_rl.serving.strangers_template import RendererApart, StrangersTemplate
+from lightning_rl.vision.reader import encode
 
 _PROMPTS_KEPT = 256
 """Of whole chats, as token ids: the rollouts of a group begin with the same."""
 _FORMATS_KEPT = 64
+Seen = tuple[list[int], list[Placed]]
+"""Token ids, and the pictures among them."""
 
 
 class ChatFormat:
@@ -53,26 +56,34 @@ class ChatFormat:
             self.parser.configure(self.tokenizer, self.tools)
         self._encoded = lru_cache(_PROMPTS_KEPT)(self._encode)
 
-    def prompt(self, chat: Sequence[Said]) -> list[int]:
-        """Token ids of a whole chat, with the opening of the model's turn.
+    def prompt(self, chat: Sequence[Said]) -> Seen:
+        """Tokens of a whole chat, with the opening of the model's turn.
 
         Raises:
             ConfigError: if the template cannot render it.
+            PictureError: if the model reads no pictures, or not as many as the template writes.
         """
-        return list(self._encoded(f"[{','.join(item.text for item in chat)}]"))
+        token_ids, placed = self._encoded(
+            f"[{','.join(item.text for item in chat)}]", _pictures_of(chat)
+        )
+        return list(token_ids), list(placed)
 
-    def _encode(self, messages: str) -> tuple[int, ...]:
+    def _encode(
+        self, messages: str, pictures: tuple[Picture, ...]
+    ) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
         text = self.template.render(json.loads(messages))
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        token_ids, places = encode(self.tokenizer, text, pictures, special=False)
+        return tuple(token_ids), tuple(map(Placed, places, pictures))
 
-    def suffix(self, wrote: Sequence[int], turn: Message, reply: Sequence[Said]) -> list[int]:
-        """Token ids that follow the model's turn, of tokens ``wrote``.
+    def suffix(self, wrote: Sequence[int], turn: Message, reply: Sequence[Said]) -> Seen:
+        """Tokens that follow the model's turn, of tokens ``wrote``; pictures count from there.
 
         Raises:
             ConfigError: if the template cannot render it.
+            PictureError: as :meth:`prompt`.
         """
-        calls = turn.get("tool_calls", ())
-        return self.template.suffix(wrote, [item.message for item in reply], calls)
+        calls, messages = turn.get("tool_calls", ()), [item.message for item in reply]
+        return self.template.seen_suffix(wrote, messages, _pictures_of(reply), calls)
 
     # ---------------------------------------------------------------- what the model wrote
 
@@ -160,6 +171,10 @@ class ChatFormat:
         except ConfigError:
             return False
         return True
+
+
+def _pictures_of(chat: Sequence[Said]) -> tuple[Picture, ...]:
+    return tuple(picture for item in chat for picture in item.pictures)
 
 
 def until_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:

@@ -6,9 +6,12 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_rl.rollout import Message
+from lightning_rl.errors import PictureError
+from lightning_rl.rollout import Message, Prompt
 from lightning_rl.serving.errors import RequestError
-from lightning_rl.serving.messages import Said, read_message, said, with_name
+from lightning_rl.serving.limits import RequestLimits
+from lightning_rl.serving.messages import Said, read_message, seen, with_name
+from lightning_rl.vision.messages import require_few, with_sources
 
 _KEPT = 8
 """Chats that are remembered, of those that a session has side by side."""
@@ -50,9 +53,14 @@ class _Known:
 
 
 class ChatReader:
-    """Reads the chats of one session."""
+    """Reads the chats of one session.
 
-    def __init__(self) -> None:
+    Args:
+        limits: bounds of its pictures.
+    """
+
+    def __init__(self, limits: RequestLimits) -> None:
+        self._limits = limits
         self._known: list[_Known] = []
 
     def read(
@@ -83,9 +91,28 @@ class ChatReader:
         chat = Chat(list(last.chat.said), (state, list(nodes)))
         for place in range(len(last.given), len(given)):
             for message in messages(place, given[place]):
-                chat.said.append(said(with_name(message, chat.said)))
+                chat.said.append(self._seen(with_name(message, chat.said)))
+        self._require_few_pictures(chat)
         self._remember(last, given, chat)
         return chat
+
+    def prompt(self, prompt: Prompt) -> Chat:
+        """The chat of a rollout's prompt, whose pictures are known; none of one that is text."""
+        if isinstance(prompt.prompt, str):
+            return Chat()
+        return self.read(with_sources(prompt.prompt, prompt.pictures))
+
+    def _seen(self, message: Message) -> Said:
+        try:
+            return seen(message, self._limits.pictures, self._limits.picture_access)
+        except PictureError as error:
+            raise RequestError(str(error), param="messages", code="invalid_image") from error
+
+    def _require_few_pictures(self, chat: Chat) -> None:
+        try:
+            require_few(sum(len(item.pictures) for item in chat.said), self._limits.pictures)
+        except PictureError as error:
+            raise RequestError(str(error), param="messages", code="invalid_image") from error
 
     def _remember(self, last: _Known, given: list[Any], chat: Chat) -> None:
         new = deepcopy(given[len(last.given) :])  # a client may change its own

@@ -16,6 +16,7 @@ from lightning_rl.serving.ask import DEFAULT_MODEL, Answer
 from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.results import Ending
 from lightning_rl.serving.session import Session
+from lightning_rl.vision.messages import as_sent
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -37,6 +38,11 @@ class AgentClient:
         self.base_url = session.base_url
         self.api_key = session.api_key
         self._session = session
+
+    @cached_property
+    def prompt(self) -> list[Message]:
+        """The rollout's prompt as a chat to send, with its pictures (as ``data:`` URLs) in it."""
+        return as_sent(self._session.episode.rollout.prompt)
 
     async def chat(
         self,

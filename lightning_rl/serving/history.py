@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from lightning_rl.rollout import Call, Message, Rollout
-from lightning_rl.serving.chat_format import ChatFormat
+from lightning_rl.rollout import Call, Message, Placed, Rollout
+from lightning_rl.serving.chat_format import ChatFormat, Seen
 from lightning_rl.serving.chats import Chat
 from lightning_rl.serving.messages import Said
 
@@ -44,11 +44,12 @@ class History:
         self.note(prompt)
         self.transcript.clear()
 
-    def prompt(self, chat: Chat, form: ChatFormat) -> list[int]:
-        """Token ids of a chat, with the opening of the model's turn.
+    def prompt(self, chat: Chat, form: ChatFormat) -> Seen:
+        """Tokens of a chat, with the opening of the model's turn, and the pictures in it.
 
         Raises:
             ConfigError: if the template cannot render it.
+            PictureError: if the model does not read its pictures.
         """
         nodes = self._known(chat)[: len(chat.said) - 1]
         places = (p for p in reversed(range(len(nodes))) if form.key in nodes[p].answers)
@@ -58,8 +59,12 @@ class History:
         call = nodes[place].answers[form.key]
         row = self._rollout.rows[call.row]
         wrote = row.token_ids[call.start : call.stop]
-        added = form.suffix(wrote, chat.said[place].message, chat.said[place + 1 :])
-        return [*row.prompt_ids, *islice(row.token_ids, call.stop), *added]
+        added, further = form.suffix(wrote, chat.said[place].message, chat.said[place + 1 :])
+        token_ids = [*row.prompt_ids, *islice(row.token_ids, call.stop)]
+        end = len(token_ids)
+        placed = [one for one in row.placed if one.start < end]
+        placed += [Placed(end + start, picture) for start, picture in further]
+        return token_ids + added, placed
 
     def note(self, chat: Chat) -> int:
         """Keep what a client sent; returns how many calls of tools it holds."""

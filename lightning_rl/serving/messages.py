@@ -2,14 +2,18 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_rl.rollout import Message
+from lightning_rl.rollout import Message, Picture
 from lightning_rl.run.strict_json import loads
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
+from lightning_rl.vision.limits import PictureAccess, PictureLimits
+from lightning_rl.vision.messages import IMAGE_KINDS, is_picture, pictures_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_SEEING = ("user", "tool")
+"""Roles whose messages may have pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +21,9 @@ class Said:
     """A message of a conversation.
 
     Args:
-        message: as chat templates take it: text content, arguments of calls as objects.
-        text: all of it, as JSON.
+        message: as chat templates take it: text content, or parts where there are pictures;
+            arguments of calls as objects.
+        text: all of it, as JSON; a picture's part holds its digest.
         key: what makes it the same message for whoever compares. Of a model's message these are
             the words and the calls, whatever a client made of spaces around them or of ids.
     """
@@ -26,6 +31,23 @@ class Said:
     message: Message
     text: str
     key: str
+    pictures: tuple[Picture, ...] = ()
+
+
+def seen(message: Message, limits: PictureLimits, access: PictureAccess) -> Said:
+    """Of a message in the form of templates, in which pictures are as the client sent them.
+
+    Raises:
+        PictureError: if one cannot be had.
+    """
+    [bare], pictures = pictures_of([message], limits, access=access)
+    if pictures:
+        left = iter(pictures)
+        bare["content"] = [
+            part | {"digest": next(left).digest} if is_picture(part) else part
+            for part in bare["content"]
+        ]
+    return replace(said(bare), pictures=tuple(pictures))
 
 
 def said(message: Message) -> Said:
@@ -60,7 +82,8 @@ def read_message(number: int, given: Any) -> Message:
     role = fields.need("role", str)
     if role not in ROLES:
         raise wrong_value(fields.path + "role", role, ", ".join(map(repr, ROLES)))
-    content = text_of(fields.body.get("content"), fields.path + "content")
+    read = content_of if role in _SEEING else text_of
+    content = read(fields.body.get("content"), fields.path + "content")
     message: Message = {"role": "system" if role == "developer" else role, "content": content}
     if role == "tool":
         message["tool_call_id"] = fields.need("tool_call_id", str)
@@ -103,15 +126,42 @@ def text_of(content: Any, where: str) -> str:
     Raises:
         RequestError: for other blocks, such as images.
     """
+    read = content_of(content, where, pictures=False)
+    assert isinstance(read, str)
+    return read
+
+
+def content_of(content: Any, where: str, pictures: bool = True) -> str | list[Any]:
+    """A message's content: its text, or parts of it where there are pictures.
+
+    Args:
+        content: a string, or blocks of text and pictures.
+        where: its place, for messages.
+        pictures: whether there may be any.
+
+    Raises:
+        RequestError: for other blocks, such as audio.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise wrong_kind(where, content, str)
-    parts = []
+    parts: list[Any] = []
     for number, block in enumerate(content):
         fields = Fields(block, f"{where}[{number}].")
         kind = fields.need("type", str)
-        if kind not in ("text", "refusal"):
-            raise wrong_value(fields.path + "type", kind, "'text'")
-        parts.append(fields.need(kind, str))
-    return "".join(parts)
+        if pictures and kind in IMAGE_KINDS:
+            parts.append(block)
+        elif kind in ("text", "refusal"):
+            parts.append({"type": "text", "text": fields.need(kind, str)})
+        else:
+            allowed = ("text", *IMAGE_KINDS) if pictures else ("text",)
+            raise wrong_value(fields.path + "type", kind, ", ".join(map(repr, allowed)))
+    return joined(parts)
+
+
+def joined(parts: list[Any]) -> str | list[Any]:
+    """Parts of texts as one text; others stay as they are."""
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)

@@ -24,6 +24,7 @@ from lightning_rl.serving.programs import Launcher, Program, ProgramRequest
 from lightning_rl.serving.results import Ending, last_result
 from lightning_rl.serving.session import Session
 from lightning_rl.serving.variables import NO_PROXY, passed_on, require_set
+from lightning_rl.vision.messages import as_sent
 
 
 @configurable
@@ -32,9 +33,10 @@ class ProgramAgent(SessionAgent):
 
     The program finds it in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, or ``ANTHROPIC_BASE_URL``
     and ``ANTHROPIC_API_KEY``, and its task as JSON on standard input (``/dev/stdin`` where a file
-    is wanted): ``{"id": ..., "prompt": ..., "columns": {...}, "seed": ...}``. What its calls read
-    and wrote is recorded token by token. The last line of its output that is a JSON object with a
-    ``reward``, ``role_rewards``, ``call_rewards``, ``metrics`` or ``answer`` says how it went; see
+    is wanted): ``{"id": ..., "prompt": ..., "columns": {...}, "seed": ...}``, with pictures in the
+    prompt as ``data:`` URLs. What its calls read and wrote is recorded token by token. The last
+    line of its output that is a JSON object with a ``reward``, ``role_rewards``, ``call_rewards``,
+    ``metrics`` or ``answer`` says how it went; see
     docs/agents.md. ``rollout.completion`` becomes the transcript of its calls.
 
     ``finish_reason`` is the last call's, or ``max_seconds``: then its last result counts,
@@ -123,10 +125,11 @@ class ProgramAgent(SessionAgent):
         return rollout
 
     async def play(self, rollout: Rollout, session: Session) -> Ending:
+        prompt = rollout.prompt
         task = {
-            "id": rollout.prompt.id,
-            "prompt": rollout.prompt.prompt,
-            "columns": rollout.prompt.columns,
+            "id": prompt.id,
+            "prompt": as_sent(prompt) if prompt.pictures else prompt.prompt,
+            "columns": prompt.columns,
             "seed": rollout.seed,
         }
         if self._launcher is None:

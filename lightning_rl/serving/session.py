@@ -8,12 +8,12 @@ from lightning_rl.agents.episode import Episode
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.http_replica import ServerRefusal
 from lightning_rl.engines.sampling import Completion, seed_of
-from lightning_rl.errors import ConfigError, ContextLengthError, EpisodeError
+from lightning_rl.errors import ConfigError, ContextLengthError, EpisodeError, PictureError
 from lightning_rl.rollout import Call, Message, Rollout
 from lightning_rl.run.loop import cancel_here
 from lightning_rl.run.threads import CallingThreads
 from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted
-from lightning_rl.serving.chat_format import ChatFormat, until_stop
+from lightning_rl.serving.chat_format import ChatFormat, Seen, until_stop
 from lightning_rl.serving.chats import Chat
 from lightning_rl.serving.errors import (
     RequestError,
@@ -66,9 +66,7 @@ class Session:
         self._closed = False
         rollout.extra.pop("tools", None)  # of an interrupted attempt
         self.name(f"{seed_of(f'{rollout.own_seed}/session'.encode()):016x}")
-        prompt = rollout.prompt.prompt
-        known = Chat() if isinstance(prompt, str) else terms.chats.read(list(prompt))
-        self._history = History(rollout, known)
+        self._history = History(rollout, terms.chats.prompt(rollout.prompt))
 
     @property
     def messages(self) -> list[Message]:
@@ -103,7 +101,8 @@ class Session:
         def work() -> tuple[Ask, Wanted]:
             ask, wanted = read()
             if ask.form is not None:
-                ask.prompts = [self._chat_prompt(ask, ask.form)]
+                token_ids, ask.placed = self._chat_prompt(ask, ask.form)
+                ask.prompts = [token_ids]
             return ask, wanted
 
         return await self.beside(work)
@@ -180,7 +179,10 @@ class Session:
         before = self._history.note(ask.chat)
         self._note_tools(ask.tools)
         asked = [prompt for prompt in ask.prompts for _ in range(ask.count)]
-        calls = [self.episode.call(self.engine, p, ask.sampling, ask.role) for p in asked]
+        calls = [
+            self.episode.call(self.engine, prompt, ask.sampling, ask.role, ask.placed)
+            for prompt in asked
+        ]
         try:
             made = [await calls[0]] if len(calls) == 1 else await self._all_of(calls)
         except ContextLengthError as error:
@@ -231,10 +233,10 @@ class Session:
         known = self.episode.rollout.extra.setdefault("tools", [])
         known += [tool for tool in tools if tool not in known]
 
-    def _chat_prompt(self, ask: Ask, form: ChatFormat) -> list[int]:
+    def _chat_prompt(self, ask: Ask, form: ChatFormat) -> Seen:
         try:
             return self._history.prompt(ask.chat, form)
-        except ConfigError as error:
+        except (ConfigError, PictureError) as error:
             raise RequestError(str(error), param="messages", code="invalid_value") from error
 
     def _turn(self, ask: Ask, completion: Completion, before: int) -> tuple[Message, str | None]:

@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lightning_rl.run.dist import world_size
 from lightning_rl.vision.batch import NAME, pictures_in
 from lightning_rl.vision.families import Family, Prepared
 from lightning_rl.vision.reader import PictureReader
@@ -20,6 +21,7 @@ def picture_inputs(
     picture: Tensor,
     part: Tensor,
     prepared: Callable[[int], Prepared],
+    blank: Prepared | None = None,
 ) -> dict[str, Any]:
     """Arguments of the language model for N lines of T tokens, some of which see pictures.
 
@@ -33,11 +35,14 @@ def picture_inputs(
         picture: (N, T) on the CPU, the number of the picture that a token sees; -1: it is text.
         part: (N, T) on the CPU, which placeholder of the picture the token is.
         prepared: the picture of a number.
+        blank: what the tower runs on where no token sees anything, without effect; None: it rests.
     """
     embedded = lm.get_input_embeddings()(input_ids)
     at = (picture >= 0).nonzero(as_tuple=True)
     numbers, place = picture[at].unique(return_inverse=True)
     shown = [prepared(number) for number in numbers.tolist()]
+    if not shown and blank is not None:
+        embedded = _untouched(embedded, family, lm, blank)
     if not shown:
         return {"inputs_embeds": embedded}
     counts = torch.tensor([one.count for one in shown], device="cpu")
@@ -46,14 +51,29 @@ def picture_inputs(
     return family.inputs(embedded, (rows, columns), index, family.features(lm, shown))
 
 
+def _untouched(embedded: Tensor, family: Family, lm: PreTrainedModel, blank: Prepared) -> Tensor:
+    """The embeddings as they are; backward gives the tower's parameters a gradient of zero."""
+    features = family.features(lm, [blank])
+    total = torch.stack([part.sum() for part in (features.first, *features.deeper)]).sum()
+    return embedded + (0.0 * total).to(embedded.dtype)
+
+
 def scored_states(reader: PictureReader, lm: PreTrainedModel, pack: TensorDict, layout: Any) -> Any:
     """The body's last states (S, D) of a pack that knows what its tokens see.
 
-    ``layout`` has the S ``tokens`` of the pack that are computed, and goes to the attention.
+    ``layout`` has the S ``tokens`` of the pack that are computed, and goes to the attention. Of
+    several ranks each runs the tower once for each pack, whatever it sees: they gather its weights,
+    or average its gradient, together.
     """
     tokens, family = pack["tokens"], reader.family
-    picture, part = (tokens[name][layout.tokens][None].cpu() for name in ("picture", "part"))
-    all_pictures = pictures_in(pack[NAME])
+    if "picture" in tokens:
+        picture, part = (tokens[name][layout.tokens][None].cpu() for name in ("picture", "part"))
+        positions = tokens["positions"][layout.tokens].T
+        all_pictures = pictures_in(pack[NAME])
+    else:
+        picture = torch.full((1, len(layout.tokens)), -1, device="cpu")
+        part, positions = picture, layout.position_ids.expand(family.axes, -1)
+        all_pictures = []
     inputs = picture_inputs(
         family,
         lm,
@@ -61,10 +81,11 @@ def scored_states(reader: PictureReader, lm: PreTrainedModel, pack: TensorDict, 
         picture,
         part,
         lambda number: reader.prepare(all_pictures[number]),
+        reader.blank if world_size() > 1 else None,
     )
     output = family.language_model(lm)(
         **inputs,
-        position_ids=as_position_ids(tokens["positions"][layout.tokens].T[:, None]),
+        position_ids=as_position_ids(positions[:, None]),
         use_cache=False,
         layout=layout,
     )

@@ -92,6 +92,11 @@ class Family(ABC):
     def projector(cls, lm: PreTrainedModel) -> list[nn.Module]:
         """What maps the tower's states to the language model's."""
 
+    @classmethod
+    def unused(cls, lm: PreTrainedModel) -> list[nn.Module]:
+        """What of the tower nothing comes of; here, none."""
+        return []
+
     @abstractmethod
     def own_inputs(self, pictures: Sequence[Prepared], token_ids: Tensor) -> dict[str, Tensor]:
         """Arguments of the model's own forward beside ``input_ids``, which are ``token_ids``."""

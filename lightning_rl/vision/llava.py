@@ -1,6 +1,7 @@
 """LLaVA: pictures of one size, seen by a CLIP or SigLIP tower; positions as of text."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from PIL.Image import Image
@@ -39,13 +40,25 @@ class Llava(Family):
         return Features(torch.cat(list(found.pooler_output)))
 
     @classmethod
-    def tower(cls, lm: PreTrainedModel) -> nn.Module:
-        tower: nn.Module = lm.base_model.vision_tower
-        return tower
+    def tower(cls, lm: PreTrainedModel) -> Any:
+        return lm.base_model.vision_tower
 
     @classmethod
     def projector(cls, lm: PreTrainedModel) -> list[nn.Module]:
         return [lm.base_model.multi_modal_projector]
+
+    @classmethod
+    def unused(cls, lm: PreTrainedModel) -> list[nn.Module]:
+        """Layers behind the one whose states are taken, and what pools the last one's."""
+        tower, layers = cls.tower(lm), cls.tower(lm).encoder.layers
+        taken = lm.config.vision_feature_layer
+        last = max(
+            layer if layer >= 0 else len(layers) + 1 + layer
+            for layer in ([taken] if isinstance(taken, int) else taken)
+        )
+        pooling = [getattr(tower, name, None) for name in ("post_layernorm", "head")]
+        behind = [part for part in pooling if isinstance(part, nn.Module)]
+        return [*layers[last:], *(behind if last < len(layers) else [])]
 
     def own_inputs(self, pictures: Sequence[Prepared], token_ids: Tensor) -> dict[str, Tensor]:
         return {"pixel_values": torch.cat([one.pixels for one in pictures])}

@@ -22,6 +22,7 @@ from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Kinds of files that are read. Every further decoder is one more that strangers' bytes reach."""
+_KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 _FAULTS = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
 """What Pillow raises for files that are none, or are broken."""
 
@@ -77,6 +78,12 @@ def decode(picture: Picture) -> Image.Image:
         PictureError: if the file is broken.
     """
     return _decoded(picture.data, f"picture {picture.digest[:12]}")
+
+
+def data_url(picture: Picture) -> str:
+    """The picture's file as a ``data:`` URL, which :func:`load_picture` reads back."""
+    kind = next((k for begin, k in _KINDS.items() if picture.data.startswith(begin)), "png")
+    return f"data:image/{kind};base64,{base64.b64encode(picture.data).decode()}"
 
 
 def _named(

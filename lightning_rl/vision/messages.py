@@ -6,9 +6,9 @@ from typing import Any
 
 from lightning_rl.config.schema import one_line
 from lightning_rl.errors import PictureError
-from lightning_rl.rollout import Message, Picture
+from lightning_rl.rollout import Message, Picture, Prompt
 from lightning_rl.vision.limits import OWN, PictureAccess, PictureLimits
-from lightning_rl.vision.loading import from_base64, load_picture
+from lightning_rl.vision.loading import data_url, from_base64, load_picture
 
 IMAGE_KINDS = ("image", "image_url", "input_image")
 """Types of content parts that hold a picture."""
@@ -95,6 +95,27 @@ def with_sources(messages: Sequence[Message], sources: Sequence[Any]) -> list[Me
         if _parts(message)
         else message
         for message in messages
+    ]
+
+
+def as_sent(prompt: Prompt) -> list[Message]:
+    """A prompt as a chat that any client can send: pictures are in it, in OpenAI's form."""
+    if isinstance(prompt.prompt, str):
+        return [{"role": "user", "content": prompt.prompt}]
+    left = iter(prompt.pictures)
+    return [
+        {
+            **message,
+            "content": [
+                {"type": "image_url", "image_url": {"url": data_url(next(left))}}
+                if is_picture(part)
+                else part
+                for part in message["content"]
+            ],
+        }
+        if _parts(message)
+        else message
+        for message in prompt.prompt
     ]
 
 

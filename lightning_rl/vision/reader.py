@@ -2,16 +2,19 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from lightning_rl.errors import ConfigError, PictureError
 from lightning_rl.rollout import Picture, Placed
 from lightning_rl.vision.families import Family, Prepared
+from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.llava import Llava
-from lightning_rl.vision.loading import decode
+from lightning_rl.vision.loading import decode, load_picture
 from lightning_rl.vision.qwen import Qwen3VL, Qwen25VL
 from lightning_rl.vision.seen import SeenText
 
@@ -74,6 +77,11 @@ class PictureReader:
         while self._bytes > KEPT_BYTES and len(self._kept) > 1:
             self._bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
         return made
+
+    @cached_property
+    def blank(self) -> Prepared:
+        """A small white picture."""
+        return self.prepare(load_picture(Image.new("RGB", (32, 32), "white"), PictureLimits()))
 
     def expand(
         self, token_ids: Sequence[int], pictures: Sequence[Picture]

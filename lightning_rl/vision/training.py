@@ -46,6 +46,8 @@ class Vision:
         family.tower(lm).requires_grad_(self.train_tower)
         for projector in projectors:
             projector.requires_grad_(self.train_projector)
+        for module in family.unused(lm):
+            module.requires_grad_(False)
 
     def adapted(self, family: type[Family], lm: PreTrainedModel) -> list[str]:
         """Full names of the linear layers that a LoRA on all of them adapts: those trained."""

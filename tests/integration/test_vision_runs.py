@@ -16,12 +16,16 @@ from lightning_rl import (
     Sampling,
     SharedValueHead,
     StreamedCollector,
+    TokenTIS,
     TransformersEngine,
     Vision,
 )
 from lightning_rl.agents.base import Environment, Reply
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.replay_buffer import ReplayBuffer
+from lightning_rl.collect.samplers import Mixed
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import JSONLPrompts
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.lora import adapted_layers
@@ -261,3 +265,14 @@ def test_a_streamed_update_is_the_same(qwen, rows, tmp_path):
     assert trainer.callback_metrics["policy/streamed_share"] > 0
     for name, weight in weights[0].items():
         assert torch.allclose(weight, weights[1][name], atol=1e-6), name
+
+
+def test_old_groups_are_replayed_with_their_pictures(qwen, rows, tmp_path):
+    buffer = ReplayBuffer(str(tmp_path / "groups.db"), sampler=Mixed(replayed=0.5))
+    module, trainer = run(qwen, rows, tmp_path, data={"buffer": buffer}, correction=TokenTIS())
+    assert trainer.callback_metrics["buffer/replayed_share"] > 0
+    current = trainer.datamodule._loader.current
+    assert len(current) > 16  # beside four fresh groups of four
+    assert all(r.rows[0].placed[: len(r.prompt.places)] == r.prompt.placed for r in current)
+    batch = pack_rollouts(current)
+    assert torch.isfinite(module.policy(batch).logprobs).all()

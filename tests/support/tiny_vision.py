@@ -1,5 +1,6 @@
 """Random image-text models of tiny shapes, and pictures for them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.loading import load_picture
 from tests.support.tiny_models import byte_tokenizer
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "llava_siglip")
 VOCAB = 272
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -150,7 +151,7 @@ def _qwen_processor(patch: int) -> Qwen2VLImageProcessorPil:
     )
 
 
-def _llava(tokenizer: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+def _llava(tokenizer: Any, given: dict[str, Any], **given_tower: Any) -> tuple[Any, Any]:
     text = _text(tokenizer, given) | {"model_type": "qwen2"}
     tower = {
         "model_type": "clip_vision_model",
@@ -164,9 +165,10 @@ def _llava(tokenizer: Any, given: dict[str, Any]) -> tuple[Any, Any]:
     }
     config = LlavaConfig(
         text_config=text,
-        vision_config=tower,
+        vision_config=tower | given_tower,
         image_token_id=_marks(tokenizer)["image_token_id"],
         tie_word_embeddings=False,
+        vision_feature_select_strategy="full" if given_tower else "default",
     )
     processor = CLIPImageProcessorPil(
         size={"shortest_edge": 24}, crop_size={"height": 24, "width": 24}
@@ -174,4 +176,9 @@ def _llava(tokenizer: Any, given: dict[str, Any]) -> tuple[Any, Any]:
     return config, processor
 
 
-_MAKERS = {"qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl, "llava": _llava}
+_MAKERS = {
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+    "llava": _llava,
+    "llava_siglip": partial(_llava, model_type="siglip_vision_model"),
+}

@@ -56,8 +56,9 @@ class ParquetRollouts(RolloutFile):
         for part in self._parts():
             for number, row in enumerate(self._rows(part)):
                 where = f"{part}: row {number}"
-                rollout = from_row(where, row, self.pictures)
-                yield Recorded(where, row.get("iteration") or 0, rollout)
+                yield Recorded(
+                    where, row.get("iteration") or 0, from_row(where, row, self.pictures)
+                )
 
     def _parts(self) -> list[Path]:
         return [self.path] if self.path.is_file() else sorted(self.path.glob("part-*.parquet"))

@@ -443,7 +443,7 @@ async def test_no_more_is_generated_than_there_is_room_for():
         ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages[0].content", None),
         ({"messages": [{"role": "me", "content": ""}]}, openai.BadRequestError,
          "messages[0].role", "invalid_value"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
          openai.BadRequestError, "messages[0].content[0].type", "invalid_value"),
         ({"messages": [{"role": "tool", "content": "5"}]}, openai.BadRequestError,
          "messages[0].tool_call_id", "missing_required_parameter"),

@@ -6,17 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, LlavaOnevisionConfig
 
 from lightning_rl.data.packing import pack_rollouts, select
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
+from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.errors import ConfigError, PictureError
+from lightning_rl.models.heads import SeparateValueHead
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.rollout import Placed, Prompt, Rollout, Row
 from lightning_rl.vision.reader import encode
 from lightning_rl.vision.training import Vision
-from tests.support.tiny_vision import FAMILIES, picture, save_vision_model
+from tests.support.tiny_vision import FAMILIES, VOCAB, picture, save_vision_model, vision_tokenizer
 
 SMALL, WIDE, TALL = picture(1), picture(2, 64, 32), picture(3, 32, 48)
 SAMPLING = Sampling(max_tokens=6)
@@ -165,6 +167,8 @@ def test_a_picture_is_seen_once_per_pack_and_its_gradient_is_the_sum(model):
     assert together.keys() == apart.keys()
     seeing = [n for n in together if "visual" in n or "vision" in n]
     assert seeing
+    # All that is trained takes part: ranks average all gradients.
+    assert together.keys() == {n for n, p in policy.named_parameters() if p.requires_grad}
     assert any(together[n].abs().max() > 1e-6 for n in seeing)
     for name, gradient in together.items():
         # Norms and softmax of transformers round to float32 in between.
@@ -294,3 +298,39 @@ def test_what_reads_no_pictures_says_so(model, tiny_model, tmp_path):
     with pytest.raises(ConfigError, match="reads no pictures"):
         asyncio.run(engine.look(prompt.placed, prompt.token_ids, SAMPLING, 0))
     assert copy.deepcopy(text).reader is None
+
+
+def test_what_cannot_see_is_refused(model):
+    with pytest.raises(ConfigError, match="SeparateValueHead would judge pictures"):
+        Policy(str(model), value_head=SeparateValueHead())
+    with pytest.raises(ConfigError, match="use TransformersEngine"):
+        VLLMLocal().require_sight()
+
+
+def test_other_architectures_are_refused_by_name(tmp_path):
+    tokenizer = vision_tokenizer()
+    config = LlavaOnevisionConfig(
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "intermediate_size": 16,
+        },
+        text_config={
+            "model_type": "qwen2",
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "vocab_size": VOCAB,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "intermediate_size": 16,
+        },
+    )
+    config.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    named = (
+        r"LlavaOnevisionForConditionalGeneration reads pictures.*Qwen3VLForConditionalGeneration"
+    )
+    with pytest.raises(ConfigError, match=named):
+        Policy(str(tmp_path), random_init=True)

@@ -1,0 +1,65 @@
+"""What two processes do in tests/integration/test_vision_ranks.py: they learn from pictures.
+
+One group of four has no picture, so that in some packs only one process sees anything.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.models.lora import LoRA
+from lightning_rl.models.sharding import ShardedStrategy
+from lightning_rl.vision.loading import decode
+from lightning_rl.vision.training import Vision
+from tests.support.ranks_run import fit, run_all
+from tests.support.tiny_vision import picture
+
+
+def rows() -> list[dict[str, Any]]:
+    """Three questions about a picture each, then one about none; and so on."""
+    chats = []
+    for number in range(12):
+        text = {"type": "text", "text": f"{number}="}
+        image = {"type": "image", "image": decode(picture(number, 32 + 16 * (number % 3)))}
+        parts = [text] if number % 4 == 3 else [image, text]
+        chats.append({"prompt": [{"role": "user", "content": parts}]})
+    return chats
+
+
+def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "frozen": {},
+    "tower": {"vision": Vision(train_tower=True, train_projector=True, tower_lr=0.02)},
+    "lora": {"lora": LoRA(rank=2), "vision": Vision(train_tower=True)},
+}
+
+
+def see(model: str, where: Path, strategy: Strategy | str = "auto", **options: Any) -> Any:
+    """A short run on pictures."""
+    data = {
+        "train_prompts": IterablePrompts(rows, shuffle=False),
+        "eval_prompts": None,
+        "rewards": [even_tokens],
+    }
+    return fit(model, where, strategy, data=data, max_tokens_per_pack=60, **options)
+
+
+def scenarios(model: str, where: Path) -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {}
+    for way, options in WAYS.items():
+        for name, strategy in (("ddp", DDPStrategy), ("sharded", ShardedStrategy)):
+            scenario = f"{name}_{way}"
+            found[scenario] = lambda s=scenario, k=strategy, o=options: see(
+                model, where / s, k(), **o
+            )
+    return found
+
+
+if __name__ == "__main__":
+    run_all(scenarios)
