@@ -16,6 +16,7 @@ table and the figure of the recipe's page.
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -43,25 +44,27 @@ def warm_start() -> None:
         subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
 
 
-def measure(seed: int) -> dict[str, Any]:
+def measure(seed: int, recipe: str = RECIPE, tasks: Iterable[str] = TASKS) -> dict[str, Any]:
     """One seed's curves, by what they are of: iterations, and accuracy at each."""
-    summary, rows = fitted(f"{RECIPE}/grpo.yaml", seed, [])
+    summary, rows = fitted(f"{recipe}/grpo.yaml", seed, [])
     evaluated = [row for row in rows if "eval/accuracy" in row]
     return {
         "seed": seed,
         "iterations": [row["iteration"] for row in evaluated],
         "accuracy": [row["eval/accuracy"] for row in evaluated],
-        "tasks": {task: [row[f"eval/{task}/accuracy"] for row in evaluated] for task in TASKS},
+        "tasks": {task: [row[f"eval/{task}/accuracy"] for row in evaluated] for task in tasks},
         "cpu_s": summary["cpu_s"],
         "wall_s": summary["wall_s"],
     }
 
 
-def measured(seed: int) -> dict[str, Any]:
+def measured(
+    seed: int, out: Path = OUT, recipe: str = RECIPE, tasks: Iterable[str] = TASKS
+) -> dict[str, Any]:
     """The result of a seed, from its file if it is there."""
-    path = OUT / "seeds" / f"{seed}.json"
+    path = out / "seeds" / f"{seed}.json"
     if not path.exists():
-        result = measure(seed)
+        result = measure(seed, recipe, tasks)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -76,13 +79,13 @@ def ends(curves: list[list[float]]) -> dict[str, float]:
     }
 
 
-def summary_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summary_of(runs: list[dict[str, Any]], tasks: Iterable[str] = TASKS) -> dict[str, Any]:
     """Accuracy before and after, of all questions and of each task; and the runs."""
     overall = ends([run["accuracy"] for run in runs])
     return {
         "accuracy_before": overall["before"],
         "accuracy_after": overall["after"],
-        "tasks": {task: ends([run["tasks"][task] for run in runs]) for task in TASKS},
+        "tasks": {task: ends([run["tasks"][task] for run in runs]) for task in tasks},
         "seeds": runs,
     }
 

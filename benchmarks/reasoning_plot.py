@@ -18,7 +18,7 @@ def draw(runs: list[dict[str, Any]], tasks: dict[str, dict[str, float]], path: s
     figure = Figure(figsize=(12, 4.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     FigureCanvasAgg(figure)
     curves, bars = figure.subplots(1, 2)
-    _curves(curves, runs)
+    _curves(curves, runs, len(tasks))
     _bars(bars, tasks, len(runs))
     for panel in (curves, bars):
         panel.spines[["top", "right"]].set_visible(False)
@@ -26,7 +26,7 @@ def draw(runs: list[dict[str, Any]], tasks: dict[str, dict[str, float]], path: s
     figure.savefig(path, dpi=130)
 
 
-def _curves(axes: Axes, runs: list[dict[str, Any]]) -> None:
+def _curves(axes: Axes, runs: list[dict[str, Any]], tasks: int) -> None:
     for run, color in zip(runs, SEEDS, strict=False):
         label = f"seed {run['seed']}"
         axes.plot(run["iterations"], run["accuracy"], ".-", color=color, label=label)
@@ -35,7 +35,7 @@ def _curves(axes: Axes, runs: list[dict[str, Any]]) -> None:
     axes.grid(axis="y", alpha=0.25)
     axes.legend(frameon=False, loc="lower right")
     axes.set_xlabel("iterations of GRPO")
-    _title(axes, "Held-out accuracy, all eight tasks")
+    _title(axes, f"Held-out accuracy, all {tasks} tasks")
 
 
 def _bars(axes: Axes, tasks: dict[str, dict[str, float]], seeds: int) -> None:

@@ -80,8 +80,8 @@ def rl_row(question: Question, path: str) -> Row:
     }
 
 
-def write_pictures(out: Path) -> tuple[list[Row], list[Row]]:
-    """Rows for (train, heldout), with their pictures written; none is in both."""
+def write_pictures(out: Path) -> list[Row]:
+    """A row for each question, held-out ones first, with their pictures written; none twice."""
     (out / "pictures").mkdir(parents=True, exist_ok=True)
     rows: dict[str, Row] = {}
     for question in questions(SEED):
@@ -91,9 +91,14 @@ def write_pictures(out: Path) -> tuple[list[Row], list[Row]]:
             (out / name).write_bytes(data)
             rows[name] = rl_row(question, name)
         if len(rows) == NUM_HELDOUT + NUM_TRAIN:
-            break
-    drawn = list(rows.values())
-    return drawn[NUM_HELDOUT:], drawn[:NUM_HELDOUT]
+            return list(rows.values())
+    raise AssertionError("questions never end")
+
+
+def heldout_of(rows: Sequence[Row], task: str) -> list[Row]:
+    """Rows of a task, for a file in a folder of its own: paths are relative to the file."""
+    mine = (row for row in rows if row["task"] == task)
+    return [row | {"images": [f"../{name}" for name in row["images"]]} for row in mine]
 
 
 def make_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
@@ -174,8 +179,8 @@ def make_image_processor() -> Qwen2VLImageProcessorPil:
 
 
 def prepare(out: Path) -> None:
-    """Write to `out` what is not there yet: model/, pictures/, train.jsonl, heldout.jsonl."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Write to `out` what is not there yet: model/, pictures/, train.jsonl, heldout/."""
+    (out / "heldout").mkdir(parents=True, exist_ok=True)
     if not (out / "model").exists():
         asked = list(itertools.islice(questions(SEED), 300))
         texts = [f"system\nuser\n{q.text}\nassistant\n{q.answer}" for q in asked]
@@ -183,9 +188,13 @@ def prepare(out: Path) -> None:
         # First: a model without it would not be whole.
         make_image_processor().save_pretrained(out / "model.partial")
         write_model(out / "model", make_model(tokenizer), tokenizer)
-    if not all((out / name).exists() for name in ("train.jsonl", "heldout.jsonl")):
-        train, heldout = write_pictures(out)
-        write_missing(out, {"train.jsonl": train, "heldout.jsonl": heldout})
+    files = [f"heldout/{task}.jsonl" for task in TASKS]
+    if not all((out / name).exists() for name in ("train.jsonl", *files)):
+        rows = write_pictures(out)
+        heldout = [heldout_of(rows[:NUM_HELDOUT], task) for task in TASKS]
+        write_missing(
+            out, {"train.jsonl": rows[NUM_HELDOUT:], **dict(zip(files, heldout, strict=True))}
+        )
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from recipes.sort_digits.prepare import write_model
-from recipes.vision.draw import Question
+from recipes.vision.draw import TASKS, Question
 from recipes.vision.prepare import EOS, PAD, chat_of, prepare, questions
 
 STEPS, BATCH, LR = 450, 32, 2e-3
@@ -102,22 +102,21 @@ def train(model: Any, encode: Encoder, steps: int) -> None:
             print(f"step {step:,}  loss {float(loss):.3f}  {seconds:.0f} s", flush=True)
 
 
-def accuracy(model: Any, encode: Encoder, out: Path) -> dict[str, float]:
-    """How often an answer sampled at temperature 1 is right on held-out prompts, by task."""
-    lines = (out / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    right: dict[str, list[bool]] = {}
+def accuracy(model: Any, encode: Encoder, file: Path) -> float:
+    """How often an answer sampled at temperature 1 is right."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    right = 0
     for begin in range(0, len(rows), BATCH):
         part = rows[begin : begin + BATCH]
-        pictures = [Image.open(out / row["images"][0]).convert("RGB") for row in part]
+        pictures = [Image.open(file.parent / row["images"][0]).convert("RGB") for row in part]
         inputs = encode(pictures, [row["prompt"] for row in part], [""] * len(part))
         length = inputs["input_ids"].shape[1]
         del inputs["labels"]
         told = model.generate(**inputs, max_new_tokens=6, do_sample=True, top_k=0, top_p=1.0)
         for row, said in zip(part, told[:, length:].tolist(), strict=True):
             text = encode.tokenizer.decode(said).partition(EOS)[0]
-            right.setdefault(row["task"], []).append(text == row["answer"])
-    return {task: sum(found) / len(found) for task, found in right.items()}
+            right += text == row["answer"]
+    return right / len(rows)
 
 
 def main() -> None:
@@ -136,7 +135,8 @@ def main() -> None:
     train(model, encode, arguments.steps)
     encode.image_processor.save_pretrained(out / "warm.partial")
     write_model(out / "warm", model, encode.tokenizer)
-    for task, share in accuracy(model, encode, out).items():
+    for task in TASKS:
+        share = accuracy(model, encode, out / "heldout" / f"{task}.jsonl")
         print(f"{task}: {share:.2f} right")
 
 
