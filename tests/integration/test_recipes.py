@@ -11,11 +11,13 @@ from lightning_rl import MathVerify, ThinkingBudget
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.cli import main
 from lightning_rl.config.layers import load_yaml
+from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.games.staged import command as staged
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.serving.results import ENDINGS
 from recipes.openai_agent.prepare import prepare as prepare_openai_agent
 from recipes.reasoning_gym import prepare
+from recipes.vision import prepare as prepare_vision, warm_start
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 ROOT = Path(__file__).parents[2]
@@ -164,6 +166,35 @@ def test_eight_tasks_are_warm_started_and_trained(tmp_path, monkeypatch):
     for task in prepare.TASKS:  # each has its share of the groups, and is evaluated by itself
         assert row[f"rollout/{task}/share"] == 1 / 8
         assert 0.0 <= row[f"eval/{task}/accuracy"] <= 1.0
+
+
+def test_questions_about_pictures_are_warm_started_and_trained(tmp_path, monkeypatch):
+    """recipes/vision with its own model, shortened: two steps, two iterations; then it is seen."""
+    monkeypatch.setattr(prepare_vision, "NUM_TRAIN", 12)
+    monkeypatch.setattr(prepare_vision, "NUM_HELDOUT", 6)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["warm_start", "--steps", "2"])
+    warm_start.main()
+    options = {
+        "data.groups_per_iteration": 4,
+        "data.group_size": 2,
+        "data.iterations_per_epoch": 2,
+        "trainer.accelerator": "cpu",
+    }
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    recipe = ROOT / "recipes" / "vision" / "grpo.yaml"
+    assert main(["fit", "--config", str(recipe), *arguments]) == 0
+    run = Path("runs/vision/grpo/version_0")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["iterations"]) == ("completed", 2)
+    (row,) = map(json.loads, (run / "metrics.jsonl").read_text().splitlines()[-1:])
+    for task in ("count", "read", "odd"):
+        assert 0.0 <= row[f"eval/{task}/accuracy"] <= 1.0
+    recorded = open_rollouts(run / "rollouts.jsonl")
+    shown = {r.rollout.prompt.pictures[0].digest for r in recorded.read()}
+    assert {file.stem for file in (run / "pictures").iterdir()} == shown
+    assert main(["view", str(run)]) == 0
+    assert (run / "hf" / "preprocessor_config.json").exists()
 
 
 def test_a_script_with_the_openai_package_is_trained(tmp_path, monkeypatch):
