@@ -129,7 +129,9 @@ def _quantization(given: Given, result: Conversion) -> None:
         double = bool(given["use_bnb_nested_quant"])
         result.put_class("model.lora.quantization", "NF4", double=double)
         if given["bnb_4bit_quant_type"] != "nf4":
-            result.leave(given, "bnb_4bit_quant_type", "NF4 is written, which is nearer")
+            result.leave(
+                given, "bnb_4bit_quant_type", "NF4, which is nearer to weights, is written"
+            )
 
 
 def _data(given: Given, result: Conversion) -> None:

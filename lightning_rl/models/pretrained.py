@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import ATTENTION
+from lightning_rl.models.packed_reading import PackedReading
 from lightning_rl.models.quantization import Quantization
 from lightning_rl.models.quantized_layers import quantize
 from lightning_rl.models.soundness import OTHER_MODEL, require_complete, require_finite
@@ -152,7 +153,7 @@ def load_lm(
             with torch.device("cpu"):  # the same numbers for every device
                 lm = skeleton(load_config(model, loading), loading, ATTENTION)
         else:
-            lm = _read_lm(model, loading)
+            lm = _read_lm(model, loading, quantization)
         if quantization is not None:
             require_finite(model, lm.named_parameters())  # while they are numbers
             quantize(lm, quantization)
@@ -191,7 +192,15 @@ def of_same_weights(lm: PreTrainedModel) -> PreTrainedModel:
     return deepcopy(lm, {id(parameter): parameter for parameter in lm.parameters()})
 
 
-def _read_lm(model: str, loading: Loading) -> PreTrainedModel:
+def _read_lm(model: str, loading: Loading, quantization: Quantization | None) -> PreTrainedModel:
+    packed = None
+    if quantization is not None:
+        if getattr(load_config(model, loading), "quantization_config", None):
+            raise ConfigError(
+                f"model={model!r} is quantised already, and lora.quantization would round it a "
+                "second time; give the model that it was made from"
+            )
+        packed = PackedReading(quantization, torch.get_default_device())
     # transformers needs accelerate to load to another device than the CPU.
     config = load_config(model, loading)
     with torch.device("cpu"):
@@ -202,8 +211,11 @@ def _read_lm(model: str, loading: Loading) -> PreTrainedModel:
             attn_implementation=attention(config, ATTENTION),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, in our words
+            quantization_config=packed,
             **loading.of_model,
         )
+    if packed is not None:
+        info["mismatched_keys"] = {*info["mismatched_keys"], *packed.mismatched}
     require_complete(model, info)
     return cast(PreTrainedModel, lm)
 

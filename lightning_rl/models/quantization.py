@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -52,13 +53,18 @@ class NF4(Quantization):
         double: keep scales in 8 bits too, 256 of them with a scale of their own.
 
     Raises:
-        ConfigError: for another ``block_size``; in use, without bitsandbytes.
+        ConfigError: for another ``block_size``, or without bitsandbytes.
     """
 
     block_size: int = 64
     double: bool = True
 
     def __post_init__(self) -> None:
+        if find_spec("bitsandbytes") is None:
+            raise ConfigError(
+                "NF4 needs bitsandbytes: `pip install 'bitsandbytes>=0.49'`, or choose Int8, which "
+                "needs nothing"
+            )
         if self.block_size not in _BLOCKS:
             raise ConfigError(
                 f"NF4.block_size={self.block_size} must be one of {', '.join(map(str, _BLOCKS))}"
@@ -121,16 +127,7 @@ class Int8(Quantization):
 
 @cache
 def bitsandbytes() -> Any:
-    """Its functions; they are imported late, since that takes seconds.
+    """Its functions; they are imported late, since that takes seconds."""
+    from bitsandbytes import functional
 
-    Raises:
-        ConfigError: if it is not installed.
-    """
-    try:
-        from bitsandbytes import functional
-    except ImportError as error:
-        raise ConfigError(
-            "quantization=NF4 needs bitsandbytes: `pip install 'bitsandbytes>=0.49'`, or choose "
-            "Int8, which needs nothing"
-        ) from error
     return functional

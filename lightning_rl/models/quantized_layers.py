@@ -23,13 +23,17 @@ class QuantizedLinear(nn.Linear):
     Args:
         linear: has the weight, and the bias, which stays as it is.
         quantization: the form of the weight.
+        weight: (out, in), in the place of the linear layer's.
     """
 
-    def __init__(self, linear: nn.Linear, quantization: Quantization) -> None:
+    def __init__(
+        self, linear: nn.Linear, quantization: Quantization, weight: Tensor | None = None
+    ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.quantization = quantization
-        parts = quantization.pack(linear.weight.detach().float())
+        weight = linear.weight if weight is None else weight
+        parts = quantization.pack(weight.detach().float())
         self._parts = tuple(parts)
         # Parameters, for DDP sends buffers to all ranks time and again.
         for name, part in parts.items():
@@ -98,22 +102,32 @@ def quantize(lm: PreTrainedModel, quantization: Quantization) -> None:
     Raises:
         ConfigError: if it has none.
     """
-    head = lm.get_output_embeddings()
-    found = [
-        (name, module)
-        for name, module in lm.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    ]
+    found = linear_layers(lm)
     if not found:
         raise ConfigError(
             f"lora.quantization: {type(lm).__name__} has no linear layers (nn.Linear) to quantise; "
             "leave it out"
         )
-    for name, module in found:
+    for name, module in found.items():
         if not isinstance(module, QuantizedLinear):
-            owner, _, leaf = name.rpartition(".")
             layer = QuantizedLinear(module.to(torch.get_default_device()), quantization)
-            setattr(lm.get_submodule(owner), leaf, layer)
+            put_quantized(lm, name, layer)
+
+
+def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Linear]:
+    """All but the output layer, by name."""
+    head = lm.get_output_embeddings()
+    return {
+        name: module
+        for name, module in lm.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+
+
+def put_quantized(lm: nn.Module, name: str, layer: QuantizedLinear) -> None:
+    """Put a layer in the place of the one of that name."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(lm.get_submodule(owner), leaf, layer)
 
 
 def quantized_layers(module: nn.Module) -> dict[str, QuantizedLinear]:
