@@ -24,6 +24,7 @@ from lightning_rl.engines.requests import DecodeRequest
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.sampling import end_tokens
+from lightning_rl.models.stacked import FileNames
 from lightning_rl.run.cores import compute
 from lightning_rl.run.digest import digests
 
@@ -245,7 +246,7 @@ class TransformersEngine(LoRAEngine):
     ) -> None:
         """A writer's adapters, and their base if that comes along; without any, whole weights."""
         adapters, base = self.divided(weights)
-        shapes = {name: weight.shape for name, weight in lm.state_dict().items()}
+        shapes = {name: weight.shape for name, weight in _held(lm).items()}
         require_adapters(adapters, shapes, type(self).__name__)
         if base is not None:
             self._take(lm, base)
@@ -253,7 +254,7 @@ class TransformersEngine(LoRAEngine):
         self._adapters.put(lm, writer, adapters)
 
     def _take(self, lm: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
-        held = lm.state_dict()
+        held = _held(lm)
         shapes = {name: weight.shape for name, weight in held.items()}
         for name, weight in checked(weights, shapes):  # one at a time, so no copy of all
             held[name].copy_(weight)
@@ -261,9 +262,14 @@ class TransformersEngine(LoRAEngine):
     def holdings(self, names: Sequence[str]) -> list[Holdings]:
         if self._lm is None:
             return []
-        held = self._lm.state_dict() | self._adapters.held(self)
+        held = _held(self._lm) | self._adapters.held(self)
         return [Holdings(type(self).__name__, self._digests_of(held, names))]
 
     def _digests_of(self, held: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, str]:
         dtype = getattr(torch, self.dtype)
         return digests((name, held[name].to(dtype)) for name in names if name in held)
+
+
+def _held(lm: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights where they are computed with, by the names of a push."""
+    return dict(FileNames(lm).each(lm.state_dict().items()))

@@ -19,6 +19,7 @@ from lightning_rl.errors import (
     LightningRLError,
     WeightSyncError,
 )
+from lightning_rl.models.stacked import FileNames
 
 
 def weight_shapes(model_dir: Path, trust_remote_code: bool = False) -> dict[str, torch.Size]:
@@ -28,7 +29,8 @@ def weight_shapes(model_dir: Path, trust_remote_code: bool = False) -> dict[str,
         lm = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(model_dir, **trust), **trust
         )
-    return {name: weight.shape for name, weight in lm.state_dict().items()}
+    named = FileNames(lm).each(lm.state_dict().items())
+    return {name: weight.shape for name, weight in named}
 
 
 class SampledLogprobs:

@@ -45,6 +45,7 @@ from lightning_rl.models.soundness import (
     require_exact_packing,
     require_sound,
 )
+from lightning_rl.models.stacked import FileNames
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.run.dist import rank
 
@@ -187,13 +188,13 @@ class Policy(nn.Module):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The LM's weights under their Hugging Face names; a tied output head comes twice, a LoRA
-        merged.
+        merged. Experts have names of their own, as in files.
 
         If they are sharded, all ranks have to go through them together.
         """
         weights = self.lm.state_dict().items() if self.lora is None else merged_weights(self.lm)
-        for name, weight in weights:
-            yield name, full_tensor(weight.detach())
+        whole = ((name, full_tensor(weight.detach())) for name, weight in weights)
+        yield from FileNames(self.lm).each(whole)
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The LoRA alone: ``X.lora_A`` and ``X.lora_B`` of each weight ``X.weight``.
@@ -214,8 +215,8 @@ class Policy(nn.Module):
 
     def named_base_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The LM's weights without the LoRA, which never change, under their Hugging Face names."""
-        for name, weight in base_weights(self.lm):
-            yield name, full_tensor(weight)
+        whole = ((name, full_tensor(weight)) for name, weight in base_weights(self.lm))
+        yield from FileNames(self.lm).each(whole)
 
     def save_pretrained(self, directory: str | Path, merge_adapters: bool = True) -> None:
         """Write a directory that transformers and vLLM load; a LoRA is merged into it.
