@@ -131,7 +131,8 @@ class Row:
     model wrote it (False where it was given, as by an environment), ``logprobs`` are the engine's
     (0.0 where the token was given), and ``versions`` the version of the weights that wrote it (-1
     where it was given). ``role`` is the policy that wrote the row. ``sampling`` is None where the
-    row was sampled as its rollout says.
+    row was sampled as its rollout says. ``routed_experts`` are those that an engine sent its first
+    tokens to, those of the prompt included (:mod:`lightning_rl.data.routing`); empty: not recorded.
     """
 
     prompt_ids: list[int]
@@ -141,6 +142,7 @@ class Row:
     versions: list[int] = field(default_factory=list)
     role: str = ""
     sampling: SamplingDistribution | None = None
+    routed_experts: str = ""
 
     @property
     def length(self) -> int:

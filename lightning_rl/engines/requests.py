@@ -3,6 +3,10 @@
 import random
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
+from lightning_rl.data.routing import to_text
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 
@@ -25,6 +29,8 @@ class DecodeRequest:
     """Why it is over; None: it is not."""
     cached: int = -1
     """The version whose keys and values of it are in the cache."""
+    routed: list[Tensor] = field(default_factory=list)
+    """Experts (T, L, K) of its first tokens, in parts, where these are recorded."""
 
     @property
     def text(self) -> list[int]:
@@ -33,4 +39,5 @@ class DecodeRequest:
 
     def completion(self) -> Completion:
         """What an engine answers."""
-        return Completion(self.tokens, self.logprobs, str(self.reason), self.versions)
+        experts = to_text(torch.cat(self.routed)) if self.routed else ""
+        return Completion(self.tokens, self.logprobs, str(self.reason), self.versions, experts)

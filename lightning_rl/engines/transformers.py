@@ -21,8 +21,10 @@ from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.kept_texts import KeptTexts
 from lightning_rl.engines.lora import LoRAEngine, require_adapters
 from lightning_rl.engines.requests import DecodeRequest
+from lightning_rl.engines.routed_decoding import RoutedDecoder
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
+from lightning_rl.models.routing import require_routing
 from lightning_rl.models.sampling import end_tokens
 from lightning_rl.models.stacked import FileNames
 from lightning_rl.run.cores import compute
@@ -51,7 +53,11 @@ class TransformersEngine(LoRAEngine):
             which keeps nothing, lets a run that was interrupted go on to the bit.
         adapters: ``apart``: a LoRA is computed beside its base, and a push brings it alone;
             ``merged``: with merged weights; None: apart where ``dtype`` has 16 bits.
+        routed_experts: record in rollouts which experts of a mixture each token was sent to, also
+            where the trainer does not replay them.
     """
+
+    routed_experts = False
 
     def __init__(
         self,
@@ -62,6 +68,7 @@ class TransformersEngine(LoRAEngine):
         max_wait_s: float = 0.05,
         kept_tokens: int = 0,
         adapters: str | None = None,
+        routed_experts: bool = False,
     ) -> None:
         self.choose_dtype(dtype)
         self.choose_adapters(adapters)
@@ -76,6 +83,7 @@ class TransformersEngine(LoRAEngine):
         self.max_wait_s = max_wait_s
         self.kept_tokens = kept_tokens
         self._kept = KeptTexts(kept_tokens) if kept_tokens else None
+        self.follow_routing(routed_experts)
         try:
             self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         except RuntimeError as error:
@@ -103,6 +111,14 @@ class TransformersEngine(LoRAEngine):
     def in_flight(self) -> int:
         return len(self._waiting) + len(self._writing)
 
+    def follow_routing(self, wanted: bool) -> None:
+        if wanted and self.kept_tokens:
+            raise ConfigError(
+                f"engine kept_tokens={self.kept_tokens}: of kept texts the experts are not known, "
+                "so they cannot be recorded; set kept_tokens: 0"
+            )
+        self.routed_experts = wanted or self.routed_experts
+
     def start(self, model_dir: Path) -> None:
         if self._lm is not None:
             return
@@ -113,6 +129,7 @@ class TransformersEngine(LoRAEngine):
             lm = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, self.dtype), trust_remote_code=trust
             )
+        self._routing = require_routing(lm) if self.routed_experts else None
         self._lm = lm.to(self.device).eval().requires_grad_(False)
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust)
         self._ends = end_tokens(tokenizer, config)
@@ -200,6 +217,8 @@ class TransformersEngine(LoRAEngine):
             return decoder, self._step(decoder)
 
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
+        if self._routing is not None:
+            return RoutedDecoder(lm, self._ends, self._adapters, self._routing)
         return AdaptedDecoder(lm, self._ends, self._kept, self._adapters)
 
     def _step(self, decoder: Decoder) -> list[DecodeRequest]:

@@ -30,9 +30,9 @@ ATTENTION = "lightning_rl_packed"
 class PackLayout:
     """Where each token of a pack sits in the forward pass.
 
-    ``input_ids`` and ``position_ids`` (S,) feed the model; ``live`` (M,) are the loss tokens as
-    indices into the pack's T tokens, ``rows`` (M,) the rollouts that they belong to, ``predictors``
-    (M,) the positions in S that predict them.
+    ``input_ids`` and ``position_ids`` (S,) feed the model; ``tokens`` (S,) are the same tokens, and
+    ``live`` (M,) the loss tokens, as indices into the pack's T tokens, ``rows`` (M,) the rollouts
+    that they belong to, ``predictors`` (M,) the positions in S that predict them.
     ``segments`` say which tokens see which, and ``longest`` how many tokens a rollout has at most,
     less its last. How that is computed, ``batches`` or ``varlen``, is worked out once it is asked
     for: a pack needs one of them.
@@ -40,6 +40,7 @@ class PackLayout:
 
     input_ids: Tensor
     position_ids: Tensor
+    tokens: Tensor
     live: Tensor
     rows: Tensor
     predictors: Tensor
@@ -102,12 +103,33 @@ def build_layout(pack: TensorDict) -> PackLayout:
     return PackLayout(
         input_ids=pack["tokens", "input_ids"][tokens],
         position_ids=positions,
+        tokens=tokens,
         live=live,
         rows=row,
         predictors=predictors,
         segments=Segments(segment_start, segment_length, prefix),
         longest=max(torch.cat([prompt_length, length - 1]).tolist(), default=0),
     )
+
+
+def of_all_tokens(pack: TensorDict, values: Tensor, missing: int = -1) -> Tensor:
+    """What S tokens of a forward pass got, ``values`` (S, ...), for each of the pack's T.
+
+    Rollouts that share a prompt share what it got; the last token of each is in no pass.
+    """
+    layout, rollouts = build_layout(pack), host_of(pack)["rollouts"]
+    spread = values.new_full((pack["tokens"].batch_size[0], *values.shape[1:]), missing)
+    spread[layout.tokens] = values
+    length, prompt_length = rollouts["length"], rollouts["prompt_length"]
+    start = length.cumsum(0) - length
+    prefixes, prefix = rollouts["prefix"].unique(return_inverse=True)
+    owner = torch.empty_like(prefixes)
+    owner[prefix] = torch.arange(len(length), device="cpu")  # as in the layout
+    sources, targets = (
+        ranges(begin, prompt_length).to(values.device) for begin in (start[owner[prefix]], start)
+    )
+    spread[targets] = spread[sources]
+    return spread
 
 
 def packed_attention(

@@ -13,9 +13,15 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import host_of, tokens_of_rows, with_host
+from lightning_rl.data.packing import host_of, select, tokens_of_rows, with_host
+from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention import ATTENTION, build_layout, packed_attention
+from lightning_rl.models.attention import (
+    ATTENTION,
+    build_layout,
+    of_all_tokens,
+    packed_attention,
+)
 from lightning_rl.models.export import ModelExport
 from lightning_rl.models.heads import ValueHead, token_logprobs
 from lightning_rl.models.lora import (
@@ -35,6 +41,7 @@ from lightning_rl.models.pretrained import (
     not_found,
     require_local,
 )
+from lightning_rl.models.routing import Heard, routing_of
 from lightning_rl.models.sampling import end_tokens, penalties_of, settings_in_use
 from lightning_rl.models.sharding import full_tensor
 from lightning_rl.models.soundness import (
@@ -51,12 +58,16 @@ from lightning_rl.run.dist import rank
 
 
 class Scores(NamedTuple):  # FSDP finds the tensors that a backward pass begins with in it
-    """Scores of a pack's M loss tokens; ``live`` are their indices in the pack."""
+    """Scores of a pack's M loss tokens; ``live`` are their indices in the pack.
+
+    ``heard`` is of all tokens of the forward pass, where a mixture's routers are known.
+    """
 
     live: Tensor
     logprobs: Tensor
     entropy: Tensor
     values: Tensor | None
+    heard: Heard | None = None
 
 
 @configurable(model=model_of, lora=as_lora)
@@ -109,6 +120,9 @@ class Policy(nn.Module):
             value_head.configure(self.lm.base_model)
         if lora is not None:
             lora.attach(self.lm)
+        self.routing = routing_of(self.lm)
+        self.replays = False
+        """Whether tokens go to the ``routed_experts`` of their packs, where these are known."""
         require_exact_packing(self.lm, lambda pack: self(pack).logprobs)
         if compile_layers:
             _compile(self.lm)
@@ -117,6 +131,9 @@ class Policy(nn.Module):
         """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`)."""
         pack = with_host(pack)
         layout = build_layout(pack)
+        if self.routing is not None:
+            known = pack["tokens"].get("routed_experts", None) if self.replays else None
+            self.routing.begin(None if known is None else known[layout.tokens])
         hidden = self.lm.base_model(
             input_ids=layout.input_ids[None],
             position_ids=layout.position_ids[None],
@@ -139,16 +156,23 @@ class Policy(nn.Module):
             self.cast_lm_head_to_fp32,
         )
         values = None if self.value_head is None else self.value_head(hidden, layout)
-        return Scores(layout.live, logprobs, entropy, values)
+        heard = None if self.routing is None else self.routing.heard()
+        return Scores(layout.live, logprobs, entropy, values, heard)
 
     @torch.no_grad()
     def score(
-        self, batch: TensorDict, name: str, max_tokens: int, rows: Tensor | None = None
+        self,
+        batch: TensorDict,
+        name: str,
+        max_tokens: int,
+        rows: Tensor | None = None,
+        record_routing: bool = False,
     ) -> TensorDict:
         """Add the logprobs of a batch as ``name`` (T,), and ``values`` (T,) of a critic.
 
         ``rows`` (r,), ascending, are the rollouts to score; the others get 0. None: all. A pack
-        that does not fit into memory is scored in smaller ones.
+        that does not fit into memory is scored in smaller ones. With ``record_routing`` the experts
+        that tokens were sent to become ``routed_experts`` (T, L, K), -1 where there are none.
 
         Raises:
             PackMemoryError: if that does not help, or other ranks cannot take part.
@@ -165,6 +189,12 @@ class Policy(nn.Module):
             outputs[name][live] = scores.logprobs
             if scores.values is not None:
                 outputs["values"][live] = scores.values
+            if record_routing and scores.heard is not None:
+                spread = of_all_tokens(select(hosted, members), scores.heard.experts)
+                if "routed_experts" not in outputs:
+                    shape = len(tokens), *spread.shape[1:]
+                    outputs["routed_experts"] = spread.new_full(shape, UNKNOWN)
+                outputs["routed_experts"][within.to(spread.device)] = spread
         tokens.update(outputs)
         return batch
 
