@@ -32,7 +32,7 @@ class Heard(NamedTuple):
 
 
 class Routing:
-    """The routers of a model, in the order of its layers.
+    """The routers of a model, by the numbers of their layers, in order.
 
     Each forward pass goes between :meth:`begin` and :meth:`heard`. What is replayed stays until the
     next pass begins, since a backward pass may compute this one again.
@@ -41,16 +41,29 @@ class Routing:
     balanced = False
     """True if a loss takes the gradient of ``probs``."""
 
-    def __init__(self, routers: list[nn.Module], gates: Gates) -> None:
-        self._gates = gates
+    def __init__(self, routers: dict[int, nn.Module], gates: Gates) -> None:
+        self._gates, self._layers = gates, list(routers)
         self._replayed: Tensor | None = None
         self._listening = False
         self._passed: list[tuple[Tensor, Tensor, Tensor]] = []
-        for layer, router in enumerate(routers):
+        for layer, router in enumerate(routers.values()):
             router.register_forward_hook(partial(self._choose, layer))
 
     def begin(self, replayed: Tensor | None = None) -> None:
-        """A pass over S tokens begins, with these experts (S, L, K); None: the routers' own."""
+        """A pass over S tokens begins, with these experts (S, L, K); None: the routers' own.
+
+        Experts may also be of all layers of the model, as vLLM has them.
+
+        Raises:
+            ConfigError: if they are of another number of layers.
+        """
+        if replayed is not None and replayed.shape[1] != len(self._layers):
+            if replayed.shape[1] <= self._layers[-1]:
+                raise ConfigError(
+                    f"routed experts of {replayed.shape[1]} layers cannot be replayed by "
+                    f"{len(self._layers)} routers; were they recorded with another model?"
+                )
+            replayed = replayed[:, self._layers]
         self._replayed, self._listening, self._passed = replayed, True, []
 
     def chosen(self) -> Tensor:
@@ -104,7 +117,8 @@ def routing_of(lm: PreTrainedModel) -> Routing | None:
     probabilities, or their shares among the chosen ones.
     """
     routers = _routers(lm)
-    gates = _gates_of(type(routers[0]), lm.config.get_text_config()) if routers else None
+    kinds = {type(router) for router in routers.values()}
+    gates = _gates_of(kinds.pop(), lm.config.get_text_config()) if kinds else None
     return None if gates is None else Routing(routers, gates)
 
 
@@ -123,10 +137,15 @@ def require_routing(lm: PreTrainedModel) -> Routing:
     return found
 
 
-def _routers(lm: PreTrainedModel) -> list[nn.Module]:
+def _routers(lm: PreTrainedModel) -> dict[int, nn.Module]:
+    """Routers by the numbers of their layers, which are in their names."""
     recorded = getattr(lm.base_model, "_can_record_outputs", None) or {}
     kind = getattr(recorded.get("router_logits"), "target_class", None)
-    return [] if kind is None else [part for part in lm.modules() if isinstance(part, kind)]
+    if kind is None:
+        return {}
+    found = {name: part for name, part in lm.named_modules() if isinstance(part, kind)}
+    numbers = (next(int(part) for part in name.split(".") if part.isdigit()) for name in found)
+    return dict(zip(numbers, found.values(), strict=True))
 
 
 def _gates_of(kind: Callable[[Any], nn.Module], config: Any) -> Gates | None:

@@ -7,7 +7,7 @@ import torch
 
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.routing import of_text
-from lightning_rl.engines import Sampling, TransformersEngine, VLLMServer
+from lightning_rl.engines import Sampling, TransformersEngine, VLLMLocal, VLLMServer
 from lightning_rl.engines.requests import DecodeRequest
 from lightning_rl.engines.routed_decoding import RoutedDecoder
 from lightning_rl.errors import ConfigError
@@ -117,6 +117,9 @@ def test_what_cannot_record_them_says_so(tiny_model):
         TransformersEngine(kept_tokens=64, routed_experts=True)
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM has no routers"):
         TransformersEngine(device="cpu", routed_experts=True).start(tiny_model)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"VLLMLocal tells .* only on a GPU"):
+            VLLMLocal().follow_routing(True)
     other = VLLMServer()
     other.follow_routing(False)
     with pytest.raises(ConfigError, match="VLLMServer does not tell"):

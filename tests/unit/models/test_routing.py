@@ -11,6 +11,7 @@ from lightning_rl.data.routing import to_text
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.routing import require_routing, routing_of
+from recipes.sort_digits.prepare import make_tokenizer
 from tests.support.mixtures import KINDS, SHAPE, saved_mixture
 from tests.support.tolerances import scores_rounding
 
@@ -206,3 +207,21 @@ def test_one_mixture_of_softmax_shares_among_the_chosen_is_known():
     """As OLMoE's probabilities are, and Qwen3-MoE's shares."""
     config = hf.OlmoeConfig(**SHAPE, num_experts=4)
     assert routing_of(hf.AutoModelForCausalLM.from_config(config)) is not None
+
+
+def test_experts_of_all_layers_are_taken_where_some_have_none(tmp_path, make_rollout):
+    """As vLLM tells them: of a layer without experts anything."""
+    config = KINDS["qwen3_moe"]()
+    config.update({"num_hidden_layers": 3, "mlp_only_layers": [1]})
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    policy = Policy(str(tmp_path))
+    batch = turned(policy, pack_rollouts([make_rollout([3, 4, 5], [6, 7])]))
+    policy.replays = True
+    column = batch["tokens", "routed_experts"]
+    expected = policy(batch).logprobs
+    batch["tokens", "routed_experts"] = column[:, [0, 1, 1]]
+    assert torch.equal(policy(batch).logprobs, expected)
+    batch["tokens", "routed_experts"] = column[:, :1]
+    with pytest.raises(ConfigError, match="experts of 1 layers cannot be replayed by 2 routers"):
+        policy(batch)
