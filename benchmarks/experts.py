@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.experts [--updates 200] [--save]
 
 A Qwen3-MoE with random weights (two layers of eight experts, two a token) learns by GRPO to write
-many different digits, once as it is and once with ``RolloutRouting``; in bfloat16 (engine, and trainer by autocast)
-and in float32. After the updates the last weights are pushed, 256 rollouts are written, and scored.
+many different digits, once as it is and once with ``RolloutRouting``; in bfloat16 (engine, and
+trainer by autocast) and in float32. After the updates the last weights are pushed, 256 rollouts are
+written, and scored.
 
 The last line is JSON, of bfloat16: ``gap`` and ``gap_replayed`` are the mean differences of a
 token's logprobs between engine and trainer in nats, of the same weights and rollouts, without and
@@ -78,7 +79,8 @@ def gaps(module: PolicyModule, engine: TransformersEngine, mixed: bool) -> dict[
     """Of the module's weights, once they are the engine's."""
     policy = module.loaded_policy
     engine.load_weights(policy.named_weights(), engine.version + 1)
-    batch, found = pack_rollouts(written(engine)), {}
+    found: dict[str, float] = {}
+    batch = pack_rollouts(written(engine))
     for suffix, replays in (("", False), ("_replayed", True)):
         policy.replays = replays
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
