@@ -23,6 +23,10 @@ from lightning_rl.callbacks.defaults import (
 from lightning_rl.callbacks.evaluate import (
     Evaluate as Evaluate,
 )
+from lightning_rl.callbacks.expert_guards import (
+    DeadExpertGuard as DeadExpertGuard,
+    ExpertOverloadGuard as ExpertOverloadGuard,
+)
 from lightning_rl.callbacks.export import (
     HFExport as HFExport,
     latest_hf_checkpoint as latest_hf_checkpoint,

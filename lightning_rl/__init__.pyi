@@ -36,6 +36,11 @@ from lightning_rl.algos.correction import (
     TokenMIS as TokenMIS,
     TokenTIS as TokenTIS,
 )
+from lightning_rl.algos.experts import (
+    LoadBalance as LoadBalance,
+    OldRouting as OldRouting,
+    RolloutRouting as RolloutRouting,
+)
 from lightning_rl.algos.kl import (
     EntropyBonus as EntropyBonus,
     K1Penalty as K1Penalty,

@@ -641,6 +641,8 @@ def follow_trainer(engine: Engine, module: RolloutModule, computes_in: str) -> N
     engine.follow_dtype(computes_in)
     for name, policy in policies_of(module).items():
         of_policy, lora = engine.of_policy(name), policy.lora
+        replay = policy.routing_replay
+        of_policy.follow_routing(replay is not None and replay.from_engine)
         of_policy.follow_head(policy.cast_lm_head_to_fp32 or computes_in == "float32")
         if lora is None:
             of_policy.follow_lora(None, lambda: None)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl.algos.advantages import GRPO, Advantage
 from lightning_rl.algos.correction import Correction, add_effective_share
+from lightning_rl.algos.experts import ExpertLoad, LoadBalance, RoutingReplay
 from lightning_rl.algos.kl import (
     EntropyBonus,
     KLPenalty,
@@ -53,7 +54,8 @@ from lightning_rl.models.memory import smaller_budget
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.reference import FrozenReference, Reference
-from lightning_rl.models.sequence import SequenceRanks, turns
+from lightning_rl.models.routing import require_routing
+from lightning_rl.models.sequence import turns
 from lightning_rl.models.sharding import full_tensor, read_by_rank_zero, shard
 from lightning_rl.run.dist import all_sum, world_size
 from lightning_rl.run.hooks import answers
@@ -89,6 +91,10 @@ class PolicyModule(OwnLoop, RolloutModule):
         kl_reward: the same in the reward of each token.
         reference: what ``kl`` and ``kl_reward`` compare with; None: a frozen copy of the start.
         entropy: bonus; None for none.
+        balance: load-balancing loss of a mixture's routers; None for none.
+        routing_replay: whose choice of experts the passes over a batch repeat: ``RolloutRouting()``
+            the engine's, ``OldRouting()`` that of the pass for the old logprobs; None: the routers
+            choose anew in each.
         lora: train adapters only; None: all weights. In Python also a ``peft.LoraConfig``.
         vision: what is trained of the part of an image-text model that sees; None: nothing.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
@@ -130,6 +136,8 @@ class PolicyModule(OwnLoop, RolloutModule):
         kl_reward: KLPenalty | None = None,
         reference: Reference | None = None,
         entropy: EntropyBonus | None = None,
+        balance: LoadBalance | None = None,
+        routing_replay: RoutingReplay | None = None,
         lora: LoRA | None = None,
         vision: Vision | None = None,
         optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(
@@ -179,6 +187,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             entropy,
             value_loss if advantage.needs_values else None,
             value_warmup_iterations,
+            balance,
         )
         check_parts(
             advantage,
@@ -197,9 +206,11 @@ class PolicyModule(OwnLoop, RolloutModule):
         # Where nothing but an advantage gives a sampled token a gradient.
         self.skips_zero_advantage = (
             loss.zero_at_zero_advantage
-            and (kl, kl_reward, entropy) == (None, None, None)
+            and (kl, kl_reward, entropy, balance) == (None, None, None, None)
             and not advantage.needs_values
         )
+        self.routing_replay = routing_replay
+        self.expert_load = ExpertLoad()
         self.kl = kl
         self.kl_reward = kl_reward
         self.trust_engine_logprobs = trust_engine_logprobs
@@ -254,6 +265,7 @@ class PolicyModule(OwnLoop, RolloutModule):
                 self.own_lm(),
                 self.vision,
             )
+            self._use_routing(self.policy)
             if self.kl is not None or self.kl_reward is not None:
                 self.reference = self._reference[0] or FrozenReference()
                 self.reference.configure(self.policy)
@@ -265,7 +277,22 @@ class PolicyModule(OwnLoop, RolloutModule):
             for policy in [part for part in self.modules() if isinstance(part, Policy)]:
                 shard(policy, mesh, precision, offload)
                 if sequence > 1:
-                    policy.sequence = SequenceRanks(sequence, policy.lm.config)
+                    policy.share_packs(sequence)
+
+    def _use_routing(self, policy: Policy) -> None:
+        """Tell the policy what is asked of its routers.
+
+        Raises:
+            ConfigError: if it has none.
+        """
+        balance = self.objective.balance
+        if balance is not None or self.routing_replay is not None:
+            policy.routing = policy.routing or require_routing(policy.lm)
+            policy.replays = self.routing_replay is not None
+        if balance is not None and policy.routing is not None:
+            policy.routing.balanced = True
+            found = balance.of_model(policy.lm.config.get_text_config(), str(self.model))
+            self.objective = replace(self.objective, balance=found)
 
     def own_lm(self) -> PreTrainedModel | None:
         """The causal LM where it is loaded already; None: ``model`` is still to be read."""
@@ -303,10 +330,11 @@ class PolicyModule(OwnLoop, RolloutModule):
         known = None if self.stream is None else self.stream.knows(name)
         skipped = [flags.cpu() for flags in (left_out, known) if flags is not None]
         rows = (~torch.stack(skipped).any(0)).nonzero().squeeze(1) if skipped else None
+        records = self.routing_replay is not None and self.routing_replay.is_of(name)
         with self.clock("logprob"):
-            batch = policy.score(batch, name, self.max_tokens_per_pack, rows)
+            batch = policy.score(batch, name, self.max_tokens_per_pack, rows, records)
         if self.stream is not None and known is not None:
-            self.stream.fill(batch, name, "values")
+            self.stream.fill(batch, name, "values", *(["routed_experts"] if records else []))
         return batch
 
     def compute_old_logprobs(self, batch: TensorDict) -> TensorDict:
@@ -357,6 +385,8 @@ class PolicyModule(OwnLoop, RolloutModule):
     def compute_all(self, batch: TensorDict) -> TensorDict:
         """Add all that an update needs: advantages, and the logprobs and values that count."""
         batch = self.loaded_policy.with_sight(batch)
+        if self.routing_replay is not None:
+            self.routing_replay.begin(batch)
         if self.stream is not None:
             self.stream.attach(batch)
         if self.skips_zero_advantage:  # advantages need rewards alone, and tell what to score
@@ -424,9 +454,11 @@ class PolicyModule(OwnLoop, RolloutModule):
 
     def summed_up(self, metrics: TokenMetrics) -> dict[str, float]:
         """The metrics of an update that is over."""
-        return add_effective_share(metrics.compute()) | {
-            "policy/nonfinite_skipped": float(self.nonfinite_steps)
-        }
+        return (
+            add_effective_share(metrics.compute())
+            | self.expert_load.compute()
+            | {"policy/nonfinite_skipped": float(self.nonfinite_steps)}
+        )
 
     def accumulate(
         self,
@@ -509,6 +541,8 @@ class PolicyModule(OwnLoop, RolloutModule):
     def backward_pack(self, pack: TensorDict, objective: Objective, last: bool) -> Metrics:
         """Add a pack's gradient; under DDP it is averaged with the last pack's."""
         scores = self.loaded_policy(pack)
+        if scores.heard is not None:
+            self.expert_load.add(scores.heard, counts=len(scores.live) > 0)
         tokens = loss_tokens(pack, scores)
         all_sampled = not bool(host_of(pack)["rollouts", "expert"].any())
         loss, metrics = objective(scores, tokens, self.iteration, all_sampled)

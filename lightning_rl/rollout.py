@@ -150,8 +150,10 @@ class Row:
     model wrote it (False where it was given, as by an environment), ``logprobs`` are the engine's
     (0.0 where the token was given), and ``versions`` the version of the weights that wrote it (-1
     where it was given). ``role`` is the policy that wrote the row. ``sampling`` is None where the
-    row was sampled as its rollout says. ``pictures`` are all of the row in order, those of its
-    prompt first; ``places`` say where each begins, counted from the start of the prompt.
+    row was sampled as its rollout says. ``routed_experts`` are those that an engine sent its first
+    tokens to, those of the prompt included (:mod:`lightning_rl.data.routing`); empty: not recorded.
+    ``pictures`` are all of the row in order, those of its prompt first; ``places`` say where each
+    begins, counted from the start of the prompt.
     """
 
     prompt_ids: list[int]
@@ -161,6 +163,7 @@ class Row:
     versions: list[int] = field(default_factory=list)
     role: str = ""
     sampling: SamplingDistribution | None = None
+    routed_experts: str = ""
     pictures: list[Picture] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
 

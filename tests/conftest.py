@@ -132,7 +132,7 @@ def make_rollout() -> Callable[..., Rollout]:
             "finish_reason": "stop",
             "reward": 0.0,
         } | fields
-        of_row = ("loss_mask", "logprobs", "versions", "role")
+        of_row = ("loss_mask", "logprobs", "versions", "role", "routed_experts")
         row = {name: values.pop(name) for name in of_row if name in values}
         sampled = {name: values.pop(name) for name in SAMPLED_BY if name in values}
         values.setdefault("sampling", SamplingDistribution(**sampled))

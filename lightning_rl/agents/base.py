@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.rows import drop_unasked
+from lightning_rl.data.routing import extended
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling, request_seed, seed_of
 from lightning_rl.errors import ConfigError
@@ -118,7 +119,9 @@ async def generate_turn(
 
 def append_written(rollout: Rollout, completion: Completion) -> None:
     """Append what the model wrote to the row that continues the prompt."""
-    rollout.rows[0].append_written(completion.token_ids, completion.logprobs, completion.versions)
+    row = rollout.rows[0]
+    row.append_written(completion.token_ids, completion.logprobs, completion.versions)
+    row.routed_experts = extended(row.routed_experts, completion.routed_experts)
 
 
 def append_given(rollout: Rollout, token_ids: Sequence[int], placed: Sequence[Placed] = ()) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_rl.agents.prefixes import Prefixes
+from lightning_rl.data.routing import beginning, extended
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.rollout import Call, Placed, Rollout, Row, SamplingDistribution
 
@@ -32,7 +33,11 @@ def captured(rollout: Rollout, call: Call) -> Captured:
     """Read a call off its row."""
     row, part = rollout.rows[call.row], slice(call.start, call.stop)
     completion = Completion(
-        row.token_ids[part], row.logprobs[part], call.finish_reason, row.versions[part]
+        row.token_ids[part],
+        row.logprobs[part],
+        call.finish_reason,
+        row.versions[part],
+        beginning(row.routed_experts, len(row.prompt_ids) + call.stop),
     )
     return Captured(
         call,
@@ -61,6 +66,7 @@ def write(rollout: Rollout, one: Captured, prefixes: Prefixes) -> None:
     row.append_written(
         completion.token_ids, completion.logprobs, completion.versions, call.scorable
     )
+    row.routed_experts = extended(row.routed_experts, completion.routed_experts)
     call.stop = len(row.token_ids)
     rollout.calls.append(call)
     if place or row.token_ids:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.correction import Correction
+from lightning_rl.algos.experts import LoadBalance
 from lightning_rl.algos.kl import EntropyBonus, KLPenalty
 from lightning_rl.algos.losses import Metrics, PolicyLoss, ValueLoss
 from lightning_rl.config.arguments import configurable
@@ -150,6 +151,7 @@ class Objective:
     entropy: EntropyBonus | None = None
     value_loss: ValueLoss | None = None
     value_warmup_iterations: int = 0
+    balance: LoadBalance | None = None
 
     def __call__(
         self, scores: Scores, tokens: TensorDict, iteration: int, all_sampled: bool = False
@@ -165,6 +167,10 @@ class Objective:
         total = torch.zeros_like(scores.logprobs)
         if iteration >= self.value_warmup_iterations:
             total = self._policy_part(scores, tokens, iteration, sampled, metrics)
+        if self.balance is not None and scores.heard is not None:
+            balance = self.balance(scores.heard)
+            total = total + (self.balance.coef or 0.0) * balance
+            metrics["experts/balance_loss"] = balance.expand_as(total)
         if self.value_loss is not None and scores.values is not None:
             value_loss, extra = self.value_loss(scores.values, tokens)
             total = total + value_loss

@@ -10,17 +10,17 @@ A *batch* is a TensorDict with two parts:
   Where any recorded its calls, ``call``: the number of the call that wrote the token, in the order
   of its rollout's calls; ``call_reward``: the call's, on its last token, else 0; ``state``: calls
   of a group in the same state have the same number, -1 without. Outside of calls they are -1, 0
-  and -1.
+  and -1. Where any recorded its ``routed_experts``, these, (T, L, K) of L layers with K experts a
+  token; -1 where they are not known.
 - ``batch["rollouts"]``, batch size [R], one for each row of a rollout: ``length`` and
-  ``prompt_length`` in tokens, ``prefix`` (rows with the same number have the same prompt tokens,
-  and pictures among them),
-  ``group``, ``rollout`` (rows with the same number are one rollout's), ``episode`` (and those are
-  written by one role, too: they share its reward, and count once), ``role``, ``reward``,
-  ``truncated``, ``expert`` (given, not sampled) and how it was sampled: ``temperature``, ``top_k``,
-  ``top_p``, and where any rollout had them ``min_p`` and ``repetition_``, ``presence_`` and
-  ``frequency_penalty``. Where any branched off from another, ``sample`` (of a group, those with the
-  same number began as one) and ``fork`` (how many calls they share, 0 for the one they branched off
-  from; those have no loss).
+  ``prompt_length`` in tokens, ``prefix`` (rows with the same number have the same prompt: tokens,
+  pictures and the experts these were sent to), ``group``, ``rollout`` (rows with the same number
+  are one rollout's), ``episode`` (and those are written by one role, too: they share its reward,
+  and count once), ``role``, ``reward``, ``truncated``, ``expert`` (given, not sampled) and how it
+  was sampled: ``temperature``, ``top_k``, ``top_p``, and where any rollout had them ``min_p`` and
+  ``repetition_``, ``presence_`` and ``frequency_penalty``. Where any branched off from another,
+  ``sample`` (of a group, those with the same number began as one) and ``fork`` (how many calls they
+  share, 0 for the one they branched off from; those have no loss).
 - ``batch["pictures"]``, where any row has pictures: the table of those
   (:class:`~lightning_rl.vision.batch.PictureTable`), and in ``rollouts`` each row's place in it.
 - ``batch["host"]``, in an update on a GPU: the columns that decide how packs are laid out, once
@@ -36,6 +36,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.data import routing
 from lightning_rl.data.calls import call_columns
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Placed, Rollout, Row
@@ -112,7 +113,7 @@ def pack_rollouts(
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    prefixes: dict[tuple[tuple[int, ...], tuple[Placed, ...]], int] = {}
+    prefixes: dict[tuple[tuple[int, ...], tuple[Placed, ...], str], int] = {}
     groups: dict[str, int] = {}
     for rollout in among:
         groups.setdefault(rollout.group_id, len(groups))
@@ -122,7 +123,6 @@ def pack_rollouts(
     numbers: list[tuple[int, ...]] = []
     for rollout, row in sources:
         prompt = row.prompt_ids
-        shown = tuple(one for one in row.placed if one.start < len(prompt))
         # The first prompt token is predicted by nothing, so a loss mask never covers prompts.
         input_ids += prompt + row.token_ids
         loss_mask += [False] * len(prompt) + row.loss_mask
@@ -132,7 +132,7 @@ def pack_rollouts(
             (
                 len(prompt) + len(row.token_ids),
                 len(prompt),
-                prefixes.setdefault((tuple(prompt), shown), len(prefixes)),
+                prefixes.setdefault(_read_alike(row), len(prefixes)),
                 groups.setdefault(rollout.group_id, len(groups)),
                 numbered.setdefault(id(rollout), len(numbered)),
                 episodes.setdefault((id(rollout), row.role), len(episodes)),
@@ -150,6 +150,10 @@ def pack_rollouts(
     if (found := picture_columns([row for _, row in sources])) is not None:
         counted[PICTURES], tables[PICTURES] = _column(found[0]), as_column(found[1])
     sampled, sampled_by = call_columns(rollouts), {}
+    lengths = [row.length for _, row in sources]
+    experts = routing.column([row.routed_experts for _, row in sources], lengths)
+    if experts is not None:
+        sampled["routed_experts"] = experts
     sampling = [row.sampling or rollout.sampling for rollout, row in sources]
     if any(s.min_tokens for s in sampling):
         rows = zip(sources, sampling, strict=True)
@@ -212,6 +216,16 @@ def _roles_of(sources: Sequence[tuple[Rollout, Row]], known: Sequence[str]) -> S
 def packed_rows(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Row]]:
     """The rows of a batch, each with its rollout: those with tokens after their prompts."""
     return [(rollout, row) for rollout in rollouts for row in rollout.own_rows() if row.token_ids]
+
+
+def _read_alike(row: Row) -> tuple[tuple[int, ...], tuple[Placed, ...], str]:
+    """Equal for rows whose prompts are one in a pack: same tokens, pictures and choice of experts.
+
+    In 16 bits an engine may read one prompt in two batches with another rounding.
+    """
+    count = len(row.prompt_ids)
+    shown = tuple(one for one in row.placed if one.start < count)
+    return tuple(row.prompt_ids), shown, routing.beginning(row.routed_experts, count)
 
 
 def _require_scorable(rollouts: Sequence[Rollout]) -> None:
@@ -373,7 +387,7 @@ def empty_like(batch: TensorDict) -> TensorDict:
 
 
 _SILENT = {"length": 2, "prompt_length": 1, "temperature": 1, "top_p": 1, "repetition_penalty": 1}
-_OUTSIDE = {"call": -1, "state": -1, "picture": -1}
+_OUTSIDE = {"call": -1, "state": -1, "picture": -1, "routed_experts": routing.UNKNOWN}
 
 
 def _made_up(batch: TensorDict) -> TensorDict:

@@ -181,6 +181,9 @@ class _View(Engine):
     def follow_head(self, fp32: bool) -> None:
         self.whole.follow_head(fp32)
 
+    def follow_routing(self, wanted: bool) -> None:
+        self.whole.follow_routing(wanted)
+
     @property
     def precision(self) -> str:
         return self.whole.precision

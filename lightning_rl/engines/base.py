@@ -154,6 +154,19 @@ class Engine(ABC):
     def follow_head(self, fp32: bool) -> None:
         """Compute logits in float32 as the trainer does, unless told otherwise, if it can."""
 
+    def follow_routing(self, wanted: bool) -> None:
+        """Be told, before ``start``, whether completions are to have their ``routed_experts``.
+
+        Raises:
+            ConfigError: if they are, and the engine does not tell them.
+        """
+        if wanted:
+            raise ConfigError(
+                f"engine={type(self).__name__} does not tell which experts it sent tokens to, so "
+                "they cannot be replayed; use TransformersEngine, VLLMLocal on a GPU, or "
+                "routing_replay: OldRouting"
+            )
+
     def follow_lora(self, rank: int | None, obstacle: Callable[[], str | None]) -> None:
         """Be told, after ``follow_dtype``, of the LoRA that is trained, to keep it apart if it can.
 

@@ -113,6 +113,10 @@ class PolicyEngines(Engine):
         for engine in self.engines.values():
             engine.follow_head(fp32)
 
+    def follow_routing(self, wanted: bool) -> None:
+        for engine in self.engines.values():
+            engine.follow_routing(wanted)
+
     @property
     def precision(self) -> str:
         return self._any.precision

@@ -3,6 +3,10 @@
 import random
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
+from lightning_rl.data.routing import to_text
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.rollout import Placed
@@ -31,6 +35,8 @@ class DecodeRequest:
     """Those of its prompt."""
     seen: SeenText | None = None
     """What its tokens see, and their positions; None: it has no pictures."""
+    routed: list[Tensor] = field(default_factory=list)
+    """Experts (T, L, K) of its first tokens, in parts, where these are recorded."""
 
     @property
     def text(self) -> list[int]:
@@ -39,4 +45,5 @@ class DecodeRequest:
 
     def completion(self) -> Completion:
         """What an engine answers."""
-        return Completion(self.tokens, self.logprobs, str(self.reason), self.versions)
+        experts = to_text(torch.cat(self.routed)) if self.routed else ""
+        return Completion(self.tokens, self.logprobs, str(self.reason), self.versions, experts)

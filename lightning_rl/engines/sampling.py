@@ -135,13 +135,15 @@ class Completion:
 
     ``logprobs`` are of the distribution that was sampled from (after penalties, temperature, min-p,
     top-k, top-p); ``finish_reason`` is ``stop``, ``length`` or ``abort``; ``versions`` holds, per
-    token, the weight version that wrote it.
+    token, the weight version that wrote it. ``routed_experts`` are of the prompt and all tokens but
+    the last (:mod:`lightning_rl.data.routing`), of an engine that was asked for them.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
     versions: list[int]
+    routed_experts: str = ""
 
 
 def request_seed(run_seed: int, prompt_id: str, sample_index: int, iteration: int) -> int:

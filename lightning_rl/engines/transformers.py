@@ -21,10 +21,13 @@ from lightning_rl.engines.holdings import Holdings
 from lightning_rl.engines.kept_texts import KeptTexts
 from lightning_rl.engines.lora import LoRAEngine, require_adapters
 from lightning_rl.engines.requests import DecodeRequest
+from lightning_rl.engines.routed_decoding import RoutedDecoder
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.pretrained import lm_class
+from lightning_rl.models.routing import require_routing
 from lightning_rl.models.sampling import end_tokens
+from lightning_rl.models.stacked import FileNames
 from lightning_rl.rollout import Placed
 from lightning_rl.run.cores import compute
 from lightning_rl.run.digest import digests
@@ -53,7 +56,11 @@ class TransformersEngine(LoRAEngine):
             which keeps nothing, lets a run that was interrupted go on to the bit.
         adapters: ``apart``: a LoRA is computed beside its base, and a push brings it alone;
             ``merged``: with merged weights; None: apart where ``dtype`` has 16 bits.
+        routed_experts: record in rollouts which experts of a mixture each token was sent to, also
+            where the trainer does not replay them.
     """
+
+    routed_experts = False
 
     def __init__(
         self,
@@ -64,6 +71,7 @@ class TransformersEngine(LoRAEngine):
         max_wait_s: float = 0.05,
         kept_tokens: int = 0,
         adapters: str | None = None,
+        routed_experts: bool = False,
     ) -> None:
         self.choose_dtype(dtype)
         self.choose_adapters(adapters)
@@ -78,6 +86,7 @@ class TransformersEngine(LoRAEngine):
         self.max_wait_s = max_wait_s
         self.kept_tokens = kept_tokens
         self._kept = KeptTexts(kept_tokens) if kept_tokens else None
+        self.follow_routing(routed_experts)
         try:
             self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         except RuntimeError as error:
@@ -106,6 +115,14 @@ class TransformersEngine(LoRAEngine):
     def in_flight(self) -> int:
         return len(self._waiting) + len(self._writing)
 
+    def follow_routing(self, wanted: bool) -> None:
+        if wanted and self.kept_tokens:
+            raise ConfigError(
+                f"engine kept_tokens={self.kept_tokens}: of kept texts the experts are not known, "
+                "so they cannot be recorded; set kept_tokens: 0"
+            )
+        self.routed_experts = wanted or self.routed_experts
+
     def start(self, model_dir: Path) -> None:
         if self._lm is not None:
             return
@@ -116,6 +133,7 @@ class TransformersEngine(LoRAEngine):
             lm = lm_class(config).from_config(
                 config, dtype=getattr(torch, self.dtype), trust_remote_code=trust
             )
+        self._routing = require_routing(lm) if self.routed_experts else None
         self._lm = lm.to(self.device).eval().requires_grad_(False)
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust)
         self._ends = end_tokens(tokenizer, config)
@@ -228,6 +246,8 @@ class TransformersEngine(LoRAEngine):
             return decoder, self._step(decoder)
 
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
+        if self._routing is not None:
+            return RoutedDecoder(lm, self._ends, self._adapters, self._routing)
         family = None if self._reader is None else self._reader.family
         return AdaptedDecoder(lm, self._ends, self._kept, self._adapters, family)
 
@@ -275,7 +295,7 @@ class TransformersEngine(LoRAEngine):
     ) -> None:
         """A writer's adapters, and their base if that comes along; without any, whole weights."""
         adapters, base = self.divided(weights)
-        shapes = {name: weight.shape for name, weight in lm.state_dict().items()}
+        shapes = {name: weight.shape for name, weight in _held(lm).items()}
         require_adapters(adapters, shapes, type(self).__name__)
         if base is not None:
             self._take(lm, base)
@@ -283,7 +303,7 @@ class TransformersEngine(LoRAEngine):
         self._adapters.put(lm, writer, adapters)
 
     def _take(self, lm: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
-        held = lm.state_dict()
+        held = _held(lm)
         shapes = {name: weight.shape for name, weight in held.items()}
         for name, weight in checked(weights, shapes):  # one at a time, so no copy of all
             held[name].copy_(weight)
@@ -291,9 +311,14 @@ class TransformersEngine(LoRAEngine):
     def holdings(self, names: Sequence[str]) -> list[Holdings]:
         if self._lm is None:
             return []
-        held = self._lm.state_dict() | self._adapters.held(self)
+        held = _held(self._lm) | self._adapters.held(self)
         return [Holdings(type(self).__name__, self._digests_of(held, names))]
 
     def _digests_of(self, held: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, str]:
         dtype = getattr(torch, self.dtype)
         return digests((name, held[name].to(dtype)) for name in names if name in held)
+
+
+def _held(lm: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights where they are computed with, by the names of a push."""
+    return dict(FileNames(lm).each(lm.state_dict().items()))

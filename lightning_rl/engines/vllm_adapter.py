@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_rl.data.routing import to_text
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm_process import last_line
@@ -19,6 +20,7 @@ from lightning_rl.errors import (
     LightningRLError,
     WeightSyncError,
 )
+from lightning_rl.models.stacked import FileNames
 
 
 def weight_shapes(model_dir: Path, trust_remote_code: bool = False) -> dict[str, torch.Size]:
@@ -28,7 +30,8 @@ def weight_shapes(model_dir: Path, trust_remote_code: bool = False) -> dict[str,
         lm = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(model_dir, **trust), **trust
         )
-    return {name: weight.shape for name, weight in lm.state_dict().items()}
+    named = FileNames(lm).each(lm.state_dict().items())
+    return {name: weight.shape for name, weight in named}
 
 
 class SampledLogprobs:
@@ -69,12 +72,14 @@ class InFlightRequest:
         if self.future.done():
             return
         result = output.outputs[0]
+        experts = getattr(result, "routed_experts", None)  # (T, L, K), if vLLM was asked for them
         self.future.set_result(
             Completion(
                 token_ids=list(result.token_ids),
                 logprobs=result.logprobs,
                 finish_reason=result.finish_reason or "abort",
                 versions=self.versions,
+                routed_experts="" if experts is None else to_text(torch.from_numpy(experts)),
             )
         )
 

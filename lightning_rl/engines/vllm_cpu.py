@@ -96,6 +96,28 @@ def _draw_noise(sampler: Any, own: torch.Generator) -> None:
     sampler.TopKTopPSampler.forward_cpu = forward
 
 
+@cache
+def pack_pushed_experts() -> None:
+    """Have vLLM pack the experts that a push brings, as it packs those that it starts with.
+
+    Its kernel for CPUs reads them packed. vLLM 0.32 packs them where it makes the kernel, and
+    leaves what is pushed later as it came: all tokens from then on would be drawn from noise.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    set_up = UnquantizedFusedMoEMethod._setup_kernel
+
+    def set_up_and_pack(self: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> None:
+        packs = self.moe_kernel is None
+        set_up(self, layer, w13, w2)
+        if not packs:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = set_up_and_pack
+
+
 def use_cpu_kernels(model: nn.Module) -> None:
     """Let norms and SwiGLU take fewer passes over memory; up to rounding the same results.
 

@@ -236,6 +236,8 @@ class _Places:
         if whole and (layer := self._find(fused)) is not None:
             return layer, leaf, number, True
         if (layer := self._find(path)) is None:
+            if ".experts." in path:
+                raise _UnreadError("vLLM has stacked the experts, in the order of its kernel")
             raise _UnreadError("vLLM has no layer of that name")
         return layer, leaf, 0, False
 

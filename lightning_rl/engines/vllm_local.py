@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,18 @@ class VLLMLocal(VLLMEngine):
         self._shapes = weight_shapes(model_dir, bool(arguments.get("trust_remote_code")))
         if self.takes_adapters:
             self._llm.collective_rpc(keep_apart)
+
+    def follow_routing(self, wanted: bool) -> None:
+        if not wanted or self.running:
+            return
+        if self._own_device() is None:
+            raise ConfigError(
+                f"engine={type(self).__name__} tells which experts it sent tokens to only on a GPU "
+                "(vLLM 0.32: its model runner V2, which needs Triton), so they cannot be replayed; "
+                "use TransformersEngine, or routing_replay: OldRouting"
+            )
+        options = self._settings.options | {"enable_return_routed_experts": True}
+        self._settings = replace(self._settings, options=options)
 
     def close(self) -> None:
         if self._llm is None:

@@ -21,6 +21,7 @@ from lightning_rl.engines.server_process import validation_failure
 from lightning_rl.engines.vllm_cpu import (
     keep_global_randomness,
     leave_memory_nodes_unsaid,
+    pack_pushed_experts,
     skip_rank_compilation,
     use_cpu_kernels,
 )
@@ -152,6 +153,7 @@ def started(arguments: Mapping[str, Any], variables: Mapping[str, str], device: 
         if on_cpu:
             skip_rank_compilation()
             keep_global_randomness()
+            pack_pushed_experts()
             leave_memory_nodes_unsaid()
         if device:
             os.environ["VLLM_CACHE_ROOT"] = _cache_of(device, envs.VLLM_CACHE_ROOT)

@@ -36,6 +36,9 @@ from lightning_rl.algos.advantages import (
 from lightning_rl.algos.correction import (
     Correction as Correction,
 )
+from lightning_rl.algos.experts import (
+    RoutingReplay as RoutingReplay,
+)
 from lightning_rl.algos.kl import (
     KLPenalty as KLPenalty,
 )

@@ -170,7 +170,8 @@ class Stream:
             if name in self._tokens:
                 column = batch["tokens"].get(name, None)
                 if column is None:
-                    column = torch.zeros_like(batch["tokens", "rollout_logprobs"])
+                    known = self._tokens[name]
+                    column = known.new_zeros(batch["tokens"].batch_size + known.shape[1:])
                 column[self._targets] = self._tokens[name][self._sources]
                 batch["tokens", name] = column
 

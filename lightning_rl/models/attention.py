@@ -42,10 +42,9 @@ class TokenExchange(Protocol):
 class PackLayout:
     """Where each token of a pack sits in the forward pass.
 
-    ``tokens`` (S,) are the pack's tokens in the order of the forward row, ``input_ids`` and
-    ``position_ids`` (S,) feed the model; ``live`` (M,) are the loss tokens as
-    indices into the pack's T tokens, ``rows`` (M,) the rollouts that they belong to, ``predictors``
-    (M,) the positions in S that predict them.
+    ``input_ids`` and ``position_ids`` (S,) feed the model; ``tokens`` (S,) are the same tokens, and
+    ``live`` (M,) the loss tokens, as indices into the pack's T tokens, ``rows`` (M,) the rollouts
+    that they belong to, ``predictors`` (M,) the positions in S that predict them.
     ``segments`` say which tokens see which, and ``longest`` how many tokens a rollout has at most,
     less its last. How that is computed, ``batches`` or ``varlen``, is worked out once it is asked
     for: a pack needs one of them.
@@ -53,9 +52,9 @@ class PackLayout:
     several (:mod:`lightning_rl.models.sequence`), and only ``segments`` those of the whole pack.
     """
 
-    tokens: Tensor
     input_ids: Tensor
     position_ids: Tensor
+    tokens: Tensor
     live: Tensor
     rows: Tensor
     predictors: Tensor
@@ -117,15 +116,35 @@ def build_layout(pack: TensorDict) -> PackLayout:
         x.to(device, non_blocking=True) for x in (tokens, positions, live, row, predictors)
     )
     return PackLayout(
-        tokens=tokens,
         input_ids=pack["tokens", "input_ids"][tokens],
         position_ids=positions,
+        tokens=tokens,
         live=live,
         rows=row,
         predictors=predictors,
         segments=Segments(segment_start, segment_length, prefix),
         longest=max(torch.cat([prompt_length, length - 1]).tolist(), default=0),
     )
+
+
+def of_all_tokens(pack: TensorDict, values: Tensor, missing: int = -1) -> Tensor:
+    """What S tokens of a forward pass got, ``values`` (S, ...), for each of the pack's T.
+
+    Rollouts that share a prompt share what it got; the last token of each is in no pass.
+    """
+    layout, rollouts = build_layout(pack), host_of(pack)["rollouts"]
+    spread = values.new_full((pack["tokens"].batch_size[0], *values.shape[1:]), missing)
+    spread[layout.tokens] = values
+    length, prompt_length = rollouts["length"], rollouts["prompt_length"]
+    start = length.cumsum(0) - length
+    prefixes, prefix = rollouts["prefix"].unique(return_inverse=True)
+    owner = torch.empty_like(prefixes)
+    owner[prefix] = torch.arange(len(length), device="cpu")  # as in the layout
+    sources, targets = (
+        ranges(begin, prompt_length).to(values.device) for begin in (start[owner[prefix]], start)
+    )
+    spread[targets] = spread[sources]
+    return spread
 
 
 def packed_attention(

@@ -5,6 +5,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
@@ -92,7 +93,7 @@ class ModelExport:
 
     def _write_merged(self, place: Path) -> None:
         assert self._weights is not None
-        weights = {name: weight.contiguous() for name, weight in self._weights.items()}
+        weights = {name: _apart(weight) for name, weight in self._weights.items()}
         config = deepcopy(self._policy.lm.config)
         config.dtype = next(iter(weights.values())).dtype
         config.save_pretrained(place)
@@ -111,3 +112,9 @@ class ModelExport:
         named = {f"base_model.model.{name}": w.contiguous() for name, w in adapters.items()}
         save_file(named, place / "adapter_model.safetensors", metadata=_METADATA)
         lm.peft_config[ADAPTER].save_pretrained(place)
+
+
+def _apart(weight: Tensor) -> Tensor:
+    """The weight in memory that is only its own: an expert's may be part of a stack."""
+    whole = weight.untyped_storage().nbytes() == weight.nbytes
+    return weight.contiguous() if whole else weight.clone(memory_format=torch.contiguous_format)

@@ -14,6 +14,7 @@ from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.models.quantization import Quantization
 from lightning_rl.models.quantized_layers import quantized_layers, unpacked_state
 from lightning_rl.models.sharding import full_tensor
+from lightning_rl.models.stacked import all_linear
 
 ADAPTER = "default"
 
@@ -26,8 +27,8 @@ class LoRA:
     Args:
         rank: of the update B A.
         alpha: the update is scaled by alpha / rank.
-        target_modules: names of the layers, or ``all-linear``; a text is a regular expression of
-            their full names.
+        target_modules: names of the layers, or ``all-linear`` (but experts and what is named as
+            their layers); a text is a regular expression of their full names.
         options: further arguments of ``peft.LoraConfig``: ``use_rslora``, ``use_dora``,
             ``modules_to_save``, ``rank_pattern`` and others. What cannot be merged into the weights
             that engines get is refused.
@@ -135,7 +136,7 @@ class LoRA:
         except ImportError as error:
             raise ConfigError("lora needs peft: `pip install 'peft>=0.17'`") from error
         everything = self.target_modules == ["all-linear"]
-        names = (linear or "all-linear") if everything else self.target_modules
+        names = (linear or all_linear(lm)) if everything else self.target_modules
         options = {name: v for name, v in self.options.items() if name != "modules_to_save"}
         try:
             config = LoraConfig(
@@ -148,7 +149,15 @@ class LoRA:
             lm.add_adapter(config, ADAPTER)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ConfigError(f"lora.target_modules={self.target_modules}: {error}") from error
-        adapted = {id(module) for module in adapted_layers(lm).values()}
+        layers = adapted_layers(lm)
+        experts = [name for name, module in layers.items() if hasattr(module, "parameter_name")]
+        if experts:  # peft takes gate_proj, up_proj and down_proj for theirs
+            raise ConfigError(
+                f"lora.target_modules={self.target_modules} adapts {experts[0]!r}, but experts and "
+                "their routers are trained whole or not at all; name layers of attention, such as "
+                "q_proj and v_proj"
+            )
+        adapted = {id(module) for module in layers.values()}
         tied = lm.config.get_text_config().tie_word_embeddings
         ends = [lm.get_output_embeddings(), *([lm.get_input_embeddings()] if tied else [])]
         if any(id(end) in adapted for end in ends):

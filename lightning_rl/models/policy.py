@@ -13,9 +13,16 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import host_of, tokens_of_rows, with_host
+from lightning_rl.data.packing import host_of, select, tokens_of_rows, with_host
+from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention import ATTENTION, PackLayout, build_layout, packed_attention
+from lightning_rl.models.attention import (
+    ATTENTION,
+    PackLayout,
+    build_layout,
+    of_all_tokens,
+    packed_attention,
+)
 from lightning_rl.models.export import ModelExport
 from lightning_rl.models.heads import ValueHead, token_logprobs
 from lightning_rl.models.lora import (
@@ -35,6 +42,7 @@ from lightning_rl.models.pretrained import (
     not_found,
     require_local,
 )
+from lightning_rl.models.routing import routing_of
 from lightning_rl.models.sampling import end_tokens, penalties_of, settings_in_use
 from lightning_rl.models.sequence import Scores as Scores, SequenceRanks
 from lightning_rl.models.sharding import full_tensor
@@ -46,6 +54,7 @@ from lightning_rl.models.soundness import (
     require_exact_packing,
     require_sound,
 )
+from lightning_rl.models.stacked import FileNames
 from lightning_rl.models.tokenizer import load_tokenizer, save_tokenizer
 from lightning_rl.run.dist import rank, world_size
 from lightning_rl.vision.batch import NAME as PICTURES, with_sight
@@ -116,9 +125,25 @@ class Policy(nn.Module):
             value_head.configure(self.lm.base_model)
         if lora is not None:
             lora.attach(self.lm, self._adapted())
+        self.routing = routing_of(self.lm)
+        self.replays = False
+        """Whether tokens go to the ``routed_experts`` of their packs, where these are known."""
         require_exact_packing(self.lm, lambda pack: self(pack).logprobs, self.reader)
         if compile_layers:
             _compile(self.lm)
+
+    def share_packs(self, ranks: int) -> None:
+        """Compute packs together with as many neighbouring ranks, from now on; all ranks call it.
+
+        Raises:
+            ConfigError: if the model's tokens, layers or losses cannot be shared so.
+        """
+        if self.routing is not None and self.routing.balanced:
+            raise ConfigError(
+                f"balance needs the routers' choices for all tokens of a pack, and sequence={ranks} "
+                "leaves them on several processes; leave out balance, or set sequence: 1"
+            )
+        self.sequence = SequenceRanks(ranks, self.lm.config)
 
     def forward(self, pack: TensorDict) -> Scores:
         """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`).
@@ -131,6 +156,9 @@ class Policy(nn.Module):
         return self._scores(pack, build_layout(pack))
 
     def _scores(self, pack: TensorDict, layout: PackLayout) -> Scores:
+        if self.routing is not None:
+            known = pack["tokens"].get("routed_experts", None) if self.replays else None
+            self.routing.begin(None if known is None else known[layout.tokens])
         hidden = self._states(pack, layout)
         cuts, min_p = settings_in_use(host_of(pack)["rollouts"])
         rollouts = pack["rollouts"][layout.rows]
@@ -148,7 +176,8 @@ class Policy(nn.Module):
             self.cast_lm_head_to_fp32,
         )
         values = None if self.value_head is None else self.value_head(hidden, layout)
-        return Scores(layout.live, logprobs, entropy, values)
+        heard = None if self.routing is None else self.routing.heard()
+        return Scores(layout.live, logprobs, entropy, values, heard)
 
     def _states(self, pack: TensorDict, layout: PackLayout) -> Tensor:
         """The body's last states (S, D) of a pack's layout."""
@@ -198,12 +227,18 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def score(
-        self, batch: TensorDict, name: str, max_tokens: int, rows: Tensor | None = None
+        self,
+        batch: TensorDict,
+        name: str,
+        max_tokens: int,
+        rows: Tensor | None = None,
+        record_routing: bool = False,
     ) -> TensorDict:
         """Add the logprobs of a batch as ``name`` (T,), and ``values`` (T,) of a critic.
 
         ``rows`` (r,), ascending, are the rollouts to score; the others get 0. None: all. A pack
-        that does not fit into memory is scored in smaller ones.
+        that does not fit into memory is scored in smaller ones. With ``record_routing`` the experts
+        that tokens were sent to become ``routed_experts`` (T, L, K), -1 where there are none.
 
         Raises:
             PackMemoryError: if that does not help, or other ranks cannot take part.
@@ -222,6 +257,12 @@ class Policy(nn.Module):
             outputs[name][live] = scores.logprobs
             if scores.values is not None:
                 outputs["values"][live] = scores.values
+            if record_routing and scores.heard is not None:
+                spread = of_all_tokens(select(hosted, members), scores.heard.experts)
+                if "routed_experts" not in outputs:
+                    shape = len(tokens), *spread.shape[1:]
+                    outputs["routed_experts"] = spread.new_full(shape, UNKNOWN)
+                outputs["routed_experts"][within.to(spread.device)] = spread
         tokens.update(outputs)
         return batch
 
@@ -250,13 +291,13 @@ class Policy(nn.Module):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The LM's weights under their Hugging Face names; a tied output head comes twice, a LoRA
-        merged.
+        merged. Experts have names of their own, as in files.
 
         If they are sharded, all ranks have to go through them together.
         """
         weights = self.lm.state_dict().items() if self.lora is None else merged_weights(self.lm)
-        for name, weight in weights:
-            yield name, full_tensor(weight.detach())
+        whole = ((name, full_tensor(weight.detach())) for name, weight in weights)
+        yield from FileNames(self.lm).each(whole)
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The LoRA alone: ``X.lora_A`` and ``X.lora_B`` of each weight ``X.weight``.
@@ -277,8 +318,8 @@ class Policy(nn.Module):
 
     def named_base_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The LM's weights without the LoRA, which never change, under their Hugging Face names."""
-        for name, weight in base_weights(self.lm):
-            yield name, full_tensor(weight)
+        whole = ((name, full_tensor(weight)) for name, weight in base_weights(self.lm))
+        yield from FileNames(self.lm).each(whole)
 
     def save_pretrained(self, directory: str | Path, merge_adapters: bool = True) -> None:
         """Write a directory that transformers and vLLM load; a LoRA is merged into it.

@@ -53,6 +53,7 @@ class FrozenReference(Reference):
             self.policy = copy.deepcopy(policy)
             policy.value_head = value_head
         self.policy.requires_grad_(False)
+        self.policy.replays = False  # it is compared with as it is
 
     @contextmanager
     def scoring(self, policy: Policy) -> Iterator[Policy]:
@@ -96,9 +97,10 @@ class BaseReference(Reference):
     def scoring(self, policy: Policy) -> Iterator[Policy]:
         # Without its critic: the base's values must not replace the policy's own.
         value_head, policy.value_head = policy.value_head, None
+        replays, policy.replays = policy.replays, False
         policy.lm.disable_adapters()
         try:
             yield policy
         finally:
             policy.lm.enable_adapters()
-            policy.value_head = value_head
+            policy.value_head, policy.replays = value_head, replays

@@ -23,18 +23,24 @@ from transformers import PretrainedConfig
 from lightning_rl.data.packing import PackedBatch
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import PackLayout, build_layout
+from lightning_rl.models.routing import Heard
 from lightning_rl.run.dist import all_reduce_max
 
 T = TypeVar("T")
 
 
 class Scores(NamedTuple):  # FSDP finds the tensors that a backward pass begins with in it
-    """Scores of a pack's M loss tokens; ``live`` are their indices in the pack."""
+    """Scores of a pack's M loss tokens; ``live`` are their indices in the pack.
+
+    ``heard`` is of all tokens of the forward pass, where a mixture's routers are known, unless
+    several ranks have computed it together.
+    """
 
     live: Tensor
     logprobs: Tensor
     entropy: Tensor
     values: Tensor | None
+    heard: Heard | None = None
 
 
 Scorer = Callable[[TensorDict, PackLayout], Scores]
@@ -121,6 +127,7 @@ class SequenceRanks:
             replace(
                 layout,
                 input_ids=F.pad(layout.input_ids, (0, missing))[part],
+                tokens=F.pad(layout.tokens, (0, missing))[part],
                 position_ids=F.pad(layout.position_ids, (0, missing))[part],
                 live=layout.live[own],
                 rows=layout.rows[own],
@@ -137,10 +144,13 @@ class SequenceRanks:
         return logprobs, entropy, values[0] if values else None
 
 
+_SCORED = ("input_ids", "loss_mask", "no_end", "turn_start", "routed_experts")
+
+
 def _columns(pack: TensorDict) -> TensorDict:
     """What scoring reads of a pack, on the CPU."""
     tokens = pack["tokens"]
-    names = [n for n in ("input_ids", "loss_mask", "no_end", "turn_start") if n in tokens]
+    names = [n for n in _SCORED if n in tokens]
     return PackedBatch(
         {"tokens": tokens.select(*names).cpu(), "rollouts": pack["rollouts"].cpu()}, batch_size=[]
     )

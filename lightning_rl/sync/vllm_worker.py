@@ -28,7 +28,11 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from lightning_rl.engines.vllm_adapter import require_all_loaded
-from lightning_rl.engines.vllm_cpu import skip_rank_compilation, use_cpu_kernels
+from lightning_rl.engines.vllm_cpu import (
+    pack_pushed_experts,
+    skip_rank_compilation,
+    use_cpu_kernels,
+)
 from lightning_rl.engines.vllm_held import held_weights, watch_conversions
 from lightning_rl.engines.vllm_lora import PolicyAdapter, keep_apart, policy_adapter
 from lightning_rl.engines.vllm_process import last_line
@@ -193,3 +197,4 @@ class RequireKey:
 WeightTransferEngineFactory.register_engine("lightning_rl", TransferEngine)
 if not torch.cuda.is_available():
     skip_rank_compilation()
+    pack_pushed_experts()

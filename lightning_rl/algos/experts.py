@@ -1,0 +1,158 @@
+"""Mixtures of experts: the loss that balances their load, and the replay of routers' choices."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightning_rl.config.arguments import configurable
+from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.models.routing import Heard
+from lightning_rl.run.dist import all_sum
+
+
+@configurable
+@dataclass(frozen=True)
+class LoadBalance:
+    """The load-balancing loss of routers (Fedus et al. 2021, Switch Transformer, eq. 4-6).
+
+    E sum_e f_e P_e: f_e is the share of tokens that expert e gets, P_e the mean of its probability,
+    both over all layers, as transformers computes it. It is K, the number of experts a token gets,
+    where the load is even. It is over all tokens of a pack, prompts that rollouts share counting
+    once, and a pack weighs as much as its tokens do in the loss.
+
+    Args:
+        coef: None: ``router_aux_loss_coef`` of the model's configuration.
+
+    Raises:
+        ConfigError: if ``coef`` is negative or not finite.
+    """
+
+    coef: float | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least(0, **{"balance.coef": self.coef})
+        require_finite(**{"balance.coef": self.coef})
+
+    def __call__(self, heard: Heard) -> Tensor:
+        """The loss (), without the coefficient; its gradient goes through the probabilities."""
+        return balance_loss(heard)
+
+    def of_model(self, config: object, model: str) -> "LoadBalance":
+        """With the coefficient that the model's configuration has, if there is none.
+
+        Raises:
+            ConfigError: if that has none either.
+        """
+        if self.coef is not None:
+            return self
+        coef = getattr(config, "router_aux_loss_coef", None)
+        if coef is None:
+            raise ConfigError(
+                f"model={model!r} has no router_aux_loss_coef; set balance.coef, e.g. 0.001"
+            )
+        return LoadBalance(float(coef))
+
+
+def balance_loss(heard: Heard) -> Tensor:
+    """Sum over the E experts of E f_e P_e, both means over layers; shape ()."""
+    return heard.probs.shape[1] * (heard.load.mean(0) * heard.probs.mean(0)).sum()
+
+
+class RoutingReplay(ABC):
+    """Whose choice of experts the trainer's passes over a batch repeat.
+
+    A small change of rounding sends tokens to other experts, and their logprobs jump. With the
+    choice of another pass repeated, the gates' weights are still the trainer's own, and have a
+    gradient.
+    """
+
+    from_engine: ClassVar[bool]
+    """True if it is the engine's, which is then told to record it."""
+
+    @abstractmethod
+    def begin(self, batch: TensorDict) -> None:
+        """Before the first pass over a batch."""
+
+    @abstractmethod
+    def is_of(self, name: str) -> bool:
+        """Whether what is replayed is recorded while a batch is scored under this name."""
+
+
+class RolloutRouting(RoutingReplay):
+    """Replay the engine's choice in all passes of the policy (R3, Ma et al. 2025, 2510.11370).
+
+    It covers prompts, and what an environment gave. A reference's routers choose by themselves.
+    """
+
+    from_engine = True
+
+    def begin(self, batch: TensorDict) -> None:
+        if "routed_experts" not in batch["tokens"]:
+            raise ConfigError(
+                "routing_replay=RolloutRouting: no rollout of this batch tells its experts; let "
+                "the engine record them (TransformersEngine(routed_experts=True)), or use "
+                "OldRouting"
+            )
+
+    def is_of(self, name: str) -> bool:
+        return False
+
+
+class OldRouting(RoutingReplay):
+    """Replay the choice of the pass that computes ``old_logprobs`` in the updates that follow (R2).
+
+    With a single update per batch there is no such pass, and nothing to replay.
+    """
+
+    from_engine = False
+
+    def begin(self, batch: TensorDict) -> None:
+        if "routed_experts" in batch["tokens"]:
+            del batch["tokens", "routed_experts"]
+
+    def is_of(self, name: str) -> bool:
+        return name == "old_logprobs"
+
+
+class ExpertLoad:
+    """Metrics of the experts over the passes of an update, of all ranks."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._load: Tensor | None = None  # (L, E), in tokens
+        self._others = torch.zeros(())
+
+    def add(self, heard: Heard, counts: bool = True) -> None:
+        """Add a pass; one that does not count only tells what experts there are."""
+        tokens = len(heard.experts) * counts
+        load = heard.load.double() * tokens
+        others = torch.stack([heard.entropy.mean(), heard.otherwise]).double() * tokens
+        if self._load is not None:
+            load, others = load + self._load, others + self._others
+        self._load, self._others = load, others
+        self._tokens += tokens
+
+    def compute(self) -> dict[str, float]:
+        """The metrics, after which it begins anew; without a pass none."""
+        if self._load is None:
+            return {}
+        tokens = self._load.new_tensor([self._tokens])
+        total = all_sum(torch.cat([self._load.flatten(), self._others, tokens]))
+        shape, self._load, self._tokens = self._load.shape, None, 0.0
+        *_, entropy, otherwise, tokens = total
+        load = total[:-3].view(shape)
+        shares = load / load.sum(1, keepdim=True)
+        even = -torch.xlogy(shares, shares).sum(1) / torch.tensor(float(shape[1])).log()
+        return {
+            "experts/busiest_share": float(load.max() / tokens),
+            "experts/idlest_share": float(load.min() / tokens),
+            "experts/overload": float(shares.max() * shape[1]),
+            "experts/dead_share": float((load == 0).double().mean()),
+            "experts/load_entropy": float(even.mean()),
+            "experts/router_entropy": float(entropy / tokens),
+            "experts/replayed_otherwise": float(otherwise / tokens),
+        }
