@@ -1,5 +1,6 @@
 """Mixtures of experts: the loss that balances their load, and the replay of routers' choices."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -124,7 +125,7 @@ class ExpertLoad:
     def __init__(self) -> None:
         self._tokens = 0.0
         self._load: Tensor | None = None  # (L, E), in tokens
-        self._others = torch.zeros(())
+        self._others = torch.zeros((), device="cpu")
 
     def add(self, heard: Heard, counts: bool = True) -> None:
         """Add a pass; one that does not count only tells what experts there are."""
@@ -146,7 +147,7 @@ class ExpertLoad:
         *_, entropy, otherwise, tokens = total
         load = total[:-3].view(shape)
         shares = load / load.sum(1, keepdim=True)
-        even = -torch.xlogy(shares, shares).sum(1) / torch.tensor(float(shape[1])).log()
+        even = -torch.xlogy(shares, shares).sum(1) / math.log(shape[1])
         return {
             "experts/busiest_share": float(load.max() / tokens),
             "experts/idlest_share": float(load.min() / tokens),

@@ -140,7 +140,7 @@ class Policy(nn.Module):
         """
         if self.routing is not None and self.routing.balanced:
             raise ConfigError(
-                f"balance needs the routers' choices for all tokens of a pack, and sequence={ranks} "
+                f"balance needs the routers' choices for a whole pack, and sequence={ranks} "
                 "leaves them on several processes; leave out balance, or set sequence: 1"
             )
         self.sequence = SequenceRanks(ranks, self.lm.config)
