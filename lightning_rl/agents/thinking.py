@@ -74,14 +74,16 @@ class ThinkingBudget(Agent):
         prompt, episode = rollout.prompt.token_ids, Episode(rollout)
         least = min(sampling.min_tokens, budget)
         thinking = replace(sampling, max_tokens=budget, min_tokens=least)
-        _, begun = await episode.call(engine, prompt, thinking)
+        shown = rollout.prompt.placed
+        _, begun = await episode.call(engine, prompt, thinking, pictures=shown)
         written, reason = list(begun.token_ids), begun.finish_reason
         given = self._given(prompt + written) if reason == "length" else []
         left = min(sampling.max_tokens, engine.max_length - len(prompt))
         left -= len(written) + len(given)
         if reason == "length" and left > 0:
             answering = replace(sampling, max_tokens=left, min_tokens=min(least, left))
-            _, rest = await episode.call(engine, prompt + written + given, answering)
+            asked = prompt + written + given
+            _, rest = await episode.call(engine, asked, answering, pictures=shown)
             written, reason = written + given + rest.token_ids, rest.finish_reason
         else:
             given = []

@@ -291,7 +291,8 @@ def _recomputed(policy: Policy, pack: TensorDict, bf16_mixed: bool) -> int:
     finally:
         for layer in checkpointing:
             layer.gradient_checkpointing = True
-    return everything // len(layers)
+    # Of a kind: a tower's layers may be many, and small beside the language model's.
+    return everything // min(Counter(type(layer) for layer in layers).values())
 
 
 def _gathered(policy: Policy, width: int) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ from lightning_rl import (
 )
 from lightning_rl.agents.base import Environment, Reply
 from lightning_rl.callbacks import WeightSync
+from lightning_rl.cli.rerun.compare import rerun_iteration
+from lightning_rl.cli.rerun.rollouts import rerun_rollout
+from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.samplers import Mixed
@@ -32,7 +36,9 @@ from lightning_rl.models.lora import adapted_layers
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Rollout
 from lightning_rl.vision.loading import decode
+from tests.support.engine_checks import ROUNDING
 from tests.support.lots import LotEngine
+from tests.support.recorded_run import make_place, stand_in, train
 from tests.support.small_run import SaveAfter, adamw, data_module, trainer_of
 from tests.support.tiny_vision import FAMILIES, picture, save_vision_model
 
@@ -276,3 +282,28 @@ def test_old_groups_are_replayed_with_their_pictures(qwen, rows, tmp_path):
     assert all(r.rows[0].placed[: len(r.prompt.places)] == r.prompt.placed for r in current)
     batch = pack_rollouts(current)
     assert torch.isfinite(module.policy(batch).logprobs).all()
+
+
+def test_a_recorded_run_is_done_again_bit_by_bit(qwen, rows, tmp_path, monkeypatch):
+    place = make_place(tmp_path)
+    stand_in(place, monkeypatch)
+    shutil.copytree(rows.parent, place, dirs_exist_ok=True)
+    (place / "train.jsonl").write_bytes(rows.read_bytes())
+    (place / "seen_rewards.py").write_text(
+        "def even(completion_ids, **columns):\n"
+        "    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]\n"
+    )
+    run = RecordedRun(
+        train(
+            place,
+            qwen,
+            "--data.rewards=[seen_rewards.even]",
+            '--model.vision={"train_projector": true, "tower_lr": 0.001}',
+        )
+    )
+    rerun = rerun_iteration(run, 4, since=0)
+    assert rerun.equal, rerun.lines()
+    recorded = next(r for r in run.log.rollouts(4) if r.prompt.pictures)
+    [again] = rerun_rollout(run, recorded.id)
+    assert again.equal
+    assert again.gap < ROUNDING

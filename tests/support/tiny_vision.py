@@ -1,5 +1,6 @@
 """Random image-text models of tiny shapes, and pictures for them."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def _llava(tokenizer: Any, given: dict[str, Any], **given_tower: Any) -> tuple[A
     return config, processor
 
 
-_MAKERS = {
+_MAKERS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "llava": _llava,

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, LlavaOnevisionConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lightning_rl.cli.plan import kept_for_backward
 from lightning_rl.data.packing import pack_rollouts, select
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
@@ -334,3 +336,28 @@ def test_other_architectures_are_refused_by_name(tmp_path):
     )
     with pytest.raises(ConfigError, match=named):
         Policy(str(tmp_path), random_init=True)
+
+
+def test_recomputed_activations_give_the_same_gradient(model):
+    gradients = []
+    for recompute in (False, True):
+        policy = Policy(
+            str(model), vision=Vision(train_tower=True), gradient_checkpointing=recompute
+        )
+        layers = [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
+        assert {layer.gradient_checkpointing for layer in layers} == {recompute}
+        policy(pack_rollouts(several(policy))).logprobs.sum().backward()
+        gradients.append({n: p.grad for n, p in policy.named_parameters() if p.grad is not None})
+    kept, again = gradients
+    assert kept.keys() == again.keys()
+    assert all((kept[n] - again[n]).norm() <= 1e-5 * kept[n].norm() + 1e-6 for n in kept)
+
+
+def test_a_memory_plan_counts_what_the_tower_keeps(model):
+    rollouts = several(Policy(str(model)))
+    kept = []
+    for vision in (Vision(), Vision(train_projector=True), Vision(train_tower=True)):
+        pack = pack_rollouts(rollouts)
+        kept.append(kept_for_backward(Policy(str(model), vision=vision), pack)[0])
+    frozen, projector, tower = kept
+    assert frozen < projector < tower
