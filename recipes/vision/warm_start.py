@@ -1,10 +1,12 @@
-"""The warm start: see enough to answer now and then, by imitating right answers.
+"""The warm start: learn to see, by imitating answers of two conventions.
 
     python -m recipes.vision.warm_start --out runs/vision
 
 Plain PyTorch: every step draws pictures that no prompt has, and the model learns the tokens of
-their answers. It stops long before it has learnt the task, so that RL has something to learn from.
-The last lines say how often it is right on held-out prompts, sampled at temperature 1.
+their answers. Half of them count from zero, read from right to left, or name the column before the
+row, so the model knows more than it is asked for; RL has to find out what is meant, and goes on to
+learn to see. The
+last lines say how often it is right on held-out prompts, sampled at temperature 1.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +33,8 @@ from recipes.sort_digits.prepare import write_model
 from recipes.vision.draw import TASKS, Question
 from recipes.vision.prepare import EOS, PAD, chat_of, prepare, questions
 
-STEPS, BATCH, LR = 450, 32, 2e-3
+STEPS, BATCH, LR = 900, 32, 2e-3
+OTHERS = 0.5  # share of answers in the other convention
 SEED = 1  # of other pictures than the prompts'
 IGNORED = -100  # of transformers: tokens without a loss
 PLACE = "<|image_pad|>"
@@ -78,19 +82,24 @@ class Encoder:
         }
 
 
+def shown(drawn: Iterator[Question]) -> Iterator[tuple[Question, str]]:
+    """Questions, each with its answer in one of the conventions, drawn at random."""
+    rng = random.Random(SEED)
+    for question in drawn:
+        yield question, question.other if rng.random() < OTHERS else question.answer
+
+
 def train(model: Any, encode: Encoder, steps: int) -> None:
-    """Imitate right answers to questions drawn as they are needed."""
+    """Imitate answers to questions drawn as they are needed."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.01, fused=True
     )
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
-    drawn: Iterator[Question] = questions(SEED)
+    examples = shown(questions(SEED))
     begun = time.monotonic()
     for step in range(1, steps + 1):
-        batch = list(itertools.islice(drawn, BATCH))
-        inputs = encode(
-            [q.picture for q in batch], [chat_of(q) for q in batch], [q.answer for q in batch]
-        )
+        batch, answers = zip(*itertools.islice(examples, BATCH), strict=True)
+        inputs = encode([q.picture for q in batch], [chat_of(q) for q in batch], answers)
         loss = model(**inputs).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

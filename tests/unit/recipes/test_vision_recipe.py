@@ -122,6 +122,22 @@ def test_only_answers_are_learned(made):
         assert encode.tokenizer.decode(learned) == question.answer + recipe.EOS
 
 
+def test_half_of_the_shown_answers_are_of_the_other_convention():
+    drawn = itertools.islice(recipe.questions(5), 3000)
+    shown = [(q, answer) for q, answer in warm_start.shown(drawn) if q.answer != q.other]
+    others = sum(answer == question.other for question, answer in shown)
+    assert others / len(shown) == pytest.approx(0.5, abs=0.03)  # 0.01 is the standard error
+    assert all(answer in (question.answer, question.other) for question, answer in shown)
+
+
+def test_what_the_other_convention_says():
+    rng = random.Random(1)
+    count, read, odd = (task(rng) for task in TASKS.values())
+    assert int(count.other) == int(count.answer) - 1
+    assert read.other == read.answer[1] + read.answer[0]
+    assert odd.other.split(",") == odd.answer.split(",")[::-1]
+
+
 def test_the_reward_takes_the_whole_answer_alone():
     chats = [[{"role": "assistant", "content": text}] for text in ("3", "3", "33")]
     scores = exact_answer([*chats, "3"], ["3"] * 4, ["stop", "length", "stop", "stop"])
