@@ -42,7 +42,7 @@ def main() -> None:
     if arguments.save:
         write_block(PAGE, "vision", [PICTURE, "", *lines])
         draw(result["seeds"], result["tasks"], str(FIGURE))
-    report("vision_recipe", result, arguments.save)
+    report("vision-recipe", result, arguments.save)
 
 
 if __name__ == "__main__":

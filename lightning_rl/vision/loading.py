@@ -4,7 +4,6 @@ import base64
 import binascii
 import hashlib
 import os
-import warnings
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -176,11 +175,8 @@ def _require_pixels(name: str, size: tuple[int, int], limits: PictureLimits) -> 
 def _opened(data: bytes, name: str) -> Image.Image:
     """Only its header has been read."""
     try:
-        with warnings.catch_warnings():
-            # Pillow warns of what is within a bound that the user raised, and is no user's error.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return Image.open(BytesIO(data), formats=FORMATS)
-    except Image.DecompressionBombError as error:
+        return Image.open(BytesIO(data), formats=FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise PictureError(f"{name} is too large for Pillow: {one_line(error)}") from error
     except _FAULTS as error:
         begin = "is empty" if not data else f"begins with {data[:8]!r}"

@@ -1,10 +1,11 @@
-"""The warm start: see enough to answer now and then, by imitating right answers.
+"""The warm start: learn to see, by imitating answers of which a third is wrong.
 
     python -m recipes.vision.warm_start --out runs/vision
 
 Plain PyTorch: every step draws pictures that no prompt has, and the model learns the tokens of
-their answers. It stops long before it has learnt the task, so that RL has something to learn from.
-The last lines say how often it is right on held-out prompts, sampled at temperature 1.
+their answers. Some are those of another question of the same task, as by a careless annotator: so
+the model answers right as often as that, however well it sees, and RL has to sort them out. The
+last lines say how often it is right on held-out prompts, sampled at temperature 1.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +32,8 @@ from recipes.sort_digits.prepare import write_model
 from recipes.vision.draw import TASKS, Question
 from recipes.vision.prepare import EOS, PAD, chat_of, prepare, questions
 
-STEPS, BATCH, LR = 450, 32, 2e-3
+STEPS, BATCH, LR = 1_200, 32, 2e-3
+WRONG = 1 / 3
 SEED = 1  # of other pictures than the prompts'
 IGNORED = -100  # of transformers: tokens without a loss
 PLACE = "<|image_pad|>"
@@ -78,19 +81,26 @@ class Encoder:
         }
 
 
+def shown(drawn: Iterator[Question]) -> Iterator[tuple[Question, str]]:
+    """Questions with an answer to imitate, which may be that of the task's question before."""
+    rng, before = random.Random(SEED), dict[str, str]()
+    for question in drawn:
+        wrong = rng.random() < WRONG
+        yield question, before.get(question.task, question.answer) if wrong else question.answer
+        before[question.task] = question.answer
+
+
 def train(model: Any, encode: Encoder, steps: int) -> None:
-    """Imitate right answers to questions drawn as they are needed."""
+    """Imitate answers to questions drawn as they are needed."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.01, fused=True
     )
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
-    drawn: Iterator[Question] = questions(SEED)
+    examples = shown(questions(SEED))
     begun = time.monotonic()
     for step in range(1, steps + 1):
-        batch = list(itertools.islice(drawn, BATCH))
-        inputs = encode(
-            [q.picture for q in batch], [chat_of(q) for q in batch], [q.answer for q in batch]
-        )
+        batch, answers = zip(*itertools.islice(examples, BATCH), strict=True)
+        inputs = encode([q.picture for q in batch], [chat_of(q) for q in batch], answers)
         loss = model(**inputs).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -249,7 +249,7 @@ def test_long_runs_are_cut_into_blocks(tmp_path):
     # Per rollout 2 + 4 texts, 4 tokens in 6 columns, 4 versions (4 bytes each), 4 mask bytes.
     each = 4 * (2 + 4 + 4 * len(TOKEN_COLUMNS) + 4) + 4
     assert [len(blocks[f"tokens-{i}"]) for i in range(3)] == [256 * each, 256 * each, 88 * each]
-    assert set(blocks) == {"index", "tokens-0", "tokens-1", "tokens-2"}
+    assert set(blocks) == {"index", "pictures", "tokens-0", "tokens-1", "tokens-2"}
 
 
 # ---------------------------------------------------------------- the command

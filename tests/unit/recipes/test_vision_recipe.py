@@ -10,7 +10,7 @@ from PIL import Image
 from lightning_rl.data.sources import JSONLPrompts
 from lightning_rl.models.tokenizer import load_tokenizer
 from recipes.vision import prepare as recipe, warm_start
-from recipes.vision.draw import COLORS, TASKS
+from recipes.vision.draw import COLORS, TASKS, Question
 from recipes.vision.reward import exact_answer
 
 
@@ -120,6 +120,16 @@ def test_only_answers_are_learned(made):
     for question, line in zip(batch, labels.tolist(), strict=True):
         learned = [token for token in line if token != warm_start.IGNORED]
         assert encode.tokenizer.decode(learned) == question.answer + recipe.EOS
+
+
+def test_a_third_of_the_shown_answers_is_another_questions():
+    def number(n):
+        return Question("read", Image.new("RGB", (1, 1)), "Which?", str(n))
+
+    shown = list(warm_start.shown(map(number, range(3000))))
+    wrong = [int(answer) for question, answer in shown if answer != question.answer]
+    assert len(wrong) / 3000 == pytest.approx(1 / 3, abs=0.03)  # 0.0086 is the standard error
+    assert all(int(q.answer) - int(answer) in (0, 1) for q, answer in shown)
 
 
 def test_the_reward_takes_the_whole_answer_alone():
