@@ -100,6 +100,11 @@ class Policy(nn.Module):
         self.loading = loading
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         quantization = None if lora is None else lora.quantization
+        if compile_layers and quantization is not None:
+            raise ConfigError(
+                "compile_layers: packed weights (lora.quantization) are unpacked by kernels that "
+                "are not proven under torch.compile; leave out one of the two"
+            )
         self.lm = load_lm(model, random_init, loading, quantization) if lm is None else lm
         self.lora = lora
         self.sequence: SequenceRanks | None = None

@@ -261,6 +261,11 @@ def test_a_critic_cannot_train_a_copy_of_it(tiny_model, form):
     assert not quantized_layers(critic)
 
 
+def test_layers_are_not_compiled(tiny_model, form):
+    with pytest.raises(ConfigError, match=r"compile_layers: packed weights .* leave out one"):
+        Policy(str(tiny_model), lora=lora(form), compile_layers=True)
+
+
 def test_a_frozen_module_cannot_be_saved_with_the_adapters(tiny_model, form):
     with pytest.raises(ConfigError, match=r"modules_to_save has 'mlp', whose weights"):
         Policy(str(tiny_model), lora=lora(form, options={"modules_to_save": ["mlp"]}))

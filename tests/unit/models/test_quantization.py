@@ -1,5 +1,7 @@
 """Weights in few bits: the numbers they stand for, from their definitions in float64."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -123,6 +125,13 @@ def test_bits_per_weight(form, bits):
     parts = form.pack(normal(512, 512))
     size = 8 * sum(part.nbytes for part in parts.values()) / 512**2
     assert size == pytest.approx(bits, abs=32 / 512**2)  # but for the offset of all scales
+
+
+def test_without_bitsandbytes_nf4_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"pip install 'bitsandbytes.*or choose Int8"):
+        NF4()
+    Int8()
 
 
 def test_another_block_size_is_refused():
