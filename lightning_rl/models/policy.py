@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.config.arguments import configurable
@@ -55,6 +56,8 @@ from lightning_rl.models.soundness import (
 from lightning_rl.models.stacked import FileNames
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.run.dist import rank
+
+EXPERTS = "lightning_rl_experts"
 
 
 class Scores(NamedTuple):  # FSDP finds the tensors that a backward pass begins with in it
@@ -302,12 +305,16 @@ def _disable_dropout(lm: PreTrainedModel) -> None:
 
 
 def _compile(lm: PreTrainedModel) -> None:
-    """Compile each layer of ``lm`` but its attention, in place; weights keep their names.
+    """Compile each layer of ``lm`` but attention and experts, in place; weights keep their names.
 
     Shapes are dynamic, so that packs of any size run what the first one compiled. Attention loops
-    over batches whose number changes with every pack, and would be recompiled each time.
+    over batches whose number changes with every pack, and would be recompiled each time. Grouped
+    products of experts fall back to a loop where they are compiled, but for bfloat16.
     """
     AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
+    if FileNames(lm).stacked:
+        ExpertsInterface.register(EXPERTS, torch.compiler.disable(grouped_mm_experts_forward))
+        lm.set_experts_implementation(EXPERTS)
     for module in lm.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(dynamic=True)
