@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.config.arguments import configurable
@@ -61,6 +62,8 @@ from lightning_rl.vision.batch import NAME as PICTURES, with_sight
 from lightning_rl.vision.embedding import scored_states
 from lightning_rl.vision.reader import reader_of, supported
 from lightning_rl.vision.training import Vision, seeing_parameters
+
+EXPERTS = "lightning_rl_experts"
 
 
 @configurable(model=model_of, lora=as_lora)
@@ -380,12 +383,16 @@ def _disable_dropout(lm: PreTrainedModel) -> None:
 
 
 def _compile(lm: PreTrainedModel) -> None:
-    """Compile each layer of ``lm`` but its attention, in place; weights keep their names.
+    """Compile each layer of ``lm`` but attention and experts, in place; weights keep their names.
 
     Shapes are dynamic, so that packs of any size run what the first one compiled. Attention loops
-    over batches whose number changes with every pack, and would be recompiled each time.
+    over batches whose number changes with every pack, and would be recompiled each time. Grouped
+    products of experts fall back to a loop where they are compiled, but for bfloat16.
     """
     AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
+    if FileNames(lm).stacked:
+        ExpertsInterface.register(EXPERTS, torch.compiler.disable(grouped_mm_experts_forward))
+        lm.set_experts_implementation(EXPERTS)
     for module in lm.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(dynamic=True)
