@@ -26,6 +26,7 @@ PARTS = {
     ),
     "offline": ("offline",),
     "view": ("view", "cli.view"),
+    "vision": ("vision", "data.pictured", "data.rollouts.pictures"),
     "optional": ("convert", "cli.convert", "verifiers", "serving.verifiers"),
 }
 """What is in which part, by folders and files of ``lightning_rl/``; all else is the spine.

@@ -103,6 +103,7 @@ def test_every_file_is_in_one_part_wherever_it_stands():
         "offline.dpo": "offline",
         "cli.convert.verl": "optional",
         "cli.view.page": "view",
+        "data.rollouts.pictures": "vision",
         "module": "spine",
     }
     assert {name: part(f"lightning_rl.{name}") for name in places} == places

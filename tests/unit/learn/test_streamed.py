@@ -205,9 +205,9 @@ def test_scores_are_not_computed_twice(tiny_model, random_rollouts, in_double, m
     module = module_of(tiny_model, minibatches=2, kl=K3Penalty(0.1))
     score = type(module.policy).score
 
-    def counting(policy, batch, name, max_tokens, rows=None):
+    def counting(policy, batch, name, max_tokens, rows=None, *options):
         scored.append((name, len(batch["rollouts"]) if rows is None else len(rows)))
-        return score(policy, batch, name, max_tokens, rows)
+        return score(policy, batch, name, max_tokens, rows, *options)
 
     monkeypatch.setattr(type(module.policy), "score", counting)
     groups = groups_of(rollouts)
