@@ -26,12 +26,17 @@ MOST_COUNTED = 4
 
 @dataclass(frozen=True)
 class Question:
-    """A picture, what is asked about it, and the only right answer."""
+    """A picture, what is asked about it, the only right answer, and what others would say.
+
+    ``other`` counts from zero, reads from right to left, or names the column before the row. The
+    question does not tell which is meant.
+    """
 
     task: str
     picture: Image.Image
     text: str
     answer: str
+    other: str
 
 
 def count(rng: random.Random) -> Question:
@@ -44,7 +49,7 @@ def count(rng: random.Random) -> Question:
     for color, (x, y) in zip(colors, cells, strict=True):
         centre = 28 * x + 14 + rng.uniform(-3, 3), 28 * y + 14 + rng.uniform(-3, 3)
         _shape(pen, rng.choice(SHAPES), centre, rng.uniform(8, 10), COLORS[color])
-    return Question("count", picture, f"How many {asked} shapes?", str(wanted))
+    return Question("count", picture, f"How many {asked} shapes?", str(wanted), str(wanted - 1))
 
 
 def read(rng: random.Random) -> Question:
@@ -54,7 +59,7 @@ def read(rng: random.Random) -> Question:
     font = ImageFont.load_default(rng.randint(36, 42))
     centre = 28 + rng.uniform(-3, 3), 28 + rng.uniform(-6, 6)
     pen.text(centre, number, font=font, fill=COLORS[rng.choice(list(COLORS))], anchor="mm")
-    return Question("read", picture, "Which number?", number)
+    return Question("read", picture, "Which number?", number, number[::-1])
 
 
 def odd(rng: random.Random) -> Question:
@@ -72,8 +77,8 @@ def odd(rng: random.Random) -> Question:
             kind = other_shape if differs and not by_color else shape
             fill = other_color if differs and by_color else color
             _shape(pen, kind, centre, 9, COLORS[fill])
-    text = "Which row and column differs?"
-    return Question("odd", picture, text, f"{place[1] + 1},{place[0] + 1}")
+    column, row = place[0] + 1, place[1] + 1
+    return Question("odd", picture, "Where is the odd one?", f"{row},{column}", f"{column},{row}")
 
 
 TASKS: dict[str, Callable[[random.Random], Question]] = {"count": count, "read": read, "odd": odd}

@@ -16,6 +16,7 @@ from typing import Any
 from lightning_rl.cli.view.flags import FLAGS, find_flags, gaps
 from lightning_rl.cli.view.pictures import places_of
 from lightning_rl.cli.view.runs import Record, Run
+from lightning_rl.data.rollouts.pieces import pieces_of
 from lightning_rl.data.rollouts.rows import rows_of
 from lightning_rl.data.rollouts.turns import turns_of
 from lightning_rl.rollout import as_text
@@ -141,11 +142,9 @@ def _token_block(records: Sequence[Record], texts: dict[str, int]) -> bytes:
     columns = {name: array("f") for name in TOKEN_COLUMNS}
     versions, mask = array("i"), array("B")
     for row in chain.from_iterable(map(rows_of, records)):
-        for target, ids, pieces in (
-            (prompts, row["prompt_ids"], row.get("prompt_pieces")),
-            (completions, row["token_ids"], row.get("pieces")),
-        ):
-            words = [f"⟨{token}⟩" for token in ids] if pieces is None else pieces
+        numbers = pieces_of(_numbers, row, row["prompt_ids"], row["token_ids"])
+        for target, name in ((prompts, "prompt_pieces"), (completions, "pieces")):
+            words = numbers[name] if row.get(name) is None else row[name]
             target.extend(texts.setdefault(word, len(texts)) for word in words)
         count = len(row["token_ids"])
         for name, column in columns.items():
@@ -154,6 +153,11 @@ def _token_block(records: Sequence[Record], texts: dict[str, int]) -> bytes:
         mask.extend(_fit(row["loss_mask"], count, False))
     arrays: list[array[Any]] = [prompts, completions, *columns.values(), versions, mask]
     return b"".join(map(_little_endian, arrays))
+
+
+def _numbers(token_ids: Sequence[int]) -> list[str]:
+    """What is shown of tokens whose text is not known."""
+    return [f"⟨{token}⟩" for token in token_ids]
 
 
 def _fit(values: Sequence[Any], count: int, filler: Any) -> list[Any]:

@@ -88,7 +88,7 @@ def with_marks(
 
 
 def pieces_of(
-    pieces: TokenPieces,
+    pieces: Callable[[Sequence[int]], list[str]],
     row: Mapping[str, Any],
     prompt_ids: Sequence[int],
     token_ids: Sequence[int],

@@ -10,7 +10,7 @@ from PIL import Image
 from lightning_rl.data.sources import JSONLPrompts
 from lightning_rl.models.tokenizer import load_tokenizer
 from recipes.vision import prepare as recipe, warm_start
-from recipes.vision.draw import COLORS, TASKS, Question
+from recipes.vision.draw import COLORS, TASKS
 from recipes.vision.reward import exact_answer
 
 
@@ -122,14 +122,20 @@ def test_only_answers_are_learned(made):
         assert encode.tokenizer.decode(learned) == question.answer + recipe.EOS
 
 
-def test_a_third_of_the_shown_answers_is_another_questions():
-    def number(n):
-        return Question("read", Image.new("RGB", (1, 1)), "Which?", str(n))
+def test_half_of_the_shown_answers_are_of_the_other_convention():
+    drawn = itertools.islice(recipe.questions(5), 3000)
+    shown = [(q, answer) for q, answer in warm_start.shown(drawn) if q.answer != q.other]
+    others = sum(answer == question.other for question, answer in shown)
+    assert others / len(shown) == pytest.approx(0.5, abs=0.03)  # 0.01 is the standard error
+    assert all(answer in (question.answer, question.other) for question, answer in shown)
 
-    shown = list(warm_start.shown(map(number, range(3000))))
-    wrong = [int(answer) for question, answer in shown if answer != question.answer]
-    assert len(wrong) / 3000 == pytest.approx(1 / 3, abs=0.03)  # 0.0086 is the standard error
-    assert all(int(q.answer) - int(answer) in (0, 1) for q, answer in shown)
+
+def test_what_the_other_convention_says():
+    rng = random.Random(1)
+    count, read, odd = (task(rng) for task in TASKS.values())
+    assert int(count.other) == int(count.answer) - 1
+    assert read.other == read.answer[1] + read.answer[0]
+    assert odd.other.split(",") == odd.answer.split(",")[::-1]
 
 
 def test_the_reward_takes_the_whole_answer_alone():
