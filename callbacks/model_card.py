@@ -38,6 +38,7 @@ class ModelCard:
         configuration: its YAML, without secrets; empty where a script made the objects.
         adapters: whether the weights are a LoRA's adapters alone.
         ledger: the last hash of the run's ledger; empty where it keeps none.
+        sees: whether the model reads pictures.
     """
 
     history: list[dict[str, float]]
@@ -46,6 +47,7 @@ class ModelCard:
     configuration: str
     adapters: bool
     ledger: str = ""
+    sees: bool = False
 
     @classmethod
     def of(cls, trainer: Trainer, module: LanguageModule, merge_adapters: bool) -> "ModelCard":
@@ -61,6 +63,7 @@ class ModelCard:
             without_secrets(config.read_text()) if config.is_file() else "",
             policy.lora is not None and not merge_adapters,
             Ledger(directory).head if (directory / FILE).is_file() else "",
+            policy.reader is not None,
         )
 
     @property
@@ -96,7 +99,7 @@ class ModelCard:
         is_local = Path(self.base).exists()  # else a name that the hub knows
         return ModelCardData(
             library_name="peft" if self.adapters else "transformers",
-            pipeline_tag="text-generation",
+            pipeline_tag="image-text-to-text" if self.sees else "text-generation",
             base_model=None if is_local else self.base,
             tags=["lightning_rl", "reinforcement-learning"],
         )
@@ -120,10 +123,13 @@ class ModelCard:
         )
 
     def _use(self) -> str:
+        model, reader, name = "AutoModelForCausalLM", "AutoTokenizer", "tokenizer"
+        if self.sees:
+            model, reader, name = "AutoModelForImageTextToText", "AutoProcessor", "processor"
         return (
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")\n'
-            'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n'
+            f"from transformers import {model}, {reader}\n\n"
+            f'model = {model}.from_pretrained("path/to/this/folder")\n'
+            f'{name} = {reader}.from_pretrained("path/to/this/folder")\n'
         )
 
 

@@ -170,6 +170,7 @@ class PolicyModule(OwnLoop, RolloutModule):
             model_kwargs=model_kwargs,
             random_init=random_init,
             lora=lora,
+            vision=vision,
         )
         require_at_least(
             1,
@@ -215,7 +216,6 @@ class PolicyModule(OwnLoop, RolloutModule):
         self.kl_reward = kl_reward
         self.trust_engine_logprobs = trust_engine_logprobs
         self.mask_truncated = mask_truncated
-        self.vision = vision
         self.value_lr = value_lr
         self.ppo_epochs = ppo_epochs
         self.minibatches = minibatches

@@ -25,6 +25,7 @@ from lightning_rl.run.hooks import StageClock, call_hook
 from lightning_rl.run.metrics import named
 from lightning_rl.run.resume import check_resume, configuration_of, use_new_optimizer_settings
 from lightning_rl.run.seeding import gather_random_states, restore_random_states
+from lightning_rl.vision.training import Vision
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ class LearningModule(LanguageModule):
         model_kwargs: dict[str, Any] | None,
         random_init: bool = False,
         lora: LoRA | None = None,
+        vision: Vision | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -131,6 +133,7 @@ class LearningModule(LanguageModule):
         self.loading = Loading(trust_remote_code, model_kwargs or {})
         self.random_init = random_init
         self.lora = lora
+        self.vision = vision
         self.policy: Policy | None = None
 
     @property

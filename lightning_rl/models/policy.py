@@ -78,8 +78,8 @@ class Policy(nn.Module):
             more compute.
         lora: train adapters only; None: all weights.
         vision: what is trained of the part of an image-text model that sees; None: nothing.
-        compile_layers: let ``torch.compile`` make the layers faster; needs a C++ compiler, on CUDA
-            Triton.
+        compile_layers: let ``torch.compile`` make the language model's layers faster; needs a C++
+            compiler, on CUDA Triton.
         cast_lm_head_to_fp32: compute logits in float32 whatever ``Trainer(precision=...)`` is.
         loading: how the model's files are read.
         lm: what was read of them already, and becomes this policy's; None: it is still to be read.
@@ -138,7 +138,7 @@ class Policy(nn.Module):
         """Whether tokens go to the ``routed_experts`` of their packs, where these are known."""
         require_exact_packing(self.lm, lambda pack: self(pack).logprobs, self.reader)
         if compile_layers:
-            _compile(self.lm)
+            _compile(self.lm if self.reader is None else self.reader.family.language_model(self.lm))
 
     def share_packs(self, ranks: int) -> None:
         """Compute packs together with as many neighbouring ranks, from now on; all ranks call it.

@@ -48,6 +48,11 @@ class FrozenReference(Reference):
                 cast_lm_head_to_fp32=policy.cast_lm_head_to_fp32,
                 loading=Loading(policy.loading.trust_remote_code),
             )
+            if policy.reader is not None and not policy.reader.reads_as(self.policy.reader):
+                raise ConfigError(
+                    f"reference model={self.model!r} does not read pictures as the policy's "
+                    f"{policy.model!r} does; take one of the same family and image processor"
+                )
         else:
             value_head, policy.value_head = policy.value_head, None  # not part of a reference
             self.policy = copy.deepcopy(policy)

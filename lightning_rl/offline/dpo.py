@@ -22,6 +22,7 @@ from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.reference import FrozenReference, Reference
 from lightning_rl.offline.sft import SFTDataModule, SupervisedModule
 from lightning_rl.rollout import Rollout
+from lightning_rl.vision.training import Vision
 
 
 def dpo(policy_margin: Tensor, ref_margin: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
@@ -53,6 +54,7 @@ class DPOModule(SupervisedModule):
         gradient_checkpointing: recompute activations in backward.
         trust_remote_code: run code that comes with the model.
         model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
+        vision: what is trained of the part of an image-text model that sees; None: nothing.
 
     Raises:
         ConfigError: for values out of range.
@@ -70,6 +72,7 @@ class DPOModule(SupervisedModule):
         gradient_checkpointing: bool = False,
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
+        vision: Vision | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -79,6 +82,7 @@ class DPOModule(SupervisedModule):
             trust_remote_code,
             model_kwargs,
             lora=lora,
+            vision=vision,
         )
         require_finite(beta=beta)
         if beta <= 0 or not 0 <= smoothing < 0.5:

@@ -26,6 +26,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import named_callbacks
 from lightning_rl.run.openmp import stop_spinning_when_crowded
 from lightning_rl.run.seeding import derived_generator, run_seed
+from lightning_rl.vision.training import Vision
 
 
 class SupervisedModule(LearningModule):
@@ -50,11 +51,12 @@ class SupervisedModule(LearningModule):
                 gradient_checkpointing=self.gradient_checkpointing,
                 lora=self.lora,
                 loading=self.loading,
+                vision=self.vision,
             )
 
     def configure_optimizers(self) -> Any:
-        trained = [p for p in self.loaded_policy.parameters() if p.requires_grad]
-        optimizer = make_optimizer(self, self.optimizer, trained)
+        groups = self.loaded_policy.parameter_groups(None)
+        optimizer = make_optimizer(self, self.optimizer, groups)
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
@@ -76,6 +78,7 @@ class SFTModule(SupervisedModule):
         random_init: start from random weights instead of those in ``model``.
         trust_remote_code: run code that comes with the model.
         model_kwargs: further arguments of ``from_pretrained``, such as ``revision``.
+        vision: what is trained of the part of an image-text model that sees; None: nothing.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class SFTModule(SupervisedModule):
         random_init: bool = False,
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
+        vision: Vision | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -97,6 +101,7 @@ class SFTModule(SupervisedModule):
             trust_remote_code,
             model_kwargs,
             random_init,
+            vision=vision,
         )
         save_primitive_hparams(self)
         self.aggregation = aggregation

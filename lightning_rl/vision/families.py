@@ -74,6 +74,12 @@ class Family(ABC):
         """The token that stands for a part of a picture."""
         return int(self.config.image_token_id)
 
+    def preparation(self) -> tuple[Any, ...]:
+        """All that decides what a picture becomes: equal for models that read pictures alike."""
+        vision = self.config.vision_config
+        sizes = [getattr(vision, name, None) for name in ("patch_size", "spatial_merge_size")]
+        return self.placeholder, *sizes, self.processor.to_dict()
+
     @abstractmethod
     def prepare(self, image: Image) -> Prepared:
         """A picture as the model reads it."""

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import torch
@@ -43,16 +44,27 @@ def supported() -> str:
 class PictureReader:
     """Turns pictures into what a model reads; each is prepared once while it is in use.
 
-    Copies are the same object: it holds no weights.
+    Any thread may ask. Copies are the same object, for it holds no weights; in another process it
+    begins anew.
     """
 
     def __init__(self, family: Family) -> None:
         self.family = family
         self._kept: OrderedDict[str, Prepared] = OrderedDict()
         self._bytes = 0
+        self._lock = Lock()
 
     def __deepcopy__(self, memo: Any) -> "PictureReader":
         return self
+
+    def __reduce__(self) -> Any:
+        return PictureReader, (self.family,)
+
+    def reads_as(self, other: "PictureReader | None") -> bool:
+        """Whether a picture is the same placeholders, positions and pixels to both."""
+        if other is None or type(self.family) is not type(other.family):
+            return False
+        return self.family.preparation() == other.family.preparation()
 
     def prepare(self, picture: Picture) -> Prepared:
         """A picture as the model reads it.
@@ -60,23 +72,29 @@ class PictureReader:
         Raises:
             PictureError: if the model's processor cannot take it.
         """
-        if picture.digest in self._kept:
-            self._kept.move_to_end(picture.digest)
-            return self._kept[picture.digest]
+        with self._lock:
+            if picture.digest in self._kept:
+                self._kept.move_to_end(picture.digest)
+                return self._kept[picture.digest]
+        made = self._prepare(picture)
+        with self._lock:
+            if picture.digest not in self._kept:
+                self._kept[picture.digest] = made
+                self._bytes += made.pixels.nbytes
+            while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
+        return made
+
+    def _prepare(self, picture: Picture) -> Prepared:
         image = decode(picture)
         try:
             with torch.device("cpu"):
-                made = self.family.prepare(image)
+                return self.family.prepare(image)
         except ValueError as error:  # such as Qwen's of a picture 200 times as wide as high
             raise PictureError(
                 f"the model's processor refuses picture {picture.digest[:12]} of {picture.width}x"
                 f"{picture.height} pixels: {error}; leave it out, or give another"
             ) from error
-        self._kept[picture.digest] = made
-        self._bytes += made.pixels.nbytes
-        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
-            self._bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
-        return made
 
     @cached_property
     def blank(self) -> Prepared:
@@ -120,7 +138,8 @@ class PictureReader:
         """
         prepared = [self.prepare(picture) for _, picture in placed]
         family = self.family
-        return SeenText(token_ids, placed, prepared, family.placeholder, family.axes)
+        with torch.device("cpu"):
+            return SeenText(token_ids, placed, prepared, family.placeholder, family.axes)
 
 
 def load_reader(

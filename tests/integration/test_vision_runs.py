@@ -10,11 +10,14 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from lightning_rl import (
     GAE,
+    FrozenReference,
     K3Penalty,
     LoRA,
     MultiTurn,
     PolicyModule,
     Sampling,
+    SFTDataModule,
+    SFTModule,
     SharedValueHead,
     StreamedCollector,
     TokenTIS,
@@ -22,7 +25,7 @@ from lightning_rl import (
     Vision,
 )
 from lightning_rl.agents.base import Environment, Reply
-from lightning_rl.callbacks import WeightSync
+from lightning_rl.callbacks import HFExport, WeightSync
 from lightning_rl.cli.rerun.compare import rerun_iteration
 from lightning_rl.cli.rerun.rollouts import rerun_rollout
 from lightning_rl.cli.rerun.run import RecordedRun
@@ -307,3 +310,33 @@ def test_a_recorded_run_is_done_again_bit_by_bit(qwen, rows, tmp_path, monkeypat
     [again] = rerun_rollout(run, recorded.id)
     assert again.equal
     assert again.gap < ROUNDING
+
+
+def test_answers_are_imitated_by_the_tower_too(qwen, rows, tmp_path):
+    module = SFTModule(
+        str(qwen), optimizer=adamw(3e-3), vision=Vision(train_tower=True, tower_lr=1e-3)
+    )
+    prompts = JSONLPrompts(str(rows), seed=1)
+    data = SFTDataModule(prompts, completion_column="answer", batch_size=3)
+    trainer = trainer_of(tmp_path)
+    trainer.fit(module, data)
+    assert {"visual", "language_model"} <= changed(module, qwen)
+    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [3e-3, 1e-3]
+
+
+def test_a_reference_must_read_pictures_alike(qwen, rows, tmp_path):
+    other = save_vision_model(tmp_path / "other", "qwen2_5_vl", num_hidden_layers=1)
+    _, trainer = run(qwen, rows, tmp_path, kl=K3Penalty(), reference=FrozenReference(str(other)))
+    assert trainer.callback_metrics["policy/kl_ref"] > 0
+    unlike = save_vision_model(tmp_path / "unlike", "qwen3_vl")
+    with pytest.raises(ConfigError, match="does not read pictures as the policy's"):
+        run(qwen, rows, tmp_path, kl=K3Penalty(), reference=FrozenReference(str(unlike)))
+
+
+def test_a_card_says_how_to_load_what_sees(qwen, rows, tmp_path):
+    run(qwen, rows, tmp_path, [HFExport(str(tmp_path / "out"))])
+    [card] = (tmp_path / "out").rglob("README.md")
+    text = card.read_text()
+    assert "pipeline_tag: image-text-to-text" in text
+    assert "AutoModelForImageTextToText.from_pretrained" in text
+    assert (card.parent / "preprocessor_config.json").exists()
