@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_rl.rollout import Message
 from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted, usage_of
-from lightning_rl.serving.chats import Chat, ChatReader
+from lightning_rl.serving.chats import ChatReader, RequestChat
 from lightning_rl.serving.door import Door, pieces
 from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
@@ -120,7 +120,7 @@ def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, 
 # ---------------------------------------------------------------- messages
 
 
-def _conversation(fields: Fields, reader: ChatReader) -> Chat:
+def _conversation(fields: Fields, reader: ChatReader) -> RequestChat:
     """The chat, in the form of OpenAI's messages: a tool's result becomes its own message."""
     system = text_of(fields.body.get("system"), "system")
     before: list[Any] = [{"role": "system", "content": system}] if system else []

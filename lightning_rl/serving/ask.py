@@ -8,7 +8,7 @@ from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Call, Message, Placed, Rollout
 from lightning_rl.serving.chat_format import ChatFormat, ChatFormats
-from lightning_rl.serving.chats import Chat, ChatReader
+from lightning_rl.serving.chats import ChatReader, RequestChat
 from lightning_rl.serving.errors import RequestError, unknown_model, unsupported
 from lightning_rl.serving.limits import RequestLimits
 
@@ -86,7 +86,7 @@ class Ask:
     role: str
     sampling: Sampling
     count: int = 1
-    chat: Chat = field(default_factory=Chat)
+    chat: RequestChat = field(default_factory=RequestChat)
     form: ChatFormat | None = None
     prompts: list[list[int]] = field(default_factory=list)
     may_call: bool = True

@@ -20,7 +20,7 @@ _AS_THEY_ARE = ("arguments", "input")
 
 
 @dataclass(slots=True)
-class Chat:
+class RequestChat:
     """The messages of a request.
 
     Args:
@@ -43,7 +43,7 @@ class _Known:
 
     given: list[Any]
     exactly: list[tuple[int, bytes]]
-    chat: Chat
+    chat: RequestChat
 
     def begins(self, given: list[Any]) -> bool:
         """Whether these messages begin with the known ones."""
@@ -67,7 +67,7 @@ class ChatReader:
         self,
         given: list[Any],
         messages: Callable[[int, Any], Sequence[Message]] = lambda *sent: [read_message(*sent)],
-    ) -> Chat:
+    ) -> RequestChat:
         """The chat of a request.
 
         Args:
@@ -86,9 +86,11 @@ class ChatReader:
                 code="empty_array",
             )
         fitting = [known for known in self._known if known.begins(given)]
-        last = max(fitting, key=lambda known: len(known.given), default=_Known([], [], Chat()))
+        last = max(
+            fitting, key=lambda known: len(known.given), default=_Known([], [], RequestChat())
+        )
         state, nodes = last.chat.place  # at once: another request's may be noted meanwhile
-        chat = Chat(list(last.chat.said), (state, list(nodes)))
+        chat = RequestChat(list(last.chat.said), (state, list(nodes)))
         for place in range(len(last.given), len(given)):
             for message in messages(place, given[place]):
                 chat.said.append(self._seen(with_name(message, chat.said)))
@@ -96,10 +98,10 @@ class ChatReader:
         self._remember(last, given, chat)
         return chat
 
-    def prompt(self, prompt: Prompt) -> Chat:
+    def prompt(self, prompt: Prompt) -> RequestChat:
         """The chat of a rollout's prompt, whose pictures are known; none of one that is text."""
         if isinstance(prompt.prompt, str):
-            return Chat()
+            return RequestChat()
         return self.read(with_sources(prompt.prompt, prompt.pictures))
 
     def _seen(self, message: Message) -> Said:
@@ -108,13 +110,13 @@ class ChatReader:
         except PictureError as error:
             raise RequestError(str(error), param="messages", code="invalid_image") from error
 
-    def _require_few_pictures(self, chat: Chat) -> None:
+    def _require_few_pictures(self, chat: RequestChat) -> None:
         try:
             require_few(sum(len(item.pictures) for item in chat.said), self._limits.pictures)
         except PictureError as error:
             raise RequestError(str(error), param="messages", code="invalid_image") from error
 
-    def _remember(self, last: _Known, given: list[Any], chat: Chat) -> None:
+    def _remember(self, last: _Known, given: list[Any], chat: RequestChat) -> None:
         new = deepcopy(given[len(last.given) :])  # a client may change its own
         try:
             bits = [

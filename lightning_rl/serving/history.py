@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_rl.rollout import Call, Message, Placed, Rollout
 from lightning_rl.serving.chat_format import ChatFormat, Seen
-from lightning_rl.serving.chats import Chat
+from lightning_rl.serving.chats import RequestChat
 from lightning_rl.serving.messages import Said
 
 
@@ -35,7 +35,7 @@ class History:
         prompt: messages that are known already, and no part of the transcript.
     """
 
-    def __init__(self, rollout: Rollout, prompt: Chat) -> None:
+    def __init__(self, rollout: Rollout, prompt: RequestChat) -> None:
         self._rollout = rollout
         self._root = _Node()
         self._state = 0  # another once a node was taken out
@@ -44,7 +44,7 @@ class History:
         self.note(prompt)
         self.transcript.clear()
 
-    def prompt(self, chat: Chat, form: ChatFormat) -> Seen:
+    def prompt(self, chat: RequestChat, form: ChatFormat) -> Seen:
         """Tokens of a chat, with the opening of the model's turn, and the pictures in it.
 
         Raises:
@@ -66,7 +66,7 @@ class History:
         placed += [Placed(end + start, picture) for start, picture in further]
         return token_ids + added, placed
 
-    def note(self, chat: Chat) -> int:
+    def note(self, chat: RequestChat) -> int:
         """Keep what a client sent; returns how many calls of tools it holds."""
         nodes = self._known(chat)
         for item in chat.said[len(nodes) :]:
@@ -74,14 +74,14 @@ class History:
         chat.place = self._state, nodes
         return nodes[-1].tool_calls if nodes else 0
 
-    def answer(self, chat: Chat, turn: Said, form: ChatFormat | None, call: Call) -> None:
+    def answer(self, chat: RequestChat, turn: Said, form: ChatFormat | None, call: Call) -> None:
         """Keep an answer; of those that read alike, the last one's tokens."""
         self.note(chat)
         node = self._after(chat.place[1][-1], turn)
         if form is not None:
             node.answers[form.key] = call
 
-    def take_back(self, chat: Chat, turn: Said) -> None:
+    def take_back(self, chat: RequestChat, turn: Said) -> None:
         """Forget an answer that was not delivered, unless a chat continues an equal one."""
         self.note(chat)
         node = chat.place[1][-1]
@@ -91,7 +91,7 @@ class History:
             self._state += 1
             self.transcript[:] = [m for m in self.transcript if m is not last.message]
 
-    def _known(self, chat: Chat) -> list[Any]:
+    def _known(self, chat: RequestChat) -> list[Any]:
         """Where a chat goes, as far as that is known."""
         state, nodes = chat.place
         nodes = nodes if state == self._state else []

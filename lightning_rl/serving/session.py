@@ -14,7 +14,7 @@ from lightning_rl.run.loop import cancel_here
 from lightning_rl.run.threads import CallingThreads
 from lightning_rl.serving.ask import Answer, Ask, Terms, Wanted
 from lightning_rl.serving.chat_format import ChatFormat, Seen, until_stop
-from lightning_rl.serving.chats import Chat
+from lightning_rl.serving.chats import RequestChat
 from lightning_rl.serving.errors import (
     RequestError,
     aborted,
@@ -265,12 +265,12 @@ class Session:
         rollout = self.episode.rollout
         return Answer(rollout, prompt, completion, call, turn, reason, ended_by)
 
-    def _chat_of(self, ask: Ask, call: Call) -> Chat:
+    def _chat_of(self, ask: Ask, call: Call) -> RequestChat:
         """The request's messages; a plain prompt becomes a chat, for the transcript."""
         if ask.form is not None:
             return ask.chat
         text = self.terms.formats.tokenizer.decode(self.episode.rollout.prompt_of(call))
-        return Chat([said({"role": "user", "content": str(text)})])
+        return RequestChat([said({"role": "user", "content": str(text)})])
 
 
 def _is_the_clients(error: Exception, ask: Ask) -> bool:
