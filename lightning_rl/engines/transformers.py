@@ -37,7 +37,7 @@ class TransformersEngine(LoRAEngine):
 
     It needs nothing but transformers. A tiny model it can have faster than vLLM, which spends most
     of its time beside the model there; a large one, long prompts that share their beginnings, stop
-    strings and structured outputs are vLLM's.
+    strings and structured outputs are vLLM's. Of a model that sees it reads pictures.
 
     Args:
         dtype: of the engine's own copy of the weights; None: as the trainer computes.

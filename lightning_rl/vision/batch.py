@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from tensordict import NonTensorData, TensorDict
+from torch import Tensor
 
 from lightning_rl.rollout import Picture, Placed, Row
 from lightning_rl.vision.reader import PictureReader
@@ -46,7 +47,7 @@ def with_sight(batch: TensorDict, reader: PictureReader) -> TensorDict:
     """Let a batch's tokens know what they see and their positions; one without pictures stays.
 
     Their new columns, (T,) each, are ``picture``, the number of the picture in the table, -1
-    without, and ``part``, the number of the picture's placeholder; and ``positions`` (T, axes).
+    without, and ``part``, the number of the picture's placeholder; and positions, one an axis.
 
     Raises:
         PictureError: if a row's pictures and placeholders do not agree.
@@ -54,7 +55,15 @@ def with_sight(batch: TensorDict, reader: PictureReader) -> TensorDict:
     if NAME not in batch or "picture" in batch["tokens"]:
         return batch
     tokens = batch["tokens"]
-    ids, table = tokens["input_ids"].cpu(), batch[NAME]
+    with torch.device("cpu"):  # also where another is the default
+        added = _columns(batch, reader)
+    device = tokens["input_ids"].device
+    tokens.update({name: column.to(device) for name, column in added.items()})
+    return batch
+
+
+def _columns(batch: TensorDict, reader: PictureReader) -> dict[str, Tensor]:
+    ids, table = batch["tokens", "input_ids"].cpu(), batch[NAME]
     lengths = batch["rollouts", "length"].tolist()
     number_of = {picture: number for number, picture in enumerate(pictures_in(table))}
     picture, part, positions = [], [], []
@@ -66,11 +75,14 @@ def with_sight(batch: TensorDict, reader: PictureReader) -> TensorDict:
         numbers = torch.tensor([number_of[one] for _, one in placed] or [-1])
         picture.append(torch.where(own < 0, -1, numbers[own]))
         part.append(which)
-        positions.append(seen.positions(torch.arange(length)).T)
-    columns = {"picture": picture, "part": part, "positions": positions}
-    device = tokens["input_ids"].device
-    tokens.update({name: torch.cat(parts).to(device) for name, parts in columns.items()})
-    return batch
+        positions.append(seen.positions(torch.arange(length)))
+    named = zip(position_names(reader), torch.cat(positions, 1), strict=True)
+    return {"picture": torch.cat(picture), "part": torch.cat(part), **dict(named)}
+
+
+def position_names(reader: PictureReader) -> list[str]:
+    """Names of the columns of positions, one for each axis."""
+    return [f"position_{axis}" for axis in range(reader.family.axes)]
 
 
 def pictures_in(table: PictureTable) -> list[Picture]:

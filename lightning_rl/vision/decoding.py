@@ -29,8 +29,10 @@ def seeing_output(
     has its index 0, and sees what that one does: nothing looks at it.
     """
     index = position_ids.cpu()
-    positions = torch.stack([_positions(family, s, i) for s, i in zip(seen, index, strict=True)], 1)
-    picture, part, shown = _shown(seen, index)
+    rows = zip(seen, index, strict=True)
+    with torch.device("cpu"):
+        positions = torch.stack([_positions(family, text, at) for text, at in rows], 1)
+        picture, part, shown = _shown(seen, index)
     inputs = picture_inputs(family, lm, input_ids, picture, part, shown.__getitem__)
     output = family.language_model(lm)(
         **inputs,

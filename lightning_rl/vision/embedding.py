@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rl.run.dist import world_size
-from lightning_rl.vision.batch import NAME, pictures_in
+from lightning_rl.vision.batch import NAME, pictures_in, position_names
 from lightning_rl.vision.families import Family, Prepared
 from lightning_rl.vision.reader import PictureReader
 
@@ -68,7 +68,7 @@ def scored_states(reader: PictureReader, lm: PreTrainedModel, pack: TensorDict, 
     tokens, family = pack["tokens"], reader.family
     if "picture" in tokens:
         picture, part = (tokens[name][layout.tokens][None].cpu() for name in ("picture", "part"))
-        positions = tokens["positions"][layout.tokens].T
+        positions = torch.stack([tokens[name][layout.tokens] for name in position_names(reader)])
         all_pictures = pictures_in(pack[NAME])
     else:
         picture = torch.full((1, len(layout.tokens)), -1, device="cpu")

@@ -138,7 +138,8 @@ class PictureReader:
         """
         prepared = [self.prepare(picture) for _, picture in placed]
         family = self.family
-        return SeenText(token_ids, placed, prepared, family.placeholder, family.axes)
+        with torch.device("cpu"):
+            return SeenText(token_ids, placed, prepared, family.placeholder, family.axes)
 
 
 def load_reader(

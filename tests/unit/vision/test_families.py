@@ -15,6 +15,7 @@ from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.errors import ConfigError, PictureError
+from lightning_rl.extend import as_torchrl
 from lightning_rl.models.heads import SeparateValueHead
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.rollout import Placed, Prompt, Rollout, Row
@@ -361,3 +362,10 @@ def test_a_memory_plan_counts_what_the_tower_keeps(model):
         kept.append(kept_for_backward(Policy(str(model), vision=vision), pack)[0])
     frozen, projector, tower = kept
     assert frozen < projector < tower
+
+
+def test_a_batch_with_pictures_has_torchrls_form(model):
+    policy = Policy(str(model))
+    rollouts = several(policy)
+    batch = policy.with_sight(pack_rollouts(rollouts))
+    assert as_torchrl(batch).batch_size[0] == len(rollouts)
