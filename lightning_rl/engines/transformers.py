@@ -31,6 +31,7 @@ from lightning_rl.models.stacked import FileNames
 from lightning_rl.rollout import Placed
 from lightning_rl.run.cores import compute
 from lightning_rl.run.digest import digests
+from lightning_rl.vision.decoding import SeenOnce
 from lightning_rl.vision.reader import PictureReader, load_reader, supported
 
 
@@ -40,7 +41,7 @@ class TransformersEngine(LoRAEngine):
 
     It needs nothing but transformers. A tiny model it can have faster than vLLM, which spends most
     of its time beside the model there; a large one, long prompts that share their beginnings, stop
-    strings and structured outputs are vLLM's.
+    strings and structured outputs are vLLM's. Of a model that sees it reads pictures.
 
     Args:
         dtype: of the engine's own copy of the weights; None: as the trainer computes.
@@ -94,6 +95,7 @@ class TransformersEngine(LoRAEngine):
         self._lm: PreTrainedModel | None = None
         self._adapters = Adapters()
         self._reader: PictureReader | None = None
+        self._tower: SeenOnce | None = None
         # Who waits for which request: to be begun, and of those that are being written.
         self._waiting: dict[DecodeRequest, asyncio.Future[Completion]] = {}
         self._writing: dict[DecodeRequest, asyncio.Future[Completion]] = {}
@@ -138,6 +140,7 @@ class TransformersEngine(LoRAEngine):
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust)
         self._ends = end_tokens(tokenizer, config)
         self._reader = load_reader(str(model_dir), config, {"trust_remote_code": trust})
+        self._tower = None if self._reader is None else SeenOnce(self._reader.family)
         # As vLLM does: the collector goes through all libraries' objects each time it is due, which
         # takes longer than an iteration of a small model.
         gc.freeze()
@@ -164,9 +167,10 @@ class TransformersEngine(LoRAEngine):
             self._forget_texts()
 
     def _forget_texts(self) -> None:
-        """They are of weights that are about to change."""
-        if self._kept is not None:
-            self._kept.clear()
+        """They, and what was seen of pictures, are of weights that are about to change."""
+        for kept in (self._kept, self._tower):
+            if kept is not None:
+                kept.clear()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         return await self._write(self, token_ids, sampling, seed)
@@ -248,8 +252,7 @@ class TransformersEngine(LoRAEngine):
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
         if self._routing is not None:
             return RoutedDecoder(lm, self._ends, self._adapters, self._routing)
-        family = None if self._reader is None else self._reader.family
-        return AdaptedDecoder(lm, self._ends, self._kept, self._adapters, family)
+        return AdaptedDecoder(lm, self._ends, self._kept, self._adapters, self._tower)
 
     def _step(self, decoder: Decoder) -> list[DecodeRequest]:
         """One token for each request, those that join now included; returns those that are over."""

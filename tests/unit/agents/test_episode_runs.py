@@ -149,9 +149,9 @@ def test_the_page_holds_all_rows_and_flags_count_on(talk, tmp_path):
     row = json.loads(blocks_of(build_page([run]))["index"])["rollouts"][0]
     assert (row["prompt_tokens"], row["tokens"], row["oldest"], row["newest"]) == (5, 7, 3, 5)
     assert row["rows"] == [
-        {"role": "", "prompt_tokens": 2, "tokens": 4},
-        {"role": "", "prompt_tokens": 2, "tokens": 2},
-        {"role": "critic", "prompt_tokens": 1, "tokens": 1},
+        {"role": "", "prompt_tokens": 2, "tokens": 4, "pictures": []},
+        {"role": "", "prompt_tokens": 2, "tokens": 2, "pictures": []},
+        {"role": "critic", "prompt_tokens": 1, "tokens": 1, "pictures": []},
     ]
     assert [call["row"] for call in row["calls"]] == [0, 0, 1, 2]
 

@@ -27,13 +27,12 @@ def test_first_and_last_evaluation_are_averaged_over_seeds():
 def test_a_seed_that_was_measured_is_not_measured_again(tmp_path, monkeypatch):
     asked = []
 
-    def measure(seed):
+    def measure(seed, recipe, tasks):
         asked.append(seed)
         return run(seed, 0.25, 0.75)
 
-    monkeypatch.setattr(reasoning, "OUT", tmp_path)
     monkeypatch.setattr(reasoning, "measure", measure)
-    assert measured(3) == measured(3) == run(3, 0.25, 0.75)
+    assert measured(3, tmp_path) == measured(3, tmp_path) == run(3, 0.25, 0.75)
     assert asked == [3]
 
 
