@@ -123,35 +123,36 @@ class ExpertLoad:
     """Metrics of the experts over the passes of an update, of all ranks."""
 
     def __init__(self) -> None:
-        self._tokens = 0.0
-        self._load: Tensor | None = None  # (L, E), in tokens
-        self._others = torch.zeros((), device="cpu")
+        self._tokens = 0
+        self._sums: tuple[Tensor, Tensor] | None = None
+        """Load (L, E), and (2,) router entropy and what was replayed otherwise; in tokens."""
 
     def add(self, heard: Heard, counts: bool = True) -> None:
         """Add a pass; one that does not count only tells what experts there are."""
         tokens = len(heard.experts) * counts
         load = heard.load.double() * tokens
         others = torch.stack([heard.entropy.mean(), heard.otherwise]).double() * tokens
-        if self._load is not None:
-            load, others = load + self._load, others + self._others
-        self._load, self._others = load, others
+        if self._sums is not None:
+            load, others = load + self._sums[0], others + self._sums[1]
+        self._sums = load, others
         self._tokens += tokens
 
     def compute(self) -> dict[str, float]:
-        """The metrics, after which it begins anew; without a pass none."""
-        if self._load is None:
+        """The metrics, after which it begins anew; without a pass that counts none."""
+        if self._sums is None:
             return {}
-        tokens = self._load.new_tensor([self._tokens])
-        total = all_sum(torch.cat([self._load.flatten(), self._others, tokens]))
-        shape, self._load, self._tokens = self._load.shape, None, 0.0
-        *_, entropy, otherwise, tokens = total
-        load = total[:-3].view(shape)
+        load, others = self._sums
+        total = all_sum(torch.cat([load.flatten(), others, load.new_tensor([self._tokens])]))
+        self._tokens, self._sums = 0, None
+        load, (entropy, otherwise, tokens) = total[:-3].view_as(load), total[-3:]
+        if not tokens:
+            return {}
         shares = load / load.sum(1, keepdim=True)
-        even = -torch.xlogy(shares, shares).sum(1) / math.log(shape[1])
+        even = -torch.xlogy(shares, shares).sum(1) / math.log(load.shape[1])
         return {
             "experts/busiest_share": float(load.max() / tokens),
             "experts/idlest_share": float(load.min() / tokens),
-            "experts/overload": float(shares.max() * shape[1]),
+            "experts/overload": float(shares.max() * load.shape[1]),
             "experts/dead_share": float((load == 0).double().mean()),
             "experts/load_entropy": float(even.mean()),
             "experts/router_entropy": float(entropy / tokens),

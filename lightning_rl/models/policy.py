@@ -372,13 +372,16 @@ def require_sound_model(model: str, random_init: bool = False, loading: Loading 
 
 
 def _disable_dropout(lm: PreTrainedModel) -> None:
-    """Dropout would make the trainer's logprobs differ from the engine's on the same weights."""
+    """Dropout would make the trainer's logprobs differ from the engine's on the same weights.
+
+    So would a router's jitter.
+    """
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         # Many layers keep the probability as a number: dropout, attention_dropout, layerdrop, ...
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 

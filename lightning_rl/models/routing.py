@@ -77,8 +77,7 @@ class Routing:
         with torch.set_grad_enabled(self.balanced and torch.is_grad_enabled()):
             probs = torch.stack([logits.float().softmax(-1).mean(0) for logits, _, _ in passed])
         with torch.no_grad():
-            wholes = [logits.float().log_softmax(-1) for logits, _, _ in passed]
-            entropy = torch.stack([-(log.exp() * log).sum(-1).mean() for log in wholes])
+            entropy = torch.stack([_entropy(logits) for logits, _, _ in passed])
             own = torch.stack([chosen for _, _, chosen in passed], 1)
             others = own.sort(-1).values != experts.sort(-1).values
             counts = torch.zeros_like(probs)
@@ -164,6 +163,12 @@ def _gates_of(kind: Callable[[Any], nn.Module], config: Any) -> Gates | None:
         if torch.allclose(gates(logits, chosen), weights.float(), rtol=1e-4, atol=1e-6):
             return gates
     return None
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """The mean over tokens, (), of logits (S, E)."""
+    logprobs = logits.float().log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1).mean()
 
 
 def _probabilities(logits: Tensor, chosen: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from lightning_rl.algos.baselines import (
     RunningBaseline,
 )
 from lightning_rl.algos.correction import SequenceTIS, TokenTIS
+from lightning_rl.algos.experts import OldRouting
 from lightning_rl.algos.kl import EntropyBonus, K1Penalty, K3Penalty
 from lightning_rl.algos.losses import CISPO, GSPO, SAPO, PPOClip, Reinforce
 from lightning_rl.algos.objective import (
@@ -37,6 +38,7 @@ from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.module import PolicyModule
 from lightning_rl.rewards.calling import batch_reward
 from tests.support.lots import LotEngine
+from tests.support.mixtures import saved_mixture
 from tests.support.small_run import data_module, grpo, trainer_of
 from tests.support.three_calls import cut_in_two
 from tests.support.tolerances import rounding
@@ -205,9 +207,9 @@ def test_scores_are_not_computed_twice(tiny_model, random_rollouts, in_double, m
     module = module_of(tiny_model, minibatches=2, kl=K3Penalty(0.1))
     score = type(module.policy).score
 
-    def counting(policy, batch, name, max_tokens, rows=None, *options):
+    def counting(policy, batch, name, max_tokens, rows=None, *more):
         scored.append((name, len(batch["rollouts"]) if rows is None else len(rows)))
-        return score(policy, batch, name, max_tokens, rows, *options)
+        return score(policy, batch, name, max_tokens, rows, *more)
 
     monkeypatch.setattr(type(module.policy), "score", counting)
     groups = groups_of(rollouts)
@@ -412,3 +414,21 @@ def test_a_run_that_broke_in_the_middle_of_a_stream_goes_on(tiny_model, tmp_path
     assert resumed.iteration == 3
     assert watching.rollouts == expected.rollouts[1:]
     assert differences(resumed, whole) <= rounding(additions=1_500, magnitude=1.0)
+
+
+def test_the_routing_of_streamed_scores_is_replayed(tmp_path, random_rollouts, in_double):
+    """As if the batch had been scored as a whole."""
+    model = saved_mixture("qwen3_moe", tmp_path)
+    rollouts = random_rollouts(2, groups=GROUPS, group_size=GROUP_SIZE)
+    columns = []
+    for streams in (False, True):
+        module = module_of(model, minibatches=2, routing_replay=OldRouting())
+        module.policy.lm.set_experts_implementation("eager")  # grouped products know no float64
+        if streams:
+            stream(module, groups_of(rollouts), [[0, 1], [2]])
+        else:
+            module.stream = None
+        batch = module.compute_all(doubled(pack_rollouts(rollouts)))
+        columns.append(batch["tokens", "routed_experts"])
+    assert (columns[0] >= 0).any()
+    assert torch.equal(columns[0].sort(-1).values, columns[1].sort(-1).values)

@@ -32,7 +32,9 @@ EXACT = {
         word_embed_proj_dim=32, max_position_embeddings=64, init_std=0.2, dropout=0.5,
     ),
     # Mixture of experts; values narrower than keys, and no grouped heads.
-    "mixtral": lambda: hf.MixtralConfig(**GROUPED, num_local_experts=4),
+    "mixtral": lambda: hf.MixtralConfig(
+        **GROUPED, num_local_experts=4, router_jitter_noise=0.1
+    ),
 }  # fmt: skip
 REFUSED = {
     "logits multiplied after the head": (
