@@ -14,7 +14,7 @@ from lightning_rl.engines.kept_texts import KeptTexts
 from lightning_rl.engines.lora import layers_of
 from lightning_rl.engines.requests import DecodeRequest
 from lightning_rl.errors import WeightSyncError
-from lightning_rl.vision.families import Family
+from lightning_rl.vision.decoding import SeenOnce
 
 Owners = tuple[tuple[int, int], ...]
 """Whose the columns of a layer are, in order: numbers of writers, and how many each has."""
@@ -126,9 +126,9 @@ class AdaptedDecoder(Decoder):
         ends: Sequence[int],
         kept: KeptTexts | None,
         adapters: Adapters,
-        family: Family | None = None,
+        tower: SeenOnce | None = None,
     ) -> None:
-        super().__init__(lm, ends, kept, family)
+        super().__init__(lm, ends, kept, tower)
         self._adapters = adapters
 
     def compute(self, rows: Sequence[DecodeRequest], **inputs: Any) -> Any:

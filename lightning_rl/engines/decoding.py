@@ -14,8 +14,7 @@ from lightning_rl.engines.columns import Columns, begun_cache
 from lightning_rl.engines.drawing import draw
 from lightning_rl.engines.kept_texts import KeptText, KeptTexts
 from lightning_rl.engines.requests import DecodeRequest
-from lightning_rl.vision.decoding import seeing_output
-from lightning_rl.vision.families import Family
+from lightning_rl.vision.decoding import SeenOnce, seeing_output
 from lightning_rl.vision.reader import attention
 
 ATTENTION = "lightning_rl_decode"
@@ -67,7 +66,7 @@ class Decoder:
         lm: the model; its weights may change between two calls.
         ends: tokens that end a row.
         kept: of rows that are over, for those that continue them; None: nothing.
-        family: how the model reads pictures; None: it reads none.
+        tower: sees pictures; None: the model reads none.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class Decoder:
         lm: PreTrainedModel,
         ends: Sequence[int],
         kept: KeptTexts | None = None,
-        family: Family | None = None,
+        tower: SeenOnce | None = None,
     ) -> None:
         self.lm = lm
         self.kept = kept
-        self.family = family
+        self.tower = tower
         if lm.config._attn_implementation == "sdpa":  # else it computes what SDPA cannot
             lm.set_attn_implementation(attention(lm.config, ATTENTION))
         self.ends = list(ends)
@@ -165,9 +164,8 @@ class Decoder:
         ``position_ids`` (N, T) among the inputs are the tokens' indices in the rows' texts.
         """
         if any(row.pictures for row in rows):
-            assert self.family is not None
-            seen = [row.seen for row in rows]
-            return seeing_output(self.family, self.lm, seen, **inputs)
+            assert self.tower is not None
+            return seeing_output(self.tower, self.lm, [row.seen for row in rows], **inputs)
         return self.lm(**inputs, use_cache=True, logits_to_keep=1)
 
     def _read(self, chosen: Sequence[tuple[list[DecodeRequest], KeptText | None]]) -> None:

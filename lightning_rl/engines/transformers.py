@@ -28,6 +28,7 @@ from lightning_rl.models.sampling import end_tokens
 from lightning_rl.rollout import Placed
 from lightning_rl.run.cores import compute
 from lightning_rl.run.digest import digests
+from lightning_rl.vision.decoding import SeenOnce
 from lightning_rl.vision.reader import PictureReader, load_reader, supported
 
 
@@ -85,6 +86,7 @@ class TransformersEngine(LoRAEngine):
         self._lm: PreTrainedModel | None = None
         self._adapters = Adapters()
         self._reader: PictureReader | None = None
+        self._tower: SeenOnce | None = None
         # Who waits for which request: to be begun, and of those that are being written.
         self._waiting: dict[DecodeRequest, asyncio.Future[Completion]] = {}
         self._writing: dict[DecodeRequest, asyncio.Future[Completion]] = {}
@@ -120,6 +122,7 @@ class TransformersEngine(LoRAEngine):
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust)
         self._ends = end_tokens(tokenizer, config)
         self._reader = load_reader(str(model_dir), config, {"trust_remote_code": trust})
+        self._tower = None if self._reader is None else SeenOnce(self._reader.family)
         # As vLLM does: the collector goes through all libraries' objects each time it is due, which
         # takes longer than an iteration of a small model.
         gc.freeze()
@@ -146,9 +149,10 @@ class TransformersEngine(LoRAEngine):
             self._forget_texts()
 
     def _forget_texts(self) -> None:
-        """They are of weights that are about to change."""
-        if self._kept is not None:
-            self._kept.clear()
+        """They, and what was seen of pictures, are of weights that are about to change."""
+        for kept in (self._kept, self._tower):
+            if kept is not None:
+                kept.clear()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         return await self._write(self, token_ids, sampling, seed)
@@ -228,8 +232,7 @@ class TransformersEngine(LoRAEngine):
             return decoder, self._step(decoder)
 
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
-        family = None if self._reader is None else self._reader.family
-        return AdaptedDecoder(lm, self._ends, self._kept, self._adapters, family)
+        return AdaptedDecoder(lm, self._ends, self._kept, self._adapters, self._tower)
 
     def _step(self, decoder: Decoder) -> list[DecodeRequest]:
         """One token for each request, those that join now included; returns those that are over."""

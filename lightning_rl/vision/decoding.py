@@ -1,5 +1,6 @@
 """What an engine computes where rows that it writes see pictures."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,51 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rl.vision.embedding import as_position_ids, picture_inputs
-from lightning_rl.vision.families import Family, Prepared
+from lightning_rl.vision.families import Family, Features, Prepared
 from lightning_rl.vision.seen import SeenText
+
+KEPT_PLACEHOLDERS = 1 << 16
+"""Most placeholders of pictures whose features are kept: of those seen last."""
+
+
+class SeenOnce:
+    """Runs a tower on each picture by itself, once until its weights change.
+
+    So what a row writes does not depend on who else looks at a picture, or has looked at it before:
+    the rollouts of a group, and the turns of a chat, share what was seen.
+    """
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self._kept: OrderedDict[Prepared, Features] = OrderedDict()
+        self._placeholders = 0
+
+    def features(self, lm: PreTrainedModel, pictures: Sequence[Prepared]) -> Features:
+        """As :meth:`Family.features`."""
+        found = [self._of(lm, one) for one in pictures]
+        deeper = zip(*(one.deeper for one in found), strict=True)
+        return Features(
+            torch.cat([one.first for one in found]), tuple(torch.cat(layer) for layer in deeper)
+        )
+
+    def clear(self) -> None:
+        """Forget all, for weights change."""
+        self._kept.clear()
+        self._placeholders = 0
+
+    def _of(self, lm: PreTrainedModel, picture: Prepared) -> Features:
+        if picture not in self._kept:
+            self._kept[picture] = self.family.features(lm, [picture])
+            self._placeholders += picture.count
+        self._kept.move_to_end(picture)
+        features = self._kept[picture]
+        while self._placeholders > KEPT_PLACEHOLDERS and len(self._kept) > 1:
+            self._placeholders -= self._kept.popitem(last=False)[0].count
+        return features
 
 
 def seeing_output(
-    family: Family,
+    tower: SeenOnce,
     lm: PreTrainedModel,
     seen: Sequence[SeenText | None],
     input_ids: Tensor,
@@ -28,12 +68,12 @@ def seeing_output(
     those see; None of a text without pictures. What lies before a row's first token, as padding,
     has its index 0, and sees what that one does: nothing looks at it.
     """
-    index = position_ids.cpu()
+    family, index = tower.family, position_ids.cpu()
     rows = zip(seen, index, strict=True)
     with torch.device("cpu"):
         positions = torch.stack([_positions(family, text, at) for text, at in rows], 1)
         picture, part, shown = _shown(seen, index)
-    inputs = picture_inputs(family, lm, input_ids, picture, part, shown.__getitem__)
+    inputs = picture_inputs(family, tower.features, lm, input_ids, picture, part, shown.__getitem__)
     output = family.language_model(lm)(
         **inputs,
         attention_mask=attention_mask,

@@ -1,6 +1,6 @@
 """What a language model gets in place of token ids where some of the tokens see pictures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,13 @@ from transformers import PreTrainedModel
 
 from lightning_rl.run.dist import world_size
 from lightning_rl.vision.batch import NAME, pictures_in, position_names
-from lightning_rl.vision.families import Family, Prepared
+from lightning_rl.vision.families import Family, Features, Prepared
 from lightning_rl.vision.reader import PictureReader
 
 
 def picture_inputs(
     family: Family,
+    features: Callable[[PreTrainedModel, Sequence[Prepared]], Features],
     lm: PreTrainedModel,
     input_ids: Tensor,
     picture: Tensor,
@@ -30,6 +31,7 @@ def picture_inputs(
 
     Args:
         family: of the model.
+        features: what its tower makes of pictures.
         lm: the model.
         input_ids: (N, T).
         picture: (N, T) on the CPU, the number of the picture that a token sees; -1: it is text.
@@ -48,7 +50,7 @@ def picture_inputs(
     counts = torch.tensor([one.count for one in shown], device="cpu")
     index = (counts.cumsum(0) - counts)[place] + part[at]
     rows, columns, index = (one.to(embedded.device, non_blocking=True) for one in (*at, index))
-    return family.inputs(embedded, (rows, columns), index, family.features(lm, shown))
+    return family.inputs(embedded, (rows, columns), index, features(lm, shown))
 
 
 def _untouched(embedded: Tensor, family: Family, lm: PreTrainedModel, blank: Prepared) -> Tensor:
@@ -76,6 +78,7 @@ def scored_states(reader: PictureReader, lm: PreTrainedModel, pack: TensorDict, 
         all_pictures = []
     inputs = picture_inputs(
         family,
+        family.features,
         lm,
         layout.input_ids[None],
         picture,

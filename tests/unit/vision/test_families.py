@@ -263,6 +263,11 @@ def test_groups_share_a_run_of_the_tower(model, tmp_path):
 
     asyncio.run(run())
     assert runs == [1]
+    asyncio.run(run())  # as a later turn would
+    assert runs == [1]
+    engine.load_weights(policy.named_weights(), 1)
+    asyncio.run(run())
+    assert runs == [1, 1]
 
 
 def test_kept_texts_know_their_pictures(model, tmp_path):
