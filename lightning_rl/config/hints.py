@@ -147,8 +147,17 @@ def _example_of(component: type) -> str:
 
 
 def class_names(bases: list[type]) -> dict[str, type]:
-    """Short names of the classes that ``class_path`` may name, imported so far."""
-    return {c.__name__: c for base in bases for c in subclasses(base)}
+    """Short names of the classes that ``class_path`` may name, imported so far.
+
+    Of several with one name the last, but torch's and ours are never replaced: bitsandbytes has an
+    ``AdamW`` of its own, say, which is there as soon as something imports it.
+    """
+    found: dict[str, type] = {}
+    for kind in (c for base in bases for c in subclasses(base)):
+        known = found.get(kind.__name__)
+        if known is None or not known.__module__.startswith(("torch.", "lightning_rl.")):
+            found[kind.__name__] = kind
+    return found
 
 
 def subclasses(base: type) -> Iterator[type]:
