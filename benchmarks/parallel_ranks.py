@@ -154,7 +154,7 @@ def kept(model: str) -> dict[str, int]:
     them; ``sent`` bytes that a rank sends in both passes, and ``formula`` what they should be.
     """
     policy, size = Policy(model), dist.get_world_size()
-    count = 128
+    count = 1100  # so long that attention has no mask, which nobody shares
     row = Row([2], [3] * count, [True] * count, [0.0] * count, [0] * count)
     pack = pack_rollouts([Rollout(Prompt("0", "", [2]), "0", 0, seed=0, rows=[row])])
     alone, _ = kept_for_backward(policy, pack)

@@ -3,11 +3,8 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from lightning_rl.engines import Sampling, VLLMLocal
-from lightning_rl.models.policy import Policy, save_skeleton
-from tests.support.engine_checks import PROMPTS, ROUNDING, generate, true_logprobs
+from benchmarks import forked
 from tests.support.mixtures import KINDS, saved_mixture
 from tests.support.ranks_experts import REPLAYED
 from tests.support.ranks_run import HFExport, fit
@@ -17,28 +14,10 @@ from tests.support.two_ranks import TOLERANCE, comparable, run_two
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_computes_with_pushed_experts(kind, tmp_path):
     """After a first push, and a second: on CPUs vLLM packs experts by itself only at its start."""
-    model, skeleton = saved_mixture(kind, tmp_path / "model"), tmp_path / "skeleton"
-    save_skeleton(str(model), skeleton)
-    weights = dict(Policy(str(model)).named_weights())
-    plain = AutoModelForCausalLM.from_pretrained(model)
-    engine = VLLMLocal(max_model_len=128, kv_cache_gb=0.05, dtype="float32")
-    engine.start(skeleton)
-    try:
-        sampling = Sampling(max_tokens=8)
-        for version, factor in enumerate((1.0, 0.8)):
-            engine.load_weights(((n, w * factor) for n, w in weights.items()), version)
-            with torch.no_grad():
-                for parameter in plain.parameters():
-                    parameter *= factor
-            for prompt, one in zip(PROMPTS, generate(engine, PROMPTS, sampling), strict=True):
-                expected = true_logprobs(plain, prompt, one.token_ids, sampling)
-                assert one.logprobs == pytest.approx(expected, abs=ROUNDING)
-        [held] = engine.holdings(list(weights))
-        unread = {name for name in weights if ".experts." in name}
-        assert held.unread.keys() == unread
-        assert held.digests.keys() == weights.keys() - unread
-    finally:
-        engine.close()
+    output = tmp_path / "output"
+    status = forked.run("tests.support.pushed_experts", [kind, tmp_path], output)
+    assert status == 0, output.read_text()[-3000:]
+    assert output.read_text().endswith("pushed\n")
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ def whole(tiny_model, tmp_path_factory):
     [
         (NeverAnswers, StalledError, r"timeout_s=1 seconds: generation hangs and waits at "
          r".*test_watchdog.py:\d+ in NeverAnswers.generate \(called by agents/base.py:\d+ in "
-         r"SingleTurn.run\); all stacks are in .*_0.txt. If a"),
+         r"completion_of\); all stacks are in .*_0.txt. If a"),
         (BlocksTheLoop, StalledError, r"hangs and blocks the event loop at .*test_watchdog.py:"
          r"\d+ in _step \(called by engines/transformers.py:\d+ in _advance\)"),
         (Raises, EngineError, "transformers failed while generating: the device fell off the bus"),
