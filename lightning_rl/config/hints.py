@@ -97,7 +97,7 @@ def accepts(hint: Any, value: Any) -> bool:
     except ValueError:
         return True  # a hint that jsonargparse does not check
     try:
-        parser.parse_object({"value": value})
+        parser.parse_object({"value": _with_path(value, hint)})
     # An ArgumentError, or whatever the import of a user's module raises; it may end the program.
     except (Exception, SystemExit):
         return False
@@ -107,7 +107,18 @@ def accepts(hint: Any, value: Any) -> bool:
 def parse(hint: Any, value: Any) -> Any:
     """Make of a value what the parser makes of it under a hint."""
     parser = _parser_of(hint)
-    return parser.instantiate(parser.parse_object({"value": value})).value
+    return parser.instantiate(parser.parse_object({"value": _with_path(value, hint)})).value
+
+
+def _with_path(value: Any, hint: Any) -> Any:
+    """A short name becomes an import path: the parser refuses one that two classes have."""
+    name = value.get("class_path") if isinstance(value, Mapping) else value
+    if not isinstance(name, str) or "." in name or not (bases := classes(hint)):
+        return value
+    if (kind := class_names(bases).get(name)) is None:
+        return value
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    return {**value, "class_path": path} if isinstance(value, Mapping) else path
 
 
 def _parser_of(hint: Any) -> ArgumentParser:
