@@ -27,8 +27,9 @@ from lightning_rl.agents.base import new_rollouts
 from lightning_rl.callbacks.report import draw_curves
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.stats import rollout_metrics
-from lightning_rl.data.packing import pack_rollouts, split_packs
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.data.splitting import split_packs
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion
 from lightning_rl.extend import AgentServer, Environment, Episode, Reply

@@ -41,7 +41,8 @@ from lightning_rl import (
     VLLMLocal,
 )
 from lightning_rl.agents.base import SingleTurn, new_rollouts
-from lightning_rl.data.packing import pack_rollouts, token_rows
+from lightning_rl.data.batch import token_rows
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import Engine
 from lightning_rl.models.policy import Policy, save_skeleton
 from lightning_rl.models.quantization import Quantization

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_rl.callbacks.guards import BatchGuard
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import has_zero_advantage, token_rows
+from lightning_rl.data.batch import has_zero_advantage, token_rows
 from lightning_rl.module import PolicyModule
 from lightning_rl.run.dist import all_max, all_sum
 

@@ -14,7 +14,8 @@ from tensordict import TensorDict
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.collect.loader import RolloutLoader, trainable
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import packed_rows, select
+from lightning_rl.data.batch import select
+from lightning_rl.data.packing import packed_rows
 from lightning_rl.data.rollouts.files import Record, as_record, open_rollouts
 from lightning_rl.data.rollouts.jsonl import JSONLRollouts
 from lightning_rl.data.rollouts.pieces import TokenPieces, pieces_of

@@ -30,18 +30,17 @@ from lightning_rl.algos.objective import (
     loss_tokens,
 )
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import (
+from lightning_rl.data.batch import (
     empty_like,
     has_zero_advantage,
     host_of,
     select,
-    split_minibatches,
-    split_packs,
     token_rows,
     with_host,
     without,
     without_flags,
 )
+from lightning_rl.data.splitting import split_minibatches, split_packs
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.learn.own_loop import OwnLoop

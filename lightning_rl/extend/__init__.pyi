@@ -88,6 +88,9 @@ from lightning_rl.collect.samplers import (
 from lightning_rl.config.arguments import (
     configurable as configurable,
 )
+from lightning_rl.data.batch import (
+    token_rows as token_rows,
+)
 from lightning_rl.data.mixing import (
     ByPassRate as ByPassRate,
     FixedWeights as FixedWeights,
@@ -96,7 +99,6 @@ from lightning_rl.data.mixing import (
 )
 from lightning_rl.data.packing import (
     pack_rollouts as pack_rollouts,
-    token_rows as token_rows,
 )
 from lightning_rl.data.prompts import (
     PromptDataset as PromptDataset,

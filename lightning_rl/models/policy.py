@@ -14,7 +14,7 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import host_of, select, tokens_of_rows, with_host
+from lightning_rl.data.batch import host_of, select, tokens_of_rows, with_host
 from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import (

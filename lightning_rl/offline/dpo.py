@@ -10,7 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import pack_rollouts, token_rows
+from lightning_rl.data.batch import token_rows
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout

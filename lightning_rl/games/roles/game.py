@@ -13,7 +13,8 @@ from lightning_rl.algos.advantages import GroupAdvantage
 from lightning_rl.algos.losses import Metrics, PolicyLoss, PPOClip, check_step_loss
 from lightning_rl.algos.objective import Objective
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.packing import deal_groups, empty_like, select, split_minibatches
+from lightning_rl.data.batch import empty_like, select
+from lightning_rl.data.splitting import deal_groups, split_minibatches
 from lightning_rl.errors import ConfigError
 from lightning_rl.games.algos.game import CrossFitted, Levels
 from lightning_rl.games.algos.moves import GameUpdate

@@ -10,7 +10,8 @@ from transformers import AutoModelForImageTextToText, LlavaOnevisionConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.cli.plan import kept_for_backward
-from lightning_rl.data.packing import pack_rollouts, select
+from lightning_rl.data.batch import select
+from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.engines.transformers import TransformersEngine
 from lightning_rl.engines.vllm_local import VLLMLocal
