@@ -152,10 +152,12 @@ from lightning_rl.models.attention import (
 from lightning_rl.models.heads import (
     ValueHead as ValueHead,
 )
+from lightning_rl.models.model_files import (
+    save_skeleton as save_skeleton,
+)
 from lightning_rl.models.policy import (
     Policy as Policy,
     Scores as Scores,
-    save_skeleton as save_skeleton,
 )
 from lightning_rl.models.quantization import (
     Quantization as Quantization,

@@ -18,7 +18,8 @@ from lightning_rl.engines.vllm_local import VLLMLocal
 from lightning_rl.errors import ConfigError, PictureError
 from lightning_rl.extend import as_torchrl
 from lightning_rl.models.heads import SeparateValueHead
-from lightning_rl.models.policy import Policy, save_skeleton
+from lightning_rl.models.model_files import save_skeleton
+from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Placed, Prompt, Rollout, Row
 from lightning_rl.vision.reader import encode
 from lightning_rl.vision.training import Vision
