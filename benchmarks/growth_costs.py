@@ -32,9 +32,10 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.data.splitting import split_packs
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion
-from lightning_rl.extend import AgentServer, Environment, Episode, Reply
+from lightning_rl.extend import Environment, Episode, Reply
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Row
+from lightning_rl.serving import AgentServer
 from lightning_rl.serving.function_agent import AgentClient
 from recipes.sort_digits.prepare import make_tokenizer, small_qwen2
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 PARTS = {
+    "serving": ("serving",),
     "envs": ("envs", "networks", "algos.steps", "algos.step_kl", "algos.td"),
     "games": (
         "games",

@@ -36,11 +36,6 @@ from lightning_rl.algos.correction import (
     TokenMIS as TokenMIS,
     TokenTIS as TokenTIS,
 )
-from lightning_rl.algos.experts import (
-    LoadBalance as LoadBalance,
-    OldRouting as OldRouting,
-    RolloutRouting as RolloutRouting,
-)
 from lightning_rl.algos.kl import (
     EntropyBonus as EntropyBonus,
     K1Penalty as K1Penalty,
@@ -111,8 +106,6 @@ from lightning_rl.collect.collector import (
 )
 from lightning_rl.collect.early_cut import (
     PartialCollector as PartialCollector,
-    PartialTailCollector as PartialTailCollector,
-    TailBatchingCollector as TailBatchingCollector,
 )
 from lightning_rl.collect.mixture import (
     Mixture as Mixture,
@@ -144,9 +137,7 @@ from lightning_rl.engines import (
     RayEngine as RayEngine,
     Sampling as Sampling,
     StructuredOutputs as StructuredOutputs,
-    TransformersAdapters as TransformersAdapters,
     TransformersEngine as TransformersEngine,
-    VLLMAdapters as VLLMAdapters,
     VLLMLocal as VLLMLocal,
     VLLMServer as VLLMServer,
 )
@@ -215,13 +206,6 @@ from lightning_rl.rewards.rules import (
 from lightning_rl.rollout import (
     Prompt as Prompt,
     Rollout as Rollout,
-)
-from lightning_rl.serving.function_agent import (
-    FunctionAgent as FunctionAgent,
-)
-from lightning_rl.serving.program_agent import (
-    ProgramAgent as ProgramAgent,
-    ScriptAgent as ScriptAgent,
 )
 from lightning_rl.sync.checkpoint import (
     CheckpointTransport as CheckpointTransport,

@@ -6,11 +6,11 @@ from math import comb, fsum
 from numbers import Real
 from typing import Any
 
+from lightning_rl.agents.endings import ending_metrics
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rewards.log import mean
 from lightning_rl.rollout import Group, Rollout, RolloutStatus
 from lightning_rl.run.metrics import summarize
-from lightning_rl.serving.results import ending_metrics
 
 _CUT = (RolloutStatus.ABORTED, RolloutStatus.EXPIRED)
 """What a collector cut says nothing of how long rollouts are, or how they end."""

@@ -1,4 +1,4 @@
-"""What parts of your own derive from or call, each from its module."""
+"""What parts of your own derive from or call, and rare variants, each from its module."""
 
 from lightning_rl.agents.base import (
     Agent as Agent,
@@ -37,6 +37,9 @@ from lightning_rl.algos.correction import (
     Correction as Correction,
 )
 from lightning_rl.algos.experts import (
+    LoadBalance as LoadBalance,
+    OldRouting as OldRouting,
+    RolloutRouting as RolloutRouting,
     RoutingReplay as RoutingReplay,
 )
 from lightning_rl.algos.kl import (
@@ -68,6 +71,10 @@ from lightning_rl.cli import (
 from lightning_rl.collect.collector import (
     Collector as Collector,
     GroupFilter as GroupFilter,
+)
+from lightning_rl.collect.early_cut import (
+    PartialTailCollector as PartialTailCollector,
+    TailBatchingCollector as TailBatchingCollector,
 )
 from lightning_rl.collect.peek import (
     Peek as Peek,
@@ -118,6 +125,8 @@ from lightning_rl.data.views import (
 from lightning_rl.engines import (
     Completion as Completion,
     Engine as Engine,
+    TransformersAdapters as TransformersAdapters,
+    VLLMAdapters as VLLMAdapters,
 )
 from lightning_rl.engines.base import (
     ReplicaStatus as ReplicaStatus,
@@ -204,24 +213,6 @@ from lightning_rl.run.dist import (
 from lightning_rl.run.retry import (
     ServerError as ServerError,
     retry as retry,
-)
-from lightning_rl.serving.ask import (
-    Answer as Answer,
-)
-from lightning_rl.serving.errors import (
-    RequestError as RequestError,
-)
-from lightning_rl.serving.function_agent import (
-    AgentClient as AgentClient,
-)
-from lightning_rl.serving.limits import (
-    RequestLimits as RequestLimits,
-)
-from lightning_rl.serving.server import (
-    AgentServer as AgentServer,
-)
-from lightning_rl.serving.session import (
-    Session as Session,
 )
 from lightning_rl.sync.base import (
     WeightTransport as WeightTransport,

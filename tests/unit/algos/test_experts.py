@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from lightning_rl import K3Penalty, LoadBalance, OldRouting, PolicyModule, RolloutRouting
+from lightning_rl import K3Penalty, PolicyModule
 from lightning_rl.algos.experts import ExpertLoad, balance_loss
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
+from lightning_rl.extend import LoadBalance, OldRouting, RolloutRouting
 from lightning_rl.models.routing import Heard
 from tests.support.mixtures import saved_mixture
 from tests.support.small_run import grpo
