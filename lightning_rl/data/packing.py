@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from functools import partial
 from itertools import chain, count
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -17,7 +17,6 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Placed, Rollout, Row, SamplingDistribution
 from lightning_rl.vision.batch import NAME as PICTURES, as_column, picture_columns
 
-_column = partial(torch.tensor, device="cpu")  # also where another device is the default
 Sources = Sequence[tuple[Rollout, Row]]
 """The rows of a batch in their order, each with its rollout."""
 
@@ -55,7 +54,7 @@ def pack_rollouts(
     }
     tables: dict[str, Any] = {}
     if (found := picture_columns(rows)) is not None:
-        of_rows[PICTURES], tables[PICTURES] = _column(found[0]), as_column(found[1])
+        of_rows[PICTURES], tables[PICTURES] = _column(found[0], np.int64), as_column(found[1])
     return PackedBatch(
         {
             "tokens": TensorDict(tokens, batch_size=[len(tokens["input_ids"])]),
@@ -81,6 +80,11 @@ def _require_scorable(rollouts: Sequence[Rollout]) -> None:
         )
 
 
+def _column(numbers: Sequence[float], kind: type) -> Tensor:
+    """A tensor on the CPU, also where another device is the default."""
+    return torch.from_numpy(np.array(numbers, dtype=kind))  # in a third of torch.tensor's time
+
+
 # ---------------------------------------------------------------- columns of tokens, (T,)
 
 
@@ -97,10 +101,10 @@ def _token_columns(rows: Sequence[Row]) -> dict[str, Tensor]:
         logprobs += [0.0] * len(prompt) + row.logprobs
         versions += [-1] * len(prompt) + row.versions
     return {
-        "input_ids": _column(input_ids, dtype=torch.long),
-        "loss_mask": _column(loss_mask, dtype=torch.bool),
-        "rollout_logprobs": _column(logprobs, dtype=torch.float32),
-        "versions": _column(versions, dtype=torch.long),
+        "input_ids": _column(input_ids, np.int64),
+        "loss_mask": _column(loss_mask, np.bool_),
+        "rollout_logprobs": _column(logprobs, np.float32),
+        "versions": _column(versions, np.int64),
     }
 
 
@@ -116,10 +120,10 @@ def _condition_columns(
     columns = {}
     if any(s.min_tokens for s in sampling):
         flags = map(_no_end, rows, (s.min_tokens for s in sampling))
-        columns["no_end"] = _column([*chain.from_iterable(flags)], dtype=torch.bool)
+        columns["no_end"] = _column([*chain.from_iterable(flags)], np.bool_)
     if any(s.penalizes for s in sampling):
         starts = chain.from_iterable(map(_turn_starts, rows))
-        columns["turn_start"] = _column([*starts], dtype=torch.long)
+        columns["turn_start"] = _column([*starts], np.int64)
     return columns
 
 
@@ -160,7 +164,7 @@ def _number_columns(
         "episode": _numbered((id(rollout), row.role) for rollout, row in sources),
         "role": [number_of[row.role] for _, row in sources],
     }
-    return {name: _column(column, dtype=torch.long) for name, column in columns.items()}
+    return {name: _column(column, np.int64) for name, column in columns.items()}
 
 
 def _numbered(keys: Iterable[Hashable], before: Iterable[Hashable] = ()) -> list[int]:
@@ -197,8 +201,8 @@ def _fork_columns(rollouts: Sequence[Rollout], sources: Sources) -> dict[str, Te
         return {}
     calls = [rollout.fork.calls if rollout.fork else 0 for rollout, _ in sources]
     return {
-        "sample": _column([rollout.sample_index for rollout, _ in sources], dtype=torch.long),
-        "fork": _column(calls, dtype=torch.long),
+        "sample": _column([rollout.sample_index for rollout, _ in sources], np.int64),
+        "fork": _column(calls, np.int64),
     }
 
 
@@ -206,21 +210,20 @@ def _outcome_columns(sources: Sources) -> dict[str, Tensor]:
     truncated = [rollout.finish_reason == "length" for rollout, _ in sources]
     rewards = [rollout.reward_of(row.role) for rollout, row in sources]
     return {
-        "truncated": _column(truncated, dtype=torch.bool),
-        "reward": _column(rewards, dtype=torch.float32),
-        "expert": _column([rollout.expert for rollout, _ in sources], dtype=torch.bool),
+        "truncated": _column(truncated, np.bool_),
+        "reward": _column(rewards, np.float32),
+        "expert": _column([rollout.expert for rollout, _ in sources], np.bool_),
     }
 
 
 def _sampling_columns(sampling: Sequence[SamplingDistribution]) -> dict[str, Tensor]:
-    columns: dict[str, torch.dtype] = {}
+    columns: dict[str, type] = {}
     if any(s.min_p for s in sampling):
-        columns["min_p"] = torch.float32
+        columns["min_p"] = np.float32
     if any(s.penalizes for s in sampling):
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-            columns[name] = torch.float32
-    columns |= {"temperature": torch.float32, "top_k": torch.long, "top_p": torch.float32}
+            columns[name] = np.float32
+    columns |= {"temperature": np.float32, "top_k": np.int64, "top_p": np.float32}
     return {
-        name: _column([getattr(s, name) for s in sampling], dtype=dtype)
-        for name, dtype in columns.items()
+        name: _column([getattr(s, name) for s in sampling], kind) for name, kind in columns.items()
     }
