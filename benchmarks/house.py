@@ -45,7 +45,7 @@ FLOORS = {
     "who writes, who grades": ("engines", "agents", "rewards"),
     "sync, collect, learn": ("sync", "collect", "learn"),
     "Lightning's faces": ("module", "datamodule"),
-    "around them": ("offline", "callbacks", "extend", "cli", "__main__"),
+    "around them": ("callbacks", "extend", "cli", "__main__"),
     "wings, and rooms that may be left out": ("serving", "envs", "games", "convert", "verifiers"),
 }
 """The floor plan, from the ground up: folders and files of ``lightning_rl/``."""

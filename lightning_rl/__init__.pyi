@@ -144,10 +144,22 @@ from lightning_rl.engines import (
 from lightning_rl.errors import (
     LightningRLError as LightningRLError,
 )
+from lightning_rl.learn.dpo import (
+    DPOModule as DPOModule,
+    PairDataModule as PairDataModule,
+    RolloutPairs as RolloutPairs,
+)
+from lightning_rl.learn.recorded import (
+    OfflineDataModule as OfflineDataModule,
+)
 from lightning_rl.learn.schedulers import (
     WarmupConstant as WarmupConstant,
     WarmupCosine as WarmupCosine,
     WarmupLinear as WarmupLinear,
+)
+from lightning_rl.learn.sft import (
+    SFTDataModule as SFTDataModule,
+    SFTModule as SFTModule,
 )
 from lightning_rl.models.heads import (
     SeparateValueHead as SeparateValueHead,
@@ -170,18 +182,6 @@ from lightning_rl.models.sharding import (
 )
 from lightning_rl.module import (
     PolicyModule as PolicyModule,
-)
-from lightning_rl.offline.dpo import (
-    DPOModule as DPOModule,
-    PairDataModule as PairDataModule,
-    RolloutPairs as RolloutPairs,
-)
-from lightning_rl.offline.recorded import (
-    OfflineDataModule as OfflineDataModule,
-)
-from lightning_rl.offline.sft import (
-    SFTDataModule as SFTDataModule,
-    SFTModule as SFTModule,
 )
 from lightning_rl.rewards.base import (
     Rewards as Rewards,

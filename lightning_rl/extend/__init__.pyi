@@ -149,6 +149,9 @@ from lightning_rl.learn.precision import (
     BFloat16Precision as BFloat16Precision,
     MasterWeights as MasterWeights,
 )
+from lightning_rl.learn.probe import (
+    probe_gap as probe_gap,
+)
 from lightning_rl.learn.update_schedules import (
     Alternating as Alternating,
     EveryIteration as EveryIteration,
@@ -234,7 +237,4 @@ from lightning_rl.sync.staged import (
 from lightning_rl.sync.stream import (
     WeightReceiver as WeightReceiver,
     WeightStream as WeightStream,
-)
-from lightning_rl.sync.verify import (
-    probe_gap as probe_gap,
 )

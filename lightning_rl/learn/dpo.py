@@ -17,11 +17,11 @@ from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.sources import AnyPrompts, prompts_of, supervised_rollout
 from lightning_rl.errors import ConfigError, require_finite
 from lightning_rl.learn.base import save_primitive_hparams
+from lightning_rl.learn.sft import SFTDataModule, SupervisedModule
 from lightning_rl.models.lora import LoRA, as_lora
 from lightning_rl.models.policy import Scores
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.models.reference import FrozenReference, Reference
-from lightning_rl.offline.sft import SFTDataModule, SupervisedModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.vision.training import Vision
 
