@@ -185,7 +185,7 @@ def token_columns(
     """Read numbers per completion token by column name, for each of the given rows."""
     batch, chosen = batch.copy(), torch.tensor(rows, dtype=torch.long)
     # The engine's where it is trusted, and zero where a rollout is left out of the update.
-    partial = module.trust_engine_logprobs or module.skips_zero_advantage
+    partial = module.trust_engine_logprobs or module.left_out.zero_advantage
     if "old_logprobs" in batch["tokens"] and not partial:
         batch["tokens"]["trainer_logprobs"] = batch["tokens", "old_logprobs"]
     else:

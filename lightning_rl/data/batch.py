@@ -135,29 +135,6 @@ def select(batch: TensorDict, rows: Tensor) -> TensorDict:
     return PackedBatch(chosen, batch_size=[])
 
 
-def has_zero_advantage(batch: TensorDict) -> Tensor:
-    """Flags, (R,), of rollouts that are sampled and have no advantage on any loss token."""
-    tokens = batch["tokens"]
-    idle = ~batch["rollouts", "expert"]
-    idle[token_rows(batch)[(tokens["advantages"] != 0) & tokens["loss_mask"]]] = False
-    return idle
-
-
-def without(batch: TensorDict, left_out: Tensor) -> TensorDict:
-    """The other rollouts than those ``left_out`` (R,); if none is, the first, without loss tokens.
-
-    Its gradient is zero, and not missing: the optimizer steps as ever, together with other ranks.
-    """
-    return empty_like(batch) if left_out.all() else select(batch, (~left_out).nonzero().squeeze(1))
-
-
-def without_flags(flags: Tensor, left_out: Tensor) -> Tensor:
-    """What ``flags`` (R,), on the host, are of :func:`without`'s batch."""
-    left_out = left_out.cpu()
-    nothing = torch.zeros(1, dtype=torch.bool, device="cpu")
-    return nothing if left_out.all() else flags[~left_out]
-
-
 def empty_like(batch: TensorDict) -> TensorDict:
     """A rollout without loss tokens, as a pack for a rank that has none left.
 

@@ -75,8 +75,8 @@ def test_the_coefficient_is_the_models_own_unless_given(mixture):
 
 
 def test_balance_reaches_tokens_without_an_advantage(mixture, make_rollout):
-    assert module_of(mixture).skips_zero_advantage
-    assert not module_of(mixture, balance=LoadBalance(0.1)).skips_zero_advantage
+    assert module_of(mixture).left_out.zero_advantage
+    assert not module_of(mixture, balance=LoadBalance(0.1)).left_out.zero_advantage
 
 
 def test_metrics_of_load_by_hand():

@@ -24,12 +24,13 @@ from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.loader import RolloutBatches
 from lightning_rl.collect.pipeline import GroupSource
 from lightning_rl.data import splitting
-from lightning_rl.data.batch import empty_like, has_zero_advantage, select, without
+from lightning_rl.data.batch import empty_like, select
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.data.splitting import split_minibatches
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, FilterError
+from lightning_rl.learn.left_out import has_zero_advantage, without
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.rollout import Call
