@@ -41,7 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import lightning_rl
 
 LIBRARY = Path(lightning_rl.__file__).parent
-PLACES = ("", ".envs", ".games", ".extend", ".callbacks")
+PLACES = ("", ".serving", ".envs", ".games", ".extend", ".callbacks")
 """Where public names may be."""
 
 

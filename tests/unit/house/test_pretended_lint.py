@@ -12,8 +12,9 @@ FACTORIES = {
 CHECKED = [
     *sorted((LIBRARY / "models").glob("*.py")),
     *sorted((LIBRARY / "algos").glob("*.py")),
-    *(LIBRARY / f"{name}.py" for name in ("module", "learn/base", "learn/precision")),
-    *(LIBRARY / f"{name}.py" for name in ("run/metrics", "data/packing")),
+    *(LIBRARY / f"learn/{name}.py" for name in ("base", "left_out", "precision", "probe")),
+    *(LIBRARY / f"data/{name}.py" for name in ("batch", "packing", "splitting")),
+    *(LIBRARY / f"{name}.py" for name in ("module", "run/metrics")),
 ]
 
 
