@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Skipped
-from benchmarks.gpu.kinds import kind_of
+from benchmarks.gpu.kinds import KINDS
 from benchmarks.gpu.made import adamw, model_of, rollouts_of, trainer_of
 from lightning_rl import (
     PolicyModule,
@@ -52,6 +52,9 @@ class Watch(RLCallback):
 def fit(bench: Bench, precision: str, kinds: Sequence[str] = ("grpo", "critic", "lora")) -> None:
     """Of each kind: two iterations, a checkpoint, two more from there."""
     for name in kinds:
+        if (package := KINDS[name].lacks) is not None:
+            bench.note({name: f"skipped: {package} is not installed"})
+            continue
         with bench.case(name):
             try:
                 _save_and_resume(bench, name, precision)
@@ -106,7 +109,7 @@ def _run(
     bench: Bench, name: str, precision: str, checkpoint: str | None = None
 ) -> tuple[Trainer, Watch]:
     """One epoch, or a second from a checkpoint."""
-    kind = kind_of(name)
+    kind = KINDS[name]
     seed_everything(0, verbose=False)
     module = PolicyModule(str(kind.model(bench)), optimizer=adamw(3e-3), **kind.parts)
     data = RLDataModule(

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experts import save_model as save_experts
-from benchmarks.gpu.bench import Bench, Skipped
+from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.made import model_of
 from lightning_rl import (
     GAE,
-    NF4,
     Int8,
     IterablePrompts,
     LoRA,
@@ -37,17 +36,10 @@ class Kind:
     engine: Callable[[Bench], Engine] = lambda bench: TransformersEngine(device=bench.device)
     needs: str | None = None
 
-
-def kind_of(name: str) -> Kind:
-    """One of ``KINDS``.
-
-    Raises:
-        Skipped: if a package is missing.
-    """
-    kind = KINDS[name]
-    if kind.needs is not None and find_spec(kind.needs) is None:
-        raise Skipped(f"{name}: {kind.needs} is not installed")
-    return kind
+    @property
+    def lacks(self) -> str | None:
+        """A package that it needs and that is not installed."""
+        return self.needs if self.needs is not None and find_spec(self.needs) is None else None
 
 
 def _digits() -> IterablePrompts:
@@ -103,7 +95,7 @@ KINDS = {
         _tiny, _digits, {"advantage": GAE(), "value_head": SharedValueHead(), "minibatches": 2}
     ),
     "lora": Kind(_tiny, _digits, {"lora": LoRA(rank=4)}),
-    "nf4": Kind(_tiny, _digits, {"lora": LoRA(rank=4, quantization=NF4())}, needs="bitsandbytes"),
+    "nf4": Kind(_tiny, _digits, {"lora": {"rank": 4, "quantization": "NF4"}}, needs="bitsandbytes"),
     "int8": Kind(_tiny, _digits, {"lora": LoRA(rank=4, quantization=Int8())}),
     "vllm-lora": Kind(_tiny, _digits, {"lora": LoRA(rank=4)}, _vllm),
     "experts": Kind(_experts, _digits),

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -36,7 +37,7 @@ def describe(bench: Bench) -> None:
         shm_gib=_free_gib("/dev/shm"),
         python=platform.python_version(),
         cuda=torch.version.cuda,
-        driver=driver_gpus(),
+        driver=[asdict(gpu) for gpu in driver_gpus()],
     )
     bench.note({name: found for name in PACKAGES if (found := _version(name))})
     if bench.device == "cuda":

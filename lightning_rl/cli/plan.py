@@ -296,7 +296,7 @@ def kept_for_backward(
         if storage.data_ptr() not in own:  # views share a storage, which counts once
             is_weight = bf16_mixed and tensor.dtype == torch.bfloat16 and tensor.shape in shapes
             kept[storage.data_ptr()] = storage.nbytes(), is_weight
-        return tensor
+        return tensor.detach()  # an output that its own graph refers to would never be freed
 
     # As Lightning's autocast is, which caches no copy.
     kind = policy.lm.device.type
